@@ -1,0 +1,57 @@
+"""The loads that servers are measured with: what is sent, and how many requests are under way at once."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+WORDS = Path(__file__).with_name("words.txt").read_text().split()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One kind of traffic.
+
+    Attributes:
+        name: What it is called in tables.
+        min_words: Words of the shortest text.
+        max_words: Words of the longest text.
+        texts_per_request: Texts in one request.
+        concurrency: Requests under way at once.
+    """
+
+    name: str
+    min_words: int
+    max_words: int
+    texts_per_request: int
+    concurrency: int
+
+    def bodies(self, model: str, encoding_format: str, count: int = 256, seed: int = 0) -> list[bytes]:
+        """Returns `count` request bodies of /v1/embeddings, the same for the same seed."""
+        rng = random.Random(f"{self.name}-{seed}")
+        return [
+            json.dumps(
+                {
+                    "model": model,
+                    "input": [self._text(rng) for _ in range(self.texts_per_request)],
+                    "encoding_format": encoding_format,
+                }
+            ).encode()
+            for _ in range(count)
+        ]
+
+    def _text(self, rng: random.Random) -> str:
+        return " ".join(rng.choices(WORDS, k=rng.randint(self.min_words, self.max_words)))
+
+
+LOADS = {
+    load.name: load
+    for load in (
+        Load("query", 5, 15, 1, 16),
+        Load("mixed", 5, 150, 32, 4),
+        Load("long", 200, 200, 8, 4),
+        Load("single", 5, 15, 1, 1),
+    )
+}

@@ -1,0 +1,1 @@
+"""Text or token ids in, numpy arrays out. Knows no HTTP."""

@@ -1,0 +1,85 @@
+"""Settings of one engine: what is served, where it runs and how much it may take.
+
+Frozen dataclasses only; flags and environment variables are read in server/settings.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from .params import PoolerConfig
+
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+DEVICES: Final = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one forward and of the waiting queue.
+
+    Attributes:
+        max_num_batched_tokens: Tokens in one forward.
+        max_num_seqs: Sequences in one forward.
+        max_queued_tokens: Tokens that may wait or run at once; more is refused whole.
+        max_wait_s: Seconds after which a waiting sequence goes before better-fitting ones.
+    """
+
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 512
+    max_queued_tokens: int = 4_000_000
+    max_wait_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the field and its value."""
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_queued_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.max_wait_s < 0:
+            raise ValueError(f"max_wait_s is {self.max_wait_s}; it must be 0 or more.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine needs to start.
+
+    Attributes:
+        model: Local folder or hub id.
+        revision: Branch, tag or commit of a hub id.
+        device: "auto", "cpu" or "cuda" (or "cuda:1").
+        dtype: "auto" (float32 on CPU, bfloat16 on CUDA), "float32", "bfloat16" or "float16".
+        max_model_len: Tokens. Longest input; None takes the model's own.
+        auto_truncate: Cut over-long inputs instead of refusing them.
+        pooler_config: The operator's pooler settings.
+        hf_overrides: Values laid over the model's config.json.
+        trust_remote_code: Let the fallback run code that comes with the model.
+        in_process: Run the core in a thread of this process instead of a supervised one.
+        num_threads: CPU threads of the forward; None takes all cores.
+        tokenizer_workers: Threads that tokenize.
+        scheduler: Batch and queue limits.
+    """
+
+    model: str
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    auto_truncate: bool = False
+    pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    in_process: bool = False
+    num_threads: int | None = None
+    tokenizer_workers: int = 2
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the field and its value."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
+        if self.device.split(":")[0] not in DEVICES:
+            raise ValueError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}.")
+        for name in ("max_model_len", "num_threads", "tokenizer_workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")

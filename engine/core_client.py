@@ -1,0 +1,166 @@
+"""Two ways to have an engine core: in a supervised process (the default) or in a thread of this one.
+
+Both are started once, take messages, hand back messages on the event loop, and say when the core has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import zmq
+import zmq.asyncio
+
+from .messages import Cancel, Frame, FromCore, Start, Stop, Submit, ToCore, decode_from_core, encode
+
+if TYPE_CHECKING:
+    from .core import EngineCore
+
+OnMessage = Callable[[FromCore, list[Frame]], None]
+OnExit = Callable[[str], None]
+
+_STOP_TIMEOUT_S = 5.0
+"""Seconds that a core gets to finish its step before it is killed."""
+
+
+class CoreClient(Protocol):
+    """The client's end of a core. All methods belong to the event loop."""
+
+    def send(self, message: Submit | Cancel, frames: list[Frame]) -> None:
+        """Sends without blocking."""
+
+    async def start(self) -> None:
+        """Starts the core; Ready or LoadFailed follows as a message."""
+
+    async def close(self) -> None:
+        """Stops the core and waits until it is gone. May be called twice."""
+
+
+class ProcessCore:
+    """A core in a process of its own.
+
+    Args:
+        start: What to serve.
+        on_message: Called for every message of the core.
+        on_exit: Called once with a reason when the process ends without having been asked to.
+    """
+
+    def __init__(self, start: Start, on_message: OnMessage, on_exit: OnExit) -> None:
+        self._start = start
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
+
+    async def start(self) -> None:
+        """See CoreClient. Raises OSError if no process can be started."""
+        self._folder = tempfile.mkdtemp(prefix="penstock-")  # mode 0700: only this user reaches the sockets
+        inbox, outbox = (f"ipc://{self._folder}/{name}" for name in ("inbox", "outbox"))
+        self._sending = zmq.Context()
+        self._receiving = zmq.asyncio.Context()
+        self._inbox = self._sending.socket(zmq.PUSH)
+        self._outbox = self._receiving.socket(zmq.PULL)
+        for socket, endpoint in ((self._inbox, inbox), (self._outbox, outbox)):
+            socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
+            socket.bind(endpoint)
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "penstock.engine.worker", inbox, outbox),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in a terminal is for the server, which then stops the core
+        )
+        self._put(self._start, [])
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch(self._process))]
+
+    def send(self, message: Submit | Cancel, frames: list[Frame]) -> None:
+        """See CoreClient."""
+        self._put(message, frames)
+
+    async def close(self) -> None:
+        """See CoreClient. A core that does not end in time is killed."""
+        if self._process is None or self._closing:
+            return
+        self._closing = True
+        if self._process.returncode is None:
+            self._put(Stop(), [])
+            try:
+                await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT_S)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):  # it ended by itself in this very moment
+                    self._process.kill()
+                await self._process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._inbox.close(linger=0)
+        self._outbox.close(linger=0)
+        self._sending.term()
+        self._receiving.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _put(self, message: ToCore, frames: list[Frame]) -> None:
+        self._inbox.send_multipart([encode(message), *frames], flags=zmq.NOBLOCK)
+
+    async def _receive(self) -> None:
+        while True:
+            first, *frames = await self._outbox.recv_multipart(copy=False)
+            self._on_message(decode_from_core(first.buffer), [f.buffer for f in frames])
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        if not self._closing:
+            await asyncio.sleep(0.05)  # its last messages, such as LoadFailed, may still be on the way
+            reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._on_exit(f"the engine process {process.pid} ended with {reason}")
+
+
+class ThreadCore:
+    """A core in a thread of this process, for library use and quick tests. Arguments as in ProcessCore."""
+
+    def __init__(self, start: Start, on_message: OnMessage, on_exit: OnExit) -> None:
+        self._start = start
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._core: EngineCore | None = None
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> None:
+        """See CoreClient."""
+        loop = asyncio.get_running_loop()
+
+        def send(message: FromCore, frames: list[Frame]) -> None:
+            loop.call_soon_threadsafe(self._on_message, message, frames)
+
+        def run() -> None:
+            from .core import EngineCore  # imports torch, which takes a second: not on the event loop
+
+            core = EngineCore(self._start.config, send)
+            loop.call_soon_threadsafe(created.set_result, core)
+            core.run()
+
+        created: asyncio.Future[EngineCore] = loop.create_future()
+        self._thread = threading.Thread(target=run, name="engine-core", daemon=True)
+        self._thread.start()
+        self._core = await created
+
+    def send(self, message: Submit | Cancel, frames: list[Frame]) -> None:
+        """See CoreClient."""
+        if self._core is None:
+            raise RuntimeError("the core has not been started")
+        if isinstance(message, Submit):
+            self._core.submit(message, frames)
+        else:
+            self._core.cancel(message.request_id)
+
+    async def close(self) -> None:
+        """See CoreClient. Waits for the step that runs now."""
+        if self._core is None or self._thread is None:
+            return
+        self._core.stop()
+        await asyncio.to_thread(self._thread.join)

@@ -1,0 +1,200 @@
+"""Admits requests, hands them to the core and turns its messages into answers.
+
+Lives on one event loop. Admission is by tokens and honest: a request is taken whole or refused whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    ModelExecutionError,
+)
+from .messages import Cancel, Failed, Frame, Rows, Submit, pack_inputs, unpack_rows
+from .params import PoolingParams
+from .request import TokenizedInput
+
+Arrays = dict[str, NDArray[np.float32]]
+Send = Callable[[Submit | Cancel, list[Frame]], None]
+
+_FAILURES: dict[str, type[EngineError]] = {
+    kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
+}
+_RATE_MEMORY = 0.8
+"""Share of the old value in the running mean of the drain rate."""
+
+
+@dataclass(slots=True)
+class DispatcherStats:
+    """Counters since the start, and what is under way.
+
+    Attributes:
+        num_requests: Requests under way.
+        num_tokens: Tokens under way.
+        num_batched_tokens_total: Tokens that went through the model.
+        num_steps_total: Forwards.
+        step_s_total: Seconds spent in them.
+        num_refused_total: Requests refused because the queue was full.
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_batched_tokens_total: int = 0
+    num_steps_total: int = 0
+    step_s_total: float = 0.0
+    num_refused_total: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A request whose answer is awaited."""
+
+    future: asyncio.Future[list[Arrays]]
+    num_tokens: int
+    outputs: list[Arrays] = field(default_factory=list)
+    num_left: int = 0
+
+
+class Dispatcher:
+    """The table of requests under way.
+
+    Args:
+        max_queued_tokens: Tokens that may be under way at once.
+    """
+
+    def __init__(self, max_queued_tokens: int) -> None:
+        self.stats = DispatcherStats()
+        self._max_queued_tokens = max_queued_tokens
+        self._send: Send | None = None
+        self._pending: dict[int, _Pending] = {}
+        self._ids = itertools.count()
+        self._tokens_per_s = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def connect(self, send: Send) -> None:
+        """Begins to accept requests and sends them with `send`."""
+        self._send = send
+
+    def disconnect(self, reason: str) -> None:
+        """Stops accepting and fails what is under way with EngineUnavailableError."""
+        self._send = None
+        for request_id in list(self._pending):
+            self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
+
+    async def run(
+        self, inputs: Sequence[TokenizedInput], params: PoolingParams, *, priority: int, timeout_s: float | None
+    ) -> list[Arrays]:
+        """Runs tokenized inputs and returns, per input, its outputs by name.
+
+        Cancelling the awaiting task cancels the request in the core.
+
+        Raises:
+            EngineOverloadedError: The queue cannot take the whole request now.
+            InvalidRequestError: It never could.
+            EngineUnavailableError: No core is connected, or it died.
+            DeadlineExceededError: `timeout_s` passed.
+            ModelExecutionError: The model failed on an input.
+        """
+        if not inputs:
+            return []
+        num_tokens = sum(map(len, inputs))
+        send = self._admit(num_tokens)
+        request_id = next(self._ids)
+        pending = _Pending(asyncio.get_running_loop().create_future(), num_tokens, [{} for _ in inputs], len(inputs))
+        self._pending[request_id] = pending
+        self.stats.num_requests += 1
+        self.stats.num_tokens += num_tokens
+        self._idle.clear()
+        try:
+            send(Submit(request_id, params, priority, timeout_s), pack_inputs(inputs))
+            async with asyncio.timeout(timeout_s):
+                return await pending.future
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"The deadline of {timeout_s:g} s passed before the answer.") from error
+        finally:
+            if self._forget(request_id) and self._send is not None:
+                self._send(Cancel(request_id), [])
+
+    def receive_rows(self, message: Rows, frame: Frame) -> None:
+        """Books the results of one step."""
+        self.stats.num_batched_tokens_total += message.num_tokens
+        self.stats.num_steps_total += 1
+        self.stats.step_s_total += message.step_s
+        rate = message.num_tokens / max(message.step_s, 1e-6)
+        self._tokens_per_s = (
+            rate if not self._tokens_per_s else (_RATE_MEMORY * self._tokens_per_s + (1 - _RATE_MEMORY) * rate)
+        )
+        seen: set[tuple[int, int]] = set()
+        for header, array in zip(message.rows, unpack_rows(message.rows, frame), strict=True):
+            pending = self._pending.get(header.request_id)
+            if pending is None:
+                continue
+            pending.outputs[header.index][header.name] = array
+            if (header.request_id, header.index) not in seen:
+                seen.add((header.request_id, header.index))
+                pending.num_left -= 1
+        for request_id in {request_id for request_id, _ in seen}:
+            if not self._pending[request_id].num_left:
+                self._settle(request_id, None)
+
+    def receive_failure(self, message: Failed) -> None:
+        """Fails one request with the error that the core names."""
+        self._settle(message.request_id, _FAILURES.get(message.kind, ModelExecutionError)(message.message))
+
+    async def wait_idle(self) -> None:
+        """Returns when nothing is under way."""
+        await self._idle.wait()
+
+    def _admit(self, num_tokens: int) -> Send:
+        if num_tokens > self._max_queued_tokens:
+            raise InvalidRequestError(
+                f"The request has {num_tokens} tokens; the server takes at most {self._max_queued_tokens} at once. "
+                "Split it into smaller requests.",
+                param="input",
+            )
+        if self._send is None:
+            raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
+        if self.stats.num_tokens + num_tokens > self._max_queued_tokens:
+            self.stats.num_refused_total += 1
+            excess = self.stats.num_tokens + num_tokens - self._max_queued_tokens
+            raise EngineOverloadedError(
+                f"The server has {self.stats.num_tokens} tokens under way and takes at most {self._max_queued_tokens}; "
+                f"this request has {num_tokens}. Please try again later.",
+                retry_after_s=excess / self._tokens_per_s if self._tokens_per_s else 1.0,
+            )
+        return self._send
+
+    def _settle(self, request_id: int, error: EngineError | None) -> None:
+        pending = self._pending.get(request_id)
+        if pending is None:
+            return
+        self._forget(request_id)
+        if pending.future.done():
+            return
+        if error is None:
+            pending.future.set_result(pending.outputs)
+        else:
+            pending.future.set_exception(error)
+
+    def _forget(self, request_id: int) -> bool:
+        """Drops a request from the books; False if it had been settled already."""
+        pending = self._pending.pop(request_id, None)
+        if pending is None:
+            return False
+        self.stats.num_requests -= 1
+        self.stats.num_tokens -= pending.num_tokens
+        if not self._pending:
+            self._idle.set()
+        return True

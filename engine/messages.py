@@ -1,0 +1,168 @@
+"""Typed messages between an engine client and the engine core.
+
+A message is a small msgspec struct in the first frame; arrays follow as raw little-endian buffers, one frame each.
+Nothing here is pickled. The same structs are passed by reference when the core runs in-process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import EngineConfig
+from .model_info import ModelInfo
+from .params import PoolingParams
+from .request import TokenizedInput
+
+Frame = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSpec:
+    """A tokenizer that has been resolved in the engine process, for clients that must not load transformers.
+
+    Attributes:
+        json: Serialised tokenizer of the `tokenizers` library, without truncation and padding.
+        truncation_side: "left" or "right".
+        uses_token_types: The model reads token type ids.
+    """
+
+    json: str
+    truncation_side: str
+    uses_token_types: bool
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """Client to core, first: load this model."""
+
+    config: EngineConfig
+    log_level: str = "INFO"
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    """Client to core: one request. Frames: token_ids, lengths, type_boundaries, num_prompt_tokens (int32 each)."""
+
+    request_id: int
+    params: PoolingParams
+    priority: int = 0
+    timeout_s: float | None = None
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """Client to core: nobody waits for this request any more."""
+
+    request_id: int
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Client to core: finish the step that runs, then end."""
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """Core to client: the model is loaded."""
+
+    info: ModelInfo
+    tokenizer: TokenizerSpec
+    max_num_batched_tokens: int
+
+
+class LoadFailed(msgspec.Struct, tag=True, frozen=True):
+    """Core to client: the model cannot be served. `kind` is a class name of errors.py."""
+
+    kind: str
+    message: str
+
+
+class RowHeader(msgspec.Struct, array_like=True, frozen=True):
+    """Says what one array of a Rows message is: output `name` of input `index` of a request."""
+
+    request_id: int
+    index: int
+    name: str
+    shape: tuple[int, ...]
+
+
+class Rows(msgspec.Struct, tag=True, frozen=True):
+    """Core to client: results of one step. Frame: all arrays, flattened and concatenated, float32.
+
+    `num_tokens` and `step_s` tell what the step processed and how long it took.
+    """
+
+    rows: list[RowHeader]
+    num_tokens: int
+    step_s: float
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """Core to client: a request failed as a whole. `kind` is a class name of errors.py."""
+
+    request_id: int
+    kind: str
+    message: str
+
+
+ToCore = Start | Submit | Cancel | Stop
+FromCore = Ready | LoadFailed | Rows | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_core = msgspec.msgpack.Decoder(ToCore)
+_from_core = msgspec.msgpack.Decoder(FromCore)
+
+
+def encode(message: ToCore | FromCore) -> bytes:
+    """Returns the first frame of `message`."""
+    return _encoder.encode(message)
+
+
+def decode_to_core(frame: Frame) -> ToCore:
+    """Parses the first frame of a message to the core. Raises msgspec.ValidationError on a foreign frame."""
+    return _to_core.decode(frame)
+
+
+def decode_from_core(frame: Frame) -> FromCore:
+    """Parses the first frame of a message from the core. Raises msgspec.ValidationError on a foreign frame."""
+    return _from_core.decode(frame)
+
+
+def pack_inputs(inputs: Seq[TokenizedInput]) -> list[Frame]:
+    """Returns the frames of a Submit message for `inputs`."""
+    token_ids = inputs[0].token_ids if len(inputs) == 1 else np.concatenate([i.token_ids for i in inputs])
+    lengths = np.array([len(i) for i in inputs], np.int32)
+    boundaries = np.array([i.type_boundary for i in inputs], np.int32)
+    prompts = np.array([i.num_prompt_tokens for i in inputs], np.int32)
+    return [memoryview(a).cast("B") for a in (np.ascontiguousarray(token_ids, np.int32), lengths, boundaries, prompts)]
+
+
+def unpack_inputs(frames: Seq[Frame]) -> list[TokenizedInput]:
+    """Returns the inputs of a Submit message; their arrays are views of `frames`."""
+    token_ids, lengths, boundaries, prompts = (np.frombuffer(f, np.int32) for f in frames)
+    ends = np.cumsum(lengths)
+    return [
+        TokenizedInput(token_ids[end - length : end], boundary, prompt)
+        for end, length, boundary, prompt in zip(
+            ends.tolist(), lengths.tolist(), boundaries.tolist(), prompts.tolist(), strict=True
+        )
+    ]
+
+
+def pack_rows(arrays: Seq[NDArray[Any]]) -> Frame:
+    """Returns the frame of a Rows message: `arrays` flattened, concatenated, float32."""
+    if len(arrays) == 1:
+        return memoryview(np.ascontiguousarray(arrays[0], np.float32)).cast("B")
+    return memoryview(np.concatenate([a.ravel() for a in arrays], dtype=np.float32)).cast("B")
+
+
+def unpack_rows(headers: Seq[RowHeader], frame: Frame) -> list[NDArray[np.float32]]:
+    """Returns the arrays of a Rows message as views of `frame`."""
+    values = np.frombuffer(frame, np.float32)
+    arrays, start = [], 0
+    for header in headers:
+        size = int(np.prod(header.shape))
+        arrays.append(values[start : start + size].reshape(header.shape))
+        start += size
+    return arrays

@@ -1,0 +1,139 @@
+"""What is known about a served model before its weights are read.
+
+ModelInfo is the resolved table of design decision 2: every value that changes results, and the file that it came from.
+It travels from the engine process to its clients. Plain Python; reading the files is the job of model_files.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from .params import PoolingTask, PoolingType
+
+
+class ModelKind(StrEnum):
+    """What the checkpoint was trained to give."""
+
+    EMBEDDING = "embedding"
+    SEQUENCE_CLASSIFIER = "sequence_classifier"
+    CROSS_ENCODER = "cross_encoder"
+    TOKEN_CLASSIFIER = "token_classifier"
+
+
+class Activation(StrEnum):
+    """What turns class logits into scores."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    IDENTITY = "identity"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSpec:
+    """One sentence-transformers Dense module.
+
+    Attributes:
+        folder: Relative to ModelInfo.path: "2_Dense", or "../2_Dense" where the Transformer has a folder of its own.
+        in_features: Width before.
+        out_features: Width after.
+        bias: Whether it has a bias.
+        activation: Class name of the torch activation, such as "Tanh" or "Identity".
+    """
+
+    folder: str
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The resolved description of one model.
+
+    Attributes:
+        name: The name the operator gave: a folder or a hub id.
+        path: Local folder that holds config.json, the weights and the tokenizer.
+        architecture: Class name, from config.json, such as "BertModel".
+        model_type: transformers' model_type, such as "bert".
+        native: True where penstock has a packed family for it; False where transformers runs it.
+        kind: What the checkpoint was trained to give.
+        tasks: Tasks that it serves.
+        hidden_size: Width of hidden states.
+        vocab_size: Rows of the token embedding; token ids must be below it.
+        max_model_len: Tokens. Longest input, special tokens included.
+        embedding_size: Width of an embedding after pooling and Dense modules; 0 for classifiers.
+        sequence_pooling: Pooling types of a sequence, concatenated in this order.
+        token_pooling: ALL or STEP.
+        include_prompt: False leaves the rows of the prompt out of the pooling.
+        dense: Dense modules after the pooling, in order.
+        normalize: Default L2 normalisation of embeddings.
+        dimensions: Default width to cut to; None leaves the native width.
+        is_matryoshka: Any width up to embedding_size may be asked for.
+        matryoshka_dimensions: The widths that the model declares.
+        use_activation: Default of use_activation for classes.
+        activation: What turns class logits into scores.
+        logit_bias: Added to logits after mean and sigma.
+        logit_mean: Subtracted from logits.
+        logit_sigma: Divides the logits.
+        step_tag_id: Default for STEP pooling.
+        returned_token_ids: Default for STEP pooling.
+        attention_head: Head of ATTENTION pooling; None averages all.
+        labels: Class names, in the order of the columns.
+        problem_type: problem_type of config.json.
+        is_causal: Attention looks back only.
+        prompts: Named prompts of the model.
+        default_prompt_name: Prompt applied when a request names none.
+        do_lower_case: Lower-case text before tokenizing.
+        auto_truncate: Cut over-long inputs unless the request says otherwise.
+        dtype: Resolved type of weights and hidden states, such as "float32".
+        device: Resolved device, such as "cpu".
+        sources: Field name to the file and key that it was read from.
+        config: config.json with overrides, as plain values.
+    """
+
+    name: str
+    path: str
+    architecture: str
+    model_type: str
+    native: bool
+    kind: ModelKind
+    tasks: tuple[PoolingTask, ...]
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    embedding_size: int
+    sequence_pooling: tuple[PoolingType, ...]
+    token_pooling: PoolingType = PoolingType.ALL
+    include_prompt: bool = True
+    dense: tuple[DenseSpec, ...] = ()
+    normalize: bool = True
+    dimensions: int | None = None
+    is_matryoshka: bool = False
+    matryoshka_dimensions: tuple[int, ...] = ()
+    use_activation: bool = True
+    activation: Activation = Activation.IDENTITY
+    logit_bias: float = 0.0
+    logit_mean: float = 0.0
+    logit_sigma: float = 1.0
+    step_tag_id: int | None = None
+    returned_token_ids: tuple[int, ...] | None = None
+    attention_head: int | None = None
+    labels: tuple[str, ...] = ()
+    problem_type: str | None = None
+    is_causal: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    do_lower_case: bool = False
+    auto_truncate: bool = False
+    dtype: str = "float32"
+    device: str = "cpu"
+    sources: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_labels(self) -> int:
+        """Number of class columns."""
+        return len(self.labels)

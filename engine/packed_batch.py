@@ -1,0 +1,78 @@
+"""A batch without padding: the tokens of all sequences end to end, and where each begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention import AttentionPlan
+
+from .request import TokenizedInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedBatch:
+    """Inputs of one forward. T packed tokens of N sequences.
+
+    Attributes:
+        input_ids: [T] int64.
+        positions: [T] int64, 0 to L-1 within each sequence.
+        token_type_ids: [T] int64; None where all are 0.
+        cu_seqlens: [N+1] int32, prefix sums of the lengths.
+        seq_lens: Lengths, on the host.
+        max_seqlen: The longest of them.
+        skip_tokens: [N] int32, leading tokens that pooling leaves out; None where there are none.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    token_type_ids: Tensor | None
+    cu_seqlens: Tensor
+    seq_lens: tuple[int, ...]
+    max_seqlen: int
+    skip_tokens: Tensor | None
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of packed tokens."""
+        return self.input_ids.shape[0]
+
+    @classmethod
+    def build(cls, inputs: Sequence[TokenizedInput], device: torch.device) -> PackedBatch:
+        """Packs `inputs` in their order; ascending length gives attention the least work.
+
+        Args:
+            inputs: At least one, none of them empty.
+            device: Where the tensors go.
+        """
+        lengths = np.array([len(i) for i in inputs], np.int64)
+        cu_seqlens = np.zeros(len(inputs) + 1, np.int64)
+        np.cumsum(lengths, out=cu_seqlens[1:])
+        starts = np.repeat(cu_seqlens[:-1], lengths)
+        positions = np.arange(cu_seqlens[-1]) - starts
+        input_ids = np.concatenate([i.token_ids for i in inputs]).astype(np.int64)
+        seq_lens = tuple(lengths.tolist())
+        boundaries = np.array([i.type_boundary for i in inputs], np.int64)
+        skips = np.array([i.num_prompt_tokens for i in inputs], np.int32)
+        types = None
+        if boundaries.any():
+            boundary_of = np.repeat(np.where(boundaries > 0, boundaries, lengths), lengths)
+            types = (positions >= boundary_of).astype(np.int64)
+
+        def put(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        device_cu_seqlens = put(cu_seqlens.astype(np.int32))
+        return cls(
+            input_ids=put(input_ids),
+            positions=put(positions),
+            token_type_ids=None if types is None else put(types),
+            cu_seqlens=device_cu_seqlens,
+            seq_lens=seq_lens,
+            max_seqlen=max(seq_lens),
+            skip_tokens=put(skips) if skips.any() else None,
+        )

@@ -1,0 +1,66 @@
+"""What the engine's public calls return: numpy arrays and token counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingResult:
+    """One vector per input.
+
+    Attributes:
+        embeddings: [N, D] float32.
+        num_tokens: Tokens of each input after truncation.
+    """
+
+    embeddings: NDArray[np.float32]
+    num_tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassResult:
+    """One row of class scores per input.
+
+    Attributes:
+        scores: [N, C] float32, in the order of `labels`.
+        labels: Class names.
+        num_tokens: Tokens of each input after truncation.
+    """
+
+    scores: NDArray[np.float32]
+    labels: tuple[str, ...]
+    num_tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreResult:
+    """One relevance score per pair.
+
+    Attributes:
+        scores: [N] float32.
+        num_tokens: Tokens that each pair cost. A text that several pairs share is counted once, at its first pair.
+    """
+
+    scores: NDArray[np.float32]
+    num_tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenResult:
+    """One matrix per input, a row per token.
+
+    Attributes:
+        rows: [L_i, D] or [L_i, C] float32 each.
+        token_ids: The ids that the rows stand for.
+        num_tokens: Tokens of each input after truncation.
+        labels: Class names of the columns; empty for embeddings.
+    """
+
+    rows: list[NDArray[np.float32]]
+    token_ids: list[list[int]]
+    num_tokens: list[int]
+    labels: tuple[str, ...] = ()

@@ -1,0 +1,86 @@
+"""The engine process: an EngineCore between two sockets. Started by core_client.py; ends when its parent does.
+
+    python -P -m penstock.engine.worker INBOX OUTBOX
+
+INBOX and OUTBOX are ZeroMQ endpoints. The first message must be Start. End of standard input means that the parent has
+gone, however it went.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+import zmq
+
+from .core import EngineCore
+from .messages import Cancel, Frame, FromCore, Start, Stop, Submit, ToCore, decode_to_core, encode
+
+logger = logging.getLogger("penstock.engine")
+
+
+def main() -> None:
+    """Runs the process until Stop arrives or the parent ends."""
+    inbox_endpoint, outbox_endpoint = sys.argv[1:3]
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    context = zmq.Context()
+    inbox = context.socket(zmq.PULL)
+    outbox = context.socket(zmq.PUSH)
+    for socket in (inbox, outbox):
+        socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
+    inbox.connect(inbox_endpoint)
+    outbox.connect(outbox_endpoint)
+
+    start = decode_to_core(inbox.recv())
+    if not isinstance(start, Start):
+        raise TypeError(f"the first message must be Start, not {type(start).__name__}")
+    logging.basicConfig(level=start.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Failed messages of submit() come from the receiving thread, results from the device thread.
+    sending = threading.Lock()
+
+    def send(message: FromCore, frames: list[Frame]) -> None:
+        with sending:
+            outbox.send_multipart([encode(message), *frames], copy=False)
+
+    core = EngineCore(start.config, send)
+    threading.Thread(target=_receive, args=(inbox, core), name="inbox", daemon=True).start()
+    core.run()
+    outbox.close(linger=2000)
+    context.term()  # ends the inbox thread and waits until the last messages have left
+
+
+def _receive(inbox: zmq.Socket[bytes], core: EngineCore) -> None:
+    """Hands messages to the core as they come; a message that it cannot take ends the process, never hangs it."""
+    try:
+        while True:
+            first, *frames = inbox.recv_multipart(copy=False)
+            _hand_over(decode_to_core(first.buffer), [f.buffer for f in frames], core)
+    except zmq.ContextTerminated:
+        inbox.close(linger=0)
+    except Exception:
+        logger.exception("the engine process cannot read its inbox")
+        os._exit(1)
+
+
+def _hand_over(message: ToCore, frames: list[Frame], core: EngineCore) -> None:
+    match message:
+        case Submit():
+            core.submit(message, frames)
+        case Cancel():
+            core.cancel(message.request_id)
+        case Stop():
+            core.stop()
+        case Start():
+            raise TypeError("the engine has been started already")
+
+
+def _end_with_parent() -> None:
+    """Blocks until the parent's end of standard input closes, then ends the process at once."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

