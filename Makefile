@@ -157,6 +157,13 @@ format: $(VENV)/.installed-dev ## Format the code and fix what can be fixed.
 hooks: $(VENV)/.installed-dev ## Let git run the checks before each commit.
 	@$(BIN)/pre-commit install
 
+# ---- bench -------------------------------------------------------------------------------------------------------------
+
+# Add peers with ARGS='--server NAME URL "COMMAND"'. PYTHONSAFEPATH would hide the benchmarks' modules from each other.
+bench: $(VENV)/.installed-test ## Measure a bfloat16 server over HTTP on every load.
+	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/compare_servers.py \
+		--server penstock http://127.0.0.1:8101 "$(BIN)/penstock serve --port 8101 --dtype bfloat16" $(ARGS)
+
 # ---- build -----------------------------------------------------------------------------------------------------------
 
 wheel: install ## Build the wheel into dist/.

@@ -227,6 +227,7 @@ class AsyncEngine:
     async def _score_joint(
         self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
+        self._ensure_ready()
         params = params.resolved(PoolingTask.SCORE, self.info)
         queries = left if len(left) == len(right) else [left[0]] * len(right)
         truncation = self._truncation(params)
@@ -282,6 +283,7 @@ class AsyncEngine:
     async def _tokenize(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
     ) -> list[TokenizedInput]:
+        self._ensure_ready()
         if not inputs:
             raise InvalidRequestError("Give at least one input.", param="input")
         prompt = self._prompt(options)
@@ -308,9 +310,14 @@ class AsyncEngine:
         cut = asked is not None or self._auto_truncate
         return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side)
 
+    def _ensure_ready(self) -> None:
+        """Refuses work before it costs anything."""
+        if self.state is EngineState.STARTING:
+            raise EngineUnavailableError("The engine is being started again. Please try again in a moment.")
+        if self.state is not EngineState.READY:
+            raise EngineUnavailableError("The server is shutting down. Please try again elsewhere.")
+
     async def _run(
         self, tokenized: Sequence[TokenizedInput], params: PoolingParams, options: RequestOptions
     ) -> list[Arrays]:
-        if self.state is EngineState.DRAINING:
-            raise EngineUnavailableError("The server is shutting down. Please try again elsewhere.")
         return await self._dispatcher.run(tokenized, params, priority=options.priority, timeout_s=options.timeout_s)

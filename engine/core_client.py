@@ -67,9 +67,10 @@ class ProcessCore:
         self._receiving = zmq.asyncio.Context()
         self._inbox = self._sending.socket(zmq.PUSH)
         self._outbox = self._receiving.socket(zmq.PULL)
-        for socket, endpoint in ((self._inbox, inbox), (self._outbox, outbox)):
+        for socket in (self._inbox, self._outbox):
             socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
-            socket.bind(endpoint)
+        self._inbox.connect(inbox)  # a connected PUSH socket queues at once; a bound one waits for its peer
+        self._outbox.bind(outbox)
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "penstock.engine.worker", inbox, outbox),
             stdin=asyncio.subprocess.PIPE,

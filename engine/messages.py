@@ -110,8 +110,8 @@ ToCore = Start | Submit | Cancel | Stop
 FromCore = Ready | LoadFailed | Rows | Failed
 
 _encoder = msgspec.msgpack.Encoder()
-_to_core = msgspec.msgpack.Decoder(ToCore)
-_from_core = msgspec.msgpack.Decoder(FromCore)
+_to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+_from_core: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
 
 
 def encode(message: ToCore | FromCore) -> bytes:

@@ -63,6 +63,7 @@ class ModelInfo:
         tasks: Tasks that it serves.
         hidden_size: Width of hidden states.
         vocab_size: Rows of the token embedding; token ids must be below it.
+        num_attention_heads: Attention heads of a layer; 0 where the model has none.
         max_model_len: Tokens. Longest input, special tokens included.
         embedding_size: Width of an embedding after pooling and Dense modules; 0 for classifiers.
         sequence_pooling: Pooling types of a sequence, concatenated in this order.
@@ -106,6 +107,7 @@ class ModelInfo:
     max_model_len: int
     embedding_size: int
     sequence_pooling: tuple[PoolingType, ...]
+    num_attention_heads: int = 0
     token_pooling: PoolingType = PoolingType.ALL
     include_prompt: bool = True
     dense: tuple[DenseSpec, ...] = ()

@@ -26,7 +26,7 @@ def paired_cosine(left: Array, right: Array) -> Array:
 
 def zero_shot_scores(inputs: Array, labels: Array) -> Array:
     """Returns [N, C] probabilities of C label embeddings for N input embeddings: a softmax over scaled cosines."""
-    return _softmax(_SCALE * normalized(inputs) @ normalized(labels).T)
+    return _softmax(np.asarray(_SCALE * (normalized(inputs) @ normalized(labels).T), np.float32))
 
 
 def few_shot_scores(inputs: Array, examples: Array, example_labels: Sequence[int], num_labels: int) -> Array:

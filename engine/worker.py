@@ -2,8 +2,8 @@
 
     python -P -m penstock.engine.worker INBOX OUTBOX
 
-INBOX and OUTBOX are ZeroMQ endpoints. The first message must be Start. End of standard input means that the parent has
-gone, however it went.
+INBOX and OUTBOX are ZeroMQ endpoints; the process binds the first and connects to the second. The first message must be
+Start. End of standard input means that the parent has gone, however it went.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     outbox = context.socket(zmq.PUSH)
     for socket in (inbox, outbox):
         socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
-    inbox.connect(inbox_endpoint)
+    inbox.bind(inbox_endpoint)
     outbox.connect(outbox_endpoint)
 
     start = decode_to_core(inbox.recv())
@@ -78,7 +78,8 @@ def _hand_over(message: ToCore, frames: list[Frame], core: EngineCore) -> None:
 
 def _end_with_parent() -> None:
     """Blocks until the parent's end of standard input closes, then ends the process at once."""
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 1):
+        pass
     os._exit(0)
 
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Dropout, Normalize, Pooling, Transformer
+from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
+
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ModelLoadError, UnsupportedModelError
 from penstock.engine.model_files import locate_model, resolve_model, resolved_table, with_device
 from penstock.engine.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.params import PoolerConfig, PoolingTask, PoolingType
-from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Dense, Dropout, Normalize, Pooling, Transformer
-from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 
 BERT = {
     "model_type": "bert",
@@ -462,7 +463,7 @@ def test_locate_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         locate_model(str(tmp_path / "empty"))
     with pytest.raises(ModelLoadError, match="is a file"):
         locate_model(str(tmp_path / "file"))
-    with pytest.raises(ModelLoadError, match="no folder .* not a hub id"):
+    with pytest.raises(ModelLoadError, match=r"no folder .* not a hub id"):
         locate_model(str(tmp_path / "nowhere"))
 
 
@@ -480,7 +481,7 @@ def test_locate_in_the_hub_cache_offline(tmp_path: Path, monkeypatch: pytest.Mon
     snapshot = hub_cache(tmp_path, "owner/tiny", {"config.json": BERT, "pytorch_model.bin": ""})
     assert locate_model("owner/tiny") == snapshot
     with pytest.raises(
-        ModelLoadError, match="'owner/absent' could not be loaded. Tried the folder .*owner/absent', the hub"
+        ModelLoadError, match=r"'owner/absent' could not be loaded\. Tried the folder .*owner/absent', the hub"
     ):
         locate_model("owner/absent")
     with pytest.raises(ModelLoadError, match="at revision 'v2'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.request import TokenizedInput
 

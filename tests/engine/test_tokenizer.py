@@ -83,7 +83,7 @@ async def test_token_ids_are_taken_as_they_are(pool: TokenizerPool) -> None:
 
 @pytest.mark.parametrize("ids", [[], [-1], [10**9], [5, 10**6, 7]])
 async def test_token_ids_outside_the_vocabulary_are_refused(pool: TokenizerPool, ids: list[int]) -> None:
-    with pytest.raises(InvalidRequestError, match="out of vocabulary|empty"):
+    with pytest.raises(InvalidRequestError, match=r"out of vocabulary|empty"):
         await pool.encode([ids], UNCUT)
 
 

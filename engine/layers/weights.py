@@ -1,0 +1,86 @@
+"""The named tensors of a checkpoint on their way into layers: scoped, checked, cast and moved. Knows no file format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import WeightError
+
+
+class TensorSource(Protocol):
+    """Where tensors come from: a checkpoint on disk."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a tensor of that name exists."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """Returns the tensor as it is stored, on the CPU; the memory may belong to the file."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A view of a checkpoint below one prefix.
+
+    Attributes:
+        source: The checkpoint.
+        dtype: Type that model weights are cast to.
+        device: Where they go.
+        prefix: Put before every name, such as "bert.encoder.".
+    """
+
+    source: TensorSource
+    dtype: torch.dtype
+    device: torch.device
+    prefix: str = ""
+
+    def scope(self, name: str) -> Weights:
+        """Returns the view below `name`; "" is this view itself."""
+        return replace(self, prefix=f"{self.prefix}{name}.") if name else self
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor exists."""
+        return self.prefix + name in self.source
+
+    def scope_of(self, name: str, prefixes: Sequence[str]) -> Weights:
+        """Returns the first of `prefixes` below which `name` exists: checkpoints are saved with and without a head.
+
+        Raises:
+            WeightError: It exists below none of them.
+        """
+        for prefix in prefixes:
+            scoped = self.scope(prefix)
+            if scoped.has(name):
+                return scoped
+        candidates = " or ".join(repr(self.scope(p).prefix + name) for p in prefixes)
+        raise WeightError(f"The checkpoint has no weight {candidates}.")
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Reads one tensor.
+
+        Args:
+            name: Below the prefix.
+            *shape: The shape that it must have.
+            dtype: Instead of the view's own.
+
+        Returns:
+            A copy, on the device, that does not depend on the file.
+
+        Raises:
+            WeightError: It is missing or has another shape.
+        """
+        full_name = self.prefix + name
+        if full_name not in self.source:
+            raise WeightError(f"The checkpoint has no weight {full_name!r}.")
+        stored = self.source.read(full_name)
+        if tuple(stored.shape) != shape:
+            raise WeightError(
+                f"The weight {full_name!r} has the shape {list(stored.shape)}; the configuration asks for {list(shape)}."
+            )
+        return stored.to(self.device, dtype or self.dtype, copy=True)

@@ -1,0 +1,242 @@
+"""Reads what sentence-transformers saves beside a model: modules.json, its modules' configs and its settings.
+
+JSON only: no torch, no weights. Modules are known by the last part of their class path, so that files of every
+sentence-transformers version (and of libraries that extend it) read alike.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from .errors import ModelLoadError, UnsupportedModelError
+from .model_info import DenseSpec
+from .params import PoolingType
+
+MODULES_FILE: Final = "modules.json"
+SETTINGS_FILE: Final = "config_sentence_transformers.json"
+_TRANSFORMER_FILES: Final = tuple(
+    f"sentence_{model}_config.json"
+    for model in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+# In the order in which sentence-transformers concatenates them.
+_LEGACY_POOLING_KEYS: Final = {
+    "pooling_mode_cls_token": PoolingType.CLS,
+    "pooling_mode_max_tokens": PoolingType.MAX,
+    "pooling_mode_mean_tokens": PoolingType.MEAN,
+    "pooling_mode_mean_sqrt_len_tokens": PoolingType.MEAN_SQRT_LEN,
+    "pooling_mode_weightedmean_tokens": PoolingType.WEIGHTED_MEAN,
+    "pooling_mode_lasttoken": PoolingType.LAST,
+}
+_POOLING_MODES: Final = {
+    "cls": PoolingType.CLS,
+    "max": PoolingType.MAX,
+    "mean": PoolingType.MEAN,
+    "mean_sqrt_len_tokens": PoolingType.MEAN_SQRT_LEN,
+    "weightedmean": PoolingType.WEIGHTED_MEAN,
+    "lasttoken": PoolingType.LAST,
+}
+_KNOWN_MODULES: Final = "Transformer, Pooling, Dense, Normalize and Dropout"
+
+
+@dataclass(slots=True, kw_only=True)
+class SentenceTransformersFiles:
+    """What the files say; None where they say nothing. Built once by `read_modules`, then only read.
+
+    Attributes:
+        transformer_folder: Folder of the Transformer module inside the model; "" is the model itself.
+        pooling: Pooling types of the Pooling module, in the order of concatenation.
+        pooling_source: The file that `pooling` was read from.
+        include_prompt: Whether the rows of the prompt are pooled.
+        dense: Dense modules in order; their folders are relative to the Transformer folder.
+        has_normalize: A Normalize module ends the chain.
+        max_seq_length: Tokens. Of the Transformer module.
+        tokenizer_max_length: Tokens. model_max_length among the module's tokenizer arguments.
+        transformer_source: The file that the two above were read from.
+        do_lower_case: Lower-case text before tokenizing.
+        prompts: Named prompts.
+        default_prompt_name: Prompt applied when a request names none.
+        truncate_dim: Default width of embeddings.
+        activation_fn: Class path of a cross-encoder's activation.
+    """
+
+    transformer_folder: str = ""
+    pooling: tuple[PoolingType, ...] | None = None
+    pooling_source: str = MODULES_FILE
+    include_prompt: bool = True
+    dense: tuple[DenseSpec, ...] = ()
+    has_normalize: bool = False
+    max_seq_length: int | None = None
+    tokenizer_max_length: int | None = None
+    transformer_source: str = ""
+    do_lower_case: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    truncate_dim: int | None = None
+    activation_fn: str | None = None
+
+
+def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file; None where there is no such file.
+
+    Raises:
+        ModelLoadError: The file is not valid JSON or cannot be read.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; an empty one where there is no such file.
+
+    Raises:
+        ModelLoadError: The file is not valid JSON or holds something else.
+    """
+    value = read_json(path)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def read_modules(root: Path) -> SentenceTransformersFiles | None:
+    """Reads the sentence-transformers files of the model in `root`; None where it has no modules.json.
+
+    Raises:
+        UnsupportedModelError: A module, or a setting of one, that penstock has no code for; the message names it.
+        ModelLoadError: A file is broken.
+    """
+    entries = read_json(root / MODULES_FILE)
+    if entries is None:
+        return None
+    if not isinstance(entries, list) or not all(
+        isinstance(e, dict) and isinstance(e.get("type"), str) for e in entries
+    ):
+        raise ModelLoadError(f"{root / MODULES_FILE} must hold a list of modules, each with a type and a path.")
+    files = SentenceTransformersFiles()
+    folders: list[tuple[str, dict[str, Any]]] = []
+    for place, entry in enumerate(entries):
+        kind, folder = entry["type"].rsplit(".", 1)[-1], _checked_folder(root, entry.get("path", ""))
+        if place == 0:
+            if kind != "Transformer":
+                raise _unsupported(root, f"starts with the module {entry['type']}; penstock needs a Transformer first")
+            _read_transformer(root, folder, files)
+        elif kind == "Pooling" and files.pooling is None and not folders and not files.has_normalize:
+            _read_pooling(root, folder, files)
+        elif kind == "Dense" and not files.has_normalize:
+            folders.append((folder, entry))
+        elif kind == "Normalize":
+            files.has_normalize = True
+        elif kind in ("Pooling", "Dense"):
+            raise _unsupported(root, f"places the module {entry['type']} ({folder}) where penstock cannot run it")
+        elif kind != "Dropout":
+            raise _unsupported(root, f"lists the module {entry['type']} ({folder}); penstock knows {_KNOWN_MODULES}")
+    files.dense = tuple(_read_dense(root, folder, entry["type"], files.transformer_folder) for folder, entry in folders)
+    if files.pooling is None and any(entry["type"].startswith("pylate.") for _, entry in folders):
+        # PyLate normalises token vectors in `encode`, without a module that says so.
+        files.has_normalize = True
+    _read_settings(root, files)
+    return files
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("type"), str)
+
+
+def _checked_folder(root: Path, folder: Any) -> str:
+    """Returns the folder of a module, refusing one that leads out of the model."""
+    if not isinstance(folder, str) or Path(folder).is_absolute() or ".." in Path(folder).parts:
+        raise ModelLoadError(
+            f"{root / MODULES_FILE} names the module folder {folder!r}, which is not inside the model."
+        )
+    return folder.strip("/")
+
+
+def _read_transformer(root: Path, folder: str, files: SentenceTransformersFiles) -> None:
+    """Fills in what the config of the Transformer module says."""
+    files.transformer_folder = folder
+    for name in _TRANSFORMER_FILES:
+        config = read_object(root / folder / name)
+        if config:
+            tokenizer = config.get("processor_kwargs") or config.get("tokenizer_args") or {}
+            files.transformer_source = str(Path(folder) / name)
+            files.max_seq_length = config.get("max_seq_length")
+            files.tokenizer_max_length = tokenizer.get("model_max_length")
+            files.do_lower_case = bool(config.get("do_lower_case", False))
+            return
+
+
+def _read_pooling(root: Path, folder: str, files: SentenceTransformersFiles) -> None:
+    """Fills in what the config of the Pooling module says."""
+    config = read_object(root / folder / "config.json")
+    files.pooling_source = str(Path(folder) / "config.json")
+    files.include_prompt = bool(config.get("include_prompt", True))
+    modes = config.get("pooling_mode")
+    if modes is None:
+        on = tuple(pooling for key, pooling in _LEGACY_POOLING_KEYS.items() if config.get(key, False))
+        files.pooling = on or (PoolingType.MEAN,)
+        return
+    modes = [modes] if isinstance(modes, str) else list(modes)
+    for mode in modes:
+        if mode not in _POOLING_MODES:
+            raise UnsupportedModelError(
+                f"{root / files.pooling_source} asks for the pooling mode {mode!r}; "
+                f"penstock knows {', '.join(_POOLING_MODES)}."
+            )
+    files.pooling = tuple(_POOLING_MODES[mode] for mode in modes)
+
+
+def _read_dense(root: Path, folder: str, type_name: str, transformer_folder: str) -> DenseSpec:
+    """Reads the config of one Dense module; its weights are the loader's."""
+    path = root / folder / "config.json"
+    config = read_object(path)
+    for key in ("in_features", "out_features"):
+        if type(config.get(key)) is not int or config[key] < 1:
+            raise ModelLoadError(f"{path} has {key} {config.get(key)!r}; it must be a positive integer.")
+    if config.get("use_residual", False):
+        raise UnsupportedModelError(f"{path} asks for use_residual, which penstock has no code for.")
+    if config.get("module_output_name") == "scores":
+        raise UnsupportedModelError(
+            f"{path} writes scores: a cross-encoder head of modules, which penstock has no code for."
+        )
+    activation = config.get(
+        "activation_function", "torch.nn.Identity" if type_name.startswith("pylate.") else "torch.nn.Tanh"
+    )
+    if not activation.startswith("torch.nn."):
+        raise UnsupportedModelError(
+            f"{path} asks for the activation {activation!r}; penstock takes those of torch.nn only."
+        )
+    up = "../" * len(Path(transformer_folder).parts)
+    return DenseSpec(
+        folder=up + folder,
+        in_features=config["in_features"],
+        out_features=config["out_features"],
+        bias=bool(config.get("bias", True)),
+        activation=activation.rsplit(".", 1)[-1],
+    )
+
+
+def _read_settings(root: Path, files: SentenceTransformersFiles) -> None:
+    """Fills in what config_sentence_transformers.json says."""
+    config = read_object(root / SETTINGS_FILE)
+    prompts = config.get("prompts") or {}
+    files.prompts = {name: text for name, text in prompts.items() if isinstance(text, str)}
+    files.default_prompt_name = config.get("default_prompt_name")
+    if files.default_prompt_name is not None and files.default_prompt_name not in prompts:
+        raise ModelLoadError(
+            f"{root / SETTINGS_FILE} names the default prompt {files.default_prompt_name!r}, but its prompts are "
+            f"{', '.join(prompts) or 'none'}."
+        )
+    files.truncate_dim = config.get("truncate_dim")
+    files.activation_fn = config.get("activation_fn")
+
+
+def _unsupported(root: Path, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{root / MODULES_FILE} {what}.")

@@ -1,0 +1,1 @@
+"""One file per model family, each reads like the paper."""

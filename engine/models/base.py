@@ -1,0 +1,89 @@
+"""What every served model looks like to the runner and the pooler: packed tokens in, hidden states and class logits out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
+
+from ..errors import UnsupportedTaskError
+from ..layers.weights import Weights
+from ..model_info import ModelInfo
+
+if TYPE_CHECKING:
+    from ..packed_batch import PackedBatch
+
+ConfigT = TypeVar("ConfigT")
+Head = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelOutput:
+    """What one forward gives. T packed tokens of N sequences, width D, H attention heads.
+
+    Attributes:
+        hidden_states: [T, D], model dtype: the last layer's rows.
+        attention_weights: [T, H] float32: how much the first token of each sequence (the last one in a causal model)
+            attends to each of its tokens in the last layer. Only where the caller asked for it.
+        logits: [N, num_labels] float32. Set only by models whose classification head pools by itself (the transformers
+            fallback): then it is the answer for CLASSIFY and SCORE, and `classify` must not be called.
+    """
+
+    hidden_states: Tensor
+    attention_weights: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class PackedModel(ABC):
+    """A model over packed tokens. Weights are prepared at construction and never change; calls come from one thread.
+
+    Attributes:
+        hidden_size: D.
+        sequence_head: Pooled rows [N, D] to logits [N, num_labels]; None where the checkpoint has no such head.
+        token_head: Hidden states [T, D] to logits [T, num_labels]; None where the checkpoint has no such head.
+    """
+
+    hidden_size: int
+    sequence_head: Head | None = None
+    token_head: Head | None = None
+
+    @abstractmethod
+    def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+        """Runs the model.
+
+        Args:
+            batch: At least one token.
+            need_attention: Also return the attention weights.
+
+        Raises:
+            UnsupportedTaskError: Attention weights are asked for and this model cannot give them.
+        """
+
+    def classify(self, pooled_ND: Tensor) -> Tensor:
+        """Returns class logits [N, num_labels], float32, of pooled rows [N, D] of any float type."""
+        if self.sequence_head is None:
+            raise UnsupportedTaskError("This model has no sequence classification head.", param="task")
+        return self.sequence_head(pooled_ND.float())
+
+    def classify_tokens(self, hidden_TD: Tensor) -> Tensor:
+        """Returns class logits [T, num_labels], float32, of hidden states [T, D] of any float type."""
+        if self.token_head is None:
+            raise UnsupportedTaskError("This model has no token classification head.", param="task")
+        return self.token_head(hidden_TD.float())
+
+
+class NativeModel(PackedModel):
+    """A family that penstock runs itself. Constructed from a ModelInfo and the weights of its checkpoint."""
+
+    @abstractmethod
+    def __init__(self, info: ModelInfo, weights: Weights) -> None:
+        """Reads, fuses and prepares all weights; raises ModelLoadError."""
+
+
+def read_config(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """Returns the dataclass filled from config.json; what the file leaves out keeps transformers' default."""
+    known = (f.name for f in fields(cls))  # type: ignore[arg-type]
+    return cls(**{name: values[name] for name in known if values.get(name) is not None})

@@ -1,0 +1,80 @@
+"""The encoder of the original Transformer, which BERT, DistilBERT and MPNet share to the letter.
+
+Source: Vaswani et al., Attention Is All You Need (arXiv 1706.03762), figure 1, left.
+Shape letters: T packed tokens, D model width, H heads, L longest sequence, I inner width of the MLP.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.kernels.attention import AttentionPlan
+from torch import Tensor
+
+from ..layers.attention import SelfAttention
+from ..layers.linear import Linear
+from ..layers.norm import LayerNorm
+from .base import ModelOutput, NativeModel
+
+if TYPE_CHECKING:
+    from ..packed_batch import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PostNormBlock:
+    """Attention, then MLP, each followed by the sum with its input and a LayerNorm.
+
+    Attributes:
+        attention: Without its output projection.
+        attention_out: The output projection, D to D.
+        attention_norm: After the first sum.
+        mlp_in: D to I, with its activation.
+        mlp_out: I to D.
+        mlp_norm: After the second sum.
+    """
+
+    attention: SelfAttention
+    attention_out: Linear
+    attention_norm: LayerNorm
+    mlp_in: Linear
+    mlp_out: Linear
+    mlp_norm: LayerNorm
+
+    def __call__(
+        self, hidden_TD: Tensor, batch: PackedBatch, plan: AttentionPlan, relative_bias: Tensor | None
+    ) -> Tensor:
+        """Returns the next hidden states."""
+        attended_TD = self.attention(hidden_TD, batch, plan, relative_bias=relative_bias)
+        hidden_TD = self.attention_norm(self.attention_out(attended_TD, add=hidden_TD))
+        inner_TI = self.mlp_in(hidden_TD)
+        return self.mlp_norm(self.mlp_out(inner_TI, add=hidden_TD))
+
+
+class PostNormEncoder(NativeModel):
+    """Embedding, then blocks.
+
+    Attributes:
+        blocks: At least one.
+        relative_bias: [H, L, L], added to the scores of every block; None where the family has none.
+    """
+
+    blocks: list[PostNormBlock]
+    relative_bias: Tensor | None = None
+
+    @abstractmethod
+    def embed(self, batch: PackedBatch) -> Tensor:
+        """Returns the first hidden states [T, D]."""
+
+    def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+        """See PackedModel."""
+        last = self.blocks[-1].attention
+        plan = last.plan(batch)
+        hidden_TD = block_input_TD = self.embed(batch)
+        for block in self.blocks:
+            block_input_TD, hidden_TD = hidden_TD, block(hidden_TD, batch, plan, self.relative_bias)
+        attention_TH = None
+        if need_attention:
+            attention_TH = last.first_token_weights(block_input_TD, batch, relative_bias=self.relative_bias)
+        return ModelOutput(hidden_states=hidden_TD, attention_weights=attention_TH)

