@@ -262,6 +262,8 @@ class AsyncEngine:
         tokenized = await self._tokenize(inputs, params, options)
         outputs = await self._run(tokenized, params, options)
         token_ids = [t.token_ids.tolist() for t in tokenized]
+        if task is PoolingTask.TOKEN_CLASSIFY and params.step_tag_id is not None:
+            token_ids = [[i for i in ids if i == params.step_tag_id] for ids in token_ids]
         return TokenResult([o[name] for o in outputs], token_ids, [len(t) for t in tokenized])
 
     async def _embed_for_classes(

@@ -58,7 +58,8 @@ def _fetch(name: str, revision: str | None) -> Path:
             )
         if bin_files := _missing_weights(path):
             snapshot_download(name, revision=revision, allow_patterns=bin_files)
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # huggingface_hub lets errors of its HTTP library through, and that library differs by version.
         raise ModelLoadError(
             f"The model {where} could not be loaded. Tried the folder {str(Path(name).absolute())!r}, the hub and its "
             f"local cache: {_first_line(error)}"

@@ -174,6 +174,8 @@ class PoolingParams:
                 'Start the server with --pooler-config \'{"pooling_type": "STEP"}\'.',
                 param="step_tag_id" if self.step_tag_id is not None else "returned_token_ids",
             )
+        if self.step_tag_id is not None and self.step_tag_id < 0:
+            raise InvalidRequestError(f"step_tag_id is {self.step_tag_id}; token ids begin at 0.", param="step_tag_id")
         bad = [i for i in self.returned_token_ids or () if not 0 <= i < max(model.num_labels, 1)]
         if bad:
             raise InvalidRequestError(
@@ -247,8 +249,10 @@ class PoolerConfig:
                 raise ValueError(f"{name} is {value}; it must be a finite number.")
         if self.logit_sigma == 0:
             raise ValueError("logit_sigma is 0; logits are divided by it.")
-        if self.attention_head is not None and self.attention_head < 0:
-            raise ValueError(f"attention_head is {self.attention_head}; it must be 0 or more.")
+        for name in ("attention_head", "step_tag_id"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}; it must be 0 or more.")
 
     @classmethod
     def from_json(cls, text: str) -> PoolerConfig:

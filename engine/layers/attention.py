@@ -9,8 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from penstock.kernels.attention import AttentionPlan, attention
 from torch import Tensor
+
+from penstock.kernels.attention import AttentionPlan, attention
 
 from .linear import Linear
 from .rotary import Rotation
@@ -121,8 +122,8 @@ class SelfAttention:
     ) -> Tensor:
         """Returns [T, H] float32: how much the first token of its sequence attends to each token, per head.
 
-        The rows of a sequence sum to 1. Takes the arguments of the call except the plan, and projects q and k anew: only
-        ATTENTION pooling asks for it, and only of the last layer.
+        The rows of a sequence sum to 1. Takes the arguments of the call except the plan, and projects q and k anew:
+        only ATTENTION pooling asks for it, and only of the last layer.
         """
         q_THK, k_THK, _ = self._project(hidden_TD, rotation)
         num_seqs = len(batch.seq_lens)

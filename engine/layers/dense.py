@@ -41,7 +41,8 @@ class Dense:
     def __init__(self, weights: Weights, spec: DenseSpec) -> None:
         if spec.activation not in _ACTIVATIONS:
             raise UnsupportedModelError(
-                f"{spec.folder} asks for the activation {spec.activation!r}; known are {', '.join(sorted(_ACTIVATIONS))}."
+                f"{spec.folder} asks for the activation {spec.activation!r}; "
+                f"known are {', '.join(sorted(_ACTIVATIONS))}."
             )
         self._activation = _ACTIVATIONS[spec.activation]()
         self.linear = Linear.load(

@@ -32,7 +32,16 @@ class Linear:
         activation: Name as in config.json; None for none.
     """
 
-    __slots__ = ("_activation", "_algorithm", "_attribute", "_bias_O", "_is_packed", "_weight_OI", "dtype", "out_features")
+    __slots__ = (
+        "_activation",
+        "_algorithm",
+        "_attribute",
+        "_bias_O",
+        "_is_packed",
+        "_weight_OI",
+        "dtype",
+        "out_features",
+    )
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, activation: str | None = None) -> None:
         self.out_features = weight_OI.shape[0]

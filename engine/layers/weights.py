@@ -81,6 +81,7 @@ class Weights:
         stored = self.source.read(full_name)
         if tuple(stored.shape) != shape:
             raise WeightError(
-                f"The weight {full_name!r} has the shape {list(stored.shape)}; the configuration asks for {list(shape)}."
+                f"The weight {full_name!r} has the shape {list(stored.shape)}; "
+                f"the configuration asks for {list(shape)}."
             )
         return stored.to(self.device, dtype or self.dtype, copy=True)

@@ -1,4 +1,4 @@
-"""What every served model looks like to the runner and the pooler: packed tokens in, hidden states and class logits out."""
+"""What every model looks like to the runner and the pooler: packed tokens in, hidden states and class logits out."""
 
 from __future__ import annotations
 

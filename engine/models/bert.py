@@ -72,7 +72,8 @@ class BertModel(PostNormEncoder):
         self.config = config = read_config(self.config_class, info.config)
         if config.position_embedding_type != "absolute":
             raise UnsupportedModelError(
-                f"position_embedding_type is {config.position_embedding_type!r}; penstock and transformers 5 know 'absolute'."
+                f"position_embedding_type is {config.position_embedding_type!r}; "
+                "penstock and transformers 5 know 'absolute' alone."
             )
         self.hidden_size = config.hidden_size
         base = weights.scope_of("embeddings.word_embeddings.weight", (self.base_prefix, ""))

@@ -10,8 +10,9 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.kernels.attention import AttentionPlan
 from torch import Tensor
+
+from penstock.kernels.attention import AttentionPlan
 
 from ..layers.attention import SelfAttention
 from ..layers.linear import Linear

@@ -1,6 +1,7 @@
 """ModernBERT: rotary positions, pre-norm, GeGLU, no biases, and global attention only in every third layer.
 
-Source: Warner et al., Smarter, Better, Faster, Longer (arXiv 2412.13663). Held to transformers 5.23 in float32 within 1e-5.
+Source: Warner et al., Smarter, Better, Faster, Longer (arXiv 2412.13663).
+Held to transformers 5.23 in float32 within 1e-5.
 
 Shape letters: T packed tokens, N sequences, D model width, I inner width of the MLP.
 """
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.nn.functional as F
-from penstock.kernels.attention import AttentionPlan
 from torch import Tensor
+
+from penstock.kernels.attention import AttentionPlan
 
 from ..errors import UnsupportedModelError
 from ..layers.attention import SelfAttention
@@ -154,13 +156,9 @@ class ModernBertHead:
         return self.classifier(self.norm(self.dense(x_ND)))
 
 
-def _load_norm(
-    weights: Weights, name: str, config: ModernBertConfig, *, dtype: torch.dtype | None = None
-) -> LayerNorm:
+def _load_norm(weights: Weights, name: str, config: ModernBertConfig, *, dtype: torch.dtype | None = None) -> LayerNorm:
     """Reads a LayerNorm of the model's width."""
-    return LayerNorm.load(
-        weights, name, config.hidden_size, config.norm_eps, bias=config.norm_bias, dtype=dtype
-    )
+    return LayerNorm.load(weights, name, config.hidden_size, config.norm_eps, bias=config.norm_bias, dtype=dtype)
 
 
 def _theta(config: Mapping[str, Any], layer_type: str) -> float:

@@ -1,6 +1,7 @@
 """MPNet: BERT with a learnt bias of the scores by the distance between two tokens.
 
-Source: Song et al., MPNet (arXiv 2004.09297); the buckets are T5's (1910.10683). Held to transformers 5.23 in float32 within 1e-5.
+Source: Song et al., MPNet (arXiv 2004.09297); the buckets are T5's (1910.10683).
+Held to transformers 5.23 in float32 within 1e-5.
 
 Shape letters: T packed tokens, D model width, H heads, B buckets, L longest sequence.
 """
@@ -70,7 +71,12 @@ class MPNetModel(PostNormEncoder):
         self.relative_bias = bias_BH[_buckets(info.max_model_len, bias_BH.device)].permute(2, 0, 1).contiguous()
         if info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
             self.sequence_head = DenseHead(
-                weights, "classifier.dense", "classifier.out_proj", config.hidden_size, info.num_labels, activation="tanh"
+                weights,
+                "classifier.dense",
+                "classifier.out_proj",
+                config.hidden_size,
+                info.num_labels,
+                activation="tanh",
             )
         elif info.kind is ModelKind.TOKEN_CLASSIFIER:
             self.token_head = LinearHead(weights, "classifier", config.hidden_size, info.num_labels)
@@ -84,8 +90,8 @@ class MPNetModel(PostNormEncoder):
 def _buckets(length: int, device: torch.device) -> Tensor:
     """Returns [L, L] int64: the bucket of the distance from query i to key j.
 
-    Half of the buckets are for keys after the query. In each half, near distances have one bucket each and far ones share
-    buckets that grow with the logarithm, up to _MAX_DISTANCE.
+    Half of the buckets are for keys after the query. In each half, near distances have one bucket each and far ones
+    share buckets that grow with the logarithm, up to _MAX_DISTANCE.
     """
     positions_L = torch.arange(length, device=device)
     distance_LL = positions_L[:, None] - positions_L[None, :]

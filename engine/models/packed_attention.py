@@ -1,7 +1,7 @@
 """penstock's packed attention as an attention function of transformers, and the row of sequences that it works on.
 
-transformers hands an attention function one layer's q, k and v; where sequences begin is taken from the row that the caller
-entered (`packed_row`), because not every model passes keyword arguments through to its attention.
+transformers hands an attention function one layer's q, k and v; where sequences begin is taken from the row that the
+caller entered (`packed_row`), because not every model passes keyword arguments through to its attention.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.kernels.attention import AttentionPlan, attention
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+from penstock.kernels.attention import AttentionPlan, attention
 
 if TYPE_CHECKING:
     from ..packed_batch import PackedBatch
@@ -22,8 +23,18 @@ NAME: Final = "penstock_packed"
 
 # Arguments that do not change what attention computes. Any other that is set makes a model run padded.
 _HARMLESS: Final = frozenset(
-    "cache_position deterministic layer_idx output_attentions output_hidden_states position_embeddings position_ids return_dict "
-    "target_dtype use_cache".split()
+    [
+        "cache_position",
+        "deterministic",
+        "layer_idx",
+        "output_attentions",
+        "output_hidden_states",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "target_dtype",
+        "use_cache",
+    ]
 )
 
 

@@ -1,4 +1,4 @@
-"""Which architectures penstock runs natively. Knows no torch: a family's module is imported when one of its models is loaded."""
+"""Which architectures penstock runs natively. Knows no torch: a family is imported when one of its models is loaded."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ def find_model_class(architecture: str, model_type: str) -> type[NativeModel]:
     if target is None:
         prefixes = ", ".join(sorted(prefix for prefix, _, _ in _FAMILIES.values()))
         raise UnsupportedModelError(
-            f"The architecture {architecture!r} (model_type {model_type!r}) is not known. Native families are {prefixes}, "
-            f"each as {', '.join(_SUFFIXES)}; if the checkpoint is one of them under another name, name it in --hf-overrides."
+            f"The architecture {architecture!r} (model_type {model_type!r}) is unknown. Native families are {prefixes}, "
+            f"each as {', '.join(_SUFFIXES)}; if the checkpoint is one of them under another name, "
+            "name it in --hf-overrides."
         )
     module, name = target
     model_class: type[NativeModel] = getattr(import_module(f".{module}", __package__), name)

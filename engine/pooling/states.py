@@ -60,9 +60,7 @@ class PoolingStates:
         """
         types = tuple(pooling_types)
         if not types or (len(types) > 1 and any(t.is_token_level for t in types)):
-            raise ValueError(
-                f"pooling types must be sequence-level ones or a single token-level one, got {list(types)}"
-            )
+            raise ValueError(f"pooling types must be sequence-level or a single token-level one, got {list(types)}")
         if types[0].is_token_level:
             return cls(types)
         return cls(types, [PoolingState.empty(KERNEL_KINDS[t], 1, hidden_size, device) for t in types])

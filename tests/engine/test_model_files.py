@@ -442,6 +442,13 @@ def test_pooler_config_that_does_not_fit(tmp_path: Path, pooler: PoolerConfig, m
         resolve(write(tmp_path, {"config.json": BERT}), pooler_config=pooler)
 
 
+def test_returned_token_ids_are_columns(tmp_path: Path) -> None:
+    config = BERT | {"architectures": ["BertForTokenClassification"], "id2label": {"0": "a", "1": "b"}}
+    pooler = PoolerConfig(pooling_type=PoolingType.STEP, returned_token_ids=(0, 2))
+    with pytest.raises(ModelLoadError, match=r"returned_token_ids is \[0, 2\]; .* columns 0 to 1"):
+        resolve(write(tmp_path, {"config.json": config}), pooler_config=pooler)
+
+
 def test_attention_pooling_needs_heads(tmp_path: Path) -> None:
     config = {k: v for k, v in BERT.items() if k != "num_attention_heads"} | {"model_type": "mamba"}
     with pytest.raises(ModelLoadError, match="ATTENTION pooling needs attention heads"):
@@ -505,6 +512,19 @@ def test_only_what_is_needed_is_fetched(tmp_path: Path, monkeypatch: pytest.Monk
     assert [c["revision"] for c in calls] == ["v1", "v1"]
     assert "*.bin" not in calls[0]["allow_patterns"]
     assert calls[1]["allow_patterns"] == ["2_Dense/pytorch_model*.bin"]
+
+
+def test_every_error_of_the_hub_library_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TransportError(Exception):
+        pass
+
+    def fail(name: str, **_: Any) -> str:
+        raise TransportError("connection lost\nlong story")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ModelLoadError, match=r"cache: connection lost$") as caught:
+        locate_model("owner/tiny")
+    assert isinstance(caught.value.__cause__, TransportError)
 
 
 def test_torch_is_not_imported() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+
 from penstock.engine.config import EngineConfig
 from penstock.engine.model_files import resolve_model, with_device
 from penstock.engine.model_info import ModelInfo

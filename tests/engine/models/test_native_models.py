@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from penstock.engine.errors import UnsupportedModelError, UnsupportedTaskError
 from penstock.engine.loader import load_model
 
@@ -23,10 +24,14 @@ DISTILBERT = {
     "max_position_embeddings": 160,
     "num_labels": 3,
 }
-MODERNBERT = SIZES | {"local_attention": 16, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2} | {
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+MODERNBERT = (
+    SIZES
+    | {"local_attention": 16, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
+    | {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+)
 BIASED = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}
 FAMILIES = [
     pytest.param("Bert", SIZES, id="bert"),
@@ -73,9 +78,7 @@ def test_hidden_states_equal_transformers(family, config, save_model, resolve, p
     folder, reference = save_model(f"{family}Model", **config)
     boundaries = boundaries_of(family, config, sequences)
     output = load_model(resolve(folder)).forward(pack(sequences, boundaries))
-    expected = [
-        reference(**arguments(s, b)).last_hidden_state[0] for s, b in zip(sequences, boundaries, strict=True)
-    ]
+    expected = [reference(**arguments(s, b)).last_hidden_state[0] for s, b in zip(sequences, boundaries, strict=True)]
     assert output.attention_weights is None
     assert output.logits is None
     assert_close(output.hidden_states, torch.cat(expected))
@@ -123,9 +126,7 @@ def test_attention_of_the_first_token_equals_transformers(family, config, save_m
     folder, reference = save_model(f"{family}Model", **config)
     output = load_model(resolve(folder)).forward(pack(sequences), need_attention=True)
     reference.set_attn_implementation("eager")
-    expected = [
-        reference(**arguments(s, 0), output_attentions=True).attentions[-1][0, :, 0].t() for s in sequences
-    ]
+    expected = [reference(**arguments(s, 0), output_attentions=True).attentions[-1][0, :, 0].t() for s in sequences]
     assert output.attention_weights.dtype == torch.float32
     assert_close(output.attention_weights, torch.cat(expected))
 

@@ -1,0 +1,124 @@
+"""Packed batches and models small enough to check by hand."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.model_info import Activation, DenseSpec, ModelInfo, ModelKind
+from penstock.engine.models.base import ModelOutput, PackedModel
+from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
+from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata
+
+HIDDEN_SIZE = 24
+NUM_HEADS = 4
+NUM_LABELS = 5
+LENGTHS = (1, 2, 7, 63, 5, 30)
+ATTENTION_HEAD = 2
+
+TASKS = {
+    ModelKind.EMBEDDING: (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE),
+    ModelKind.SEQUENCE_CLASSIFIER: (PoolingTask.CLASSIFY,),
+    ModelKind.CROSS_ENCODER: (PoolingTask.CLASSIFY, PoolingTask.SCORE),
+    ModelKind.TOKEN_CLASSIFIER: (PoolingTask.TOKEN_CLASSIFY,),
+}
+
+
+def make_info(kind: ModelKind = ModelKind.EMBEDDING, num_labels: int = NUM_LABELS, **changes: Any) -> ModelInfo:
+    """A resolved model; MEAN pooling, normalised, any width may be asked for."""
+    pooling = changes.get("sequence_pooling", (PoolingType.MEAN,))
+    dense: Sequence[DenseSpec] = changes.get("dense", ())
+    width = dense[-1].out_features if dense else HIDDEN_SIZE * len(pooling)
+    is_embedding = kind is ModelKind.EMBEDDING
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "path": "/tiny",
+        "architecture": "TinyModel",
+        "model_type": "tiny",
+        "native": True,
+        "kind": kind,
+        "tasks": TASKS[kind],
+        "hidden_size": HIDDEN_SIZE,
+        "vocab_size": 100,
+        "num_attention_heads": NUM_HEADS,
+        "max_model_len": 64,
+        "embedding_size": width if is_embedding else 0,
+        "sequence_pooling": pooling,
+        "is_matryoshka": True,
+        "activation": Activation.IDENTITY if is_embedding else Activation.SOFTMAX,
+        "labels": () if is_embedding else tuple(f"LABEL_{i}" for i in range(num_labels)),
+    }
+    return ModelInfo(**{**fields, **changes})
+
+
+class TinyModel(PackedModel):
+    """Heads only: the tests bring their own hidden states."""
+
+    def __init__(self, num_labels: int = NUM_LABELS) -> None:
+        torch.manual_seed(7)
+        self.hidden_size = HIDDEN_SIZE
+        self.weight = torch.randn(num_labels, HIDDEN_SIZE)
+        self.sequence_head = self.token_head = lambda rows: rows @ self.weight.T
+
+    def forward(self, batch: Any, *, need_attention: bool = False) -> ModelOutput:
+        raise AssertionError("the tests bring their own hidden states")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tensors are tiny: on a busy machine the threads of torch would mostly wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def hidden_states() -> Tensor:
+    """[T, D] float32, T the sum of LENGTHS."""
+    torch.manual_seed(0)
+    return torch.randn(sum(LENGTHS), HIDDEN_SIZE)
+
+
+@pytest.fixture
+def attention_weights() -> Tensor:
+    """[T, H] float32; like attention, they sum to 1 over a sequence."""
+    torch.manual_seed(1)
+    logits = torch.randn(sum(LENGTHS), NUM_HEADS)
+    return torch.cat([part.softmax(dim=0) for part in logits.split(LENGTHS)])
+
+
+@pytest.fixture
+def token_ids() -> Tensor:
+    """[T] int64; about every third token is 3."""
+    torch.manual_seed(2)
+    ids = torch.randint(0, 100, (sum(LENGTHS),))
+    ids[torch.randperm(len(ids))[: len(ids) // 3]] = 3
+    return ids
+
+
+PoolAll = Callable[..., PoolerOutput]
+
+
+@pytest.fixture
+def pool_all(hidden_states: Tensor, attention_weights: Tensor, token_ids: Tensor) -> PoolAll:
+    """Pools the batch of whole sequences, or those `indices` of it alone."""
+
+    def run(
+        pooler: ModelPooler,
+        params: Sequence[PoolingParams],
+        *,
+        indices: Sequence[int] | None = None,
+        skip_tokens: Tensor | None = None,
+    ) -> PoolerOutput:
+        metadata = PoolingMetadata.create(LENGTHS, params, token_ids=token_ids, skip_tokens=skip_tokens)
+        rows = None
+        if indices is not None:
+            rows, metadata = metadata.select(indices)
+        picked = slice(None) if rows is None else rows
+        attention = attention_weights[picked] if pooler.needs_attention(metadata.params) else None
+        return pooler.pool(ModelOutput(hidden_states=hidden_states[picked], attention_weights=attention), metadata)
+
+    return run

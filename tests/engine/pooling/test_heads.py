@@ -1,0 +1,114 @@
+"""Heads against the same steps in plain torch."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.engine.model_info import Activation, ModelKind
+from penstock.engine.params import PoolingParams
+from penstock.engine.pooling import ClassifierPoolerHead, EmbeddingPoolerHead
+
+from .conftest import make_info
+
+
+def rows(num_rows: int = 6, width: int = 24) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(num_rows, width)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dimensions", [None, 1, 7, 24])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_cut_then_normalise(dimensions: int | None, normalize: bool) -> None:
+    params = [PoolingParams(dimensions=dimensions, normalize=normalize)] * 6
+    values, widths = EmbeddingPoolerHead()(rows(), params)
+    expected = rows()[:, :dimensions]
+    close(values, F.normalize(expected, dim=1) if normalize else expected)
+    assert widths is None
+
+
+def test_mixed_params() -> None:
+    params = [PoolingParams(dimensions=d, normalize=n) for d in (None, 3, 24) for n in (True, False)]
+    values, widths = EmbeddingPoolerHead()(rows(), params)
+    assert widths == (24, 24, 3, 3, 24, 24)
+    for row, whole, width, p in zip(values, rows(), widths, params, strict=True):
+        expected = whole[:width]
+        close(row[:width], F.normalize(expected, dim=0) if p.normalize else expected)
+
+
+def test_projection_comes_before_the_cut() -> None:
+    torch.manual_seed(1)
+    chain = [torch.nn.Linear(24, 16), torch.nn.Tanh(), torch.nn.Linear(16, 10, bias=False)]
+    with torch.no_grad():
+        values, _ = EmbeddingPoolerHead(chain)(rows().bfloat16(), [PoolingParams(dimensions=4, normalize=True)] * 6)
+        expected = torch.nn.Sequential(*chain)(rows().bfloat16().float())[:, :4]
+    close(values, F.normalize(expected, dim=1))
+
+
+def test_zero_rows_stay_zero() -> None:
+    values, _ = EmbeddingPoolerHead()(torch.zeros(2, 24), [PoolingParams(normalize=True)] * 2)
+    assert torch.equal(values, torch.zeros(2, 24))
+
+
+def test_token_rows_take_the_params_of_their_sequence() -> None:
+    params = [PoolingParams(dimensions=3, normalize=True), PoolingParams(normalize=False)]
+    values, widths = EmbeddingPoolerHead()(rows(), params, (2, 4))
+    assert widths == (3, 24)
+    close(values[:2, :3], F.normalize(rows()[:2, :3], dim=1))
+    close(values[2:], rows()[2:])
+
+
+def test_results_never_alias_the_hidden_states() -> None:
+    hidden = rows()
+    values, _ = EmbeddingPoolerHead()(hidden, [PoolingParams(normalize=False)] * 6)
+    hidden.zero_()
+    close(values, rows())
+
+
+ACTIVATIONS = {
+    Activation.SOFTMAX: lambda x: x.softmax(dim=1),
+    Activation.SIGMOID: torch.sigmoid,
+    Activation.IDENTITY: lambda x: x,
+}
+
+
+def classifier(num_labels: int = 5, **changes: Any) -> tuple[ClassifierPoolerHead, Tensor]:
+    torch.manual_seed(3)
+    weight = torch.randn(num_labels, 24)
+    info = make_info(ModelKind.SEQUENCE_CLASSIFIER, num_labels=num_labels, **changes)
+    return ClassifierPoolerHead(info, lambda x: x.float() @ weight.T), rows() @ weight.T
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("use_activation", [True, False, None])
+def test_scores(activation: Activation, use_activation: bool | None) -> None:
+    head, logits = classifier(activation=activation, logit_mean=0.5, logit_sigma=2.0, logit_bias=-0.25)
+    logits = (logits - 0.5) / 2.0 - 0.25
+    expected = logits if use_activation is False else ACTIVATIONS[activation](logits)
+    close(head(rows(), [PoolingParams(use_activation=use_activation)] * 6), expected)
+
+
+def test_softmax_of_one_label_is_sigmoid() -> None:
+    head, logits = classifier(1, activation=Activation.SOFTMAX)
+    close(head(rows(), [PoolingParams()] * 6), logits.sigmoid())
+
+
+def test_mixed_use_activation() -> None:
+    head, logits = classifier()
+    params = [PoolingParams(use_activation=i % 2 == 0) for i in range(6)]
+    expected = torch.where(torch.arange(6)[:, None] % 2 == 0, logits.softmax(dim=1), logits)
+    close(head(rows(), params), expected)
+    params = [PoolingParams(use_activation=False), PoolingParams(use_activation=True)]
+    close(head(rows(), params, (2, 4)), torch.cat([logits[:2], logits[2:].softmax(dim=1)]))
+
+
+def test_columns_are_picked_before_the_activation() -> None:
+    head, logits = classifier()
+    values = head(rows(), [PoolingParams()] * 2, (2, 4), (3, 0))
+    close(values, logits[:, [3, 0]].softmax(dim=1))

@@ -1,0 +1,402 @@
+"""The pooler of a model: every task, mixed batches, slices."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.engine.errors import UnsupportedTaskError
+from penstock.engine.model_info import DenseSpec, ModelInfo, ModelKind
+from penstock.engine.models.base import ModelOutput
+from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
+from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata, PoolingStates, poolers
+
+from .conftest import ATTENTION_HEAD, HIDDEN_SIZE, LENGTHS, NUM_HEADS, PoolAll, TinyModel, make_info
+
+SEQUENCE_TYPES = [t for t in PoolingType if not t.is_token_level]
+DENSE = (DenseSpec(folder="2_Dense", in_features=HIDDEN_SIZE, out_features=10, bias=True, activation="Tanh"),)
+
+
+def resolved(info: ModelInfo, task: PoolingTask, **fields: Any) -> PoolingParams:
+    return PoolingParams(**fields).resolved(task, info)
+
+
+def dense_chain(in_features: int = HIDDEN_SIZE, out_features: int = 10) -> torch.nn.Module:
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(in_features, out_features), torch.nn.Tanh()).requires_grad_(False)
+
+
+def assert_same(left: PoolerOutput, right: PoolerOutput, atol: float = 1e-6) -> None:
+    for a, b in zip(left.to_numpy(), right.to_numpy(), strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            np.testing.assert_allclose(a[name], b[name], atol=atol, rtol=0)
+
+
+# One task --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the pooling kernel was called with."""
+    calls: list[dict[str, Any]] = []
+    real = poolers.pool
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(kwargs)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(poolers, "pool", counted)
+    monkeypatch.setattr("penstock.engine.pooling.cut.pool", counted)
+    return calls
+
+
+@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
+def test_one_kernel_call_embeds_a_batch_of_mixed_params(
+    pooling_type: PoolingType, pool_all: PoolAll, kernel_calls: list[dict[str, Any]]
+) -> None:
+    info = make_info(sequence_pooling=(pooling_type,))
+    params = [resolved(info, PoolingTask.EMBED, dimensions=d, normalize=n) for d, n in MIXED_EMBED]
+    output = pool_all(ModelPooler(info, TinyModel()), params)
+    assert len(kernel_calls) == 1
+    for p, arrays in zip(params, output.to_numpy(), strict=True):
+        vector = arrays["embedding"]
+        assert vector.shape == (p.dimensions or HIDDEN_SIZE,)
+        if p.normalize:
+            assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
+    assert output.batch_size == len(LENGTHS)
+    np.testing.assert_array_equal(output.get_embedding(3), output.to_numpy()[3]["embedding"])
+
+
+MIXED_EMBED = [(None, True), (8, True), (None, False), (3, False), (24, True), (1, True)]
+
+
+def test_uniform_params_reach_the_kernel_as_scalars(pool_all: PoolAll, kernel_calls: list[dict[str, Any]]) -> None:
+    info = make_info()
+    params = [resolved(info, PoolingTask.EMBED, dimensions=8) for _ in LENGTHS]
+    pool_all(ModelPooler(info, TinyModel()), params)
+    assert (kernel_calls[0]["dimensions"], kernel_calls[0]["normalize"]) == (8, True)
+
+
+@pytest.mark.parametrize("head", [None, ATTENTION_HEAD])
+def test_attention_pooling(
+    head: int | None, pool_all: PoolAll, hidden_states: Tensor, attention_weights: Tensor
+) -> None:
+    info = make_info(sequence_pooling=(PoolingType.ATTENTION,), attention_head=head, normalize=False)
+    output = pool_all(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * len(LENGTHS))
+    weights = attention_weights.mean(1) if head is None else attention_weights[:, head]
+    parts = zip(hidden_states.split(LENGTHS), weights.split(LENGTHS), output.to_numpy(), strict=True)
+    for rows, w, arrays in parts:
+        np.testing.assert_allclose(arrays["embedding"], (w[:, None] * rows).sum(0) / w.sum(), atol=1e-6)
+
+
+def test_needs_attention() -> None:
+    plain, attentive = make_info(), make_info(sequence_pooling=(PoolingType.MEAN, PoolingType.ATTENTION))
+    embed, tokens = (resolved(plain, task) for task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED))
+    assert not ModelPooler(plain, TinyModel()).needs_attention([embed])
+    pooler = ModelPooler(attentive, TinyModel())
+    assert pooler.needs_attention([tokens, embed])
+    assert not pooler.needs_attention([tokens, tokens])
+
+
+def test_attention_head_is_checked_at_construction() -> None:
+    info = make_info(sequence_pooling=(PoolingType.ATTENTION,), attention_head=NUM_HEADS)
+    with pytest.raises(ValueError, match="attention_head is 4; the model has 4 heads"):
+        ModelPooler(info, TinyModel())
+
+
+def test_missing_attention_weights_are_an_error(hidden_states: Tensor) -> None:
+    info = make_info(sequence_pooling=(PoolingType.ATTENTION,))
+    metadata = PoolingMetadata.create(LENGTHS, [resolved(info, PoolingTask.EMBED)] * len(LENGTHS))
+    with pytest.raises(ValueError, match="needs the attention weights"):
+        ModelPooler(info, TinyModel()).pool(ModelOutput(hidden_states=hidden_states), metadata)
+
+
+@pytest.mark.parametrize("kind", [ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER])
+def test_classifier(kind: ModelKind, pool_all: PoolAll, hidden_states: Tensor) -> None:
+    model = TinyModel()
+    info = make_info(kind, sequence_pooling=(PoolingType.CLS,))
+    output = pool_all(ModelPooler(info, model), [resolved(info, info.tasks[-1])] * len(LENGTHS))
+    first_rows = torch.stack([rows[0] for rows in hidden_states.split(LENGTHS)])
+    expected = (first_rows @ model.weight.T).softmax(dim=1)
+    actual = np.stack([arrays["scores"] for arrays in output.to_numpy()])
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+def test_logits_of_the_model_are_taken_as_they_are(hidden_states: Tensor) -> None:
+    info = make_info(ModelKind.SEQUENCE_CLASSIFIER, sequence_pooling=(PoolingType.CLS,))
+    torch.manual_seed(0)
+    logits = torch.randn(len(LENGTHS), 5)
+    params = [resolved(info, PoolingTask.CLASSIFY, use_activation=i % 2 == 0) for i in range(len(LENGTHS))]
+    metadata = PoolingMetadata.create(LENGTHS, params)
+    output = ModelPooler(info, TinyModel()).pool(ModelOutput(hidden_states=hidden_states, logits=logits), metadata)
+    for i, arrays in enumerate(output.to_numpy()):
+        np.testing.assert_allclose(arrays["scores"], logits[i].softmax(0) if i % 2 == 0 else logits[i], atol=1e-6)
+
+
+def test_token_embeddings(pool_all: PoolAll, hidden_states: Tensor) -> None:
+    info = make_info()
+    params = [resolved(info, PoolingTask.TOKEN_EMBED, dimensions=d, normalize=n) for d, n in MIXED_EMBED]
+    output = pool_all(ModelPooler(info, TinyModel()), params)
+    for rows, p, arrays in zip(hidden_states.split(LENGTHS), params, output.to_numpy(), strict=True):
+        expected = rows[:, : p.dimensions]
+        expected = F.normalize(expected, dim=1) if p.normalize else expected
+        np.testing.assert_allclose(arrays["token_embeddings"], expected, atol=1e-6)
+
+
+def test_dense_projects_tokens_where_it_fits(pool_all: PoolAll, hidden_states: Tensor) -> None:
+    info = make_info(dense=DENSE)
+    chain = dense_chain()
+    output = pool_all(ModelPooler(info, TinyModel(), [chain]), [resolved(info, PoolingTask.TOKEN_EMBED)] * 6)
+    expected = F.normalize(chain(hidden_states), dim=1)
+    actual = np.concatenate([arrays["token_embeddings"] for arrays in output.to_numpy()])
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+def test_dense_for_concatenated_rows_leaves_tokens_alone(pool_all: PoolAll, hidden_states: Tensor) -> None:
+    spec = DenseSpec(folder="2_Dense", in_features=2 * HIDDEN_SIZE, out_features=10, bias=True, activation="Tanh")
+    info = make_info(dense=(spec,), sequence_pooling=(PoolingType.CLS, PoolingType.MEAN), normalize=False)
+    pooler = ModelPooler(info, TinyModel(), [dense_chain(2 * HIDDEN_SIZE)])
+    output = pool_all(pooler, [resolved(info, PoolingTask.TOKEN_EMBED)] * 6)
+    actual = np.concatenate([arrays["token_embeddings"] for arrays in output.to_numpy()])
+    np.testing.assert_allclose(actual, hidden_states, atol=0)
+
+
+def test_token_scores(pool_all: PoolAll, hidden_states: Tensor) -> None:
+    model = TinyModel()
+    info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=())
+    output = pool_all(ModelPooler(info, model), [resolved(info, PoolingTask.TOKEN_CLASSIFY)] * 6)
+    expected = (hidden_states @ model.weight.T).softmax(dim=1)
+    actual = [arrays["token_scores"] for arrays in output.to_numpy()]
+    assert [len(rows) for rows in actual] == list(LENGTHS)
+    np.testing.assert_allclose(np.concatenate(actual), expected, atol=1e-6)
+
+
+def test_step_keeps_tagged_rows_and_columns(pool_all: PoolAll, hidden_states: Tensor, token_ids: Tensor) -> None:
+    model = TinyModel()
+    info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=PoolingType.STEP)
+    cases: list[dict[str, Any]] = [
+        {"step_tag_id": 3, "returned_token_ids": (4, 1)},
+        {"step_tag_id": 3},
+        {"returned_token_ids": (0,)},
+        {"step_tag_id": 3, "returned_token_ids": (4, 1), "use_activation": False},
+        {"step_tag_id": 98765},
+        {},
+    ]
+    params = [resolved(info, PoolingTask.TOKEN_CLASSIFY, **case) for case in cases]
+    output = pool_all(ModelPooler(info, model), params)
+    logits = (hidden_states @ model.weight.T).split(LENGTHS)
+    for rows, ids, p, arrays in zip(logits, token_ids.split(LENGTHS), params, output.to_numpy(), strict=True):
+        if p.step_tag_id is not None:
+            rows = rows[ids == p.step_tag_id]
+        if p.returned_token_ids is not None:
+            rows = rows[:, list(p.returned_token_ids)]
+        if p.use_activation:
+            rows = rows.sigmoid() if rows.shape[1] == 1 else rows.softmax(dim=1)
+        assert arrays["token_scores"].shape == rows.shape
+        np.testing.assert_allclose(arrays["token_scores"], rows, atol=1e-6)
+
+
+def test_a_task_without_head_names_it(pool_all: PoolAll) -> None:
+    model = TinyModel()
+    model.sequence_head = None
+    info = make_info(ModelKind.SEQUENCE_CLASSIFIER, sequence_pooling=(PoolingType.CLS,))
+    with pytest.raises(UnsupportedTaskError, match="no sequence classification head"):
+        pool_all(ModelPooler(info, model), [resolved(info, PoolingTask.CLASSIFY)] * 6)
+
+
+def test_no_embedding_is_an_error(pool_all: PoolAll) -> None:
+    info = make_info()
+    output = pool_all(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.TOKEN_EMBED)] * 6)
+    with pytest.raises(KeyError, match="sequence 2 has no embedding; it has token_embeddings"):
+        output.get_embedding(2)
+
+
+# A result never depends on its batch -----------------------------------------------------------------------------
+
+
+def embedding_cases() -> Iterator[tuple[ModelInfo, list[torch.nn.Module]]]:
+    for pooling_type in SEQUENCE_TYPES:
+        yield make_info(sequence_pooling=(pooling_type,)), []
+    yield make_info(sequence_pooling=(PoolingType.CLS, PoolingType.WEIGHTED_MEAN)), []
+    yield make_info(dense=DENSE), [dense_chain()]
+
+
+@pytest.mark.parametrize(("info", "dense"), list(embedding_cases()))
+def test_mixed_tasks_and_params_equal_alone(info: ModelInfo, dense: list[torch.nn.Module], pool_all: PoolAll) -> None:
+    width = info.embedding_size
+    params = [
+        resolved(info, PoolingTask.EMBED),
+        resolved(info, PoolingTask.TOKEN_EMBED, dimensions=3),
+        resolved(info, PoolingTask.EMBED, dimensions=width // 2, normalize=False),
+        resolved(info, PoolingTask.EMBED, dimensions=2),
+        resolved(info, PoolingTask.TOKEN_EMBED, normalize=False),
+        resolved(info, PoolingTask.EMBED, normalize=False),
+    ]
+    pooler = ModelPooler(info, TinyModel(), dense)
+    skip_tokens = torch.tensor([0, 1, 3, 0, 2, 29], dtype=torch.int32)
+    together = pool_all(pooler, params, skip_tokens=skip_tokens).to_numpy()
+    for i in range(len(LENGTHS)):
+        alone = pool_all(pooler, params, indices=[i], skip_tokens=skip_tokens).to_numpy()[0]
+        assert alone.keys() == together[i].keys()
+        for name, array in alone.items():
+            np.testing.assert_allclose(together[i][name], array, atol=1e-6)
+
+
+# Slices ----------------------------------------------------------------------------------------------------------
+
+
+def run_slices(
+    pooler: ModelPooler,
+    output: ModelOutput,
+    params: Sequence[PoolingParams],
+    token_ids: Tensor,
+    chunk_size: int,
+    skip_tokens: Tensor | None,
+) -> PoolerOutput:
+    """Pools LENGTHS in batches that hold the next `chunk_size` tokens of every sequence that is not complete."""
+    bounds = [0, *np.cumsum(LENGTHS).tolist()]
+    starts = [0] * len(LENGTHS)
+    states: list[PoolingStates | None] = [None] * len(LENGTHS)
+    finished: dict[int, Any] = {}
+    while len(finished) < len(LENGTHS):
+        running = [i for i in range(len(LENGTHS)) if i not in finished]
+        sizes = [min(chunk_size, LENGTHS[i] - starts[i]) for i in running]
+        places = [slice(bounds[i] + starts[i], bounds[i] + starts[i] + n) for i, n in zip(running, sizes, strict=True)]
+        metadata = PoolingMetadata.create(
+            [LENGTHS[i] for i in running],
+            [params[i] for i in running],
+            chunk_sizes=sizes,
+            seq_starts=[starts[i] for i in running],
+            states=[states[i] for i in running],
+            token_ids=torch.cat([token_ids[p] for p in places]),
+            skip_tokens=None if skip_tokens is None else skip_tokens[running],
+        )
+        attention = output.attention_weights
+        part = ModelOutput(
+            hidden_states=torch.cat([output.hidden_states[p] for p in places]),
+            attention_weights=None if attention is None else torch.cat([attention[p] for p in places]),
+        )
+        arrays = pooler.pool(part, metadata).to_numpy()
+        assert metadata.cursors is not None
+        assert metadata.states is not None
+        incomplete = metadata.get_incomplete_indices()
+        for place, i in enumerate(running):
+            starts[i], states[i] = metadata.cursors[place].start, metadata.states[place]
+            assert (arrays[place] == {}) is (place in incomplete)
+            if arrays[place]:
+                finished[i] = arrays[place]
+
+    class Finished(PoolerOutput):
+        def to_numpy(self) -> list[Any]:
+            return [finished[i] for i in range(len(LENGTHS))]
+
+    return Finished(len(LENGTHS), [])
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+@pytest.mark.parametrize("with_skip", [False, True])
+@pytest.mark.parametrize(("info", "dense"), list(embedding_cases()))
+def test_sliced_embeddings_equal_unsliced(
+    info: ModelInfo,
+    dense: list[torch.nn.Module],
+    chunk_size: int,
+    with_skip: bool,
+    pool_all: PoolAll,
+    hidden_states: Tensor,
+    attention_weights: Tensor,
+    token_ids: Tensor,
+) -> None:
+    skip_tokens = torch.tensor([0, 1, 3, 40, 2, 0], dtype=torch.int32) if with_skip else None
+    params = [
+        resolved(info, task, dimensions=d, normalize=n)
+        for task, d, n in zip(
+            [PoolingTask.EMBED, PoolingTask.EMBED, PoolingTask.TOKEN_EMBED] * 2,
+            [None, 5, 3, None, 2, None],
+            [True, False, True, True, True, False],
+            strict=True,
+        )
+    ]
+    pooler = ModelPooler(info, TinyModel(), dense)
+    output = ModelOutput(hidden_states=hidden_states, attention_weights=attention_weights)
+    sliced = run_slices(pooler, output, params, token_ids, chunk_size, skip_tokens)
+    assert_same(sliced, pool_all(pooler, params, skip_tokens=skip_tokens), atol=1e-5)
+
+
+@pytest.mark.parametrize(("chunk_size", "pooling_type"), list(product([1, 7, 64], SEQUENCE_TYPES)))
+def test_sliced_classes_equal_unsliced(
+    chunk_size: int,
+    pooling_type: PoolingType,
+    pool_all: PoolAll,
+    hidden_states: Tensor,
+    attention_weights: Tensor,
+    token_ids: Tensor,
+) -> None:
+    info = make_info(ModelKind.SEQUENCE_CLASSIFIER, sequence_pooling=(pooling_type,))
+    params = [resolved(info, PoolingTask.CLASSIFY, use_activation=i % 2 == 0) for i in range(len(LENGTHS))]
+    pooler = ModelPooler(info, TinyModel())
+    sliced = run_slices(
+        pooler,
+        ModelOutput(hidden_states=hidden_states, attention_weights=attention_weights),
+        params,
+        token_ids,
+        chunk_size,
+        None,
+    )
+    assert_same(sliced, pool_all(pooler, params), atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+def test_sliced_steps_equal_unsliced(
+    chunk_size: int, pool_all: PoolAll, hidden_states: Tensor, token_ids: Tensor
+) -> None:
+    info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=PoolingType.STEP)
+    tags = [3, None, 3, 3, None, 3]
+    params = [
+        resolved(info, PoolingTask.TOKEN_CLASSIFY, step_tag_id=tag, returned_token_ids=(1, 2) if i % 2 else None)
+        for i, tag in enumerate(tags)
+    ]
+    pooler = ModelPooler(info, TinyModel())
+    sliced = run_slices(pooler, ModelOutput(hidden_states=hidden_states), params, token_ids, chunk_size, None)
+    assert_same(sliced, pool_all(pooler, params), atol=1e-5)
+
+
+def test_models_that_pool_by_themselves_take_no_slices(hidden_states: Tensor) -> None:
+    info = make_info(ModelKind.SEQUENCE_CLASSIFIER, sequence_pooling=(PoolingType.CLS,))
+    params = [resolved(info, PoolingTask.CLASSIFY)]
+    metadata = PoolingMetadata.create([9], params, chunk_sizes=[4])
+    output = ModelOutput(hidden_states=hidden_states[:4], logits=torch.zeros(1, 5))
+    with pytest.raises(ValueError, match="cannot run on slices"):
+        ModelPooler(info, TinyModel()).pool(output, metadata)
+
+
+# Off the device --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_one_copy_takes_a_mixed_batch_off_the_device(
+    monkeypatch: pytest.MonkeyPatch, hidden_states: Tensor, token_ids: Tensor, pool_all: PoolAll
+) -> None:
+    info = make_info()
+    tasks = [PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.EMBED] * 2
+    params = [resolved(info, task, dimensions=d) for task, d in zip(tasks, (None, 5, 3, None, 2, 7), strict=True)]
+    pooler = ModelPooler(info, TinyModel())
+    metadata = PoolingMetadata.create(LENGTHS, params, token_ids=token_ids.cuda(), device="cuda")
+    output = pooler.pool(ModelOutput(hidden_states=hidden_states.cuda()), metadata)
+    copies = []
+    real = Tensor.cpu
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copies.append(tensor.device.type)
+        return real(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "cpu", counted)
+    output.to_numpy()
+    output.to_numpy()
+    assert copies.count("cuda") == 1
+    assert_same(output, pool_all(pooler, params), atol=1e-5)
