@@ -32,7 +32,8 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 	done
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all test-wheel test-gpu gpu-packages check lint types imports format bench wheel constraints hooks clean
+.PHONY: help install serve test test-all test-wheel test-gpu gpu-packages check lint types imports format hooks bench \
+	wheel constraints clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,15 +92,14 @@ test-wheel: wheel ## Install the wheel into a clean environment and run the quic
 
 # Runs in the environment of the current python3, which holds a CUDA build of torch, with triton, transformers,
 # tokenizers, safetensors, numpy, huggingface_hub and tqdm. Nothing is installed and nothing is fetched: `penstock` is
-# found through the .typing links. The smaller packages that such a machine may lack (the web server, the transport,
+# found through the .typing links. Test files that do not mention `gpu` are not even imported: they may ask for peers
+# that the machine lacks. The smaller packages that such a machine may lack (the web server, the transport,
 # pytest: GPU_PACKAGES) come from build/gpu-packages, which `make gpu-packages` fills where there is a network.
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 GPU_PLATFORM ?= x86_64
-GPU_PACKAGES := annotated-doc annotated-types anyio certifi click fastapi h11 httpcore httptools httpx hypothesis idna \
-	iniconfig msgspec orjson packaging pluggy prometheus-client pydantic pydantic-core pydantic-settings pygments pytest \
-	pytest-asyncio pytest-timeout python-dotenv pyzmq sortedcontainers starlette typing-extensions typing-inspection \
-	uvicorn uvloop
+GPU_PACKAGES := fastapi httptools httpx hypothesis msgspec orjson prometheus-client pydantic pydantic-settings pytest \
+	pytest-asyncio pytest-timeout pyzmq uvicorn uvloop
 
 define GPU_PREFLIGHT
 import importlib.util, sys
@@ -125,11 +125,11 @@ test-gpu: export PYTHONPATH := $(CURDIR)/.typing:$(CURDIR)/build/gpu-packages
 test-gpu: export HF_HUB_OFFLINE := 1
 test-gpu: ## Run the tests marked `gpu` with the current python3 on a CUDA machine, without network.
 	@$(GPU_PYTHON) -c "$$GPU_PREFLIGHT"
-	@$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+	@$(GPU_PYTHON) -m pytest -m gpu tests/kernels $$(grep -rlw gpu tests --include 'test_*.py' --exclude-dir kernels) $(ARGS)
 
-gpu-packages: ## Fetch what `make test-gpu` needs beside torch and transformers.
+gpu-packages: | $(BIN)/python ## Fetch what `make test-gpu` needs beside torch and transformers.
 	@rm -rf build/gpu-packages
-	@$(or $(PYTHON),python3) -m pip install --quiet --no-input --constraint constraints.txt --no-deps --no-compile \
+	@$(BIN)/python -m pip install --quiet --no-input --constraint constraints.txt --no-compile \
 		--target build/gpu-packages --only-binary :all: --implementation cp --python-version $(GPU_PYTHON_VERSION) \
 		--platform manylinux_2_28_$(GPU_PLATFORM) --platform manylinux_2_17_$(GPU_PLATFORM) \
 		--platform manylinux2014_$(GPU_PLATFORM) $(GPU_PACKAGES)
@@ -157,7 +157,7 @@ format: $(VENV)/.installed-dev ## Format the code and fix what can be fixed.
 hooks: $(VENV)/.installed-dev ## Let git run the checks before each commit.
 	@$(BIN)/pre-commit install
 
-# ---- bench -------------------------------------------------------------------------------------------------------------
+# ---- bench ------------------------------------------------------------------------------------------------------------
 
 # Add peers with ARGS='--server NAME URL "COMMAND"'. PYTHONSAFEPATH would hide the benchmarks' modules from each other.
 bench: $(VENV)/.installed-test ## Measure a bfloat16 server over HTTP on every load.
@@ -179,12 +179,13 @@ CUDA_REPORT = import json, sys; \
 
 constraints: ## Renew constraints.txt (on Linux x86-64, with PYTHON=python3.11).
 	@rm -rf $(VENV)-constraints && $(or $(PYTHON),python3.11) -m venv $(VENV)-constraints
-	@$(VENV)-constraints/bin/python -m pip install --quiet --no-input $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	@$(VENV)-constraints/bin/python -m pip install --quiet --no-input \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		torch==$(TORCH_PIN) triton==$(TRITON_PIN) setuptools '.[minilm,parquet,test,dev]'
 	@set -e; { \
 		echo "# What \`make install\`, \`make test\` and \`make check\` install, on Python 3.11, 3.12 and 3.13."; \
-		echo "# Written by \`make constraints PYTHON=python3.11\`; the versions of torch and triton are set in the Makefile,"; \
-		echo "# triton's to what that torch asks for."; \
+		echo "# Written by \`make constraints PYTHON=python3.11\`. The Makefile sets the versions of torch and of triton, which"; \
+		echo "# is the one that this torch asks for."; \
 		echo; \
 		$(VENV)-constraints/bin/python -m pip freeze --all --exclude pip --exclude penstock \
 			| sed 's/+[a-z0-9.]*$$//' | grep -v -E '^(cuda|nvidia)-'; \
@@ -197,5 +198,6 @@ constraints: ## Renew constraints.txt (on Linux x86-64, with PYTHON=python3.11).
 	@rm -rf $(VENV)-constraints
 
 clean: ## Remove the environment and everything built.
-	rm -rf $(VENV) $(VENV)-wheel $(VENV)-constraints build dist penstock.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-wheel $(VENV)-constraints build dist penstock.egg-info
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find server engine kernels tests benchmarks docker -name __pycache__ -type d -prune -exec rm -rf {} +

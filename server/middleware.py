@@ -1,0 +1,156 @@
+"""What every request passes before its route: path aliases, a request id, a size limit, a net for our own bugs.
+
+Pure ASGI: starlette's BaseHTTPMiddleware costs a task per request.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import uuid
+from typing import Final
+
+from fastapi import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.engine.errors import ModelLoadError
+
+from .errors import HIDDEN_MESSAGE, status_response
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_DOUBLED_VERSION: Final = re.compile(r"^/v[12](?=/v[12]/)")
+
+
+class PathMiddleware:
+    """Serves aliases in place, because clients do not follow a redirect of a POST.
+
+    A trailing slash is dropped; `/v1/v2/rerank`, which a Cohere client makes of a base URL that ends in /v1, is
+    `/v2/rerank`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Rewrites the path of the scope."""
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            if len(path) > 1 and path.endswith("/"):
+                path = path.rstrip("/") or "/"
+                scope["path"] = path
+            if path.startswith(("/v1/v", "/v2/v")):
+                scope["path"] = _DOUBLED_VERSION.sub("", path)
+        await self.app(scope, receive, send)
+
+
+class RequestIdMiddleware:
+    """Takes x-request-id from the client or makes one, keeps it in the scope and sends it back."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sets scope["request_id"]."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        scope["request_id"] = request_id.decode("ascii")
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class UnexpectedErrorMiddleware:
+    """Answers what no handler foresaw: the log gets the traceback, the client a request id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends a 500 unless the response has already begun."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        except Exception:
+            logger.exception("request %s failed unexpectedly", scope["request_id"])
+            if has_begun:
+                raise
+            response = status_response(500, f"{HIDDEN_MESSAGE} ({scope['request_id']})")
+            await response(scope, receive, send)
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies above a size with 413: by Content-Length before reading, chunked ones while reading."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Checks the length that was announced, or counts what arrives."""
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
+            await self.app(scope, receive, send)
+            return
+        announced = next((value for name, value in scope["headers"] if name == b"content-length"), None)
+        if announced is None:
+            await self.app(scope, self._counting(receive), send)
+        elif announced.isdigit() and int(announced) <= self.max_body_bytes:
+            await self.app(scope, receive, send)
+        else:
+            response = status_response(413, self._message(), {"connection": "close"})
+            await response(scope, receive, send)
+
+    def _counting(self, receive: Receive) -> Receive:
+        num_bytes = 0
+
+        async def receive_and_count() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self.max_body_bytes:
+                raise HTTPException(413, self._message(), {"connection": "close"})
+            return message
+
+        return receive_and_count
+
+    def _message(self) -> str:
+        return f"The body is larger than this server takes ({self.max_body_bytes} bytes); send fewer inputs at once."
+
+
+class StartupErrorMiddleware:
+    """Makes one line of the traceback that starlette reports when a model cannot be loaded."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Replaces the message of a failed start by the message of the error that the operator can act on."""
+        if scope["type"] != "lifespan":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_line(message: Message) -> None:
+            error = sys.exception()
+            if message["type"] == "lifespan.startup.failed" and isinstance(error, ModelLoadError):
+                message["message"] = error.message
+            await send(message)
+
+        await self.app(scope, receive, send_line)

@@ -1,0 +1,84 @@
+"""Classification: by the classifier that is served, or by an embedding model with classes from the request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
+from penstock.engine.model_info import Activation, ModelKind
+from penstock.engine.params import PoolingTask
+from penstock.engine.results import ClassResult
+
+from ..class_answers import cohere_rows, token_rows, vllm_rows
+from ..context import ServerContext, context_of, until_client_leaves
+from ..json_route import JsonRoute, json_response
+from ..schemas.classify import ClassifyRequest, ClassifyResponse, CohereClassifyResponse, TokenClassifyResponse
+from ..schemas.common import ERROR_RESPONSES, usage_of
+
+router = APIRouter(route_class=JsonRoute, tags=["classify"], responses=ERROR_RESPONSES)
+
+
+@router.post("/v1/classify", response_model=ClassifyResponse | CohereClassifyResponse | TokenClassifyResponse)
+@router.post("/classify", response_model=ClassifyResponse | CohereClassifyResponse | TokenClassifyResponse)
+async def classify(body: ClassifyRequest, request: Request) -> Response:
+    """Classifies texts. `input` gets vLLM's answer, `inputs` Cohere's; a token classifier answers per token."""
+    context = context_of(request)
+    engine, name = context.models.find(body.model)
+    context.check_count(body.texts(), "input" if body.inputs is None else "inputs")
+    context.check_count(body.labels or (), "labels")
+    context.check_count(body.examples or (), "examples")
+    if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
+        return await _classify_tokens(body, request, context)
+    result = await until_client_leaves(request, _classes(engine, body, context.options()))
+    num_tokens = context.metrics.count(PoolingTask.CLASSIFY, result.num_tokens)
+    answer_id = f"classify-{request.scope['request_id']}"
+    if body.inputs is not None:
+        is_multi_label = engine.info.activation is Activation.SIGMOID and len(result.labels) > 1
+        rows = cohere_rows(answer_id, body.inputs, result, is_multi_label=is_multi_label)
+        meta = {"api_version": {"version": "1"}, "billed_units": {"classifications": len(rows)}}
+        return json_response({"id": answer_id, "classifications": rows, "meta": meta})
+    return json_response(_listed(answer_id, name, num_tokens, {"data": vllm_rows(result)}))
+
+
+def _classes(engine: AsyncEngine, body: ClassifyRequest, options: RequestOptions) -> Coroutine[Any, Any, ClassResult]:
+    """Returns the engine call that the body and the model's kind ask for."""
+    texts, params = body.texts(), body.pooling_params()
+    if body.examples:
+        examples = [(example.text, example.label) for example in body.examples]
+        return engine.few_shot(texts, examples, params, options)
+    if body.labels:
+        return engine.zero_shot(texts, body.labels, params, options)
+    if engine.info.kind is ModelKind.EMBEDDING:
+        raise InvalidRequestError(
+            "The served model gives embeddings and has no classes of its own; name them in labels (texts, zero-shot) "
+            "or show them in examples (labelled texts, few-shot).",
+            param="labels",
+        )
+    return engine.classify(texts, params, options)
+
+
+async def _classify_tokens(body: ClassifyRequest, request: Request, context: ServerContext) -> Response:
+    """Answers with the classes of every token."""
+    engine, name = context.models.find(body.model)
+    if body.examples or body.labels or body.inputs is not None:
+        raise UnsupportedTaskError(
+            f"{name} classifies tokens: send texts as input, without labels and examples.", param="input"
+        )
+    work = engine.token_classify(body.texts(), body.pooling_params(), context.options())
+    result = await until_client_leaves(request, work)
+    num_tokens = context.metrics.count(PoolingTask.TOKEN_CLASSIFY, result.num_tokens)
+    pieces = await engine.detokenize(
+        [[token_id] for ids in result.token_ids for token_id in ids], skip_special_tokens=False
+    )
+    answer = {"labels": result.labels, "data": token_rows(result, pieces)}
+    return json_response(_listed(f"classify-{request.scope['request_id']}", name, num_tokens, answer))
+
+
+def _listed(answer_id: str, name: str, num_tokens: int, answer: dict[str, Any]) -> dict[str, Any]:
+    head = {"id": answer_id, "object": "list", "created": int(time.time()), "model": name}
+    return {**head, **answer, "usage": usage_of(num_tokens)}

@@ -1,0 +1,56 @@
+"""For operators and orchestrators: health, metrics, version."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from penstock.engine.supervisor import EngineState
+
+from ..context import context_of
+from ..json_route import json_response
+from ..schemas.ops import Health, Version
+from ..version import penstock_version
+
+router = APIRouter(tags=["operations"])
+_UNHEALTHY: Final[dict[int | str, dict[str, Any]]] = {503: {"model": Health, "description": "Not healthy."}}
+
+
+@router.get("/health/live", response_model=Health, responses=_UNHEALTHY)
+@router.head("/health/live", include_in_schema=False)
+async def live(request: Request) -> Response:
+    """200 while the process works: an engine that is being restarted does not count, one that was given up does."""
+    return _health(request, (EngineState.STARTING, EngineState.READY, EngineState.DRAINING))
+
+
+@router.get("/health/ready", response_model=Health, responses=_UNHEALTHY)
+@router.get("/health", response_model=Health, responses=_UNHEALTHY)
+@router.get("/ping", include_in_schema=False)
+@router.head("/health/ready", include_in_schema=False)
+@router.head("/health", include_in_schema=False)
+async def ready(request: Request) -> Response:
+    """200 when every engine takes requests; 503 while one starts, drains or is dead."""
+    return _health(request, (EngineState.READY,))
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(request: Request) -> Response:
+    """Figures in Prometheus' text format."""
+    return Response(context_of(request).metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+@router.get("/version", response_model=Version)
+async def get_version() -> Response:
+    """The version of penstock."""
+    return json_response({"version": penstock_version()})
+
+
+def _health(request: Request, good: Collection[EngineState]) -> Response:
+    states = {name: engine.state for engine, name in context_of(request).models.engines()}
+    is_good = bool(states) and all(state in good for state in states.values())
+    response = json_response({"status": "ok" if is_good else "unavailable", "engines": states})
+    response.status_code = 200 if is_good else 503
+    return response

@@ -1,0 +1,39 @@
+"""Scores of text pairs, in vLLM's dialect."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request, Response
+
+from penstock.engine.params import PoolingTask
+
+from ..context import context_of, until_client_leaves
+from ..json_route import JsonRoute, json_response
+from ..schemas.common import ERROR_RESPONSES, usage_of
+from ..schemas.score import ScoreRequest, ScoreResponse
+
+router = APIRouter(route_class=JsonRoute, tags=["score"], responses=ERROR_RESPONSES)
+
+
+@router.post("/v1/score", response_model=ScoreResponse)
+@router.post("/score", response_model=ScoreResponse)
+async def score(body: ScoreRequest, request: Request) -> Response:
+    """Scores pairs of texts: by the cross-encoder that is served, or by the cosine of embeddings."""
+    context = context_of(request)
+    engine, name = context.models.find(body.model)
+    left, right = body.sides()
+    context.check_count(left, "text_1")
+    context.check_count(right, "text_2")
+    work = engine.score(left, right, body.pooling_params(), context.options())
+    result = await until_client_leaves(request, work)
+    return json_response(
+        {
+            "id": f"score-{request.scope['request_id']}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": name,
+            "data": [{"index": i, "object": "score", "score": value} for i, value in enumerate(result.scores)],
+            "usage": usage_of(context.metrics.count(PoolingTask.SCORE, result.num_tokens)),
+        }
+    )

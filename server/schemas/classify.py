@@ -1,0 +1,169 @@
+"""Classification in two dialects on one route: vLLM's `input` and Cohere's `inputs`.
+
+With an embedding model the classes come with the request: `labels` (zero-shot) or `examples` (few-shot).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.params import PoolingParams
+
+from .common import Inputs, PoolingBody, Text, Usage
+from .rerank import ApiVersion
+from .score import Side
+
+
+class Example(BaseModel):
+    """A labelled example of Cohere's classify."""
+
+    text: str
+    label: str
+
+
+class Truncate(StrEnum):
+    """Cohere's choice of the side of an over-long input that is cut away."""
+
+    NONE = "NONE"
+    START = "START"
+    END = "END"
+
+
+class ClassifyRequest(PoolingBody):
+    """Body of POST /classify."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": ["input"]}, {"required": ["inputs"]}],
+            "examples": [
+                {"input": ["I love this.", "I hate it."], "labels": ["praise", "complaint"]},
+                {
+                    "inputs": ["Where is my parcel?"],
+                    "examples": [
+                        {"text": "When will it arrive?", "label": "shipping"},
+                        {"text": "I want my money back.", "label": "refund"},
+                    ],
+                },
+            ],
+        }
+    )
+
+    input: Inputs | None = Field(None, description="Texts or token ids; the answer is vLLM's.")
+    inputs: Side | None = Field(None, description="Texts; the answer is Cohere's.")
+    labels: list[str] | None = Field(None, description="Classes for an embedding model, as texts (zero-shot).")
+    examples: list[Example] | None = Field(None, description="Labelled texts for an embedding model (few-shot).")
+    truncate: Truncate | None = Field(None, description="Cohere: the side that is cut; END where it is absent.")
+
+    def texts(self) -> list[Text]:
+        """Returns what is to be classified.
+
+        Raises:
+            InvalidRequestError: Not exactly one of `input` and `inputs` is there.
+        """
+        if (self.input is None) == (self.inputs is None):
+            has = "neither" if self.input is None else "both"
+            message = f"Give one of input (vLLM's answer) and inputs (Cohere's answer); the body has {has}."
+            raise InvalidRequestError(message, param="input")
+        return self.input if self.input is not None else list(self.inputs or ())
+
+    def pooling_params(self) -> PoolingParams:
+        """Returns what the request asks of pooling. As with Cohere, `inputs` are cut to fit."""
+        params = super().pooling_params()
+        if self.inputs is None or params.truncate_prompt_tokens is not None or self.truncate is Truncate.NONE:
+            return params
+        side = "left" if self.truncate is Truncate.START else "right"
+        return params.clone(truncate_prompt_tokens=-1, truncation_side=side)
+
+
+class ClassRow(BaseModel):
+    """The class of one input, and the score of every class."""
+
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyResponse(BaseModel):
+    """vLLM's answer of POST /classify."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassRow]
+    usage: Usage
+
+
+class TokenClass(BaseModel):
+    """The class of one token. Special tokens are there too, as the model saw them."""
+
+    token: str
+    token_id: int
+    label: str
+    score: float = Field(description="Score of `label`.")
+    probs: list[float]
+
+
+class TokenClassRow(BaseModel):
+    """The classes of the tokens of one input."""
+
+    index: int
+    tokens: list[TokenClass]
+    num_classes: int
+
+
+class TokenClassifyResponse(BaseModel):
+    """Answer of POST /classify by a token classifier, such as a named-entity model."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    labels: list[str] = Field(description="Class names in the order of `probs`.")
+    data: list[TokenClassRow]
+    usage: Usage
+
+
+class Confidence(BaseModel):
+    """Confidence in one class."""
+
+    confidence: float
+
+
+class Classification(BaseModel):
+    """Cohere's answer for one input."""
+
+    id: str
+    input: str
+    prediction: str
+    predictions: list[str]
+    confidence: float
+    confidences: list[float]
+    labels: dict[str, Confidence]
+    classification_type: Literal["single-label", "multi-label"]
+
+
+class Classifications(BaseModel):
+    """Cohere's unit: an input."""
+
+    classifications: int
+
+
+class CohereClassifyMeta(BaseModel):
+    """Cohere's meta object."""
+
+    api_version: ApiVersion
+    billed_units: Classifications
+
+
+class CohereClassifyResponse(BaseModel):
+    """Cohere's answer of POST /classify."""
+
+    id: str
+    classifications: list[Classification]
+    meta: CohereClassifyMeta

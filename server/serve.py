@@ -1,0 +1,77 @@
+"""`penstock serve`: settings to a running server."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import socket
+from typing import Final
+
+import uvicorn
+
+from penstock.engine.async_engine import AsyncEngine
+
+from .app import create_app
+from .command_errors import UsageError
+from .context import ServedModel
+from .logs import configure_logging
+from .settings import ServerSettings, unknown_variables
+
+logger = logging.getLogger(__name__)
+
+START_FAILED: Final = 3
+KEEP_ALIVE_S: Final = 120  # Above the idle time of every client's pool (Go: 90 s), which do not replay a sent POST.
+
+
+def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
+    """Serves until SIGTERM or SIGINT, then lets running requests finish.
+
+    Args:
+        settings: What the operator asked for.
+        model: Local folder or hub id.
+        names: Served names, the shown one first.
+
+    Raises:
+        UsageError: The address cannot be bound; found before the model is loaded.
+        SystemExit: The model cannot be loaded; the log has said why.
+    """
+    configure_logging(settings.log_level, settings.log_format)
+    for variable in unknown_variables():
+        logger.warning("the environment variable %s is not known and has no effect", variable)
+    listener = bound_socket(settings.host, settings.port)
+    config = settings.engine_config(model)
+    start = functools.partial(AsyncEngine.start, config, log_level=settings.log_level.upper())
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app([ServedModel(names, start)], settings),
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s) or None,
+        )
+    )
+    server.run(sockets=[listener])
+    if not server.started:
+        raise SystemExit(START_FAILED)
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound but does not listen: clients are refused until the model is loaded.
+
+    Raises:
+        UsageError: The address is in use or is none of this machine's.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"--host, --port: cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener

@@ -1,0 +1,157 @@
+"""Every setting of the command line and of the environment, with its type, its default and its help text.
+
+The only reader of environment variables: field `max_model_len` is the flag `--max-model-len` and the variable
+PENSTOCK_MAX_MODEL_LEN. A flag wins over a variable, a variable over the default. Starts nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PlainValidator, PositiveInt
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.params import PoolerConfig
+
+ENV_PREFIX: Final = "PENSTOCK_"
+
+
+def _pooler_config(value: object) -> PoolerConfig:
+    if isinstance(value, PoolerConfig):
+        return value
+    if isinstance(value, dict):
+        return PoolerConfig.from_dict(value)
+    return PoolerConfig.from_json(str(value))
+
+
+def _json_object(value: object) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _listed(value: object) -> object:
+    """Splits `a,b` and flattens repeated flags into one list of names."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        return value
+    return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
+
+
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+
+
+class EngineSettings(BaseSettings):
+    """What decides which model answers, where, and in which numbers. Shared by serve, embed and info."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="ignore", frozen=True)
+
+    model: str | None = Field(None, description="Local folder or hub id. Default: the embedded all-MiniLM-L6-v2.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+    device: Device = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of weights and hidden states. auto: float32 on CPU, bfloat16 on CUDA."
+    )
+    max_model_len: PositiveInt | None = Field(None, description="Tokens. Longest input; default: the model's own.")
+    auto_truncate: bool = Field(False, description="Cut over-long inputs instead of refusing them.")
+    max_num_batched_tokens: PositiveInt = Field(8192, description="Tokens in one forward.")
+    max_num_seqs: PositiveInt = Field(512, description="Sequences in one forward.")
+    max_queued_tokens: PositiveInt = Field(
+        4_000_000, description="Tokens that may wait or run at once; requests beyond are refused whole with 429."
+    )
+    pooler_config: Annotated[PoolerConfig, NoDecode, PlainValidator(_pooler_config)] = Field(
+        PoolerConfig(), description='JSON. Pooler settings, such as {"pooling_type": "CLS", "normalize": false}.'
+    )
+    hf_overrides: Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)] = Field(
+        {}, description="JSON. Values laid over the model's config.json."
+    )
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
+    num_threads: PositiveInt | None = Field(None, description="CPU threads of the forward; default: all cores.")
+    tokenizer_workers: PositiveInt = Field(2, description="Threads that tokenize.")
+    in_process: bool = Field(False, description="Run the engine in this process instead of a supervised one.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
+    log_format: Literal["console", "json"] = Field("console", description="Log lines for people or for machines.")
+
+    def engine_config(self, model: str) -> EngineConfig:
+        """Returns the engine's configuration for the model folder or hub id `model`."""
+        scheduler = SchedulerConfig(
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_queued_tokens=self.max_queued_tokens,
+        )
+        return EngineConfig(
+            model=model,
+            revision=self.revision,
+            device=self.device,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            auto_truncate=self.auto_truncate,
+            pooler_config=self.pooler_config,
+            hf_overrides=self.hf_overrides,
+            trust_remote_code=self.trust_remote_code,
+            in_process=self.in_process,
+            num_threads=self.num_threads,
+            tokenizer_workers=self.tokenizer_workers,
+            scheduler=scheduler,
+        )
+
+
+class ServerSettings(EngineSettings):
+    """Settings of `penstock serve`."""
+
+    host: str = Field("0.0.0.0", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    served_model_name: Names = Field(
+        (), description="Names under which the model is served, separated by commas; the first one is shown."
+    )
+    api_key: Names = Field(
+        (), repr=False, description="Keys that data routes require, separated by commas. Default: open."
+    )
+    max_body_bytes: PositiveInt = Field(64 * 1024 * 1024, description="Bytes. Largest request body.")
+    max_inputs_per_request: PositiveInt = Field(4096, description="Texts, documents or pairs in one request.")
+    request_timeout_s: NonNegativeFloat = Field(
+        600.0, description="Seconds after which a request is given up with 504; 0: never."
+    )
+    drain_timeout_s: NonNegativeFloat = Field(
+        30.0, description="Seconds that running requests get to finish after SIGTERM."
+    )
+    default_prompt_name: str | None = Field(
+        None, description="Named prompt of the model that is put before inputs when a request names none."
+    )
+
+
+class EmbedSettings(EngineSettings):
+    """Settings of `penstock embed`."""
+
+    output: str = Field(description="File to write: .parquet, .jsonl or .npy.")
+    overwrite: bool = Field(False, description="Replace an output that exists.")
+    field: str = Field("text", description="JSONL or Parquet field that holds the text.")
+    batch_size: PositiveInt = Field(512, description="Rows in flight at once: the most that a killed run loses.")
+    dimensions: PositiveInt | None = Field(None, description="Width of the embeddings (Matryoshka).")
+    normalize: bool | None = Field(None, description="L2-normalise; default: as the model's files say.")
+    prompt_name: str | None = Field(None, description="Named prompt of the model that is put before every text.")
+
+
+class InfoSettings(EngineSettings):
+    """Settings of `penstock info`."""
+
+
+def environment_variable(field: str) -> str:
+    """Returns the environment variable of a settings field."""
+    return ENV_PREFIX + field.upper()
+
+
+def unknown_variables() -> list[str]:
+    """Returns the PENSTOCK_ variables of the environment that no setting reads, such as misspelt ones."""
+    fields = {field for cls in (ServerSettings, EmbedSettings) for field in cls.model_fields}
+    known = {environment_variable(field) for field in fields}
+    return sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)

@@ -1,0 +1,95 @@
+"""How a server starts, fails to start, and stops."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_sigterm_lets_requests_finish_and_leaves_nothing(launch, default_model) -> None:
+    server = launch("--dtype", "float32")
+    children = children_of(server.process.pid)
+    answers = []
+
+    def ask() -> None:
+        body = {"input": [f"a text that takes a while {i} " * 20 for i in range(300)]}
+        answers.append(httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=120))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while "penstock_engine_requests{" not in (text := httpx.get(f"{server.url}/metrics").text) or "} 0.0" in next(
+        line for line in text.splitlines() if line.startswith("penstock_engine_requests{")
+    ):
+        assert asking.is_alive()
+    server.process.send_signal(signal.SIGTERM)
+    asking.join(120)
+    assert answers[0].status_code == 200
+    assert len(answers[0].json()["data"]) == 300
+    assert server.process.wait(60) in (0, -signal.SIGTERM)
+    assert not any(exists(child) for child in children)
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_server_that_is_killed_leaves_no_engine_behind(launch, default_model) -> None:
+    server = launch("--dtype", "float32")
+    children = children_of(server.process.pid)
+    assert children
+    server.process.kill()
+    server.process.wait()
+    give_up_s = time.monotonic() + 30
+    while any(exists(child) for child in children):
+        assert time.monotonic() < give_up_s, "the engine process outlived its server"
+        time.sleep(0.1)
+
+
+def test_a_model_that_is_none_ends_in_a_line(run, tmp_path) -> None:
+    done = run("serve", str(tmp_path), "--port", "0")
+    assert done.returncode != 0
+    assert "is not a model" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded(run, default_model) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        done = run("serve", "--host", "127.0.0.1", "--port", str(holder.getsockname()[1]))
+    assert done.returncode != 0
+    assert "Address already in use" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_table_is_logged_once_and_variables_are_read(launch, default_model) -> None:
+    server = launch(
+        PENSTOCK_SERVED_MODEL_NAME="one,two",
+        PENSTOCK_API_KEY="secret-key",
+        PENSTOCK_LOG_FORMAT="json",
+        PENSTOCK_PROT="1",
+    )
+    assert [card["id"] for card in httpx.get(f"{server.url}/v1/models").json()["data"]] == ["one", "two"]
+    assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "some text"}).status_code == 401
+    headers = {"authorization": "Bearer secret-key"}
+    response = httpx.post(f"{server.url}/v1/embeddings", json={"input": "some text"}, headers=headers)
+    assert (response.status_code, response.json()["model"]) == (200, "one")
+    server.stop()
+    log = server.log.read_text()
+    assert log.count("max_seq_length") == 1
+    assert "PENSTOCK_PROT" in log
+    assert "secret-key" not in log
+    assert "some text" not in log

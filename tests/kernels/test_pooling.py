@@ -1,0 +1,312 @@
+"""kernels/pooling: the reference against formulas, every backend against the reference, slices against the whole."""
+
+import math
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from penstock.kernels.pooling import POOLING_KINDS, Backend, PoolingKind, PoolingState, finish, pool, pool_partial
+
+from .assertions import assert_close
+from .cases import DTYPES, POOLING_CASES, PoolingCase, PoolingInputs, make_cu_seqlens, make_pooling_inputs
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# float32: sums in another order. Else one unit in the last place.
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+QUICK_CASES = tuple(case for case in POOLING_CASES if case.is_quick)
+
+cases = pytest.mark.parametrize("case", POOLING_CASES, ids=lambda case: case.name)
+kinds = pytest.mark.parametrize("kind", POOLING_KINDS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest, device: torch.device) -> Backend:
+    """Every backend on the device; triton without a GPU only where its interpreter is on (test_pooling_interpreted)."""
+    if request.param == "triton" and (device.type == "cpu") != IS_INTERPRETED:
+        pytest.skip("triton needs a GPU, or TRITON_INTERPRET=1 from the start of the process")
+    return request.param
+
+
+def weights_of(kind: PoolingKind, inputs: PoolingInputs) -> Tensor | None:
+    return inputs.weights if kind == "weighted" else None
+
+
+def pool_one_by_formula(rows: Tensor, kind: PoolingKind, skip: int, weights: list[float]) -> list[float]:
+    """One sequence, one number at a time, in Python's double precision."""
+    length, width = rows.shape
+    kept = range(skip, length)
+    values = rows.double().tolist()
+    pooled = []
+    for d in range(width):
+        column = [values[i][d] for i in kept]
+        if not column:
+            pooled.append(0.0)
+        elif kind == "cls":
+            pooled.append(column[0])
+        elif kind == "last":
+            pooled.append(column[-1])
+        elif kind == "max":
+            pooled.append(max(column))
+        elif kind == "mean":
+            pooled.append(math.fsum(column) / len(column))
+        elif kind == "mean_sqrt_len":
+            pooled.append(math.fsum(column) / math.sqrt(len(column)))
+        else:
+            w = [i + 1 for i in kept] if kind == "weighted_mean" else [weights[i] for i in kept]
+            pooled.append(math.fsum(a * b for a, b in zip(w, column, strict=True)) / max(math.fsum(w), 1e-9))
+    return pooled
+
+
+@kinds
+@pytest.mark.parametrize("case", QUICK_CASES, ids=lambda case: case.name)
+def test_reference_equals_formulas(case: PoolingCase, kind: PoolingKind) -> None:
+    inputs = make_pooling_inputs(case)
+    expected = torch.zeros(len(case.seq_lens), case.hidden_size, dtype=torch.float64)
+    bounds = inputs.cu_seqlens.tolist()
+    for n, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        skip = int(inputs.skip_tokens[n])
+        row = pool_one_by_formula(inputs.hidden_states[start:end], kind, skip, inputs.weights[start:end].tolist())
+        row = row[: int(inputs.dimensions[n])]
+        if inputs.normalize[n]:
+            norm = max(math.sqrt(math.fsum(x * x for x in row)), 1e-12)
+            row = [x / norm for x in row]
+        expected[n, : len(row)] = torch.tensor(row)
+    actual = pool(
+        inputs.hidden_states,
+        inputs.cu_seqlens,
+        kind,
+        dimensions=inputs.dimensions,
+        normalize=inputs.normalize,
+        skip_tokens=inputs.skip_tokens,
+        weights=weights_of(kind, inputs),
+        backend="reference",
+    )
+    assert_close("pooled", expected, actual, 1e-6)
+
+
+@dtypes
+@kinds
+@cases
+def test_backend_equals_reference(
+    backend: Backend, device: torch.device, case: PoolingCase, kind: PoolingKind, dtype: torch.dtype
+) -> None:
+    is_much = not case.is_quick or dtype == torch.float16 or (dtype != torch.float32 and sum(case.seq_lens) > 100)
+    if IS_INTERPRETED and is_much:
+        pytest.skip("too much for the interpreter")
+    inputs = make_pooling_inputs(case, dtype, device)
+    everything = {"dimensions": inputs.dimensions, "normalize": inputs.normalize, "skip_tokens": inputs.skip_tokens}
+    width = -(-case.hidden_size // 2)
+    cut_and_cast = {"dimensions": width, "normalize": True, "out_dtype": dtype}
+    cut_by_sequence = {"dimensions": inputs.dimensions, "max_dimensions": width, "normalize": True}
+    for options in (everything, cut_and_cast) if IS_INTERPRETED else ({}, everything, cut_and_cast, cut_by_sequence):
+        arguments = (inputs.hidden_states, inputs.cu_seqlens, kind)
+        expected = pool(*arguments, weights=weights_of(kind, inputs), backend="reference", **options)
+        actual = pool(*arguments, weights=weights_of(kind, inputs), backend=backend, **options)
+        assert actual.dtype == options.get("out_dtype", torch.float32)
+        assert actual.device == inputs.hidden_states.device
+        assert_close("pooled", expected, actual, TOLERANCE[actual.dtype])
+
+
+@kinds
+def test_sequences_without_rows_give_zeros(backend: Backend, device: torch.device, kind: PoolingKind) -> None:
+    inputs = make_pooling_inputs(PoolingCase("", (0, 2, 3, 0), 60), device=device)
+    skip = torch.tensor([0, 0, 7, 5], dtype=torch.int32, device=device)
+    rows = pool(
+        inputs.hidden_states,
+        inputs.cu_seqlens,
+        kind,
+        skip_tokens=skip,
+        normalize=True,
+        weights=weights_of(kind, inputs),
+        backend=backend,
+    )
+    assert rows[[0, 2, 3]].eq(0).all()
+    assert rows[1].ne(0).all()
+
+
+# The interpreter computes with numpy, which warns.
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@kinds
+def test_poisoned_sequence_touches_no_other(
+    backend: Backend, device: torch.device, kind: PoolingKind, poison: float
+) -> None:
+    case = PoolingCase("", (5, 3, 1, 4), 60)
+    clean = make_pooling_inputs(case, device=device)
+    dirty = make_pooling_inputs(case, device=device)
+    dirty.hidden_states[5:8] = poison
+    options = {"normalize": True, "weights": weights_of(kind, clean), "backend": backend}
+    expected = pool(clean.hidden_states, clean.cu_seqlens, kind, **options)
+    actual = pool(dirty.hidden_states, dirty.cu_seqlens, kind, **options)
+    assert torch.equal(actual[[0, 2, 3]], expected[[0, 2, 3]])
+    assert actual[1].isnan().all()
+
+
+@kinds
+def test_one_nan_in_a_row_is_kept(backend: Backend, device: torch.device, kind: PoolingKind) -> None:
+    inputs = make_pooling_inputs(PoolingCase("", (3,), 60), device=device)
+    row = {"cls": 0, "last": 2}.get(kind, 1)
+    inputs.hidden_states[row, 7] = float("nan")
+    pooled = pool(inputs.hidden_states, inputs.cu_seqlens, kind, weights=weights_of(kind, inputs), backend=backend)
+    assert pooled[0].isnan().nonzero().flatten().tolist() == [7]
+
+
+@kinds
+def test_strided_rows_and_rows_past_the_batch(backend: Backend, device: torch.device, kind: PoolingKind) -> None:
+    inputs = make_pooling_inputs(PoolingCase("", (5, 0, 12), 60), device=device)
+    buffer = torch.full((30, 100), float("nan"), device=device)
+    buffer[:17, :60] = inputs.hidden_states
+    weights = None
+    if kind == "weighted":
+        weights = torch.full((30,), float("nan"), device=device)
+        weights[:17] = inputs.weights
+    expected = pool(
+        inputs.hidden_states, inputs.cu_seqlens, kind, weights=weights_of(kind, inputs), backend="reference"
+    )
+    actual = pool(buffer[:, :60], inputs.cu_seqlens, kind, weights=weights, backend=backend)
+    assert_close("pooled", expected, actual, TOLERANCE[torch.float32])
+
+
+@kinds
+def test_cutting_a_long_sequence_changes_nothing(device: torch.device, kind: PoolingKind) -> None:
+    if (device.type == "cpu") != IS_INTERPRETED:
+        pytest.skip("triton needs a GPU, or TRITON_INTERPRET=1 from the start of the process")
+    inputs = make_pooling_inputs(PoolingCase("", (2, 300), 60), device=device)
+    arguments = (inputs.hidden_states, inputs.cu_seqlens, kind)
+    weights = weights_of(kind, inputs)
+    cut = pool(*arguments, weights=weights, backend="triton", max_seqlen=300)
+    # A bound within one block: a program walks the whole sequence.
+    whole = pool(*arguments, weights=weights, backend="triton", max_seqlen=1)
+    assert torch.equal(cut, whole)
+
+
+def test_width_beyond_one_program_takes_torch(device: torch.device) -> None:
+    inputs = make_pooling_inputs(PoolingCase("", (2, 3), 8200), device=device)
+    expected = pool(inputs.hidden_states, inputs.cu_seqlens, "mean", backend="reference")
+    assert_close("pooled", expected, pool(inputs.hidden_states, inputs.cu_seqlens, "mean"), 1e-6)
+
+
+def test_no_sequences(device: torch.device) -> None:
+    hidden = torch.ones(0, 8, device=device)
+    assert pool(hidden, make_cu_seqlens((), device), "mean", dimensions=4).shape == (0, 4)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.gpu
+def test_cuda_takes_triton_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.kernels.pooling import _triton
+
+    calls = []
+    monkeypatch.setattr(_triton, "pool_triton", lambda *_: calls.append(1))
+    pool(torch.ones(3, 8, device="cuda"), make_cu_seqlens((3,), "cuda"), "mean")
+    assert calls == [1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from(POOLING_KINDS),
+    slices=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), min_size=1, max_size=12),
+    skips=st.tuples(st.integers(0, 30), st.integers(0, 5)),
+)
+def test_slices_fold_to_the_whole(
+    kind: PoolingKind, slices: list[tuple[int, int]], skips: tuple[int, int]
+) -> None:
+    """Two sequences, cut at arbitrary and different places, some slices empty."""
+    lengths = tuple(sum(part) for part in zip(*slices, strict=True))
+    inputs = make_pooling_inputs(PoolingCase("", lengths, 24))
+    skip_tokens = torch.tensor(skips, dtype=torch.int32)
+    state = PoolingState.empty(kind, 2, 24)
+    done = [0, lengths[0]]
+    for part in slices:
+        rows = torch.cat([torch.arange(at, at + count) for at, count in zip(done, part, strict=True)])
+        weights = inputs.weights[rows] if kind == "weighted" else None
+        cu_seqlens = make_cu_seqlens(part)
+        pool_partial(state, inputs.hidden_states[rows], cu_seqlens, skip_tokens=skip_tokens, weights=weights)
+        state = PoolingState.cat(state.split())
+        done = [at + count for at, count in zip(done, part, strict=True)]
+    assert state.num_tokens.tolist() == list(lengths)
+    expected = pool(
+        inputs.hidden_states, inputs.cu_seqlens, kind, skip_tokens=skip_tokens, weights=weights_of(kind, inputs)
+    )
+    assert_close("pooled", expected, finish(state), 1e-6)
+
+
+@kinds
+def test_single_token_slices_of_a_long_sequence(kind: PoolingKind) -> None:
+    """A large common offset, so that a running sum without compensation drifts."""
+    inputs = make_pooling_inputs(PoolingCase("", (1000,), 8))
+    inputs.hidden_states.add_(30)
+    state = PoolingState.empty(kind, 1, 8)
+    one = make_cu_seqlens((1,))
+    for i in range(1000):
+        weights = inputs.weights[i : i + 1] if kind == "weighted" else None
+        pool_partial(state, inputs.hidden_states[i : i + 1], one, weights=weights)
+    rows = inputs.hidden_states.double()
+    factors = {"weighted": inputs.weights.double(), "weighted_mean": torch.arange(1, 1001).double()}.get(kind)
+    if kind in ("cls", "last", "max"):
+        expected = {"cls": rows[:1], "last": rows[-1:], "max": rows.amax(0, keepdim=True)}[kind]
+    elif factors is None:
+        expected = rows.sum(0, keepdim=True) / (1000 if kind == "mean" else math.sqrt(1000))
+    else:
+        expected = (factors @ rows)[None] / factors.sum()
+    assert_close("pooled", expected, finish(state), 1e-6)
+    halved = finish(state, dimensions=4, normalize=True)
+    assert_close("cut", expected[:, :4] / expected[:, :4].norm(), halved, 1e-6)
+
+
+def test_poisoned_slice_touches_no_other_state() -> None:
+    state = PoolingState.empty("mean", 2, 4)
+    rows = torch.ones(4, 4)
+    rows[:2] = float("nan")
+    pool_partial(state, rows, make_cu_seqlens((2, 2)))
+    assert finish(state)[1].eq(1).all()
+
+
+HIDDEN = torch.ones(4, 8)
+CU_SEQLENS = make_cu_seqlens((1, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pooling": "median"}, "pooling must be one of"),
+        ({"hidden_states": torch.ones(4)}, "hidden_states must be"),
+        ({"hidden_states": torch.ones(4, 8, dtype=torch.float64)}, "hidden_states must be"),
+        ({"hidden_states": torch.ones(8, 4).t()}, "last axis of hidden_states must be contiguous"),
+        ({"cu_seqlens": CU_SEQLENS.long()}, "cu_seqlens must be int32"),
+        ({"out_dtype": torch.float64}, "out_dtype must be"),
+        ({"weights": torch.ones(4)}, "weights go with pooling"),
+        ({"pooling": "weighted"}, "weights go with pooling"),
+        ({"pooling": "weighted", "weights": torch.ones(3)}, r"weights must be torch.float32 \[4\]"),
+        ({"dimensions": 0}, "dimensions must be between 1 and the width of hidden_states, 8, got 0"),
+        ({"dimensions": 9}, "dimensions must be between 1 and"),
+        ({"dimensions": torch.ones(2)}, r"dimensions must be torch.int32 \[2\]"),
+        ({"dimensions": 4, "max_dimensions": 4}, "max_dimensions goes with a tensor"),
+        ({"normalize": torch.ones(3, dtype=torch.bool)}, r"normalize must be torch.bool \[2\]"),
+        ({"skip_tokens": torch.ones(2, dtype=torch.int64)}, r"skip_tokens must be torch.int32 \[2\]"),
+        ({"backend": "cuda"}, "backend must be one of"),
+    ],
+)
+def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> None:
+    arguments = {"hidden_states": HIDDEN, "cu_seqlens": CU_SEQLENS, "pooling": "mean"} | changes
+    with pytest.raises(ValueError, match=message):
+        pool(**arguments)
+
+
+def test_states_name_what_does_not_fit() -> None:
+    state = PoolingState.empty("mean", 2, 8)
+    with pytest.raises(ValueError, match=r"cu_seqlens must be \[3\]"):
+        pool_partial(state, HIDDEN, make_cu_seqlens((4,)))
+    with pytest.raises(ValueError, match=r"hidden_states must be \[T, 8\]"):
+        pool_partial(state, torch.ones(4, 9), CU_SEQLENS)
+    with pytest.raises(ValueError, match="weights go with pooling"):
+        pool_partial(state, HIDDEN, CU_SEQLENS, weights=torch.ones(4))
+    with pytest.raises(ValueError, match="one kind of pooling"):
+        PoolingState.cat([state, PoolingState.empty("max", 2, 8)])
+    with pytest.raises(ValueError, match="dimensions must be between"):
+        finish(state, dimensions=9)

@@ -1,0 +1,104 @@
+"""The triton kernels of pooling compiled ahead of time for GPUs that this machine need not have: no register spills."""
+
+import os
+import re
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile"),
+]
+
+POINTERS = {
+    "cu_seqlens_ptr": "*i32",
+    "dimensions_ptr": "*i32",
+    "normalize_ptr": "*u8",
+    "skip_ptr": "*i32",
+    "weights_ptr": "*fp32",
+    "out_ptr": "*fp32",
+    "block_total_ptr": "*fp32",
+    "block_weight_ptr": "*fp32",
+}
+
+
+def ptxas_report(ptx: str, capability: int, folder: Path) -> str:
+    """What the ptxas that triton brings says about the kernel. Newer GPUs have a ptxas of their own."""
+    import triton
+
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    target = re.search(r"\.target (sm_\w+)", ptx)
+    assert target is not None
+    assert target[1].startswith(f"sm_{capability}")
+    errors = []
+    for ptxas in sorted((Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*")):
+        command = [str(ptxas), "-v", f"--gpu-name={target[1]}", str(source), "-o", str(folder / "kernel.cubin")]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode == 0:
+            return run.stderr
+        errors.append(run.stderr)
+    raise AssertionError(f"no bundled ptxas takes the kernel: {errors}")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "pooling", "width"),
+    [
+        ("_pool_kernel", "bf16", "mean", 384),
+        ("_pool_kernel", "fp32", "weighted_mean", 1000),
+        ("_pool_kernel", "fp32", "weighted", 8192),
+        ("_pool_kernel", "fp16", "cls", 1024),
+        ("_partial_kernel", "fp32", "max", 384),
+        ("_partial_kernel", "bf16", "weighted", 4096),
+        ("_combine_kernel", "bf16", "mean", 1024),
+    ],
+)
+def test_compiles_without_spills(
+    kernel: str,
+    dtype: str,
+    pooling: str,
+    width: int,
+    capability: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from penstock.kernels.pooling import _triton
+
+    function = getattr(_triton, kernel)
+    options = _triton.tile_options(width)
+    constants = {
+        "POOLING": pooling,
+        "NORMALIZE": "by_sequence",
+        "HAS_DIMENSIONS": True,
+        "HAS_SKIP": True,
+        "BLOCK_ROWS": _triton.BLOCK_ROWS,
+        "UNROLL": options.pop("UNROLL"),
+        "BLOCK_D": options.pop("BLOCK_D"),
+    }
+    constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    types = POINTERS | {"hidden_ptr": f"*{dtype}"}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names
+    }
+    # What triton finds out at launch: tensors are aligned, and so are rows whose length is a multiple of 16.
+    aligned = [name for name in function.arg_names if name.endswith("_ptr")]
+    if width % 16 == 0:
+        aligned += [name for name in ("stride_row", "width") if name in function.arg_names]
+    attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+
+    source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    report = ptxas_report(ptx, capability, tmp_path)
+    assert "0 bytes spill stores, 0 bytes spill loads" in report, report
+    if width % 16 == 0:
+        assert ".v4.b32" in ptx, "rows are not read 16 bytes at a time"

@@ -1,0 +1,200 @@
+"""A server without a model: an engine that answers by arithmetic, behind the real application."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import httpx
+import numpy as np
+import pytest
+
+from penstock.engine.async_engine import RequestOptions
+from penstock.engine.dispatcher import DispatcherStats
+from penstock.engine.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.model_info import Activation, ModelInfo, ModelKind
+from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
+from penstock.engine.results import ClassResult, EmbeddingResult, ScoreResult, TokenResult
+from penstock.engine.supervisor import EngineState
+from penstock.server.app import create_app
+from penstock.server.context import ServedModel
+from penstock.server.settings import ServerSettings
+
+WIDTH = 8
+VOCAB_SIZE = 1000
+MAX_MODEL_LEN = 64
+DEFAULTS = RequestOptions()
+TASKS = {
+    ModelKind.EMBEDDING: (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE),
+    ModelKind.SEQUENCE_CLASSIFIER: (PoolingTask.CLASSIFY,),
+    ModelKind.CROSS_ENCODER: (PoolingTask.CLASSIFY, PoolingTask.SCORE),
+    ModelKind.TOKEN_CLASSIFIER: (PoolingTask.TOKEN_CLASSIFY,),
+}
+
+
+class FakeEngine:
+    """Implements AsyncEngine. A token is a word; a vector is random, with the text as its seed."""
+
+    def __init__(self, kind: str = "embedding", labels: Sequence[str] = (), **info: object) -> None:
+        kind = ModelKind(kind)
+        fields = {
+            "name": "fake-model",
+            "path": "/models/fake",
+            "architecture": "FakeModel",
+            "model_type": "fake",
+            "native": True,
+            "kind": kind,
+            "tasks": TASKS[kind],
+            "hidden_size": WIDTH,
+            "vocab_size": VOCAB_SIZE,
+            "max_model_len": MAX_MODEL_LEN,
+            "embedding_size": WIDTH,
+            "sequence_pooling": (PoolingType.MEAN,),
+            "labels": tuple(labels),
+            "activation": Activation.SOFTMAX,
+            "prompts": {"query": "query: "},
+        }
+        fields.update(info)
+        self.info = ModelInfo(**fields, sources=dict.fromkeys(ModelInfo.__dataclass_fields__, "test"))
+        self.state = EngineState.READY
+        self.num_restarts = 0
+        self.calls: list[tuple[str, tuple[object, ...]]] = []
+        self.failure: Exception | None = None
+        self.gate: asyncio.Event | None = None
+        self.entered = asyncio.Event()
+        self.was_cancelled = False
+        self.is_closed = False
+
+    def stats(self) -> DispatcherStats:
+        return DispatcherStats(num_requests=3, num_tokens=42)
+
+    async def drain(self, timeout_s: float) -> bool:
+        self.state = EngineState.DRAINING
+        return True
+
+    async def close(self) -> None:
+        self.state = EngineState.DEAD
+        self.is_closed = True
+
+    async def embed(self, inputs, params, options=DEFAULTS):
+        params = params.resolved(PoolingTask.EMBED, self.info)
+        await self._enter("embed", inputs, params, options)
+        counts = self._counts(inputs, params)
+        rows = np.stack([self._vector(item) for item in inputs])[:, : params.dimensions or WIDTH]
+        if params.normalize:
+            rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        return EmbeddingResult(np.ascontiguousarray(rows, np.float32), counts)
+
+    async def score(self, left, right, params, options=DEFAULTS):
+        if len(left) not in (1, len(right)):
+            raise InvalidRequestError(f"{len(left)} texts cannot be paired with {len(right)}.", param="text_2")
+        params.verify(PoolingTask.SCORE, self.info)
+        await self._enter("score", left, right, params, options)
+        counts = self._counts(right, params)
+        overlap = [len({*a.split()} & {*b.split()}) / 10 for a, b in zip(_repeated(left, right), right, strict=True)]
+        return ScoreResult(np.array(overlap, np.float32), counts)
+
+    async def classify(self, inputs, params, options=DEFAULTS):
+        params = params.resolved(PoolingTask.CLASSIFY, self.info)
+        await self._enter("classify", inputs, params, options)
+        return self._classes(inputs, self.info.labels, params)
+
+    async def zero_shot(self, inputs, labels, params, options=DEFAULTS):
+        await self._enter("zero_shot", inputs, labels, params, options)
+        return self._classes(inputs, labels, params)
+
+    async def few_shot(self, inputs, examples, params, options=DEFAULTS):
+        await self._enter("few_shot", inputs, examples, params, options)
+        return self._classes(inputs, list(dict.fromkeys(label for _, label in examples)), params)
+
+    async def token_classify(self, inputs, params, options=DEFAULTS):
+        params = params.resolved(PoolingTask.TOKEN_CLASSIFY, self.info)
+        await self._enter("token_classify", inputs, params, options)
+        ids = [[1, *(len(word) for word in text.split()), 2] for text in inputs]
+        width = len(self.info.labels)
+        rows = [np.eye(width, dtype=np.float32)[np.array(row) % width] for row in ids]
+        return TokenResult(rows, ids, [len(row) for row in ids], self.info.labels)
+
+    async def tokenize(self, texts, *, add_special_tokens=True):
+        return [[zlib.crc32(word.encode()) % VOCAB_SIZE for word in text.split()] for text in texts]
+
+    async def detokenize(self, batches, *, skip_special_tokens=True):
+        return [" ".join(f"t{token_id}" for token_id in ids) for ids in batches]
+
+    async def _enter(self, name: str, *arguments: object) -> None:
+        self.calls.append((name, arguments))
+        self.entered.set()
+        if self.failure is not None:
+            raise self.failure
+        if self.gate is not None:
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.was_cancelled = True
+                raise
+
+    def _counts(self, inputs: Sequence[str | list[int]], params: PoolingParams) -> list[int]:
+        counts = [len(item.split()) + 2 if isinstance(item, str) else len(item) for item in inputs]
+        for item in inputs:
+            if not isinstance(item, str) and max(item) >= VOCAB_SIZE:
+                raise InvalidRequestError(f"token id {max(item)} is out of vocabulary.", param="input")
+        if params.truncate_prompt_tokens is None and max(counts) > MAX_MODEL_LEN:
+            raise RequestTooLongError(
+                f"This model's maximum context length is {MAX_MODEL_LEN} tokens.",
+                num_tokens=max(counts),
+                max_num_tokens=MAX_MODEL_LEN,
+            )
+        return counts
+
+    def _vector(self, item: str | list[int]) -> np.ndarray:
+        return np.random.default_rng(zlib.crc32(repr(item).encode())).normal(size=WIDTH)
+
+    def _classes(self, inputs, labels, params) -> ClassResult:
+        logits = np.stack([np.resize(self._vector(item), len(labels)) for item in inputs])
+        scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        return ClassResult(scores.astype(np.float32), tuple(labels), self._counts(inputs, params))
+
+
+def _repeated(left: Sequence[str], right: Sequence[str]) -> Sequence[str]:
+    return left if len(left) == len(right) else [left[0]] * len(right)
+
+
+Serving = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@pytest.fixture
+def make_engine() -> type[FakeEngine]:
+    return FakeEngine
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def serving() -> Serving:
+    """Serve an engine: `async with serving(engine, names=("a", "b"), api_key=("k",)) as client`."""
+
+    @asynccontextmanager
+    async def serve(
+        engine: FakeEngine, names: tuple[str, ...] = ("fake-model", "alias"), **settings: object
+    ) -> AsyncIterator[httpx.AsyncClient]:
+        async def start() -> FakeEngine:
+            return engine
+
+        app = create_app([ServedModel(names, start)], ServerSettings(**settings))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        ):
+            yield client
+
+    return serve
+
+
+@pytest.fixture
+async def client(serving: Serving, engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(engine) as client:
+        yield client

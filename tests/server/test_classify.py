@@ -1,0 +1,118 @@
+"""POST /classify: vLLM's `input` and Cohere's `inputs`, by a classifier or by an embedding model."""
+
+import httpx
+import pytest
+
+from penstock.engine.model_info import Activation
+
+EXAMPLES = [{"text": "where is it", "label": "shipping"}, {"text": "money back", "label": "refund"}]
+
+
+@pytest.fixture
+async def classifier(serving, make_engine):
+    async with serving(make_engine("sequence_classifier", ("negative", "positive"))) as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
+@pytest.mark.parametrize("texts", ["good", ["good", "bad"], [[5, 6], [7]]])
+async def test_vllm_answer_of_a_classifier(classifier: httpx.AsyncClient, path: str, texts: object) -> None:
+    answer = (await classifier.post(path, json={"model": "alias", "input": texts})).json()
+    assert (answer["object"], answer["model"]) == ("list", "alias")
+    assert len(answer["data"]) == (1 if isinstance(texts, str) else len(texts))
+    for i, row in enumerate(answer["data"]):
+        assert (row["index"], row["num_classes"]) == (i, 2)
+        assert row["label"] == ["negative", "positive"][row["probs"].index(max(row["probs"]))]
+        assert sum(row["probs"]) == pytest.approx(1)
+    assert answer["usage"]["prompt_tokens"] > 0
+
+
+def check_cohere_answer(answer: dict, texts: list[str], labels: list[str]) -> None:
+    """Checks the fields that the Cohere SDKs read."""
+    assert isinstance(answer["id"], str)
+    assert answer["meta"]["billed_units"] == {"classifications": len(texts)}
+    assert [item["input"] for item in answer["classifications"]] == texts
+    for item in answer["classifications"]:
+        assert isinstance(item["id"], str)
+        assert item["prediction"] in labels
+        assert item["predictions"][0] == item["prediction"]
+        assert item["confidence"] == item["confidences"][0] == item["labels"][item["prediction"]]["confidence"]
+        assert list(item["labels"]) == labels
+
+
+async def test_cohere_answer_of_a_classifier(classifier: httpx.AsyncClient) -> None:
+    body = {"inputs": ["good", "bad"], "model": "alias", "examples": None, "preset": None, "truncate": None}
+    answer = (await classifier.post("/v1/classify", json=body)).json()
+    check_cohere_answer(answer, ["good", "bad"], ["negative", "positive"])
+    assert answer["classifications"][0]["classification_type"] == "single-label"
+
+
+async def test_cohere_answer_of_a_multi_label_classifier(serving, make_engine) -> None:
+    engine = make_engine("sequence_classifier", ("a", "b", "c"), activation=Activation.SIGMOID)
+    async with serving(engine) as client:
+        answer = (await client.post("/v1/classify", json={"inputs": ["good"]})).json()
+    check_cohere_answer(answer, ["good"], ["a", "b", "c"])
+    assert answer["classifications"][0]["classification_type"] == "multi-label"
+
+
+async def test_cohere_examples_with_an_embedding_model(client: httpx.AsyncClient, engine) -> None:
+    body = {"inputs": ["hello", "you"], "examples": EXAMPLES, "model": "alias"}
+    answer = (await client.post("/v1/classify", json=body)).json()
+    check_cohere_answer(answer, ["hello", "you"], ["shipping", "refund"])
+    name, (texts, examples, params, _) = engine.calls[-1]
+    assert (name, texts) == ("few_shot", ["hello", "you"])
+    assert examples == [("where is it", "shipping"), ("money back", "refund")]
+    assert params.truncate_prompt_tokens == -1
+
+
+@pytest.mark.parametrize(
+    ("truncate", "expected"),
+    [(None, (-1, "right")), ("END", (-1, "right")), ("START", (-1, "left")), ("NONE", (None, None))],
+)
+async def test_cohere_truncate(classifier: httpx.AsyncClient, client, engine, truncate, expected) -> None:
+    await client.post("/v1/classify", json={"inputs": ["a"], "examples": EXAMPLES, "truncate": truncate})
+    params = engine.calls[-1][1][2]
+    assert (params.truncate_prompt_tokens, params.truncation_side) == expected
+
+
+async def test_zero_shot_with_an_embedding_model(client: httpx.AsyncClient, engine) -> None:
+    answer = (await client.post("/classify", json={"input": ["hello"], "labels": ["praise", "complaint"]})).json()
+    row = answer["data"][0]
+    assert row["label"] in ("praise", "complaint")
+    assert row["num_classes"] == 2
+    assert engine.calls[-1][0] == "zero_shot"
+
+
+async def test_token_classifier_answers_per_token(serving, make_engine) -> None:
+    async with serving(make_engine("token_classifier", ("O", "B-PER", "I-PER"))) as client:
+        answer = (await client.post("/classify", json={"input": ["Ann met Bob", "x"]})).json()
+        assert answer["labels"] == ["O", "B-PER", "I-PER"]
+        assert [len(row["tokens"]) for row in answer["data"]] == [5, 3]
+        for row in answer["data"]:
+            for token in row["tokens"]:
+                assert token["token"] == f"t{token['token_id']}"
+                assert token["label"] == answer["labels"][token["token_id"] % 3]
+                assert token["score"] == max(token["probs"]) == 1.0
+        response = await client.post("/classify", json={"inputs": ["a"]})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "input"
+
+
+WRONG_BODIES = [
+    ("neither", {"labels": ["a", "b"]}, "input", "neither"),
+    ("both", {"input": "a", "inputs": ["b"]}, "input", "both"),
+    ("no classes", {"input": "a"}, "labels", "no classes of its own"),
+    ("empty inputs", {"inputs": []}, "inputs", "empty list"),
+    ("example without label", {"inputs": ["a"], "examples": [{"text": "b"}]}, "examples", "examples[0].label"),
+    ("labels as text", {"input": "a", "labels": "b"}, "labels", "'b'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "part"), [case[1:] for case in WRONG_BODIES], ids=[case[0] for case in WRONG_BODIES]
+)
+async def test_wrong_bodies(client: httpx.AsyncClient, body: dict, param: str, part: str) -> None:
+    response = await client.post("/classify", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert part in response.json()["message"]

@@ -1,0 +1,135 @@
+"""One body for every error, one table from engine errors to statuses."""
+
+import httpx
+import orjson
+import pytest
+
+from penstock.engine import errors
+from penstock.engine.errors import EngineError, EngineOverloadedError, RequestTooLongError
+from penstock.server.errors import ERROR_KINDS
+
+
+def tree(cls: type[EngineError]) -> list[type[EngineError]]:
+    return [cls, *(leaf for child in cls.__subclasses__() for leaf in tree(child))]
+
+
+def check_envelope(response: httpx.Response) -> dict:
+    """What OpenAI, Cohere and Jina clients read."""
+    body = response.json()
+    assert set(body) == {"error", "message", "detail"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["message"] == body["detail"] == body["error"]["message"]
+    assert isinstance(body["message"], str)
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    return body["error"]
+
+
+def made(cls: type[EngineError]) -> EngineError:
+    if cls is EngineOverloadedError:
+        return cls("secret detail", retry_after_s=2.5)
+    if cls is RequestTooLongError:
+        return cls("secret detail", num_tokens=9, max_num_tokens=8)
+    return cls("secret detail")
+
+
+def test_the_table_holds_every_engine_error() -> None:
+    assert set(ERROR_KINDS) == set(tree(EngineError))
+
+
+@pytest.mark.parametrize("cls", tree(EngineError), ids=lambda cls: cls.__name__)
+async def test_every_engine_error_has_its_status_and_body(client, engine, cls: type[EngineError]) -> None:
+    engine.failure = made(cls)
+    response = await client.post("/v1/embeddings", json={"input": "a"}, headers={"x-request-id": "id-7"})
+    kind = ERROR_KINDS[cls]
+    assert response.status_code == kind.status
+    error = check_envelope(response)
+    assert (error["type"], error["code"]) == (kind.type, kind.code)
+    assert ("secret detail" in error["message"]) is not kind.is_hidden
+    assert ("id-7" in error["message"]) is kind.is_hidden
+
+
+@pytest.mark.parametrize(("retry_after_s", "header"), [(0.01, "1"), (2.5, "3"), (1e9, "60")])
+async def test_overload_says_when_to_come_back(client, engine, retry_after_s: float, header: str) -> None:
+    engine.failure = EngineOverloadedError("full", retry_after_s=retry_after_s)
+    response = await client.post("/v1/embeddings", json={"input": "a"})
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == header
+
+
+async def test_an_unforeseen_error_is_hidden_and_logged(client, engine, caplog: pytest.LogCaptureFixture) -> None:
+    engine.failure = RuntimeError("secret detail")
+    response = await client.post("/v1/embeddings", json={"input": "a"}, headers={"x-request-id": "id-8"})
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert "id-8" in check_envelope(response)["message"]
+    assert "id-8" in caplog.text
+    assert "secret detail" in caplog.text
+    engine.failure = None
+    assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
+
+
+# (what, arguments of the request, status, parts of the message)
+NO_ENGINE = [
+    ("unknown path", ("GET", "/nowhere", {}), 404, ["/nowhere", "/docs"]),
+    ("unknown path posted to", ("POST", "/v3/embeddings", {"json": {}}), 404, ["/v3/embeddings"]),
+    ("wrong method", ("GET", "/v1/embeddings", {}), 405, ["POST", "GET"]),
+    (
+        "unknown model",
+        ("POST", "/rerank", {"json": {"model": "x", "query": "a", "documents": ["b"]}}),
+        404,
+        ["'x'", "fake-model"],
+    ),
+    ("empty body", ("POST", "/v1/embeddings", {"content": b""}), 400, ["empty"]),
+    ("invalid JSON", ("POST", "/v1/embeddings", {"content": b'{"input": '}), 400, ["not valid JSON", "byte"]),
+    ("invalid UTF-8", ("POST", "/v1/embeddings", {"content": b'{"input": "\xff"}'}), 400, ["not valid JSON"]),
+    ("a list", ("POST", "/v1/embeddings", {"content": b"[1]"}), 400, ["JSON object", "[1]"]),
+    ("a text", ("POST", "/v1/embeddings", {"content": b'"a"'}), 400, ["JSON object"]),
+    ("null", ("POST", "/v1/embeddings", {"content": b"null"}), 400, ["JSON object"]),
+    (
+        "a form",
+        ("POST", "/v1/embeddings", {"data": {"input": "a"}}),
+        415,
+        ["application/x-www-form-urlencoded", "application/json"],
+    ),
+    (
+        "plain text",
+        ("POST", "/v1/embeddings", {"content": b"{}", "headers": {"content-type": "text/plain"}}),
+        415,
+        ["text/plain"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("request_", "status", "parts"), [c[1:] for c in NO_ENGINE], ids=[c[0] for c in NO_ENGINE])
+async def test_errors_before_the_engine(client: httpx.AsyncClient, request_, status: int, parts: list[str]) -> None:
+    method, path, options = request_
+    response = await client.request(method, path, **options)
+    assert response.status_code == status
+    message = check_envelope(response)["message"]
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "application/json", "application/json; charset=utf-8", "application/x+json"]
+)
+async def test_json_media_types(client: httpx.AsyncClient, content_type: str | None) -> None:
+    headers = {} if content_type is None else {"content-type": content_type}
+    response = await client.post("/v1/embeddings", content=orjson.dumps({"input": "a"}), headers=headers)
+    assert response.status_code == 200
+
+
+async def test_many_wrong_fields_make_one_short_message(client: httpx.AsyncClient) -> None:
+    body = {"input": 5, "model": 1, "dimensions": "x", "normalize": "perhaps", "encoding_format": "z"}
+    message = check_envelope(await client.post("/v1/embeddings", json=body))["message"]
+    assert message.endswith("and 2 more.")
+    assert len(message) < 400
+
+
+async def test_long_values_are_cut_in_messages(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/embeddings", json={"input": "a", "encoding_format": "z" * 10_000})
+    assert len(response.json()["message"]) < 300
+
+
+def test_the_module_docstring_tree_is_whole() -> None:
+    assert all(cls.__name__ in (errors.__doc__ or "") for cls in tree(EngineError))

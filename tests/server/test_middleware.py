@@ -1,0 +1,95 @@
+"""Request ids, body sizes, and clients that hang up."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import orjson
+import pytest
+
+
+async def test_the_clients_request_id_comes_back(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/embeddings", json={"input": "a"}, headers={"x-request-id": "abc-1"})
+    assert response.headers["x-request-id"] == "abc-1"
+    assert response.json()["id"] == "embd-abc-1"
+
+
+@pytest.mark.parametrize("given", [None, "", "two words", "x" * 200])
+async def test_a_request_id_is_made_where_there_is_no_good_one(client: httpx.AsyncClient, given: str | None) -> None:
+    headers = {} if given is None else {"x-request-id": given}
+    ids = {(await client.get("/health", headers=headers)).headers["x-request-id"] for _ in range(2)}
+    assert len(ids) == 2
+    assert given not in ids
+
+
+async def chunks(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), 100):
+        yield body[start : start + 100]
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize(("num_bytes", "status"), [(1000, 200), (1001, 413), (100_000, 413)])
+async def test_body_limit(serving, engine, is_chunked: bool, num_bytes: int, status: int) -> None:
+    body = orjson.dumps({"input": ""})
+    body = body[:-2] + b"x" * (num_bytes - len(body)) + body[-2:]
+    assert len(body) == num_bytes
+    async with serving(engine, max_body_bytes=1000) as client:
+        response = await client.post("/v1/embeddings", content=chunks(body) if is_chunked else body)
+        assert response.status_code == status
+        if status == 413:
+            assert response.json()["error"]["code"] == "request_too_large"
+            assert "1000" in response.json()["message"]
+            assert not engine.calls
+
+
+async def test_a_client_that_hangs_up_cancels_its_work(serving, engine) -> None:
+    engine.gate = asyncio.Event()
+    hung_up = asyncio.Event()
+    messages = [{"type": "http.request", "body": orjson.dumps({"input": "a"}), "more_body": False}]
+    sent = []
+
+    async def receive() -> dict:
+        if messages:
+            return messages.pop()
+        await hung_up.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    async with serving(engine) as client:
+        app = client._transport.app
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/embeddings",
+            "raw_path": b"/v1/embeddings",
+            "root_path": "",
+            "scheme": "http",
+            "query_string": b"",
+            "http_version": "1.1",
+            "headers": [(b"content-type", b"application/json"), (b"content-length", b"13")],
+            "client": ("test", 1),
+            "server": ("test", 80),
+            "state": {},
+        }
+        request = asyncio.create_task(app(scope, receive, send))
+        await engine.entered.wait()
+        assert not request.done()
+        hung_up.set()
+        await asyncio.wait_for(request, 5)
+        assert engine.was_cancelled
+        assert sent[0]["status"] == 499
+        engine.gate = None
+        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
+
+
+async def test_slow_answers_arrive(serving, engine) -> None:
+    engine.gate = asyncio.Event()
+    async with serving(engine) as client:
+        request = asyncio.create_task(client.post("/v1/embeddings", json={"input": "a"}))
+        await engine.entered.wait()
+        await asyncio.sleep(0.05)  # longer than WATCH_AFTER_S: the watcher runs and must be taken down
+        engine.gate.set()
+        assert (await request).status_code == 200
+    assert not engine.was_cancelled

