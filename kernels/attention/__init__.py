@@ -1,0 +1,134 @@
+"""Attention over a packed batch: every sequence attends to itself alone.
+
+The only operation that looks at sequence borders before pooling. Knows nothing about projections, rotary positions or
+models.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ._grouped import attention_grouped, takes_grouped
+from ._plan import AttentionPlan, reach_of
+from ._reference import attention_reference
+from ._sdpa import attention_sdpa
+from ._varlen import attention_varlen, takes_varlen
+
+Backend = Literal["grouped", "sdpa", "varlen", "reference"]
+
+__all__ = ["AttentionPlan", "Backend", "attention"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Sequence[int],
+    *,
+    max_seqlen: int,
+    scale: float,
+    is_causal: bool = False,
+    window: tuple[int, int] | None = None,
+    relative_bias: Tensor | None = None,
+    plan: AttentionPlan | None = None,
+    backend: Backend | None = None,
+) -> Tensor:
+    """softmax(scale * q k^T + relative_bias) v, within each sequence of a packed batch. Inference only.
+
+    Token i of a sequence sees the tokens j of the same sequence with i - window[0] <= j <= i + window[1], and j <= i
+    if causal. Nothing else of the batch enters its arithmetic: a NaN in one sequence stays there, and in float32 a
+    sequence gives the same rows alone and in any batch within 1e-6. Held to the float32 reference within 1e-5
+    (float32) and 3e-2 (bfloat16, float16) of the largest absolute value of `v`.
+
+    Args:
+        q: [T, H, K], float32/bfloat16/float16. Rows may be strided (slices of a fused [T, 3, H, K] product are read
+            fastest on CPU). Not modified.
+        k: [T, Hkv, K]. H must be a multiple of Hkv; query head h reads key head h // (H / Hkv). Not modified.
+        v: [T, Hkv, K]. Not modified.
+        cu_seqlens: [N+1], int32, same device.
+        seq_lens: N lengths on the host, equal to the differences of `cu_seqlens`; they sum to T. A length may be 0.
+        max_seqlen: The largest of `seq_lens`.
+        scale: Factor of the scores. A scale folded into the query weights (and 1.0 here) saves a pass over q on CPU.
+        is_causal: Whether a token sees only itself and earlier ones.
+        window: (left, right) reach of local attention, in tokens; a negative number is no limit. None is (-1, -1).
+        relative_bias: [H, Lb, Lb], added to the scaled scores; Lb >= max_seqlen. A shorter sequence uses its first
+            rows and columns, which is right for any bias that depends on (i, j) alone. Fastest in the dtype of q.
+        plan: What `AttentionPlan.build` gave for the same `seq_lens`, heads, dtype and mask. Build it once per batch
+            and pass it to every layer; None builds one for this call. Only the "grouped" backend reads it.
+        backend: None chooses by device and dtype: "varlen" (flash attention) for 16-bit CUDA tensors without a bias,
+            "grouped" for bfloat16 on CPU and for windows and biases in float32 on CPU, else "sdpa".
+
+    Returns:
+        [T, H, K], dtype and device of q, contiguous.
+
+    Raises:
+        ValueError: Shapes, dtypes, lengths or the plan do not fit together; the message says which and how.
+    """
+    _check(q, k, v, cu_seqlens, seq_lens, max_seqlen, relative_bias)
+    reach = reach_of(window, is_causal)
+    if backend is None:
+        if takes_varlen(q, relative_bias):
+            backend = "varlen"
+        else:
+            backend = "grouped" if takes_grouped(q, reach, relative_bias) else "sdpa"
+    if q.shape[0] == 0:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if backend == "grouped":
+        if plan is None:
+            plan = AttentionPlan.build(
+                seq_lens,
+                num_heads=q.shape[1],
+                num_kv_heads=k.shape[1],
+                dtype=q.dtype,
+                device=q.device,
+                is_causal=is_causal,
+                window=window,
+            )
+        elif plan.key != (tuple(seq_lens), q.shape[1], k.shape[1], q.dtype, reach):
+            raise ValueError("plan was built for other sequence lengths, heads, dtype or mask than this call has")
+        return attention_grouped(q, k, v, scale, relative_bias, plan)
+    if backend == "sdpa":
+        return attention_sdpa(q, k, v, seq_lens, scale, reach, relative_bias)
+    if backend == "varlen":
+        return attention_varlen(q, k, v, cu_seqlens, max_seqlen, scale, reach)
+    if backend == "reference":
+        return attention_reference(q, k, v, seq_lens, scale, reach, relative_bias)
+    raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Sequence[int],
+    max_seqlen: int,
+    relative_bias: Tensor | None,
+) -> None:
+    """Checks what can be checked on the host, in a few microseconds: this runs once a layer."""
+    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"q must be [T, H, K], k and v [T, Hkv, K], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"the heads of q must be a multiple of those of k, got {q.shape[1]} and {k.shape[1]}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"q, k and v must share float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if cu_seqlens.shape != (len(seq_lens) + 1,) or cu_seqlens.dtype != torch.int32:
+        raise ValueError(
+            f"cu_seqlens must be int32 [{len(seq_lens) + 1}], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        )
+    if sum(seq_lens) != q.shape[0] or max(seq_lens, default=0) > max_seqlen:
+        raise ValueError(
+            f"seq_lens must sum to the {q.shape[0]} rows of q and not pass max_seqlen {max_seqlen}, "
+            f"got a sum of {sum(seq_lens)} and a largest of {max(seq_lens, default=0)}"
+        )
+    if relative_bias is not None:
+        heads, rows, columns = relative_bias.shape
+        if heads != q.shape[1] or rows != columns or rows < max_seqlen:
+            raise ValueError(
+                f"relative_bias must be [{q.shape[1]}, Lb, Lb] with Lb >= {max_seqlen}, got {list(relative_bias.shape)}"
+            )

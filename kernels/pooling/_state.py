@@ -1,0 +1,182 @@
+"""Pooling of sequences that arrive in slices: a running state, folded slice by slice, finished once.
+
+Plain torch on any device. Knows nothing about requests: whoever slices keeps one `PoolingState` per batch row and
+passes it along.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._torch import MIN_WEIGHT, finish_rows, segment_max, segment_sum, sequence_positions, take_rows
+
+
+@dataclass(slots=True)
+class PoolingState:
+    """What N sequences have contributed so far; about 4 * D bytes a sequence, whatever their length.
+
+    Attributes:
+        pooling: The kind; a state of one kind is never folded with another.
+        rows: [N, D], float32. "cls": the first row. "last": the newest. "max": the running maximum. Others: the
+            running sum, of which `rest` holds the part that float32 rounded away.
+        rest: [N, D], float32. See `rows`; zeros for the kinds without a sum.
+        weight: [N], float32. Sum of the row weights so far; for kinds without weights, the number of rows.
+        num_tokens: [N], int64. Tokens seen so far, skipped ones included.
+    """
+
+    pooling: str
+    rows: Tensor
+    rest: Tensor
+    weight: Tensor
+    num_tokens: Tensor
+
+    @classmethod
+    def empty(cls, pooling: str, num_seqs: int, hidden_size: int, device: torch.device | str = "cpu") -> "PoolingState":
+        """The state of N sequences before their first token."""
+        return cls(
+            pooling=pooling,
+            rows=torch.zeros(num_seqs, hidden_size, device=device),
+            rest=torch.zeros(num_seqs, hidden_size, device=device),
+            weight=torch.zeros(num_seqs, device=device),
+            num_tokens=torch.zeros(num_seqs, dtype=torch.int64, device=device),
+        )
+
+    @classmethod
+    def cat(cls, states: Sequence["PoolingState"]) -> "PoolingState":
+        """One state for all sequences of `states`, in order. Copies.
+
+        Raises:
+            ValueError: `states` is empty or mixes kinds.
+        """
+        kinds = {state.pooling for state in states}
+        if len(kinds) != 1:
+            raise ValueError(f"states must be of one kind of pooling, got {sorted(kinds)}")
+        return cls(
+            pooling=states[0].pooling,
+            rows=torch.cat([state.rows for state in states]),
+            rest=torch.cat([state.rest for state in states]),
+            weight=torch.cat([state.weight for state in states]),
+            num_tokens=torch.cat([state.num_tokens for state in states]),
+        )
+
+    def split(self) -> list["PoolingState"]:
+        """One state per sequence, in order. Copies, so that a kept state does not keep the whole batch alive."""
+        return [
+            PoolingState(
+                pooling=self.pooling,
+                rows=self.rows[n : n + 1].clone(),
+                rest=self.rest[n : n + 1].clone(),
+                weight=self.weight[n : n + 1].clone(),
+                num_tokens=self.num_tokens[n : n + 1].clone(),
+            )
+            for n in range(self.rows.shape[0])
+        ]
+
+
+def pool_partial(
+    state: PoolingState,
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    skip_tokens: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> None:
+    """Folds the next slice of each sequence into `state`, in place.
+
+    Any slicing of a sequence, down to single tokens or with empty slices between, finishes to the unsliced result
+    within 1e-6 of its largest
+    absolute value: sums are compensated (Neumaier), so the number of slices does not matter.
+
+    Args:
+        state: Of the N sequences, in batch order. Written in place.
+        hidden_states: [T, D], float32/bfloat16/float16. The packed new rows. Not modified.
+        cu_seqlens: [N+1], int32. Where each sequence's slice lies in `hidden_states`; a slice may be empty.
+        skip_tokens: [N], int32. Tokens left out at the head of each whole sequence (not of this slice); the same at
+            every call.
+        weights: [T], float32. Row weights, for the kind "weighted" only.
+
+    Raises:
+        ValueError: The sizes of the arguments do not fit together, or `weights` does not fit the kind.
+    """
+    num_seqs, hidden_size = state.rows.shape
+    if cu_seqlens.shape != (num_seqs + 1,):
+        raise ValueError(
+            f"cu_seqlens must be [{num_seqs + 1}] for a state of {num_seqs} sequences, got {list(cu_seqlens.shape)}"
+        )
+    if hidden_states.dim() != 2 or hidden_states.shape[1] != hidden_size:
+        raise ValueError(f"hidden_states must be [T, {hidden_size}] like the state, got {list(hidden_states.shape)}")
+    if (weights is not None) != (state.pooling == "weighted"):
+        raise ValueError(f'weights go with pooling "weighted" and with no other, got pooling {state.pooling!r}')
+
+    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    firsts = starts
+    if skip_tokens is not None:
+        firsts = torch.minimum(starts + (skip_tokens.clamp(min=0) - state.num_tokens).clamp(min=0), ends)
+    has_rows = firsts < ends
+
+    if state.pooling == "cls":
+        is_first = has_rows & (state.weight == 0)
+        state.rows = torch.where(is_first[:, None], take_rows(hidden_states, firsts, has_rows), state.rows)
+    elif state.pooling == "last":
+        state.rows = torch.where(has_rows[:, None], take_rows(hidden_states, ends - 1, has_rows), state.rows)
+    elif state.pooling == "max":
+        slice_rows = segment_max(hidden_states, firsts.tolist(), ends.tolist(), empty=float("-inf"))
+        state.rows = torch.where((state.weight == 0)[:, None], slice_rows, torch.maximum(state.rows, slice_rows))
+        state.rows.masked_fill_(~has_rows[:, None] & (state.weight == 0)[:, None], 0.0)
+    else:
+        token_weights = weights
+        if state.pooling == "weighted_mean":
+            positions = sequence_positions(cu_seqlens, hidden_states.shape[0], state.num_tokens)
+            token_weights = (positions + 1).float()
+        _add_compensated(state, segment_sum(hidden_states, firsts, ends, token_weights))
+
+    if state.pooling in ("weighted", "weighted_mean"):
+        assert token_weights is not None
+        state.weight += segment_sum(token_weights[:, None], firsts, ends, None)[:, 0]
+    else:
+        state.weight += (ends - firsts).float()
+    state.num_tokens += ends - starts
+
+
+def _add_compensated(state: PoolingState, slice_rows: Tensor) -> None:
+    """Adds to the sum, and the rounding error of that addition to `rest` (Neumaier's two-sum)."""
+    total = state.rows + slice_rows
+    is_larger = state.rows.abs() >= slice_rows.abs()
+    state.rest += torch.where(is_larger, (state.rows - total) + slice_rows, (slice_rows - total) + state.rows)
+    state.rows = total
+
+
+def finish(
+    state: PoolingState,
+    *,
+    dimensions: int | Tensor | None = None,
+    max_dimensions: int | None = None,
+    normalize: bool | Tensor = False,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The pooled rows of a state: what `pool` gives for the whole sequences. Does not modify `state`.
+
+    Args:
+        state: Of N sequences, all tokens folded in.
+        dimensions: As in `pool`.
+        max_dimensions: As in `pool`.
+        normalize: As in `pool`.
+        out_dtype: As in `pool`.
+
+    Returns:
+        [N, width], `out_dtype`, on the device of the state.
+
+    Raises:
+        ValueError: `dimensions` is outside 1..D.
+    """
+    hidden_size = state.rows.shape[1]
+    width = dimensions if isinstance(dimensions, int) else max_dimensions or hidden_size
+    if not 1 <= width <= hidden_size:
+        raise ValueError(f"dimensions must be between 1 and the width of hidden_states, {hidden_size}, got {width}")
+    rows = (state.rows + state.rest)[:, :width]
+    if state.pooling not in ("cls", "last", "max"):
+        weight = state.weight.clamp(min=MIN_WEIGHT)
+        rows = rows / (weight.sqrt() if state.pooling == "mean_sqrt_len" else weight)[:, None]
+    return finish_rows(rows, dimensions if isinstance(dimensions, Tensor) else None, normalize, out_dtype)

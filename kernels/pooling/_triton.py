@@ -1,0 +1,378 @@
+"""Fused pooling on CUDA: one program reads the rows of one sequence once and writes its finished row.
+
+Long sequences are cut into blocks of `BLOCK_ROWS` rows that programs of their own reduce; a second kernel adds the
+blocks and finishes. Both ways add the same numbers in the same order, so whether a batch is cut does not change a
+result. README.md has the layout.
+
+Letters beside those of the layer: a block is `BLOCK_ROWS` rows of one sequence; `limit` is the number of columns a
+sequence keeps.
+"""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_ROWS = 256
+# Empty programs cost little, but not nothing: past this many, each sequence stays with one program.
+MAX_PROGRAMS = 1 << 15
+MAX_WIDTH = 8192
+COMPILE_OPTIONS = {"maxnreg": 128, "enable_fp_fusion": True}
+
+
+@triton.jit
+def _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP: tl.constexpr):
+    """(First row of the sequence, first row pooled, end)."""
+    start = tl.load(cu_seqlens_ptr + n)
+    end = tl.load(cu_seqlens_ptr + n + 1)
+    first = start
+    if HAS_SKIP:
+        first = start + tl.minimum(tl.maximum(tl.load(skip_ptr + n), 0), end - start)
+    return start, first, end
+
+
+@triton.jit
+def _limit(dimensions_ptr, n, width, HAS_DIMENSIONS: tl.constexpr):
+    limit = width
+    if HAS_DIMENSIONS:
+        limit = tl.minimum(tl.maximum(tl.load(dimensions_ptr + n), 0), width)
+    return limit
+
+
+@triton.jit
+def _read_mask(columns, limit, width, is_row):
+    """The columns to read: up to `limit`, none if not `is_row`.
+
+    Rounded up to 16, since a mask that may end anywhere forbids loads of 16 bytes.
+    """
+    read_limit = tl.where(is_row, tl.cdiv(limit, 16) * 16, 0)
+    return (columns < tl.multiple_of(read_limit, 16)) & (columns < width)
+
+
+@triton.jit
+def _reduce_block(
+    hidden_ptr,
+    weights_ptr,
+    stride_row,
+    start,
+    row,
+    end,
+    columns,
+    limit,
+    width,
+    POOLING: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Rows `row` to `end` of one sequence: (their sum or maximum, the sum of their explicit weights), float32.
+
+    UNROLL loads are in flight at a time; rows past the end add nothing.
+    """
+    if POOLING == "max":
+        total = tl.full((BLOCK_D,), float("-inf"), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_D,), tl.float32)
+    weight = tl.full((), 0.0, tl.float32)
+    for i in range(row, end, UNROLL):
+        for u in tl.static_range(UNROLL):
+            r = i + u
+            mask = _read_mask(columns, limit, width, r < end)
+            address = hidden_ptr + r.to(tl.int64) * stride_row + columns
+            if POOLING == "max":
+                x = tl.load(address, mask=mask, other=float("-inf")).to(tl.float32)
+                total = tl.maximum(total, x, propagate_nan=tl.PropagateNan.ALL)
+            else:
+                x = tl.load(address, mask=mask, other=0.0).to(tl.float32)
+                if POOLING == "weighted":
+                    w = tl.load(weights_ptr + r, mask=r < end, other=0.0)
+                    total += w * x
+                    weight += w
+                elif POOLING == "weighted_mean":
+                    total += (r - start + 1).to(tl.float32) * x
+                else:
+                    total += x
+    return total, weight
+
+
+@triton.jit
+def _finish(
+    out_ptr,
+    normalize_ptr,
+    total,
+    weight,
+    n,
+    start,
+    first,
+    end,
+    columns,
+    limit,
+    width,
+    POOLING: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """out[n] = cut(total / divisor), divided by max(norm, 1e-12) where asked for."""
+    divisor = tl.full((), 1.0, tl.float32)
+    if POOLING == "mean":
+        divisor = (end - first).to(tl.float32)
+    elif POOLING == "mean_sqrt_len":
+        divisor = tl.sqrt((end - first).to(tl.float32))
+    elif POOLING == "weighted_mean":
+        length = (end - start).to(tl.int64)
+        skipped = (first - start).to(tl.int64)
+        divisor = ((length * (length + 1) - skipped * (skipped + 1)) // 2).to(tl.float32)
+    elif POOLING == "weighted":
+        divisor = weight
+    row = total / tl.where(divisor < 1e-9, 1e-9, divisor)
+    row = tl.where(columns < tl.where(first < end, limit, 0), row, 0.0)
+    if NORMALIZE != "none":
+        norm = tl.sqrt(tl.sum(row * row, 0))
+        norm = tl.where(norm < 1e-12, 1e-12, norm)
+        if NORMALIZE == "by_sequence":
+            norm = tl.where(tl.load(normalize_ptr + n) != 0, norm, 1.0)
+        row = row / norm
+    tl.store(out_ptr + n.to(tl.int64) * width + columns, row.to(out_ptr.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def _pool_kernel(
+    hidden_ptr,
+    cu_seqlens_ptr,
+    dimensions_ptr,
+    normalize_ptr,
+    skip_ptr,
+    weights_ptr,
+    out_ptr,
+    stride_row,
+    width,
+    POOLING: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    HAS_DIMENSIONS: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out[n] = normalize(cut(pool(rows of sequence n))), one program per sequence."""
+    n = tl.program_id(0)
+    start, first, end = _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP)
+    limit = _limit(dimensions_ptr, n, width, HAS_DIMENSIONS)
+    columns = tl.arange(0, BLOCK_D)
+    weight = tl.full((), 0.0, tl.float32)
+    if POOLING == "cls" or POOLING == "last":
+        r = first if POOLING == "cls" else end - 1
+        mask = _read_mask(columns, limit, width, first < end)
+        total = tl.load(hidden_ptr + r.to(tl.int64) * stride_row + columns, mask=mask, other=0.0).to(tl.float32)
+    else:
+        if POOLING == "max":
+            total = tl.full((BLOCK_D,), float("-inf"), tl.float32)
+        else:
+            total = tl.zeros((BLOCK_D,), tl.float32)
+        for row in range(first, end, BLOCK_ROWS):
+            block_end = tl.minimum(row + BLOCK_ROWS, end)
+            block_total, block_weight = _reduce_block(
+                hidden_ptr,
+                weights_ptr,
+                stride_row,
+                start,
+                row,
+                block_end,
+                columns,
+                limit,
+                width,
+                POOLING,
+                UNROLL,
+                BLOCK_D,
+            )
+            if POOLING == "max":
+                total = tl.maximum(total, block_total, propagate_nan=tl.PropagateNan.ALL)
+            else:
+                total += block_total
+                weight += block_weight
+    _finish(out_ptr, normalize_ptr, total, weight, n, start, first, end, columns, limit, width, POOLING, NORMALIZE)
+
+
+@triton.jit
+def _partial_kernel(
+    hidden_ptr,
+    cu_seqlens_ptr,
+    dimensions_ptr,
+    skip_ptr,
+    weights_ptr,
+    block_total_ptr,
+    block_weight_ptr,
+    stride_row,
+    width,
+    num_blocks,
+    POOLING: tl.constexpr,
+    HAS_DIMENSIONS: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """block_total[n, b] = sum or maximum of block b of sequence n; not written where the sequence has no block b."""
+    n = tl.program_id(0)
+    block = tl.program_id(1)
+    start, first, end = _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP)
+    # NOTE: in blocks first, so that block * BLOCK_ROWS cannot leave int32 for a block that does not exist.
+    if block < tl.cdiv(end - first, BLOCK_ROWS):
+        limit = _limit(dimensions_ptr, n, width, HAS_DIMENSIONS)
+        columns = tl.arange(0, BLOCK_D)
+        row = first + block * BLOCK_ROWS
+        block_end = tl.minimum(row + BLOCK_ROWS, end)
+        total, weight = _reduce_block(
+            hidden_ptr, weights_ptr, stride_row, start, row, block_end, columns, limit, width, POOLING, UNROLL, BLOCK_D
+        )
+        index = n.to(tl.int64) * num_blocks + block
+        tl.store(block_total_ptr + index * width + columns, total, mask=columns < width)
+        if POOLING == "weighted":
+            tl.store(block_weight_ptr + index, weight)
+
+
+@triton.jit
+def _combine_kernel(
+    block_total_ptr,
+    block_weight_ptr,
+    cu_seqlens_ptr,
+    dimensions_ptr,
+    normalize_ptr,
+    skip_ptr,
+    out_ptr,
+    width,
+    num_blocks,
+    POOLING: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    HAS_DIMENSIONS: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out[n] = normalize(cut(blocks of sequence n, added in order)), one program per sequence."""
+    n = tl.program_id(0)
+    start, first, end = _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP)
+    limit = _limit(dimensions_ptr, n, width, HAS_DIMENSIONS)
+    columns = tl.arange(0, BLOCK_D)
+    weight = tl.full((), 0.0, tl.float32)
+    if POOLING == "max":
+        total = tl.full((BLOCK_D,), float("-inf"), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_D,), tl.float32)
+    for block in range(tl.cdiv(end - first, BLOCK_ROWS)):
+        index = n.to(tl.int64) * num_blocks + block
+        block_total = tl.load(
+            block_total_ptr + index * width + columns, mask=_read_mask(columns, limit, width, first < end), other=0.0
+        )
+        if POOLING == "max":
+            total = tl.maximum(total, block_total, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            total += block_total
+            if POOLING == "weighted":
+                weight += tl.load(block_weight_ptr + index)
+    _finish(out_ptr, normalize_ptr, total, weight, n, start, first, end, columns, limit, width, POOLING, NORMALIZE)
+
+
+def pool_triton(
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    pooling: str,
+    width: int,
+    dimensions: Tensor | None,
+    normalize: bool | Tensor,
+    skip_tokens: Tensor | None,
+    weights: Tensor | None,
+    out_dtype: torch.dtype,
+    max_seqlen: int | None,
+) -> Tensor:
+    """Same as `pool`; `width` is the number of columns of the result. Does not synchronise host and device.
+
+    Raises:
+        ValueError: `width` is more than one program can hold.
+    """
+    if width > MAX_WIDTH:
+        raise ValueError(f"the triton backend holds at most {MAX_WIDTH} columns, got {width}; take the torch backend")
+    num_tokens, num_seqs = hidden_states.shape[0], cu_seqlens.shape[0] - 1
+    out = torch.empty(num_seqs, width, dtype=out_dtype, device=hidden_states.device)
+    tile = tile_options(width)
+    # Pointers that a call does not need are never read; any tensor stands in for them.
+    dimensions_or_any = cu_seqlens if dimensions is None else dimensions.contiguous()
+    normalize_or_any = normalize.contiguous().view(torch.uint8) if isinstance(normalize, Tensor) else cu_seqlens
+    skip_or_any = cu_seqlens if skip_tokens is None else skip_tokens.contiguous()
+    weights_or_any = cu_seqlens if weights is None else weights.contiguous()
+    cu_seqlens = cu_seqlens.contiguous()
+    norm_mode = "by_sequence" if isinstance(normalize, Tensor) else "all" if normalize else "none"
+    has_dimensions, has_skip = dimensions is not None, skip_tokens is not None
+
+    num_blocks = triton.cdiv(num_tokens if max_seqlen is None else min(max_seqlen, num_tokens), BLOCK_ROWS)
+    is_split = pooling not in ("cls", "last") and num_blocks > 1 and num_blocks * num_seqs <= MAX_PROGRAMS
+    on_device = torch.cuda.device(hidden_states.device) if hidden_states.is_cuda else contextlib.nullcontext()
+    with on_device:
+        if not is_split:
+            _pool_kernel[(num_seqs,)](
+                hidden_states,
+                cu_seqlens,
+                dimensions_or_any,
+                normalize_or_any,
+                skip_or_any,
+                weights_or_any,
+                out,
+                hidden_states.stride(0),
+                width,
+                POOLING=pooling,
+                NORMALIZE=norm_mode,
+                HAS_DIMENSIONS=has_dimensions,
+                HAS_SKIP=has_skip,
+                BLOCK_ROWS=BLOCK_ROWS,
+                **tile,
+            )
+            return out
+        block_total = torch.empty(num_seqs, num_blocks, width, dtype=torch.float32, device=hidden_states.device)
+        block_weight = torch.empty(num_seqs, num_blocks, dtype=torch.float32, device=hidden_states.device)
+        _partial_kernel[(num_seqs, num_blocks)](
+            hidden_states,
+            cu_seqlens,
+            dimensions_or_any,
+            skip_or_any,
+            weights_or_any,
+            block_total,
+            block_weight,
+            hidden_states.stride(0),
+            width,
+            num_blocks,
+            POOLING=pooling,
+            HAS_DIMENSIONS=has_dimensions,
+            HAS_SKIP=has_skip,
+            BLOCK_ROWS=BLOCK_ROWS,
+            **tile,
+        )
+        _combine_kernel[(num_seqs,)](
+            block_total,
+            block_weight,
+            cu_seqlens,
+            dimensions_or_any,
+            normalize_or_any,
+            skip_or_any,
+            out,
+            width,
+            num_blocks,
+            POOLING=pooling,
+            NORMALIZE=norm_mode,
+            HAS_DIMENSIONS=has_dimensions,
+            HAS_SKIP=has_skip,
+            BLOCK_ROWS=BLOCK_ROWS,
+            BLOCK_D=tile["BLOCK_D"],
+            num_warps=tile["num_warps"],
+            **COMPILE_OPTIONS,
+        )
+    return out
+
+
+def tile_options(width: int) -> dict[str, int]:
+    """Launch options by width: 8 columns a thread (16 bytes in bfloat16), more where a program has no more threads.
+
+    NOTE: without `maxnreg` ptxas spills two registers to get by with 32 or 40; 128 is what 16 warps can have.
+    """
+    block_d = max(64, triton.next_power_of_2(width))
+    num_warps = min(16, max(1, block_d // 256))
+    return {"BLOCK_D": block_d, "num_warps": num_warps, "UNROLL": 8 if block_d <= 4096 else 4, **COMPILE_OPTIONS}
