@@ -44,7 +44,7 @@ class ModelRunner:
         self.info: ModelInfo = with_device(resolve_model(config), device, dtype)
         self.tokenizer: TokenizerSpec = load_tokenizer(self.info, trust_remote_code=config.trust_remote_code)
         self._device = torch.device(device)
-        self._model = load_model(self.info)
+        self._model = load_model(self.info, trust_remote_code=config.trust_remote_code)
         self._pooler = ModelPooler(self.info, self._model, load_dense(self.info))
         self._is_filled = self.info.native and self._device.type == "cpu"
 
