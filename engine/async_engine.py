@@ -230,7 +230,7 @@ class AsyncEngine:
         self._ensure_ready()
         params = params.resolved(PoolingTask.SCORE, self.info)
         queries = left if len(left) == len(right) else [left[0]] * len(right)
-        truncation = self._truncation(params)
+        truncation = self._truncation(params, param=None)
         tokenized = await self._tokenizer.encode_pairs(list(zip(queries, right, strict=True)), truncation)
         outputs = await self._run(tokenized, params, options)
         return ScoreResult(np.array([o["scores"][0] for o in outputs], np.float32), [len(t) for t in tokenized])
@@ -246,7 +246,7 @@ class AsyncEngine:
             own = options
             if options.prompt is None and options.prompt_name is None:
                 own = replace(options, prompt_name=next((n for n in names if n in prompts), None))
-            sides.append(await self._tokenize(texts, embedding, own))
+            sides.append(await self._tokenize(texts, embedding, own, param=None))
         tokenized = [*sides[0], *sides[1]]
         outputs = await self._run(tokenized, embedding, options)
         vectors = np.stack([o["embedding"] for o in outputs])
@@ -283,13 +283,13 @@ class AsyncEngine:
             raise InvalidRequestError(f"{field} must name at least two different labels, each once.", param=field)
 
     async def _tokenize(
-        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
+        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
     ) -> list[TokenizedInput]:
         self._ensure_ready()
         if not inputs:
             raise InvalidRequestError("Give at least one input.", param="input")
         prompt = self._prompt(options)
-        tokenized = await self._tokenizer.encode(inputs, self._truncation(params), prompt=prompt)
+        tokenized = await self._tokenizer.encode(inputs, self._truncation(params, param=param), prompt=prompt)
         if prompt and not self.info.include_prompt:
             skip = await self._tokenizer.count_prefix(prompt)
             tokenized = [replace(t, num_prompt_tokens=min(skip, len(t) - 1)) for t in tokenized]
@@ -306,11 +306,11 @@ class AsyncEngine:
             raise InvalidRequestError(f"prompt_name is {name!r}; the model has: {known}.", param="prompt_name")
         return self.info.prompts[name]
 
-    def _truncation(self, params: PoolingParams) -> Truncation:
+    def _truncation(self, params: PoolingParams, *, param: str | None) -> Truncation:
         asked = params.truncate_prompt_tokens
         limit = self.info.max_model_len if asked is None or asked == -1 else asked
         cut = asked is not None or self._auto_truncate
-        return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side)
+        return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param)
 
     def _ensure_ready(self) -> None:
         """Refuses work before it costs anything."""

@@ -45,6 +45,7 @@ class EngineConfig:
 
     Attributes:
         model: Local folder or hub id.
+        name: What messages call the model; None takes `model`.
         revision: Branch, tag or commit of a hub id.
         device: "auto", "cpu" or "cuda" (or "cuda:1").
         dtype: "auto" (float32 on CPU, bfloat16 on CUDA), "float32", "bfloat16" or "float16".
@@ -60,6 +61,7 @@ class EngineConfig:
     """
 
     model: str
+    name: str | None = None
     revision: str | None = None
     device: str = "auto"
     dtype: str = "auto"

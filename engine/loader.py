@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .errors import WeightError
 from .layers.dense import Dense
+from .layers.rows import limit_kept_kernels
 from .layers.weights import Weights
 from .model_info import ModelInfo
 from .models.base import PackedModel
@@ -42,6 +43,7 @@ def load_model(info: ModelInfo, *, trust_remote_code: bool = False) -> PackedMod
         UnsupportedModelError: The architecture, or an option of it, is not known.
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
+    limit_kept_kernels()
     if not info.native:
         from .models.fallback import TransformersModel
 
@@ -89,14 +91,21 @@ class Checkpoint:
         return name in self._files
 
     def read(self, name: str) -> Tensor:
-        """Returns the tensor as stored; the memory belongs to the mapped file."""
+        """Returns the tensor as stored; the memory belongs to the mapped file.
+
+        Raises:
+            WeightError: The file is damaged, or does not hold what its index says.
+        """
         self._used.add(name)
         path, stored_name = self._files[name]
         if path != self._path or self._bytes_read > _REMAP_BYTES:
             self.close()
             self._open = _open_tensors(path)
             self._path = path
-        tensor: Tensor = self._open.get_tensor(stored_name)
+        try:
+            tensor: Tensor = self._open.get_tensor(stored_name)
+        except (SafetensorError, KeyError) as error:
+            raise WeightError(f"{path} does not hold {stored_name!r}, which the index says it does.") from error
         self._bytes_read += tensor.nbytes
         return tensor
 
@@ -113,9 +122,10 @@ class _TorchFile:
     """A pytorch_model.bin behind the interface of safe_open."""
 
     def __init__(self, path: Path) -> None:
-        self._tensors: dict[str, Tensor] = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        if not isinstance(loaded, dict):
+            raise TypeError(f"it holds a {type(loaded).__name__}, not named tensors")
+        self._tensors: dict[str, Tensor] = loaded
 
     def keys(self) -> list[str]:
         """Names of the tensors."""
@@ -172,7 +182,7 @@ def _open_tensors(path: Path) -> Any:
         if path.suffix == ".safetensors":
             return safe_open(path, "pt")
         return _TorchFile(path)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except (SafetensorError, pickle.UnpicklingError, EOFError, OSError, RuntimeError, TypeError) as error:
         raise WeightError(f"{path} cannot be read: {error}") from error
 
 

@@ -60,7 +60,7 @@ def resolve_model(config: EngineConfig) -> ModelInfo:
         raise ModelLoadError(f"{path} holds no config.json.")
     model_config = merged(read_object(path / "config.json"), config.hf_overrides)
     draft = ModelDraft(config.model, model_config, config, files)
-    draft.set("name", config.model, "--model")
+    draft.set("name", config.name or config.model, "--served-model-name" if config.name else "--model")
     draft.set("path", str(path), "--model" if path == root else MODULES_FILE)
     resolve_architecture(draft)
     resolve_classes(draft)

@@ -21,7 +21,8 @@ def normalized(vectors: Array) -> Array:
 
 def paired_cosine(left: Array, right: Array) -> Array:
     """Returns the cosine of each row of [N, D] with the same row of the other, as [N] float32."""
-    return np.asarray(np.sum(normalized(left) * normalized(right), axis=-1), np.float32)
+    cosines = np.sum(normalized(left) * normalized(right), axis=-1)
+    return np.asarray(np.clip(cosines, -1.0, 1.0), np.float32)  # rounding may pass 1, which clients rescale
 
 
 def zero_shot_scores(inputs: Array, labels: Array) -> Array:

@@ -31,11 +31,13 @@ class Truncation:
         max_num_tokens: Tokens. The limit, special tokens included.
         cut: Cut to the limit; False refuses.
         side: "left" or "right", the side that is cut away; None means the tokenizer's own.
+        param: Request field that an error names.
     """
 
     max_num_tokens: int
     cut: bool = False
     side: str | None = None
+    param: str | None = "input"
 
 
 class TokenizerPool:
@@ -190,6 +192,7 @@ class TokenizerPool:
             "Please reduce the length of the input prompt, or set truncate_prompt_tokens to -1 to cut it.",
             num_tokens=num_tokens,
             max_num_tokens=limit,
+            param=truncation.param,
         )
 
 

@@ -82,14 +82,14 @@ def _embed(given: dict[str, Any]) -> int:
 
 def _info(given: dict[str, Any]) -> int:
     settings = load(InfoSettings, given, positional=("model",))
-    model, _ = model_and_names(settings.model)
+    model, names = model_and_names(settings.model)
     from penstock.engine.errors import ModelLoadError
     from penstock.engine.model_files import resolve_model, resolved_table
 
     from .table import format_table
 
     try:
-        info = resolve_model(settings.engine_config(model))
+        info = resolve_model(settings.engine_config(model, names[0]))
     except ModelLoadError as error:
         raise CommandError(error.message) from error
     print(f"{info.name} ({info.path})\n{format_table(resolved_table(info))}")

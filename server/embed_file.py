@@ -1,4 +1,4 @@
-"""`penstock embed`: a file of texts in, a file of embeddings out, in one process and in bounded memory."""
+"""`penstock embed`: a file of texts in, a file of embeddings out, in bounded memory."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ async def _run(source: InputFile, output: Path, write: Writer, settings: EmbedSe
     num_rows = source.check()
     if not num_rows:
         raise BadRowError(f"{source.path} holds no rows")
-    config = dataclasses.replace(settings.engine_config(model), in_process=True)
-    engine = await AsyncEngine.start(config, log_level=settings.log_level.upper())
+    engine = await AsyncEngine.start(settings.engine_config(model), log_level=settings.log_level.upper())
     try:
         identity = {"input": source.digest(), "model": _model_digest(engine.info), **_options(settings)}
         with Journal(output, identity) as journal:

@@ -40,7 +40,7 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
     for variable in unknown_variables():
         logger.warning("the environment variable %s is not known and has no effect", variable)
     listener = bound_socket(settings.host, settings.port)
-    config = settings.engine_config(model)
+    config = settings.engine_config(model, names[0])
     start = functools.partial(AsyncEngine.start, config, log_level=settings.log_level.upper())
     server = uvicorn.Server(
         uvicorn.Config(

@@ -81,8 +81,8 @@ class EngineSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
     log_format: Literal["console", "json"] = Field("console", description="Log lines for people or for machines.")
 
-    def engine_config(self, model: str) -> EngineConfig:
-        """Returns the engine's configuration for the model folder or hub id `model`."""
+    def engine_config(self, model: str, name: str | None = None) -> EngineConfig:
+        """Returns the engine's configuration for the model folder or hub id `model`, called `name` in messages."""
         scheduler = SchedulerConfig(
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
@@ -90,6 +90,7 @@ class EngineSettings(BaseSettings):
         )
         return EngineConfig(
             model=model,
+            name=name,
             revision=self.revision,
             device=self.device,
             dtype=self.dtype,

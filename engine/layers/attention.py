@@ -1,12 +1,11 @@
 """Self-attention of a packed batch: one product for q, k and v, then penstock.kernels.attention.
 
-Shape letters: T packed tokens, N sequences, D model width, H heads, K head size, L longest sequence.
+Shape letters: T packed tokens in R rows, N sequences, D model width, H heads, K head size, L longest sequence.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,10 +14,8 @@ from penstock.kernels.attention import AttentionPlan, attention
 
 from .linear import Linear
 from .rotary import Rotation
+from .rows import Rows
 from .weights import Weights
-
-if TYPE_CHECKING:
-    from ..packed_batch import PackedBatch
 
 
 class SelfAttention:
@@ -69,53 +66,53 @@ class SelfAttention:
         cast = [part.to(weights.dtype) for part in parts]
         return cls(Linear(cast[0], cast[1] if bias else None), num_heads, window=window)
 
-    def plan(self, batch: PackedBatch) -> AttentionPlan:
+    def plan(self, rows: Rows) -> AttentionPlan:
         """Returns how the kernel walks this batch; layers of one window share it."""
         return AttentionPlan.build(
-            batch.seq_lens,
+            rows.batch.seq_lens,
             num_heads=self.num_heads,
             dtype=self.qkv.dtype,
-            device=batch.input_ids.device,
+            device=rows.input_ids.device,
             window=self.window,
         )
 
     def __call__(
         self,
-        hidden_TD: Tensor,
-        batch: PackedBatch,
+        hidden_RD: Tensor,
+        rows: Rows,
         plan: AttentionPlan,
         *,
         relative_bias: Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        """Returns [T, H * K].
+        """Returns [R, H * K].
 
         Args:
-            hidden_TD: [T, D].
-            batch: Where sequences begin.
+            hidden_RD: [R, D].
+            rows: Which rows are tokens, and where sequences begin.
             plan: What `plan` of a layer with the same window gave.
             relative_bias: [H, L, L]. Added to the scaled scores.
             rotation: Rotary position embedding of q and k.
         """
-        q_THK, k_THK, v_THK = self._project(hidden_TD, rotation)
+        q_THK, k_THK, v_THK = self._project(hidden_RD, rows, rotation)
         attended_THK = attention(
             q_THK,
             k_THK,
             v_THK,
-            batch.cu_seqlens,
-            batch.seq_lens,
-            max_seqlen=batch.max_seqlen,
+            rows.batch.cu_seqlens,
+            rows.batch.seq_lens,
+            max_seqlen=rows.batch.max_seqlen,
             scale=1.0,
             window=self.window,
             relative_bias=relative_bias,
             plan=plan,
         )
-        return attended_THK.flatten(1)
+        return rows.pad(attended_THK.flatten(1))
 
     def first_token_weights(
         self,
-        hidden_TD: Tensor,
-        batch: PackedBatch,
+        hidden_RD: Tensor,
+        rows: Rows,
         *,
         relative_bias: Tensor | None = None,
         rotation: Rotation | None = None,
@@ -125,20 +122,19 @@ class SelfAttention:
         The rows of a sequence sum to 1. Takes the arguments of the call except the plan, and projects q and k anew:
         only ATTENTION pooling asks for it, and only of the last layer.
         """
-        q_THK, k_THK, _ = self._project(hidden_TD, rotation)
-        num_seqs = len(batch.seq_lens)
-        starts_N = batch.cu_seqlens[:-1].long()
-        seq_of_T = torch.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=hidden_TD.shape[0])
+        q_THK, k_THK, _ = self._project(hidden_RD, rows, rotation)
+        starts_N = rows.batch.cu_seqlens[:-1].long()
+        seq_of_T = torch.repeat_interleave(rows.batch.cu_seqlens.diff().long(), output_size=rows.num_tokens)
         scores_TH = (q_THK[starts_N][seq_of_T].float() * k_THK.float()).sum(-1)
         if relative_bias is not None:
-            scores_TH += relative_bias[:, 0].float().t()[batch.positions]
+            scores_TH += relative_bias[:, 0].float().t()[rows.batch.positions]
         if self.window is not None:
-            scores_TH.masked_fill_((batch.positions > self.window[1])[:, None], float("-inf"))
-        return _segment_softmax(scores_TH, seq_of_T, num_seqs)
+            scores_TH.masked_fill_((rows.batch.positions > self.window[1])[:, None], float("-inf"))
+        return _segment_softmax(scores_TH, seq_of_T, len(starts_N))
 
-    def _project(self, hidden_TD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, hidden_RD: Tensor, rows: Rows, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v, each [T, H, K], as views of one buffer."""
-        qkv_T3HK = self.qkv(hidden_TD).view(-1, 3, self.num_heads, self.head_size)
+        qkv_T3HK = rows.trim(self.qkv(hidden_RD)).view(-1, 3, self.num_heads, self.head_size)
         if rotation is not None:
             rotation.apply_(qkv_T3HK[:, :2])
         q_THK, k_THK, v_THK = qkv_T3HK.unbind(1)

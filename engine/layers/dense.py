@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
@@ -45,9 +44,7 @@ class Dense:
                 f"known are {', '.join(sorted(_ACTIVATIONS))}."
             )
         self._activation = _ACTIVATIONS[spec.activation]()
-        self.linear = Linear.load(
-            weights, "linear", spec.in_features, spec.out_features, bias=spec.bias, dtype=torch.float32
-        )
+        self.linear = Linear.load_head(weights, "linear", spec.in_features, spec.out_features, bias=spec.bias)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         """Returns [N, O] float32."""

@@ -30,6 +30,7 @@ class Linear:
         weight_OI: [O, I]. The caller gives it up: a reordered copy may take its place.
         bias_O: [O] or None.
         activation: Name as in config.json; None for none.
+        reorder: False leaves oneDNN out: for small products over any number of rows (see rows.py).
     """
 
     __slots__ = (
@@ -43,11 +44,13 @@ class Linear:
         "out_features",
     )
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, activation: str | None = None) -> None:
+    def __init__(
+        self, weight_OI: Tensor, bias_O: Tensor | None, *, activation: str | None = None, reorder: bool = True
+    ) -> None:
         self.out_features = weight_OI.shape[0]
         self.dtype = weight_OI.dtype
         found = find_activation(activation) if activation is not None else None
-        self._is_packed = _can_pack(weight_OI)
+        self._is_packed = reorder and _can_pack(weight_OI)
         self._weight_OI = torch.ops.mkldnn._reorder_linear_weight(weight_OI) if self._is_packed else weight_OI
         self._bias_O = bias_O
         self._attribute, self._algorithm = "none", ""
@@ -66,13 +69,28 @@ class Linear:
         *,
         bias: bool = True,
         activation: str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> Linear:
         """Reads `name`.weight [O, I] and, where it has one, `name`.bias [O]."""
         scope = weights.scope(name)
-        weight_OI = scope.tensor("weight", out_features, in_features, dtype=dtype)
-        bias_O = scope.tensor("bias", out_features, dtype=dtype) if bias else None
-        return cls(weight_OI, bias_O, activation=activation)
+        weight_OI = scope.tensor("weight", out_features, in_features)
+        return cls(weight_OI, scope.tensor("bias", out_features) if bias else None, activation=activation)
+
+    @classmethod
+    def load_head(
+        cls,
+        weights: Weights,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        activation: str | None = None,
+    ) -> Linear:
+        """As `load`, float32 and not reordered: for the small products after the encoder, over any number of rows."""
+        scope = weights.scope(name)
+        weight_OI = scope.tensor("weight", out_features, in_features, dtype=torch.float32)
+        bias_O = scope.tensor("bias", out_features, dtype=torch.float32) if bias else None
+        return cls(weight_OI, bias_O, activation=activation, reorder=False)
 
     def __call__(self, x_TI: Tensor, *, add: Tensor | None = None, multiply: Tensor | None = None) -> Tensor:
         """Applies the map.

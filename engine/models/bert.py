@@ -3,15 +3,14 @@
 Source: Devlin et al., BERT (arXiv 1810.04805); Liu et al., RoBERTa (1907.11692); Clark et al., ELECTRA (2003.10555).
 Held to transformers 5.23 in float32 within 1e-5.
 
-Shape letters: T packed tokens, N sequences, D model width, E embedding width, I inner width of the MLP.
+Shape letters: R rows, N sequences, D model width, E embedding width, I inner width of the MLP.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ..errors import UnsupportedModelError
@@ -19,14 +18,12 @@ from ..layers.attention import SelfAttention
 from ..layers.embedding import BertEmbedding, padding_aware_positions
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm
+from ..layers.rows import Rows
 from ..layers.weights import Weights
 from ..model_info import ModelInfo, ModelKind
 from .base import Head, read_config
 from .encoder import PostNormBlock, PostNormEncoder
 from .heads import DenseHead, LinearHead
-
-if TYPE_CHECKING:
-    from ..packed_batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,16 +89,16 @@ class BertModel(PostNormEncoder):
         """The pooler belongs to the encoder's weights, the map to the classes does not."""
         return BertSequenceHead(weights, base, self.hidden_size, num_labels)
 
-    def embed(self, batch: PackedBatch) -> Tensor:
+    def embed(self, rows: Rows) -> Tensor:
         """See PostNormEncoder."""
-        return self.embedding(batch.input_ids, batch.positions, batch.token_type_ids)
+        return self.embedding(rows.input_ids, rows.positions, rows.token_type_ids)
 
 
 class BertSequenceHead:
     """logits = classifier(tanh(pooler(first row)))."""
 
     def __init__(self, weights: Weights, base: Weights, size: int, num_labels: int) -> None:
-        self.pooler = Linear.load(base, "pooler.dense", size, size, activation="tanh", dtype=torch.float32)
+        self.pooler = Linear.load_head(base, "pooler.dense", size, size, activation="tanh")
         self.classifier = LinearHead(weights, "classifier", size, num_labels)
 
     def __call__(self, pooled_ND: Tensor) -> Tensor:
@@ -120,10 +117,10 @@ class RobertaModel(BertModel):
         """The first row through a tanh layer."""
         return DenseHead(weights, "classifier.dense", "classifier.out_proj", self.hidden_size, num_labels, "tanh")
 
-    def embed(self, batch: PackedBatch) -> Tensor:
+    def embed(self, rows: Rows) -> Tensor:
         """See PostNormEncoder."""
-        positions_T = padding_aware_positions(batch.input_ids, batch.positions, self.config.pad_token_id)
-        return self.embedding(batch.input_ids, positions_T, batch.token_type_ids)
+        positions_R = padding_aware_positions(rows.input_ids, rows.positions, self.config.pad_token_id)
+        return self.embedding(rows.input_ids, positions_R, rows.token_type_ids)
 
 
 class ElectraModel(BertModel):
@@ -145,10 +142,10 @@ class ElectraModel(BertModel):
         """The first row through a GELU layer."""
         return DenseHead(weights, "classifier.dense", "classifier.out_proj", self.hidden_size, num_labels, "gelu")
 
-    def embed(self, batch: PackedBatch) -> Tensor:
+    def embed(self, rows: Rows) -> Tensor:
         """See PostNormEncoder."""
-        embedded_TE = super().embed(batch)
-        return embedded_TE if self.projection is None else self.projection(embedded_TE)
+        embedded_RE = super().embed(rows)
+        return embedded_RE if self.projection is None else self.projection(embedded_RE)
 
 
 def _read_embedding(base: Weights, config: BertConfig, size: int) -> BertEmbedding:

@@ -6,7 +6,7 @@ Source: Sanh et al., DistilBERT (arXiv 1910.01108). Held to transformers 5.23 in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from torch import Tensor
 
@@ -14,14 +14,12 @@ from ..layers.attention import SelfAttention
 from ..layers.embedding import BertEmbedding
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm
+from ..layers.rows import Rows
 from ..layers.weights import Weights
 from ..model_info import ModelInfo, ModelKind
 from .base import read_config
 from .encoder import PostNormBlock, PostNormEncoder
 from .heads import DenseHead, LinearHead
-
-if TYPE_CHECKING:
-    from ..packed_batch import PackedBatch
 
 # Not in config.json.
 _EPS: Final = 1e-12
@@ -63,9 +61,9 @@ class DistilBertModel(PostNormEncoder):
         elif info.kind is ModelKind.TOKEN_CLASSIFIER:
             self.token_head = LinearHead(weights, "classifier", config.dim, info.num_labels)
 
-    def embed(self, batch: PackedBatch) -> Tensor:
+    def embed(self, rows: Rows) -> Tensor:
         """See PostNormEncoder."""
-        return self.embedding(batch.input_ids, batch.positions, None)
+        return self.embedding(rows.input_ids, rows.positions, None)
 
 
 def _load_block(weights: Weights, config: DistilBertConfig) -> PostNormBlock:

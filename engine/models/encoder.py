@@ -1,7 +1,7 @@
 """The encoder of the original Transformer, which BERT, DistilBERT and MPNet share to the letter.
 
 Source: Vaswani et al., Attention Is All You Need (arXiv 1706.03762), figure 1, left.
-Shape letters: T packed tokens, D model width, H heads, L longest sequence, I inner width of the MLP.
+Shape letters: T packed tokens in R rows, D model width, H heads, L longest sequence, I inner width of the MLP.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from penstock.kernels.attention import AttentionPlan
 from ..layers.attention import SelfAttention
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm
+from ..layers.rows import Rows
 from .base import ModelOutput, NativeModel
 
 if TYPE_CHECKING:
@@ -43,14 +44,12 @@ class PostNormBlock:
     mlp_out: Linear
     mlp_norm: LayerNorm
 
-    def __call__(
-        self, hidden_TD: Tensor, batch: PackedBatch, plan: AttentionPlan, relative_bias: Tensor | None
-    ) -> Tensor:
+    def __call__(self, hidden_RD: Tensor, rows: Rows, plan: AttentionPlan, relative_bias: Tensor | None) -> Tensor:
         """Returns the next hidden states."""
-        attended_TD = self.attention(hidden_TD, batch, plan, relative_bias=relative_bias)
-        hidden_TD = self.attention_norm(self.attention_out(attended_TD, add=hidden_TD))
-        inner_TI = self.mlp_in(hidden_TD)
-        return self.mlp_norm(self.mlp_out(inner_TI, add=hidden_TD))
+        attended_RD = self.attention(hidden_RD, rows, plan, relative_bias=relative_bias)
+        hidden_RD = self.attention_norm(self.attention_out(attended_RD, add=hidden_RD))
+        inner_RI = self.mlp_in(hidden_RD)
+        return self.mlp_norm(self.mlp_out(inner_RI, add=hidden_RD))
 
 
 class PostNormEncoder(NativeModel):
@@ -65,17 +64,18 @@ class PostNormEncoder(NativeModel):
     relative_bias: Tensor | None = None
 
     @abstractmethod
-    def embed(self, batch: PackedBatch) -> Tensor:
-        """Returns the first hidden states [T, D]."""
+    def embed(self, rows: Rows) -> Tensor:
+        """Returns the first hidden states [R, D]."""
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
+        rows = Rows.of(batch)
         last = self.blocks[-1].attention
-        plan = last.plan(batch)
-        hidden_TD = block_input_TD = self.embed(batch)
+        plan = last.plan(rows)
+        hidden_RD = block_input_RD = self.embed(rows)
         for block in self.blocks:
-            block_input_TD, hidden_TD = hidden_TD, block(hidden_TD, batch, plan, self.relative_bias)
+            block_input_RD, hidden_RD = hidden_RD, block(hidden_RD, rows, plan, self.relative_bias)
         attention_TH = None
         if need_attention:
-            attention_TH = last.first_token_weights(block_input_TD, batch, relative_bias=self.relative_bias)
-        return ModelOutput(hidden_states=hidden_TD, attention_weights=attention_TH)
+            attention_TH = last.first_token_weights(block_input_RD, rows, relative_bias=self.relative_bias)
+        return ModelOutput(hidden_states=rows.trim(hidden_RD), attention_weights=attention_TH)

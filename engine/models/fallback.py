@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import UnsupportedModelError, UnsupportedTaskError
+from ..layers.rows import Rows
 from ..model_info import ModelInfo, ModelKind
 from ..packed_batch import PackedBatch
 from ..params import PoolingType
@@ -185,15 +186,16 @@ class TransformersModel(PackedModel):
         )
 
     def _run_packed(self, batch: PackedBatch, packing: _Packing) -> tuple[Tensor, PackedRow]:
-        """Runs one row of T tokens; returns [T, D] and what attention saw."""
+        """Runs all sequences in one row; returns [T, D] and what attention saw."""
+        rows = Rows.of(batch)
         arguments: dict[str, Any] = {
-            "input_ids": batch.input_ids[None],
-            "position_ids": (batch.positions + packing.position_offset)[None],
+            "input_ids": rows.input_ids[None],
+            "position_ids": (rows.positions + packing.position_offset)[None],
         }
-        if batch.token_type_ids is not None:
-            arguments["token_type_ids"] = batch.token_type_ids[None]
-        with packed_row(batch) as row:
-            return self._call(arguments)[0], row
+        if rows.token_type_ids is not None:
+            arguments["token_type_ids"] = rows.token_type_ids[None]
+        with packed_row(rows) as row:
+            return rows.trim(self._call(arguments)[0]), row
 
     def _run_padded(self, batch: PackedBatch) -> Tensor:
         """Runs sequences of similar length together, padded on the right; returns [T, D], or [N, num_labels]."""
@@ -223,7 +225,7 @@ class TransformersModel(PackedModel):
                 first = last
 
     def _call(self, arguments: dict[str, Any]) -> Tensor:
-        """Calls the network with the arguments that it takes; returns its logits, or hidden states where it has no head."""
+        """Calls the network with the arguments that it takes; returns its logits, else its hidden states."""
         accepted = self._accepted()
         if "use_cache" in accepted:
             arguments["use_cache"] = False

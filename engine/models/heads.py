@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..layers.linear import Linear
@@ -20,7 +19,7 @@ class LinearHead:
     """
 
     def __init__(self, weights: Weights, name: str, in_features: int, num_labels: int) -> None:
-        self.out = Linear.load(weights, name, in_features, num_labels, dtype=torch.float32)
+        self.out = Linear.load_head(weights, name, in_features, num_labels)
 
     def __call__(self, x_ND: Tensor) -> Tensor:
         """Returns [N, num_labels]."""
@@ -40,8 +39,8 @@ class DenseHead:
     """
 
     def __init__(self, weights: Weights, dense: str, out: str, size: int, num_labels: int, activation: str) -> None:
-        self.dense = Linear.load(weights, dense, size, size, activation=activation, dtype=torch.float32)
-        self.out = Linear.load(weights, out, size, num_labels, dtype=torch.float32)
+        self.dense = Linear.load_head(weights, dense, size, size, activation=activation)
+        self.out = Linear.load_head(weights, out, size, num_labels)
 
     def __call__(self, x_ND: Tensor) -> Tensor:
         """Returns [N, num_labels]."""

@@ -3,7 +3,7 @@
 Source: Warner et al., Smarter, Better, Faster, Longer (arXiv 2412.13663).
 Held to transformers 5.23 in float32 within 1e-5.
 
-Shape letters: T packed tokens, N sequences, D model width, I inner width of the MLP.
+Shape letters: T packed tokens in R rows, N sequences, D model width, I inner width of the MLP.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..layers.attention import SelfAttention
 from ..layers.linear import GatedLinear, Linear
 from ..layers.norm import LayerNorm
 from ..layers.rotary import RotaryEmbedding, Rotation
+from ..layers.rows import Rows
 from ..layers.weights import Weights
 from ..model_info import ModelInfo, ModelKind
 from .base import ModelOutput, NativeModel, read_config
@@ -89,15 +90,15 @@ class ModernBertLayer:
         )
         self.mlp_out = Linear.load(weights, "mlp.Wo", I, D, bias=config.mlp_bias)
 
-    def __call__(self, hidden_TD: Tensor, batch: PackedBatch, plan: AttentionPlan, rotation: Rotation) -> Tensor:
+    def __call__(self, hidden_RD: Tensor, rows: Rows, plan: AttentionPlan, rotation: Rotation) -> Tensor:
         """Returns the next hidden states."""
-        attended_TD = self.attention(self.attention_input(hidden_TD), batch, plan, rotation=rotation)
-        hidden_TD = self.attention_out(attended_TD, add=hidden_TD)
-        return self.mlp_out(self.mlp_in(self.mlp_norm(hidden_TD)), add=hidden_TD)
+        attended_RD = self.attention(self.attention_input(hidden_RD), rows, plan, rotation=rotation)
+        hidden_RD = self.attention_out(attended_RD, add=hidden_RD)
+        return self.mlp_out(self.mlp_in(self.mlp_norm(hidden_RD)), add=hidden_RD)
 
-    def attention_input(self, hidden_TD: Tensor) -> Tensor:
+    def attention_input(self, hidden_RD: Tensor) -> Tensor:
         """Returns the rows that q, k and v are made of."""
-        return hidden_TD if self.attention_norm is None else self.attention_norm(hidden_TD)
+        return hidden_RD if self.attention_norm is None else self.attention_norm(hidden_RD)
 
 
 class ModernBertModel(NativeModel):
@@ -123,21 +124,22 @@ class ModernBertModel(NativeModel):
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
+        rows = Rows.of(batch)
         plans: dict[str, AttentionPlan] = {}
         for layer in self.layers:
             if layer.type not in plans:
-                plans[layer.type] = layer.attention.plan(batch)
+                plans[layer.type] = layer.attention.plan(rows)
         rotations = {layer_type: rotary(batch.positions) for layer_type, rotary in self.rotary.items()}
-        hidden_TD = layer_input_TD = self.embedding_norm(F.embedding(batch.input_ids, self.embedding_VD))
+        hidden_RD = layer_input_RD = self.embedding_norm(F.embedding(rows.input_ids, self.embedding_VD))
         for layer in self.layers:
-            layer_input_TD, hidden_TD = hidden_TD, layer(hidden_TD, batch, plans[layer.type], rotations[layer.type])
+            layer_input_RD, hidden_RD = hidden_RD, layer(hidden_RD, rows, plans[layer.type], rotations[layer.type])
         attention_TH = None
         if need_attention:
             last = self.layers[-1]
             attention_TH = last.attention.first_token_weights(
-                last.attention_input(layer_input_TD), batch, rotation=rotations[last.type]
+                last.attention_input(layer_input_RD), rows, rotation=rotations[last.type]
             )
-        return ModelOutput(hidden_states=self.final_norm(hidden_TD), attention_weights=attention_TH)
+        return ModelOutput(hidden_states=rows.trim(self.final_norm(hidden_RD)), attention_weights=attention_TH)
 
 
 class ModernBertHead:
@@ -145,9 +147,7 @@ class ModernBertHead:
 
     def __init__(self, weights: Weights, config: ModernBertConfig, num_labels: int) -> None:
         D, activation = config.hidden_size, config.classifier_activation
-        self.dense = Linear.load(
-            weights, "head.dense", D, D, bias=config.classifier_bias, activation=activation, dtype=torch.float32
-        )
+        self.dense = Linear.load_head(weights, "head.dense", D, D, bias=config.classifier_bias, activation=activation)
         self.norm = _load_norm(weights, "head.norm", config, dtype=torch.float32)
         self.classifier = LinearHead(weights, "classifier", D, num_labels)
 

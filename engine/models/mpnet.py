@@ -3,14 +3,14 @@
 Source: Song et al., MPNet (arXiv 2004.09297); the buckets are T5's (1910.10683).
 Held to transformers 5.23 in float32 within 1e-5.
 
-Shape letters: T packed tokens, D model width, H heads, B buckets, L longest sequence.
+Shape letters: R rows, D model width, H heads, B buckets, L longest sequence.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,14 +19,12 @@ from ..layers.attention import SelfAttention
 from ..layers.embedding import BertEmbedding, padding_aware_positions
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm
+from ..layers.rows import Rows
 from ..layers.weights import Weights
 from ..model_info import ModelInfo, ModelKind
 from .base import read_config
 from .encoder import PostNormBlock, PostNormEncoder
 from .heads import DenseHead, LinearHead
-
-if TYPE_CHECKING:
-    from ..packed_batch import PackedBatch
 
 # transformers takes these from no configuration.
 _PADDING_ID: Final = 1
@@ -81,10 +79,10 @@ class MPNetModel(PostNormEncoder):
         elif info.kind is ModelKind.TOKEN_CLASSIFIER:
             self.token_head = LinearHead(weights, "classifier", config.hidden_size, info.num_labels)
 
-    def embed(self, batch: PackedBatch) -> Tensor:
+    def embed(self, rows: Rows) -> Tensor:
         """See PostNormEncoder."""
-        positions_T = padding_aware_positions(batch.input_ids, batch.positions, _PADDING_ID)
-        return self.embedding(batch.input_ids, positions_T, None)
+        positions_R = padding_aware_positions(rows.input_ids, rows.positions, _PADDING_ID)
+        return self.embedding(rows.input_ids, positions_R, None)
 
 
 def _buckets(length: int, device: torch.device) -> Tensor:

@@ -54,7 +54,7 @@ def find_model_class(architecture: str, model_type: str) -> type[NativeModel]:
     if target is None:
         prefixes = ", ".join(sorted(prefix for prefix, _, _ in _FAMILIES.values()))
         raise UnsupportedModelError(
-            f"The architecture {architecture!r} (model_type {model_type!r}) is unknown. Native families are {prefixes}, "
+            f"The architecture {architecture!r} (model_type {model_type!r}) is not known. Native are {prefixes}, "
             f"each as {', '.join(_SUFFIXES)}; if the checkpoint is one of them under another name, "
             "name it in --hf-overrides."
         )

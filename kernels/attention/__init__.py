@@ -59,7 +59,7 @@ def attention(
         plan: What `AttentionPlan.build` gave for the same `seq_lens`, heads, dtype and mask. Build it once per batch
             and pass it to every layer; None builds one for this call. Only the "grouped" backend reads it.
         backend: None chooses by device and dtype: "varlen" (flash attention) for 16-bit CUDA tensors without a bias,
-            "grouped" for bfloat16 on CPU and for windows and biases in float32 on CPU, else "sdpa".
+            "grouped" for bfloat16 on CPU (float32: only with a bias, or a window over long sequences), else "sdpa".
 
     Returns:
         [T, H, K], dtype and device of q, contiguous.
@@ -68,12 +68,13 @@ def attention(
         ValueError: Shapes, dtypes, lengths or the plan do not fit together; the message says which and how.
     """
     _check(q, k, v, cu_seqlens, seq_lens, max_seqlen, relative_bias)
-    reach = reach_of(window, is_causal)
+    longest = max(seq_lens, default=0)
+    reach = reach_of(window, is_causal, longest)
     if backend is None:
         if takes_varlen(q, relative_bias):
             backend = "varlen"
         else:
-            backend = "grouped" if takes_grouped(q, reach, relative_bias) else "sdpa"
+            backend = "grouped" if takes_grouped(q, reach, longest, relative_bias) else "sdpa"
     if q.shape[0] == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if backend == "grouped":

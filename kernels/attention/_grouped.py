@@ -19,17 +19,20 @@ from ._sdpa import attention_sdpa
 MIN_SUM, MAX_SUM = 1e-30, 1e30
 # Below this many columns torch's float32 softmax works element by element, 20 times slower than exp.
 MIN_SOFTMAX_COLUMNS = 16
+# Tokens. In float32, SDPA with a mask is faster up to here.
+MIN_WINDOWED_LENGTH = 512
 # Elements. Larger buffers are not kept between calls.
 MAX_KEPT_BUFFER = 1 << 23
 
 _thread = threading.local()
 
 
-def takes_grouped(q: Tensor, reach: tuple[int, int], relative_bias: Tensor | None) -> bool:
-    """Whether this path is the faster one: in float32 torch's flash SDPA is as good, as long as it needs no mask."""
+def takes_grouped(q: Tensor, reach: tuple[int, int], longest: int, relative_bias: Tensor | None) -> bool:
+    """Whether this path is the faster one: in float32 torch's SDPA is as good, unless it needs a large mask."""
     if q.device.type != "cpu" or q.dtype == torch.float16:
         return False
-    return q.dtype == torch.bfloat16 or relative_bias is not None or reach not in ((-1, -1), (-1, 0))
+    is_windowed = reach[0] >= 0
+    return q.dtype == torch.bfloat16 or relative_bias is not None or (is_windowed and longest > MIN_WINDOWED_LENGTH)
 
 
 def attention_grouped(

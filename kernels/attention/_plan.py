@@ -23,10 +23,12 @@ ROW_COST_S = 0.2e-6
 SCORE_COST_S = 0.5e-9
 
 
-def reach_of(window: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
-    """The window with the causal limit in it: (left, right), -1 for no limit."""
+def reach_of(window: tuple[int, int] | None, is_causal: bool, longest: int) -> tuple[int, int]:
+    """(left, right): the window with the causal limit in it; -1 where it hides nothing of a sequence of `longest`."""
     left, right = window or (NO_LIMIT, NO_LIMIT)
-    return max(left, NO_LIMIT), 0 if is_causal else max(right, NO_LIMIT)
+    if is_causal:
+        right = 0
+    return left if 0 <= left < longest - 1 else NO_LIMIT, right if 0 <= right < longest - 1 else NO_LIMIT
 
 
 def padded_length(length: int) -> int:
@@ -79,7 +81,8 @@ class AttentionPlan:
             The plan.
         """
         del device
-        return cls((tuple(seq_lens), num_heads, num_kv_heads or num_heads, dtype, reach_of(window, is_causal)))
+        reach = reach_of(window, is_causal, max(seq_lens, default=0))
+        return cls((tuple(seq_lens), num_heads, num_kv_heads or num_heads, dtype, reach))
 
     @property
     def reach(self) -> tuple[int, int]:

@@ -86,9 +86,7 @@ def test_compiles_without_spills(
     }
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     types = POINTERS | {"hidden_ptr": f"*{dtype}"}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names
-    }
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
     # What triton finds out at launch: tensors are aligned, and so are rows whose length is a multiple of 16.
     aligned = [name for name in function.arg_names if name.endswith("_ptr")]
     if width % 16 == 0:

@@ -17,7 +17,19 @@ FOLDER = Path(__file__).parent
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 def test_triton_kernels_through_the_interpreter() -> None:
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-k", "triton or cutting", "-m", "not gpu", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "-k",
+        "triton or cutting",
+        "-m",
+        "not gpu",
+        "-p",
+        "no:cacheprovider",
+    ]
     run = subprocess.run(
         [*command, str(FOLDER / "test_pooling.py")],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},

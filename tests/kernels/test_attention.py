@@ -1,0 +1,308 @@
+"""kernels/attention: every backend against the reference, sequences apart from each other, plans complete."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from penstock.kernels.attention import AttentionPlan, Backend, _chunks, _grouped, _plan, attention
+from penstock.kernels.attention._varlen import takes_varlen
+
+from .assertions import assert_close
+from .cases import ATTENTION_CASES, AttentionCase, AttentionInputs, make_attention_inputs, make_cu_seqlens
+
+# Of the largest absolute value of v: what attention averages.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "narrow": {"window": (8, 8)},
+    "local": {"window": (64, 64)},
+    "left": {"window": (7, -1)},
+    "causal_local": {"window": (40, 40), "is_causal": True},
+}
+
+cases = pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
+masks = pytest.mark.parametrize("mask", MASKS)
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
+
+
+def attend(case: AttentionCase, inputs: AttentionInputs, **options: Any) -> torch.Tensor:
+    options = {"scale": case.head_size**-0.5} | options
+    return attention(
+        inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, case.seq_lens, max_seqlen=max(case.seq_lens), **options
+    )
+
+
+@pytest.fixture(
+    params=[
+        ("grouped", "cpu"),
+        ("sdpa", "cpu"),
+        pytest.param(("sdpa", "cuda"), marks=pytest.mark.gpu),
+        pytest.param(("varlen", "cuda"), marks=pytest.mark.gpu),
+    ],
+    ids="-".join,
+)
+def place(request: pytest.FixtureRequest) -> tuple[Backend, torch.device]:
+    """A backend and a device that it runs on."""
+    backend, device = request.param
+    return backend, torch.device(device)
+
+
+@dtypes
+@masks
+@cases
+def test_backend_equals_reference(
+    place: tuple[Backend, torch.device], case: AttentionCase, mask: str, dtype: torch.dtype
+) -> None:
+    backend, device = place
+    inputs = make_attention_inputs(case, dtype, device)
+    if backend == "varlen" and not takes_varlen(inputs.q, None):
+        pytest.skip("flash attention does not know this dtype or head size")
+    expected = attend(case, inputs, backend="reference", **MASKS[mask])
+    actual = attend(case, inputs, backend=backend, **MASKS[mask])
+    assert actual.dtype == dtype
+    assert actual.is_contiguous()
+    assert_close("attended", expected, actual, TOLERANCE[dtype], inputs.v.abs().max().item())
+
+
+@dtypes
+@pytest.mark.parametrize("mask", ["full", "local", "causal"])
+@cases
+def test_relative_bias(place: tuple[Backend, torch.device], case: AttentionCase, mask: str, dtype: torch.dtype) -> None:
+    backend, device = place
+    if backend == "varlen":
+        pytest.skip("flash attention takes no bias")
+    inputs = make_attention_inputs(case, dtype, device)
+    options = {"relative_bias": inputs.relative_bias} | MASKS[mask]
+    expected = attend(case, inputs, backend="reference", **options)
+    actual = attend(case, inputs, backend=backend, **options)
+    assert_close("attended", expected, actual, TOLERANCE[dtype], inputs.v.abs().max().item())
+
+
+@dtypes
+@masks
+@cases
+def test_chosen_backend_and_shared_plan(
+    device: torch.device, case: AttentionCase, mask: str, dtype: torch.dtype
+) -> None:
+    inputs = make_attention_inputs(case, dtype, device, is_fused=False)
+    plan = AttentionPlan.build(
+        list(case.seq_lens),
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        dtype=dtype,
+        device=device,
+        **MASKS[mask],
+    )
+    expected = attend(case, inputs, backend="reference", **MASKS[mask])
+    with torch.inference_mode():
+        for _ in range(2):
+            actual = attend(case, inputs, plan=plan, **MASKS[mask])
+            assert_close("attended", expected, actual, TOLERANCE[dtype], inputs.v.abs().max().item())
+
+
+@masks
+def test_tiles_of_a_long_sequence(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    """A tenth of a head's scores at a time, as for a sequence of tens of thousands."""
+    for module in (_chunks, _plan):
+        monkeypatch.setattr(module, "MAX_SCORES", 1 << 14)
+    case = AttentionCase("", (515, 12), 4, 2, 32)
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = make_attention_inputs(case, dtype)
+        options = {"relative_bias": inputs.relative_bias} | MASKS[mask]
+        expected = attend(case, inputs, backend="reference", **options)
+        actual = attend(case, inputs, backend="grouped", **options)
+        assert_close("attended", expected, actual, TOLERANCE[dtype], inputs.v.abs().max().item())
+
+
+@dtypes
+@masks
+def test_sequence_is_the_same_alone_and_in_a_batch(
+    place: tuple[Backend, torch.device], mask: str, dtype: torch.dtype
+) -> None:
+    backend, device = place
+    case = AttentionCase("", (3, 9, 12, 12, 14, 40, 61, 150))
+    inputs = make_attention_inputs(case, dtype, device)
+    if backend == "varlen" and not takes_varlen(inputs.q, None):
+        pytest.skip("flash attention does not know this dtype")
+    together = attend(case, inputs, backend=backend, **MASKS[mask])
+    tolerance = 1e-6 if dtype == torch.float32 else TOLERANCE[dtype]
+    start = 0
+    for length in case.seq_lens:
+        rows = slice(start, start + length)
+        one = AttentionCase("", (length,))
+        alone = attention(
+            inputs.q[rows],
+            inputs.k[rows],
+            inputs.v[rows],
+            make_cu_seqlens((length,), device),
+            (length,),
+            max_seqlen=length,
+            scale=one.head_size**-0.5,
+            backend=backend,
+            **MASKS[mask],
+        )
+        assert_close(f"length {length}", alone, together[rows], tolerance, inputs.v.abs().max().item())
+        start += length
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@dtypes
+@masks
+def test_poisoned_sequence_touches_no_other(
+    place: tuple[Backend, torch.device], mask: str, dtype: torch.dtype, poison: float
+) -> None:
+    backend, device = place
+    case = AttentionCase("", (5, 11, 12, 12, 13, 70, 75, 6))
+    inputs = make_attention_inputs(case, dtype, device)
+    if backend == "varlen" and not takes_varlen(inputs.q, None):
+        pytest.skip("flash attention does not know this dtype")
+    expected = attend(case, inputs, backend="reference", **MASKS[mask])
+    bounds = inputs.cu_seqlens.tolist()
+    is_clean = torch.ones(bounds[-1], dtype=torch.bool, device=device)
+    for n in (2, 5):
+        poisoned = slice(bounds[n], bounds[n + 1])
+        inputs.q[poisoned], inputs.k[poisoned], inputs.v[poisoned] = poison, poison, poison
+        is_clean[poisoned] = False
+    actual = attend(case, inputs, backend=backend, **MASKS[mask])
+    scale = inputs.v[is_clean].abs().max().item()
+    assert_close("other sequences", expected[is_clean], actual[is_clean], TOLERANCE[dtype], scale)
+    assert actual[bounds[5]].isnan().any()
+
+
+@pytest.mark.parametrize("factor", [30.0, -30.0])
+def test_scores_beyond_the_range_of_exp(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """exp of these scores overflows, or underflows for whole rows: the shifted softmax takes over."""
+    case = AttentionCase("", (9, 12, 33, 70), 4, 4, 32)
+    inputs = make_attention_inputs(case, torch.bfloat16, is_fused=False)
+    inputs.k.copy_(inputs.k.abs())
+    inputs.q.copy_(inputs.q.abs() * factor)
+    shifted = []
+    softmax = torch.softmax
+    monkeypatch.setattr(torch, "softmax", lambda *args, **kwargs: shifted.append(1) or softmax(*args, **kwargs))
+    actual = attend(case, inputs, backend="grouped")
+    assert shifted
+    # Scores of hundreds, rounded to bfloat16, decide between neighbours: compare with the same rounding.
+    start = 0
+    for length in case.seq_lens:
+        q, k, v = (x[start : start + length].transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v))
+        scores = (q * case.head_size**-0.5) @ k.transpose(1, 2)
+        expected = (softmax(scores.float(), -1) @ v.float()).transpose(0, 1)
+        rows = actual[start : start + length]
+        assert_close(f"length {length}", expected, rows, TOLERANCE[torch.bfloat16], v.abs().max().item())
+        start += length
+
+
+def test_order_of_the_batch_does_not_matter() -> None:
+    lengths = (70, 12, 3, 0, 12, 65, 12, 30, 1)
+    case = AttentionCase("", lengths, 4, 2, 32)
+    inputs = make_attention_inputs(case, torch.bfloat16)
+    expected = attend(case, inputs, backend="reference")
+    actual = attend(case, inputs, backend="grouped")
+    assert_close("attended", expected, actual, TOLERANCE[torch.bfloat16], inputs.v.abs().max().item())
+
+
+def test_inputs_are_not_modified() -> None:
+    case = ATTENTION_CASES[4]
+    inputs = make_attention_inputs(case, torch.bfloat16)
+    copies = [x.clone() for x in (inputs.q, inputs.k, inputs.v)]
+    attend(case, inputs, backend="grouped")
+    for name, x, copy in zip("qkv", (inputs.q, inputs.k, inputs.v), copies, strict=True):
+        assert torch.equal(x, copy), name
+
+
+def test_buffers_serve_any_grad_mode() -> None:
+    """A buffer made in inference mode could not be written outside it."""
+    case = ATTENTION_CASES[3]
+    inputs = make_attention_inputs(case, torch.bfloat16)
+    with torch.inference_mode():
+        first = attend(case, inputs, backend="grouped").clone()
+    assert torch.equal(first, attend(case, inputs, backend="grouped"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 200), min_size=1, max_size=40),
+    num_heads=st.sampled_from([1, 12, 64]),
+)
+def test_plan_holds_every_token_once(lengths: list[int], num_heads: int) -> None:
+    plan = AttentionPlan.build(lengths, num_heads=num_heads, dtype=torch.bfloat16)
+    seen = torch.zeros(sum(lengths), dtype=torch.int64)
+    for chunk in plan.chunks:
+        assert chunk.num_true <= chunk.num_seqs
+        if chunk.rows is None:
+            assert chunk.end - chunk.start == chunk.num_true * chunk.seq_len
+            seen[chunk.start : chunk.end] += 1
+        else:
+            assert chunk.is_true is not None
+            assert chunk.rows.shape == (chunk.num_seqs * chunk.length,)
+            written = chunk.rows[chunk.is_true]
+            if chunk.targets is None:
+                assert torch.equal(written, torch.arange(chunk.start, chunk.end))
+            else:
+                assert torch.equal(written, chunk.targets)
+            seen[written] += 1
+    assert seen.eq(1).all()
+
+
+def test_few_shapes_are_computed() -> None:
+    """Each shape of a product costs oneDNN up to a millisecond, once, and a place in its cache."""
+    shapes = set()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        lengths = torch.randint(5, 200, (32,), generator=generator).sort().values.tolist()
+        plan = AttentionPlan.build(lengths, num_heads=12, dtype=torch.bfloat16)
+        shapes |= {(chunk.num_seqs, chunk.length) for chunk in plan.chunks}
+    assert len(shapes) < 80
+
+
+def test_empty_batch(device: torch.device) -> None:
+    q = torch.ones(0, 4, 8, device=device)
+    out = attention(q, q, q, make_cu_seqlens((0, 0), device), (0, 0), max_seqlen=0, scale=1.0)
+    assert out.shape == (0, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": torch.ones(5, 3, 8), "v": torch.ones(5, 3, 8)}, "heads of q must be a multiple"),
+        ({"k": torch.ones(4, 4, 8)}, r"q must be \[T, H, K\]"),
+        ({"v": torch.ones(5, 4, 8).half()}, "must share float32, bfloat16 or float16"),
+        ({"cu_seqlens": make_cu_seqlens((5,))}, r"cu_seqlens must be int32 \[3\]"),
+        ({"seq_lens": (2, 2)}, "seq_lens must sum to the 5 rows"),
+        ({"max_seqlen": 2}, "not pass max_seqlen 2"),
+        ({"relative_bias": torch.ones(4, 2, 2)}, "relative_bias must be"),
+        ({"backend": "flash"}, "backend must be one of"),
+        ({"plan": AttentionPlan.build((3, 2), num_heads=4), "backend": "grouped"}, "plan was built for other"),
+    ],
+)
+def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> None:
+    x = torch.ones(5, 4, 8)
+    arguments = {
+        "q": x,
+        "k": x,
+        "v": x,
+        "cu_seqlens": make_cu_seqlens((2, 3)),
+        "seq_lens": (2, 3),
+        "max_seqlen": 3,
+        "scale": 1.0,
+    }
+    with pytest.raises(ValueError, match=message):
+        attention(**(arguments | changes))
+
+
+@pytest.mark.gpu
+def test_cuda_takes_varlen_for_16_bits() -> None:
+    q = torch.ones(5, 4, 64, device="cuda", dtype=torch.bfloat16)
+    assert takes_varlen(q, None) == (torch.cuda.get_device_capability() >= (8, 0))
+    assert not takes_varlen(q.float(), None)
+    assert not takes_varlen(q, torch.ones(4, 5, 5, device="cuda"))
+
+
+def test_kept_buffers_are_bounded() -> None:
+    case = AttentionCase("", (12, 300, 700), 12, 12, 64)
+    attend(case, make_attention_inputs(case, torch.bfloat16), backend="grouped")
+    kept = _grouped._thread.__dict__["buffers"].values()
+    assert all(buffer.numel() <= _grouped.MAX_KEPT_BUFFER for buffer in kept)
