@@ -157,6 +157,9 @@ format: $(VENV)/.installed-dev ## Format the code and fix what can be fixed.
 	@$(BIN)/ruff check --fix-only
 	@$(BIN)/ruff format
 
+tree: ## Write the tree in README.md anew.
+	@$(or $(PYTHON),python3) tests/readme_tree.py
+
 hooks: $(VENV)/.installed-dev ## Let git run the checks before each commit.
 	@$(BIN)/pre-commit install
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import os
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -21,9 +19,6 @@ from .packed_batch import PackedBatch
 from .params import PoolingParams
 from .pooling import ModelPooler, PoolingMetadata
 from .request import TokenizedInput
-
-_MIN_FILLED: Final = 128
-_MAX_FILLER: Final = 127
 
 Outputs = Mapping[str, NDArray[np.float32]]
 
@@ -46,7 +41,6 @@ class ModelRunner:
         self._device = torch.device(device)
         self._model = load_model(self.info, trust_remote_code=config.trust_remote_code)
         self._pooler = ModelPooler(self.info, self._model, load_dense(self.info))
-        self._is_filled = self.info.native and self._device.type == "cpu"
 
     @torch.inference_mode()
     def execute(self, inputs: Sequence[TokenizedInput], params: Sequence[PoolingParams]) -> list[Outputs]:
@@ -59,15 +53,6 @@ class ModelRunner:
         Returns:
             Per input, float32 arrays by output name.
         """
-        filler = filler_length(sum(map(len, inputs))) if self._is_filled else 0
-        if not 0 < filler <= self.info.max_model_len:
-            return self._run(inputs, params)
-        place = bisect.bisect_right(inputs, filler, key=len)
-        extra = TokenizedInput(np.zeros(filler, np.int32))
-        outputs = self._run([*inputs[:place], extra, *inputs[place:]], [*params[:place], params[0], *params[place:]])
-        return outputs[:place] + outputs[place + 1 :]
-
-    def _run(self, inputs: Sequence[TokenizedInput], params: Sequence[PoolingParams]) -> list[Outputs]:
         batch = PackedBatch.build(inputs, self._device)
         metadata = PoolingMetadata.for_batch(batch, params)
         output = self._model.forward(batch, need_attention=self._pooler.needs_attention(params))
@@ -78,18 +63,6 @@ class ModelRunner:
         tokens = np.zeros(8, np.int32)
         params = PoolingParams().resolved(self.info.tasks[0], self.info)
         self.execute([TokenizedInput(tokens[:4]), TokenizedInput(tokens)], [params, params])
-
-
-def filler_length(num_tokens: int) -> int:
-    """Tokens. Length of one meaningless sequence that rounds a batch on CPU up to a size that was seen before.
-
-    oneDNN compiles four products anew for every number of rows, which takes as long as a short forward; the filler
-    costs a sixteenth at most. Small batches, which have few sizes anyway, get none.
-    """
-    if num_tokens <= _MIN_FILLED:
-        return 0
-    step = min((1 << (num_tokens - 1).bit_length()) // 32, _MAX_FILLER + 1)
-    return -num_tokens % step
 
 
 def _usable_cores() -> int:

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.engine")
 
 _LIBRARY_DEFAULTS: Final = {
-    # oneDNN compiles a kernel of about 0.6 MB for every shape that it meets and keeps 1,024 of them, twice over.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
-    "LRU_CACHE_CAPACITY": "256",
     # OpenMP threads that wait spin for milliseconds, which takes the core that the HTTP side needs.
     "GOMP_SPINCOUNT": "1000",
 }

@@ -74,7 +74,7 @@ def test_no_production_file_imports_from_tests(layer: str) -> None:
     assert not [str(i) for i in imports_of(layer) if not i.level and root_name(i.name) in {"tests", "pytest"}]
 
 
-@pytest.mark.parametrize("module", [*PLAIN_MODULES, "penstock.server.cli"])
+@pytest.mark.parametrize("module", [*PLAIN_MODULES, "penstock.server.cli", "penstock.server.app"])
 def test_importing_loads_no_torch(module: str) -> None:
     """Not even through another module: these load in milliseconds, and the HTTP process stays small."""
     if importlib.util.find_spec(module) is None:

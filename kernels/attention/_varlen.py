@@ -33,6 +33,9 @@ def attention_varlen(
             options["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    # A longest sequence of 1 would send grouped heads to a decoding kernel, which fails where a sequence is empty
+    # (Dao-AILab/flash-attention#1537).
+    max_seqlen = max(max_seqlen, 2)
     out = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=reach, **options
     )

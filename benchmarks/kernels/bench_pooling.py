@@ -1,0 +1,48 @@
+"""Times kernels/pooling: the chosen backend beside the reference, on the cases of the tests. Best microseconds.
+
+.venv/bin/python benchmarks/kernels/bench_pooling.py --output benchmarks/results/pooling-cpu.json
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from measure import alternate, load_cases, parse_arguments, report, require_green_tests
+
+from penstock.kernels.pooling import pool
+
+
+def main() -> None:
+    """Measures mean, max and cls pooling with normalisation, in every dtype asked for."""
+    args = parse_arguments(__doc__)
+    require_green_tests("test_pooling.py")
+    cases = load_cases()
+    rows = []
+    for case in cases.POOLING_BENCH_CASES:
+        for dtype in args.dtype:
+            inputs = cases.make_pooling_inputs(case, getattr(torch, dtype), args.device)
+            for kind in ("mean", "max", "cls"):
+                run = partial(
+                    pool, inputs.hidden_states, inputs.cu_seqlens, kind, normalize=True, max_seqlen=max(case.seq_lens)
+                )
+                times_us = alternate(
+                    {"reference": partial(run, backend="reference"), "chosen": run}, args.seconds, args.device
+                )
+                read_bytes = inputs.hidden_states.nbytes if kind != "cls" else 0
+                rows.append(
+                    {
+                        "case": case.name,
+                        "dtype": dtype,
+                        "pooling": kind,
+                        "reference_us": times_us["reference"],
+                        "chosen_us": times_us["chosen"],
+                        "times_faster": times_us["reference"] / times_us["chosen"],
+                        "gb_per_s": read_bytes / times_us["chosen"] / 1e3,
+                    }
+                )
+    report(rows, args)
+
+
+if __name__ == "__main__":
+    main()
