@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from .config import EngineConfig
+from .errors import ModelLoadError
 from .load_tokenizer import load_tokenizer
 from .loader import load_dense, load_model
 from .messages import TokenizerSpec
@@ -70,10 +71,20 @@ def _usable_cores() -> int:
 
 
 def _resolve_device(config: EngineConfig) -> tuple[str, str]:
-    """Returns the device and dtype that "auto" stands for on this machine."""
+    """Returns the device and dtype that "auto" stands for on this machine.
+
+    Raises:
+        ModelLoadError: The device is not there.
+    """
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    index = int(device.partition(":")[2] or 0)
+    if device != "cpu" and index >= torch.cuda.device_count():
+        raise ModelLoadError(
+            f"--device is {device}, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
+            "install a CUDA build of torch and a driver, or take --device cpu."
+        )
     if config.dtype != "auto":
         return device, config.dtype
     if device == "cpu":

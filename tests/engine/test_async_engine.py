@@ -165,6 +165,11 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest(config: EngineCo
         await engine.embed(["late"], PARAMS)
 
 
+async def test_a_device_that_is_not_there_is_named(minilm_folder: Path) -> None:
+    with pytest.raises(errors.ModelLoadError, match=r"--device is cuda:99, but torch .* sees \d+ CUDA devices"):
+        await AsyncEngine.start(EngineConfig(model=str(minilm_folder), device="cuda:99"))
+
+
 @pytest.mark.parametrize("in_process", [False, True])
 async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, in_process: bool) -> None:
     (tmp_path / "config.json").write_text("{}")
