@@ -1,4 +1,4 @@
-"""Times kernels/attention: the chosen backend beside SDPA and the reference. Best microseconds; GFLOP/s without padding.
+"""Times kernels/attention: the chosen backend beside SDPA and the reference. Best microseconds; unpadded GFLOP/s.
 
 .venv/bin/python benchmarks/kernels/bench_attention.py --output benchmarks/results/attention-cpu.json
 """

@@ -21,7 +21,7 @@ _MIN_STEP: Final = 16
 # Steps grow so that padding is at most one row in this many.
 _STEPS_PER_SIZE: Final = 16
 # Kernels kept by oneDNN and, beside it, by torch's wrapper around it.
-_KEPT_KERNELS: Final = "128"
+_KEPT_KERNELS: Final = "96"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,18 +48,13 @@ class Rows:
     def of(cls, batch: PackedBatch) -> Rows:
         """Returns the rows for `batch`."""
         num_tokens = batch.input_ids.shape[0]
-        is_cpu = batch.input_ids.device.type == "cpu"
-        num_rows = round_up(num_tokens) if is_cpu and torch.backends.mkldnn.is_available() else num_tokens
+        ids, positions, types = batch.input_ids, batch.positions, batch.token_type_ids
+        if ids.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            return cls(batch, num_tokens, num_tokens, ids, positions, types)
+        num_rows = round_up(num_tokens)
         missing = (0, num_rows - num_tokens)
-        types = batch.token_type_ids
-        return cls(
-            batch,
-            num_tokens,
-            num_rows,
-            F.pad(batch.input_ids, missing),
-            F.pad(batch.positions, missing),
-            None if types is None else F.pad(types, missing),
-        )
+        types = None if types is None else F.pad(types, missing)
+        return cls(batch, num_tokens, num_rows, F.pad(ids, missing), F.pad(positions, missing), types)
 
     def pad(self, x_TD: Tensor) -> Tensor:
         """Returns [R, D]: the rows of [T, D], then zeros; the tensor itself where nothing is missing."""

@@ -115,6 +115,7 @@ def pool_partial(
     if skip_tokens is not None:
         firsts = torch.minimum(starts + (skip_tokens.clamp(min=0) - state.num_tokens).clamp(min=0), ends)
     has_rows = firsts < ends
+    token_weights = weights
 
     if state.pooling == "cls":
         is_first = has_rows & (state.weight == 0)
@@ -126,14 +127,12 @@ def pool_partial(
         state.rows = torch.where((state.weight == 0)[:, None], slice_rows, torch.maximum(state.rows, slice_rows))
         state.rows.masked_fill_(~has_rows[:, None] & (state.weight == 0)[:, None], 0.0)
     else:
-        token_weights = weights
         if state.pooling == "weighted_mean":
             positions = sequence_positions(cu_seqlens, hidden_states.shape[0], state.num_tokens)
             token_weights = (positions + 1).float()
         _add_compensated(state, segment_sum(hidden_states, firsts, ends, token_weights))
 
-    if state.pooling in ("weighted", "weighted_mean"):
-        assert token_weights is not None
+    if token_weights is not None:
         state.weight += segment_sum(token_weights[:, None], firsts, ends, None)[:, 0]
     else:
         state.weight += (ends - firsts).float()

@@ -1,4 +1,4 @@
-"""What has no native family runs through transformers: packed where that is right, padded or refused where it is not."""
+"""What has no native family runs through transformers: packed where that is right, else padded, or refused."""
 
 import json
 import logging
