@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -24,6 +25,10 @@ from .runner import ModelRunner, Outputs
 from .scheduler import Scheduler
 
 logger = logging.getLogger("penstock.engine")
+
+_CPU_TOKEN_BUDGET: Final = 2048
+"""Tokens. More brings no throughput on a CPU, but longer steps and more memory."""
+_CUDA_TOKEN_BUDGET: Final = 16_384
 
 Send = Callable[[FromCore, list[Frame]], None]
 
@@ -101,15 +106,17 @@ class EngineCore:
 
     def _load(self) -> None:
         self._runner = ModelRunner(self._config)
-        info = self._runner.info
-        limits = self._config.scheduler
-        if limits.max_num_batched_tokens < info.max_model_len:
+        info, limits = self._runner.info, self._config.scheduler
+        budget = limits.max_num_batched_tokens
+        if budget is None:
+            budget = _CPU_TOKEN_BUDGET if info.device == "cpu" else _CUDA_TOKEN_BUDGET
+        elif budget < info.max_model_len:
             logger.warning(
                 "max_num_batched_tokens is %d, but one sequence may have %d tokens; the budget is raised to that.",
-                limits.max_num_batched_tokens,
+                budget,
                 info.max_model_len,
             )
-        self._scheduler = Scheduler(limits, max_seq_len=info.max_model_len)
+        self._scheduler = Scheduler(limits, token_budget=budget, max_seq_len=info.max_model_len)
         self._runner.warm_up()
         self._send(Ready(info, self._runner.tokenizer, self._scheduler.token_budget), [])
 

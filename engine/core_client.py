@@ -57,16 +57,19 @@ class ProcessCore:
         self._on_exit = on_exit
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._resources = contextlib.ExitStack()
         self._closing = False
 
     async def start(self) -> None:
         """See CoreClient. Raises OSError if no process can be started."""
-        self._folder = tempfile.mkdtemp(prefix="penstock-")  # mode 0700: only this user reaches the sockets
-        inbox, outbox = (f"ipc://{self._folder}/{name}" for name in ("inbox", "outbox"))
-        self._sending = zmq.Context()
-        self._receiving = zmq.asyncio.Context()
-        self._inbox = self._sending.socket(zmq.PUSH)
-        self._outbox = self._receiving.socket(zmq.PULL)
+        folder = tempfile.mkdtemp(prefix="penstock-")  # mode 0700: only this user reaches the sockets
+        self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
+        inbox, outbox = (f"ipc://{folder}/{name}" for name in ("inbox", "outbox"))
+        sending, receiving = zmq.Context(), zmq.asyncio.Context()
+        for context in (sending, receiving):
+            self._resources.callback(context.destroy, linger=0)
+        self._inbox = sending.socket(zmq.PUSH)
+        self._outbox = receiving.socket(zmq.PULL)
         for socket in (self._inbox, self._outbox):
             socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
         self._inbox.connect(inbox)  # a connected PUSH socket queues at once; a bound one waits for its peer
@@ -85,25 +88,26 @@ class ProcessCore:
 
     async def close(self) -> None:
         """See CoreClient. A core that does not end in time is killed."""
-        if self._process is None or self._closing:
+        if self._closing:
             return
         self._closing = True
-        if self._process.returncode is None:
-            self._put(Stop(), [])
-            try:
-                await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT_S)
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):  # it ended by itself in this very moment
-                    self._process.kill()
-                await self._process.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._inbox.close(linger=0)
-        self._outbox.close(linger=0)
-        self._sending.term()
-        self._receiving.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            if self._process is not None and self._process.returncode is None:
+                await self._end(self._process)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._resources.close()
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        self._put(Stop(), [])
+        try:
+            await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself in this very moment
+                process.kill()
+            await process.wait()
 
     def _put(self, message: ToCore, frames: list[Frame]) -> None:
         self._inbox.send_multipart([encode(message), *frames], flags=zmq.NOBLOCK)

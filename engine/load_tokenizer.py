@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from .errors import UnsupportedModelError
 from .messages import TokenizerSpec
 from .model_info import ModelInfo
+
+_SAMPLE: Final = "One short text to begin with."
 
 
 def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> TokenizerSpec:
@@ -29,7 +31,7 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
         )
     backend.no_truncation()
     backend.no_padding()
-    uses_token_types = "token_type_ids" in tokenizer.model_input_names and info.config.get("type_vocab_size", 0) > 1
+    uses_token_types = "token_type_ids" in tokenizer.model_input_names and info.config.get("type_vocab_size", 2) > 1
     type_ids = backend.encode("a", "b").type_ids
     if uses_token_types and type_ids != sorted(type_ids):
         raise UnsupportedModelError(
@@ -37,5 +39,8 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
             "penstock knows one block of type 0, then one of type 1."
         )
     return TokenizerSpec(
-        json=backend.to_str(), truncation_side=tokenizer.truncation_side, uses_token_types=uses_token_types
+        json=backend.to_str(),
+        truncation_side=tokenizer.truncation_side,
+        uses_token_types=uses_token_types,
+        sample_ids=tuple(backend.encode(_SAMPLE).ids),
     )

@@ -21,7 +21,7 @@ from .layers.rows import limit_kept_kernels
 from .layers.weights import Weights
 from .model_info import ModelInfo
 from .models.base import PackedModel
-from .models.registry import find_model_class
+from .models.registry import find_model_class, has_own_code
 
 logger = logging.getLogger("penstock.engine")
 
@@ -44,11 +44,11 @@ def load_model(info: ModelInfo, *, trust_remote_code: bool = False) -> PackedMod
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
     limit_kept_kernels()
-    if not info.native:
+    if not info.native or (trust_remote_code and has_own_code(info.architecture, info.config)):
         from .models.fallback import TransformersModel
 
         return TransformersModel(info, trust_remote_code=trust_remote_code)
-    model_class = find_model_class(info.architecture, info.model_type)
+    model_class = find_model_class(info.architecture, info.model_type, info.config)
     with open_checkpoint(Path(info.path)) as checkpoint, torch.no_grad():
         model = model_class(info, Weights(checkpoint, _DTYPES[info.dtype], torch.device(info.device)))
         if unused := checkpoint.unused():

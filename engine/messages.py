@@ -30,11 +30,13 @@ class TokenizerSpec:
         json: Serialised tokenizer of the `tokenizers` library, without truncation and padding.
         truncation_side: "left" or "right".
         uses_token_types: The model reads token type ids.
+        sample_ids: Token ids of a short text, special tokens included.
     """
 
     json: str
     truncation_side: str
     uses_token_types: bool
+    sample_ids: tuple[int, ...] = ()
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):

@@ -61,9 +61,9 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Runs one small batch, so that the first request does not pay for what happens once."""
-        tokens = np.zeros(8, np.int32)
+        tokens = TokenizedInput(np.array(self.tokenizer.sample_ids[-self.info.max_model_len :], np.int32))
         params = PoolingParams().resolved(self.info.tasks[0], self.info)
-        self.execute([TokenizedInput(tokens[:4]), TokenizedInput(tokens)], [params, params])
+        self.execute([tokens, tokens], [params, params])
 
 
 def _usable_cores() -> int:

@@ -53,13 +53,14 @@ class Scheduler:
     exactly what may still be scheduled.
 
     Args:
-        config: Limits. A budget below `max_seq_len` is raised to it, since a sequence is never cut here.
+        config: Limits of the number of sequences and of their wait.
+        token_budget: Tokens in one batch. Raised to `max_seq_len` where it is less, since a sequence is never cut here.
         max_seq_len: Tokens of the longest sequence that will come.
     """
 
-    def __init__(self, config: SchedulerConfig, *, max_seq_len: int) -> None:
+    def __init__(self, config: SchedulerConfig, *, token_budget: int, max_seq_len: int) -> None:
         self.max_seq_len = max_seq_len
-        self.token_budget = max(config.max_num_batched_tokens, max_seq_len)
+        self.token_budget = max(token_budget, max_seq_len)
         self.max_num_seqs = config.max_num_seqs
         self.max_wait_s = config.max_wait_s
         self.num_waiting = 0

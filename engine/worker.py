@@ -12,30 +12,18 @@ import logging
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Final
 
 import zmq
 
+from .core import EngineCore
 from .messages import Cancel, Frame, FromCore, Start, Stop, Submit, ToCore, decode_to_core, encode
 
-if TYPE_CHECKING:
-    from .core import EngineCore
-
 logger = logging.getLogger("penstock.engine")
-
-_LIBRARY_DEFAULTS: Final = {
-    # OpenMP threads that wait spin for milliseconds, which takes the core that the HTTP side needs.
-    "GOMP_SPINCOUNT": "1000",
-}
-"""Variables that torch's libraries read when they are loaded. What the operator has set wins."""
 
 
 def main() -> None:
     """Runs the process until Stop arrives or the parent ends."""
     inbox_endpoint, outbox_endpoint = sys.argv[1:3]
-    for name, value in _LIBRARY_DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    from .core import EngineCore  # imports torch, which reads the variables above
 
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     context = zmq.Context()

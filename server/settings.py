@@ -63,7 +63,9 @@ class EngineSettings(BaseSettings):
     )
     max_model_len: PositiveInt | None = Field(None, description="Tokens. Longest input; default: the model's own.")
     auto_truncate: bool = Field(False, description="Cut over-long inputs instead of refusing them.")
-    max_num_batched_tokens: PositiveInt = Field(8192, description="Tokens in one forward.")
+    max_num_batched_tokens: PositiveInt | None = Field(
+        None, description="Tokens in one forward; default: 2,048 on CPU, 16,384 on CUDA."
+    )
     max_num_seqs: PositiveInt = Field(512, description="Sequences in one forward.")
     max_queued_tokens: PositiveInt = Field(
         4_000_000, description="Tokens that may wait or run at once; requests beyond are refused whole with 429."

@@ -77,13 +77,12 @@ class TransformersModel(PackedModel):
     def __init__(self, info: ModelInfo, *, trust_remote_code: bool = False) -> None:
         self._name = info.name
         self._device = torch.device(info.device)
-        self._network: Any = load_pretrained(info, trust_remote_code=trust_remote_code)
+        self._use(load_pretrained(info, trust_remote_code=trust_remote_code), gives_logits=False)
         self._pad_token_id = _text_config(self._network).pad_token_id
-        self._gives_logits = False
         self.hidden_size = info.hidden_size
         if info.kind is ModelKind.TOKEN_CLASSIFIER:
             self.token_head = _identity
-        with torch.inference_mode(), _in_float32(self._network):
+        with torch.no_grad(), _in_float32(self._network):
             if info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
                 self._separate_head(info)
             packing = "its classification head pools by itself" if self._gives_logits else self._try_packing(info)
@@ -109,10 +108,16 @@ class TransformersModel(PackedModel):
             return ModelOutput(hidden_states=rows)
         return ModelOutput(hidden_states=rows.new_empty(batch.num_tokens, 0), logits=rows.float())
 
+    def _use(self, network: Any, *, gives_logits: bool) -> None:
+        """Sets what a forward calls and whether that pools by itself."""
+        self._network: Any = network
+        self._gives_logits = gives_logits
+        self._accepted = _argument_names(network)
+
     def _separate_head(self, info: ModelInfo) -> None:
         """Takes the head off where it is one map of the row that penstock pools too; leaves it on otherwise."""
-        self._gives_logits = True
         classifier = self._network
+        self._use(classifier, gives_logits=True)
         score = getattr(classifier, "score", None)
         if not isinstance(score, nn.Linear) or info.sequence_pooling not in ((PoolingType.LAST,), (PoolingType.CLS,)):
             return
@@ -120,14 +125,14 @@ class TransformersModel(PackedModel):
         probe = self._probe((_PROBE_LENGTHS[0],), info)
         try:
             expected = self._run_padded(probe)
-            self._network, self._gives_logits = classifier.base_model, False
+            self._use(classifier.base_model, gives_logits=False)
             is_same = _agree(score(self._run_padded(probe)[row : row + 1 or None]), expected)
         except _CALL_ERRORS as error:
             raise UnsupportedModelError(f"transformers cannot run {info.name}: {error!r}") from error
         if is_same:
             self.sequence_head = _ScoreHead(score)
         else:
-            self._network, self._gives_logits = classifier, True
+            self._use(classifier, gives_logits=True)
 
     def _try_packing(self, info: ModelInfo) -> _Packing | str:
         """Decides by trial whether the network may run packed, and how; returns why not where it may not."""
@@ -137,7 +142,7 @@ class TransformersModel(PackedModel):
             expected = self._run_padded(probe)
         except _CALL_ERRORS as error:
             raise UnsupportedModelError(f"transformers cannot run {info.name}: {error!r}") from error
-        if "position_ids" not in self._accepted():
+        if "position_ids" not in self._accepted:
             return "it takes no position ids"
         implementation = network.config._attn_implementation
         reason = "packed sequences disturb each other"
@@ -204,11 +209,11 @@ class TransformersModel(PackedModel):
             lengths = batch.seq_lens[first:last]
             start = sum(batch.seq_lens[:first])
             span = slice(start, start + sum(lengths))
-            ids = pad_sequence(batch.input_ids[span].split(lengths), True, float(self._pad_token_id or 0))
+            ids = pad_sequence(list(batch.input_ids[span].split(lengths)), True, float(self._pad_token_id or 0))
             is_token = torch.arange(ids.shape[1], device=ids.device) < torch.tensor(lengths, device=ids.device)[:, None]
             arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": is_token.long()}
             if batch.token_type_ids is not None:
-                arguments["token_type_ids"] = pad_sequence(batch.token_type_ids[span].split(lengths), True)
+                arguments["token_type_ids"] = pad_sequence(list(batch.token_type_ids[span].split(lengths)), True)
             output = self._call(arguments)
             parts.append(output if self._gives_logits else output[is_token])
         return torch.cat(parts)
@@ -216,7 +221,7 @@ class TransformersModel(PackedModel):
     def _groups(self, seq_lens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Cuts a batch into runs of similar length; into single sequences where padding would show in the result."""
         pools_at_marker = self._gives_logits and (self._network.config.is_encoder_decoder or self._pad_token_id is None)
-        can_share = "attention_mask" in self._accepted() and not pools_at_marker
+        can_share = "attention_mask" in self._accepted and not pools_at_marker
         first = 0
         for last in range(1, len(seq_lens) + 1):
             members = seq_lens[first : last + 1]
@@ -226,7 +231,7 @@ class TransformersModel(PackedModel):
 
     def _call(self, arguments: dict[str, Any]) -> Tensor:
         """Calls the network with the arguments that it takes; returns its logits, else its hidden states."""
-        accepted = self._accepted()
+        accepted = self._accepted
         if "use_cache" in accepted:
             arguments["use_cache"] = False
         output = self._network(
@@ -234,10 +239,6 @@ class TransformersModel(PackedModel):
         )
         rows: Tensor = output.logits if "logits" in output else output.last_hidden_state
         return rows
-
-    def _accepted(self) -> frozenset[str]:
-        """Names of the arguments of the network."""
-        return frozenset(inspect.signature(self._network.forward).parameters)
 
 
 class _ScoreHead:
@@ -250,6 +251,15 @@ class _ScoreHead:
         """Returns [N, num_labels] float32."""
         logits: Tensor = self._score(pooled_ND.to(self._score.weight.dtype))
         return logits.float()
+
+
+def _argument_names(network: Any) -> frozenset[str]:
+    """Names of the inputs that a network takes."""
+    parameters = inspect.signature(network.forward).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if takes_any and "input_ids" not in parameters:
+        return frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
+    return frozenset(parameters)
 
 
 def _identity(logits: Tensor) -> Tensor:

@@ -57,10 +57,9 @@ def _check_architecture(info: ModelInfo, *, trust_remote_code: bool) -> None:
     """Refuses what transformers would load as something else without a word."""
     if trust_remote_code:
         return
-    own_code = (
-        " It comes with code of its own, which --trust-remote-code would run." if info.config.get("auto_map") else ""
-    )
-    if info.architecture != "AutoModel" and not hasattr(transformers, info.architecture):
+    has_code = bool(info.config.get("auto_map"))
+    own_code = " It comes with code of its own, which --trust-remote-code would run." if has_code else ""
+    if has_code and not hasattr(transformers, info.architecture):
         raise UnsupportedModelError(
             f"The architecture {info.architecture!r} of {info.name} is not one of "
             f"transformers {transformers.__version__}.{own_code}"

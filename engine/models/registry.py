@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from .base import NativeModel
+
+logger = logging.getLogger("penstock.engine")
 
 # model_type -> class name prefix in transformers, module and class here.
 _FAMILIES: Final[dict[str, tuple[str, str, str]]] = {
@@ -31,6 +35,8 @@ _SUFFIXES: Final = (
     "ForNextSentencePrediction",
     "ForQuestionAnswering",
     "ForMultipleChoice",
+    "ForCausalLM",
+    "LMHeadModel",
 )
 # Architecture -> module and class here.
 NATIVE_ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
@@ -38,25 +44,34 @@ NATIVE_ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
 }
 
 
-def find_model_class(architecture: str, model_type: str) -> type[NativeModel]:
+def has_own_code(architecture: str, config: Mapping[str, Any]) -> bool:
+    """Whether the model is a class of its own that only looks like a native family: its config.json names its code."""
+    return architecture not in NATIVE_ARCHITECTURES and bool(config.get("auto_map"))
+
+
+def find_model_class(architecture: str, model_type: str, config: Mapping[str, Any]) -> type[NativeModel]:
     """Imports and returns the class that runs a model.
 
     Args:
         architecture: Class name from config.json; "AutoModel" where it names none.
-        model_type: Of config.json; decides where there is no class name.
+        model_type: Of config.json; decides, as in transformers, where the class name is not known.
+        config: config.json.
 
     Raises:
-        UnsupportedModelError: No family knows the architecture.
+        UnsupportedModelError: No family knows the model.
     """
     target = NATIVE_ARCHITECTURES.get(architecture)
-    if target is None and architecture == "AutoModel" and model_type in _FAMILIES:
+    if target is None and model_type in _FAMILIES and not has_own_code(architecture, config):
         target = _FAMILIES[model_type][1:]
+        if architecture != "AutoModel":
+            logger.warning("The architecture %r is not known; it is loaded as %s.", architecture, target[1])
     if target is None:
-        prefixes = ", ".join(sorted(prefix for prefix, _, _ in _FAMILIES.values()))
+        own_code = (
+            " It comes with code of its own, which --trust-remote-code would run." if config.get("auto_map") else ""
+        )
         raise UnsupportedModelError(
-            f"The architecture {architecture!r} (model_type {model_type!r}) is not known. Native are {prefixes}, "
-            f"each as {', '.join(_SUFFIXES)}; if the checkpoint is one of them under another name, "
-            "name it in --hf-overrides."
+            f"The architecture {architecture!r} (model_type {model_type!r}) is not known. "
+            f"Native are {', '.join(sorted(_FAMILIES))}.{own_code}"
         )
     module, name = target
     model_class: type[NativeModel] = getattr(import_module(f".{module}", __package__), name)

@@ -98,6 +98,7 @@ class PoolingMetadata:
             for length, size, start, row in zip(seq_lens, sizes, starts, bounds[:-1].tolist(), strict=True)
         ]
         is_partial = states is not None or not all(cursor.is_whole for cursor in cursors)
+        running: list[PoolingStates | None] = list(states) if states is not None else [None] * num_seqs
         return cls(
             params=params if params is not None else [PoolingParams()] * num_seqs,
             seq_lens=tuple(sizes),
@@ -105,7 +106,7 @@ class PoolingMetadata:
             token_ids=token_ids,
             skip_tokens=skip_tokens,
             cursors=cursors if is_partial else None,
-            states=(list(states) if states is not None else [None] * num_seqs) if is_partial else None,
+            states=running if is_partial else None,
         )
 
     @property

@@ -58,8 +58,8 @@ class PoolingStates:
         Raises:
             ValueError: No type, or a token-level type among others.
         """
-        types = tuple(pooling_types)
-        if not types or (len(types) > 1 and any(t.is_token_level for t in types)):
+        types: tuple[PoolingType, ...] = tuple(pooling_types)
+        if len(types) == 0 or (len(types) > 1 and any(t.is_token_level for t in types)):
             raise ValueError(f"pooling types must be sequence-level or a single token-level one, got {list(types)}")
         if types[0].is_token_level:
             return cls(types)

@@ -14,8 +14,8 @@ lengths = st.lists(st.integers(1, MAX_SEQ_LEN), min_size=1, max_size=20)
 
 
 def make(budget: int = 128, max_num_seqs: int = 8, max_wait_s: float = 1.0) -> Scheduler:
-    config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, max_wait_s=max_wait_s)
-    return Scheduler(config, max_seq_len=MAX_SEQ_LEN)
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_wait_s=max_wait_s)
+    return Scheduler(config, token_budget=budget, max_seq_len=MAX_SEQ_LEN)
 
 
 def request(request_id: int, seq_lens: list[int], arrival_s: float = 0.0, priority: int = 0) -> list[Sequence]:

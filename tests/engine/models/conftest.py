@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,9 +41,13 @@ Save = Callable[..., tuple[Path, transformers.PreTrainedModel]]
 
 
 @pytest.fixture(autouse=True)
-def _no_grad() -> object:
+def _quick_torch() -> Iterator[None]:
+    """No gradients, and one thread: for tiny models more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.no_grad():
         yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

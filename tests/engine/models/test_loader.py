@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from penstock.engine.errors import UnsupportedModelError, WeightError
 from penstock.engine.loader import load_dense, load_model
 from penstock.engine.model_info import DenseSpec
+from penstock.engine.models.registry import find_model_class
 
 SIZES = {
     "vocab_size": 100,
@@ -161,9 +162,22 @@ def test_wrong_number_of_labels_is_named(tensors, resolve):
         load_model(resolve(folder, hf_overrides=labels))
 
 
-def test_unknown_architecture_is_named(tensors, resolve):
-    with pytest.raises(UnsupportedModelError, match="'BertForSomethingElse'"):
-        load_model(resolve(tensors[0], hf_overrides={"architectures": ["BertForSomethingElse"]}))
+def test_unknown_class_name_loads_as_its_model_type(tensors, resolve, pack, caplog):
+    folder, _, _, reference = tensors
+    model = load_model(resolve(folder, hf_overrides={"architectures": ["HF_ColBERT"]}))
+    assert_close(hidden_states(model, pack), expected_states(reference))
+    assert "'HF_ColBERT' is not known; it is loaded as BertModel" in caplog.text
+
+
+def test_class_with_code_of_its_own_is_refused(tensors, resolve):
+    own = {"architectures": ["OwnBert"], "auto_map": {"AutoModel": "modeling_own.OwnBert"}}
+    with pytest.raises(UnsupportedModelError, match=r"'OwnBert'.*--trust-remote-code"):
+        load_model(resolve(tensors[0], hf_overrides=own))
+
+
+def test_unknown_family_is_named():
+    with pytest.raises(UnsupportedModelError, match="'FooModel'"):
+        find_model_class("FooModel", "foo", {})
 
 
 def test_folder_without_weights_is_named(tensors, resolve):
