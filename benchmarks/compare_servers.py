@@ -33,6 +33,9 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=6.0, help="length of one round")
+    parser.add_argument(
+        "--settle", type=float, default=1.5, help="seconds of the same load before a round, not counted"
+    )
     parser.add_argument("--encoding-format", default="float", choices=("float", "base64"))
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -65,7 +68,12 @@ async def measure(servers: list[Server], args: argparse.Namespace) -> dict[str, 
     """Runs all rounds and returns the report."""
     report: dict[str, Any] = {
         "machine": {"platform": platform.platform(), "cpu": _cpu_name(), "python": platform.python_version()},
-        "settings": {"rounds": args.rounds, "seconds": args.seconds, "encoding_format": args.encoding_format},
+        "settings": {
+            "rounds": args.rounds,
+            "seconds": args.seconds,
+            "settle": args.settle,
+            "encoding_format": args.encoding_format,
+        },
         "servers": {server.name: {} for server in servers},
         "loads": {},
     }
@@ -77,6 +85,7 @@ async def measure(servers: list[Server], args: argparse.Namespace) -> dict[str, 
         for number in range(args.rounds):
             for server in servers if number % 2 == 0 else reversed(servers):
                 bodies = load.bodies(names[server.name], args.encoding_format, seed=number)
+                await run_round(server.url, load, bodies, args.settle)  # its memory may have gone cold meanwhile
                 rounds[server.name].append(await run_round(server.url, load, bodies, args.seconds))
         first = rounds[servers[0].name]
         report["loads"][load.name] = {

@@ -18,7 +18,19 @@ import torch
 
 from .config import EngineConfig
 from .errors import DeadlineExceededError, EngineError, ModelExecutionError, ModelLoadError
-from .messages import Failed, Frame, FromCore, LoadFailed, Ready, RowHeader, Rows, Submit, pack_rows, unpack_inputs
+from .messages import (
+    Cancel,
+    Failed,
+    Frame,
+    FromCore,
+    LoadFailed,
+    Ready,
+    RowHeader,
+    Rows,
+    Submit,
+    pack_rows,
+    unpack_inputs,
+)
 from .params import PoolingParams
 from .request import Sequence as QueuedSequence, TokenizedInput
 from .runner import ModelRunner, Outputs
@@ -45,7 +57,7 @@ class _Request:
 class EngineCore:
     """Owns the scheduler and the model runner.
 
-    `submit`, `cancel` and `stop` may be called from any thread; `run` is the device thread.
+    `receive` and `stop` may be called from any thread; `run` is the device thread.
 
     Args:
         config: What to serve.
@@ -75,34 +87,52 @@ class EngineCore:
         while self._step():
             pass
 
-    def submit(self, message: Submit, frames: Sequence[Frame]) -> None:
-        """Queues a request."""
-        inputs = unpack_inputs(frames)
-        now_s = time.monotonic()
-        deadline_s = None if message.timeout_s is None else now_s + message.timeout_s
-        sequences = [
-            QueuedSequence(message.request_id, i, len(tokens), now_s, message.priority, deadline_s)
-            for i, tokens in enumerate(inputs)
-        ]
-        with self._changed:
-            self._requests[message.request_id] = _Request(message.params, inputs, len(inputs))
-            try:
-                self._scheduler.add(sequences)
-            except ValueError as error:
-                self._fail(message.request_id, ModelExecutionError(f"The request cannot run: {error}"))
-            self._changed.notify()
+    def receive(self, items: Sequence[Submit | Cancel | Frame]) -> None:
+        """Takes messages in at once, each Submit followed by its frame.
 
-    def cancel(self, request_id: int) -> None:
-        """Forgets a request; what runs of it is thrown away."""
+        Raises:
+            TypeError: A Submit without a frame, or a frame without a Submit.
+        """
+        rest = iter(items)
+        now_s = time.monotonic()
         with self._changed:
-            self._scheduler.cancel(request_id)
-            self._requests.pop(request_id, None)
+            for item in rest:
+                if isinstance(item, Submit):
+                    frame = next(rest, None)
+                    if frame is None or isinstance(frame, Submit | Cancel):
+                        raise TypeError("a Submit message without its frame")
+                    self._submit(item, unpack_inputs(frame), now_s)
+                elif isinstance(item, Cancel):
+                    self._cancel(item.request_id)
+                else:
+                    raise TypeError("a frame without its Submit message")
+            self._changed.notify()
 
     def stop(self) -> None:
         """Lets `run` return after the step that runs now."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
+
+    def _submit(self, message: Submit, inputs: list[TokenizedInput], now_s: float) -> None:
+        """Queues a request. The caller holds the lock."""
+        request_id = message.request_id
+        deadline_s = None if message.timeout_s is None else now_s + message.timeout_s
+        self._requests[request_id] = _Request(message.params, inputs, len(inputs))
+        try:
+            self._scheduler.add(
+                [
+                    QueuedSequence(request_id, i, len(tokens), now_s, message.priority, deadline_s)
+                    for i, tokens in enumerate(inputs)
+                ]
+            )
+        except ValueError as error:
+            self._fail(request_id, ModelExecutionError(f"The request cannot run: {error}"))
+
+    def _cancel(self, request_id: int) -> None:
+        """Forgets a request; what runs of it is thrown away. The caller holds the lock."""
+        self._scheduler.cancel(request_id)
+        self._requests.pop(request_id, None)
 
     def _load(self) -> None:
         self._runner = ModelRunner(self._config)

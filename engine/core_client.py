@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 import zmq
 import zmq.asyncio
 
-from .messages import Cancel, Frame, FromCore, Start, Stop, Submit, ToCore, decode_from_core, encode
+from .dispatcher import Outgoing
+from .messages import Cancel, Frame, FromCore, Start, Stop, Submit, decode_from_core, encode
 
 if TYPE_CHECKING:
     from .core import EngineCore
@@ -32,8 +33,8 @@ _STOP_TIMEOUT_S = 5.0
 class CoreClient(Protocol):
     """The client's end of a core. All methods belong to the event loop."""
 
-    def send(self, message: Submit | Cancel, frames: list[Frame]) -> None:
-        """Sends without blocking."""
+    def send(self, items: list[Outgoing]) -> None:
+        """Sends messages, each Submit followed by its frame, without blocking."""
 
     async def start(self) -> None:
         """Starts the core; Ready or LoadFailed follows as a message."""
@@ -79,12 +80,13 @@ class ProcessCore:
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in a terminal is for the server, which then stops the core
         )
-        self._put(self._start, [])
+        self._inbox.send(encode(self._start), flags=zmq.NOBLOCK)
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch(self._process))]
 
-    def send(self, message: Submit | Cancel, frames: list[Frame]) -> None:
+    def send(self, items: list[Outgoing]) -> None:
         """See CoreClient."""
-        self._put(message, frames)
+        frames = [encode(i) if isinstance(i, Submit | Cancel) else i for i in items]
+        self._inbox.send_multipart(frames, flags=zmq.NOBLOCK)
 
     async def close(self) -> None:
         """See CoreClient. A core that does not end in time is killed."""
@@ -101,16 +103,13 @@ class ProcessCore:
             self._resources.close()
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        self._put(Stop(), [])
+        self._inbox.send(encode(Stop()), flags=zmq.NOBLOCK)
         try:
             await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):  # it ended by itself in this very moment
                 process.kill()
             await process.wait()
-
-    def _put(self, message: ToCore, frames: list[Frame]) -> None:
-        self._inbox.send_multipart([encode(message), *frames], flags=zmq.NOBLOCK)
 
     async def _receive(self) -> None:
         while True:
@@ -154,14 +153,11 @@ class ThreadCore:
         self._thread.start()
         self._core = await created
 
-    def send(self, message: Submit | Cancel, frames: list[Frame]) -> None:
+    def send(self, items: list[Outgoing]) -> None:
         """See CoreClient."""
         if self._core is None:
             raise RuntimeError("the core has not been started")
-        if isinstance(message, Submit):
-            self._core.submit(message, frames)
-        else:
-            self._core.cancel(message.request_id)
+        self._core.receive(items)
 
     async def close(self) -> None:
         """See CoreClient. Waits for the step that runs now."""

@@ -26,7 +26,8 @@ from .params import PoolingParams
 from .request import TokenizedInput
 
 Arrays = dict[str, NDArray[np.float32]]
-Send = Callable[[Submit | Cancel, list[Frame]], None]
+Outgoing = Submit | Cancel | Frame
+Send = Callable[[list[Outgoing]], None]
 
 _FAILURES: dict[str, type[EngineError]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
@@ -69,6 +70,8 @@ class _Pending:
 class Dispatcher:
     """The table of requests under way.
 
+    What one turn of the event loop submits is sent together, so that it can run as one batch.
+
     Args:
         max_queued_tokens: Tokens that may be under way at once.
     """
@@ -77,6 +80,7 @@ class Dispatcher:
         self.stats = DispatcherStats()
         self._max_queued_tokens = max_queued_tokens
         self._send: Send | None = None
+        self._outgoing: list[Outgoing] = []
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count()
         self._tokens_per_s = 0.0
@@ -90,6 +94,7 @@ class Dispatcher:
     def disconnect(self, reason: str) -> None:
         """Stops accepting and fails what is under way with EngineUnavailableError."""
         self._send = None
+        self._outgoing.clear()
         for request_id in list(self._pending):
             self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
 
@@ -110,7 +115,7 @@ class Dispatcher:
         if not inputs:
             return []
         num_tokens = sum(map(len, inputs))
-        send = self._admit(num_tokens)
+        self._admit(num_tokens)
         request_id = next(self._ids)
         pending = _Pending(asyncio.get_running_loop().create_future(), num_tokens, [{} for _ in inputs], len(inputs))
         self._pending[request_id] = pending
@@ -118,14 +123,14 @@ class Dispatcher:
         self.stats.num_tokens += num_tokens
         self._idle.clear()
         try:
-            send(Submit(request_id, params, priority, timeout_s), pack_inputs(inputs))
+            self._post(Submit(request_id, params, priority, timeout_s), pack_inputs(inputs))
             async with asyncio.timeout(timeout_s):
                 return await pending.future
         except TimeoutError as error:
             raise DeadlineExceededError(f"The deadline of {timeout_s:g} s passed before the answer.") from error
         finally:
-            if self._forget(request_id) and self._send is not None:
-                self._send(Cancel(request_id), [])
+            if self._forget(request_id):
+                self._post(Cancel(request_id))
 
     def receive_rows(self, message: Rows, frame: Frame) -> None:
         """Books the results of one step."""
@@ -157,7 +162,18 @@ class Dispatcher:
         """Returns when nothing is under way."""
         await self._idle.wait()
 
-    def _admit(self, num_tokens: int) -> Send:
+    def _post(self, *items: Outgoing) -> None:
+        """Sends at the end of this turn of the event loop."""
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.extend(items)
+
+    def _flush(self) -> None:
+        items, self._outgoing = self._outgoing, []
+        if items and self._send is not None:
+            self._send(items)
+
+    def _admit(self, num_tokens: int) -> None:
         if num_tokens > self._max_queued_tokens:
             raise InvalidRequestError(
                 f"The request has {num_tokens} tokens; the server takes at most {self._max_queued_tokens} at once. "
@@ -174,7 +190,6 @@ class Dispatcher:
                 f"this request has {num_tokens}. Please try again later.",
                 retry_after_s=excess / self._tokens_per_s if self._tokens_per_s else 1.0,
             )
-        return self._send
 
     def _settle(self, request_id: int, error: EngineError | None) -> None:
         pending = self._pending.get(request_id)

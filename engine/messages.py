@@ -47,7 +47,10 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """Client to core: one request. Frames: token_ids, lengths, type_boundaries, num_prompt_tokens (int32 each)."""
+    """Client to core: one request.
+
+    Frame, int32: the number of inputs; length, type_boundary and num_prompt_tokens of each; the token ids of all.
+    """
 
     request_id: int
     params: PoolingParams
@@ -131,25 +134,22 @@ def decode_from_core(frame: Frame) -> FromCore:
     return _from_core.decode(frame)
 
 
-def pack_inputs(inputs: Seq[TokenizedInput]) -> list[Frame]:
-    """Returns the frames of a Submit message for `inputs`."""
-    token_ids = inputs[0].token_ids if len(inputs) == 1 else np.concatenate([i.token_ids for i in inputs])
-    lengths = np.array([len(i) for i in inputs], np.int32)
-    boundaries = np.array([i.type_boundary for i in inputs], np.int32)
-    prompts = np.array([i.num_prompt_tokens for i in inputs], np.int32)
-    return [memoryview(a).cast("B") for a in (np.ascontiguousarray(token_ids, np.int32), lengths, boundaries, prompts)]
+def pack_inputs(inputs: Seq[TokenizedInput]) -> Frame:
+    """Returns the frame of a Submit message for `inputs`."""
+    heads = np.array([(len(i), i.type_boundary, i.num_prompt_tokens) for i in inputs], np.int32)
+    parts = [np.array([len(inputs)], np.int32), heads.ravel(), *(i.token_ids for i in inputs)]
+    return memoryview(np.concatenate(parts, dtype=np.int32)).cast("B")
 
 
-def unpack_inputs(frames: Seq[Frame]) -> list[TokenizedInput]:
-    """Returns the inputs of a Submit message; their arrays are views of `frames`."""
-    token_ids, lengths, boundaries, prompts = (np.frombuffer(f, np.int32) for f in frames)
-    ends = np.cumsum(lengths)
-    return [
-        TokenizedInput(token_ids[end - length : end], boundary, prompt)
-        for end, length, boundary, prompt in zip(
-            ends.tolist(), lengths.tolist(), boundaries.tolist(), prompts.tolist(), strict=True
-        )
-    ]
+def unpack_inputs(frame: Frame) -> list[TokenizedInput]:
+    """Returns the inputs of a Submit message; their arrays are views of `frame`."""
+    values = np.frombuffer(frame, np.int32)
+    start = 1 + 3 * int(values[0])
+    inputs = []
+    for length, boundary, num_prompt_tokens in values[1:start].reshape(-1, 3).tolist():
+        inputs.append(TokenizedInput(values[start : start + length], boundary, num_prompt_tokens))
+        start += length
+    return inputs
 
 
 def pack_rows(arrays: Seq[NDArray[Any]]) -> Frame:

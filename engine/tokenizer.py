@@ -7,20 +7,25 @@ the engine process (load_tokenizer.py) and arrives as a TokenizerSpec.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from .errors import InvalidRequestError, RequestTooLongError
+from .errors import EngineUnavailableError, InvalidRequestError, RequestTooLongError
 from .messages import TokenizerSpec
 from .request import TokenizedInput
 
 Text = str | Sequence[int]
 T = TypeVar("T")
+_Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+
+_MIN_SHARE = 8
+"""Jobs. Fewer than this are not worth a second worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,10 @@ class TokenizerPool:
         self._side = spec.truncation_side
         self._vocab_size = vocab_size
         self._do_lower_case = do_lower_case
+        self._is_closed = False
+        self._waiting: list[_Job] = []
+        self._awaited: set[asyncio.Future[Any]] = set()
+        self._num_workers = num_workers
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
 
     async def encode(self, inputs: Sequence[Text], truncation: Truncation, *, prompt: str = "") -> list[TokenizedInput]:
@@ -103,11 +112,52 @@ class TokenizerPool:
         )
 
     def close(self) -> None:
-        """Ends the worker threads; work that has not begun is dropped."""
+        """Ends the worker threads. What is still awaited fails with EngineUnavailableError."""
+        self._is_closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
+        for future in self._awaited:
+            if not future.done():
+                future.set_exception(EngineUnavailableError("The server is shutting down."))
 
     async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        """Runs `work` in a worker thread, together with what else this turn of the event loop asks for.
+
+        Going to a thread and back takes longer than to tokenize a short text, and requests that travel together can
+        run as one batch.
+        """
+        if self._is_closed:
+            raise EngineUnavailableError("The server is shutting down.")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._begin, loop)
+        self._waiting.append((work, future))
+        self._awaited.add(future)
+        try:
+            return await future
+        finally:
+            self._awaited.discard(future)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Deals what waits out to the workers."""
+        waiting, self._waiting = self._waiting, []
+        if self._is_closed:
+            return
+        share = max(-(-len(waiting) // self._num_workers), _MIN_SHARE)
+        for start in range(0, len(waiting), share):
+            self._executor.submit(self._work, waiting[start : start + share], loop)
+
+    @staticmethod
+    def _work(jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
+        """Runs jobs in a worker thread and hands all their results to the event loop at once."""
+        done: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
+        for work, future in jobs:
+            try:
+                done.append((future, work(), None))
+            except Exception as error:  # noqa: BLE001 - it is raised again where the job was asked for
+                done.append((future, None, error))
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits
+            loop.call_soon_threadsafe(_settle, done)
 
     def _cased(self, texts: Sequence[str]) -> list[str]:
         return [t.lower() for t in texts] if self._do_lower_case else list(texts)
@@ -194,6 +244,17 @@ class TokenizerPool:
             max_num_tokens=limit,
             param=truncation.param,
         )
+
+
+def _settle(done: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:
+    """Fills futures on their event loop; those whose caller has gone are left alone."""
+    for future, result, error in done:
+        if future.done():
+            continue
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
 
 def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:

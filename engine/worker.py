@@ -12,11 +12,12 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Iterable, Iterator
 
 import zmq
 
 from .core import EngineCore
-from .messages import Cancel, Frame, FromCore, Start, Stop, Submit, ToCore, decode_to_core, encode
+from .messages import Cancel, Frame, FromCore, Start, Stop, Submit, decode_to_core, encode
 
 logger = logging.getLogger("penstock.engine")
 
@@ -56,8 +57,11 @@ def _receive(inbox: zmq.Socket[bytes], core: EngineCore) -> None:
     """Hands messages to the core as they come; a message that it cannot take ends the process, never hangs it."""
     try:
         while True:
-            first, *frames = inbox.recv_multipart(copy=False)
-            _hand_over(decode_to_core(first.buffer), [f.buffer for f in frames], core)
+            frames = inbox.recv_multipart(copy=False)
+            if len(frames) == 1 and isinstance(decode_to_core(frames[0].buffer), Stop):
+                core.stop()
+            else:
+                core.receive(list(_items([f.buffer for f in frames])))
     except zmq.ContextTerminated:
         inbox.close(linger=0)
     except Exception:
@@ -65,16 +69,16 @@ def _receive(inbox: zmq.Socket[bytes], core: EngineCore) -> None:
         os._exit(1)
 
 
-def _hand_over(message: ToCore, frames: list[Frame], core: EngineCore) -> None:
-    match message:
-        case Submit():
-            core.submit(message, frames)
-        case Cancel():
-            core.cancel(message.request_id)
-        case Stop():
-            core.stop()
-        case Start():
-            raise TypeError("the engine has been started already")
+def _items(frames: Iterable[Frame]) -> Iterator[Submit | Cancel | Frame]:
+    """Parses the messages of one transmission; the frame that follows a Submit is passed on as it is."""
+    rest = iter(frames)
+    for first in rest:
+        message = decode_to_core(first)
+        if not isinstance(message, Submit | Cancel):
+            raise TypeError(f"{type(message).__name__} cannot come now")
+        yield message
+        if isinstance(message, Submit):
+            yield next(rest)
 
 
 def _end_with_parent() -> None:

@@ -52,6 +52,7 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
             access_log=False,
             log_config=None,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s) or None,
         )

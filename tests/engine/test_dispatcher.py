@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.engine import errors
-from penstock.engine.dispatcher import Dispatcher
+from penstock.engine.dispatcher import Dispatcher, Outgoing
 from penstock.engine.messages import Cancel, Failed, Frame, RowHeader, Rows, Submit, pack_rows, unpack_inputs
 from penstock.engine.params import PoolingParams
 from penstock.engine.request import TokenizedInput
@@ -19,13 +19,18 @@ class Core:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
+        self.num_sends = 0
         self.sent: list[Submit | Cancel] = []
-        self.frames: list[list[Frame]] = []
+        self.frames: list[Frame] = []
         dispatcher.connect(self.send)
 
-    def send(self, message: Submit | Cancel, frames: list[Frame]) -> None:
-        self.sent.append(message)
-        self.frames.append(frames)
+    def send(self, items: list[Outgoing]) -> None:
+        self.num_sends += 1
+        for item in items:
+            if isinstance(item, Submit | Cancel):
+                self.sent.append(item)
+            else:
+                self.frames.append(item)
 
     def answer(self, *items: tuple[int, int, float]) -> None:
         headers = [RowHeader(request_id, index, "embedding", (2,)) for request_id, index, _ in items]
@@ -91,6 +96,7 @@ async def test_cancelling_the_caller_cancels_the_request(dispatcher: Dispatcher,
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    await asyncio.sleep(0)
     assert core.sent[-1] == Cancel(0)
     assert dispatcher.stats.num_tokens == 0
     core.answer((0, 0, 1.0))  # too late: nobody minds
@@ -100,6 +106,7 @@ async def test_a_deadline_ends_the_wait_and_the_work(dispatcher: Dispatcher, cor
     task = await begin(dispatcher, 5, timeout_s=0.01)
     with pytest.raises(errors.DeadlineExceededError):
         await task
+    await asyncio.sleep(0)
     assert core.sent[-1] == Cancel(0)
 
 
@@ -133,3 +140,13 @@ async def test_waiting_for_idle_ends_with_the_last_request(dispatcher: Dispatche
     assert not idle.done()
     core.answer((0, 0, 1.0))
     await idle
+
+
+async def test_what_one_turn_of_the_loop_submits_is_sent_together(dispatcher: Dispatcher, core: Core) -> None:
+    tasks = [
+        asyncio.create_task(dispatcher.run(tokens(3), PoolingParams(), priority=0, timeout_s=None)) for _ in range(5)
+    ]
+    await asyncio.sleep(0.01)
+    assert (core.num_sends, len(core.sent)) == (1, 5)
+    core.answer(*((i, 0, float(i)) for i in range(5)))
+    assert [(await task)[0]["embedding"][0] for task in tasks] == [0.0, 1.0, 2.0, 3.0, 4.0]

@@ -66,7 +66,7 @@ def test_messages_from_the_core_survive_the_wire(message: m.FromCore) -> None:
 def test_inputs_survive_their_frames(lengths: list[int]) -> None:
     rng = np.random.default_rng(0)
     inputs = [TokenizedInput(rng.integers(0, 99, n).astype(np.int32), n // 2, n // 3) for n in lengths]
-    received = m.unpack_inputs([bytes(f) for f in m.pack_inputs(inputs)])
+    received = m.unpack_inputs(bytes(m.pack_inputs(inputs)))
     for sent, got in zip(inputs, received, strict=True):
         assert got.token_ids.tolist() == sent.token_ids.tolist()
         assert (got.type_boundary, got.num_prompt_tokens) == (sent.type_boundary, sent.num_prompt_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.errors import EngineUnavailableError, InvalidRequestError, RequestTooLongError
 from penstock.engine.messages import TokenizerSpec
 from penstock.engine.tokenizer import TokenizerPool, Truncation
 
@@ -91,6 +92,22 @@ async def test_the_prompt_is_counted_with_the_leading_special_token(pool: Tokeni
     assert await pool.count_prefix("search query: ") == 4
     tokenized = await pool.encode(["fox"], UNCUT, prompt="search query: ")
     assert tokenized[0].token_ids.tolist() == [101, 3945, 23032, 1024, 4419, 102]
+
+
+async def test_closing_leaves_nobody_waiting(pool: TokenizerPool) -> None:
+    tasks = [asyncio.create_task(pool.encode(["word " * 20_000], UNCUT)) for _ in range(40)]
+    await asyncio.sleep(0.01)
+    pool.close()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+    assert any(isinstance(r, EngineUnavailableError) for r in results)
+    with pytest.raises(EngineUnavailableError):
+        await pool.encode(["late"], UNCUT)
+
+
+async def test_one_bad_job_does_not_hurt_those_that_travel_with_it(pool: TokenizerPool) -> None:
+    calls = [pool.encode([[10**9]] if i == 3 else ["fox"], UNCUT) for i in range(6)]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert [isinstance(r, InvalidRequestError) for r in results] == [False, False, False, True, False, False]
 
 
 async def test_tokenize_and_decode_are_inverse(pool: TokenizerPool) -> None:
