@@ -62,11 +62,13 @@ class EngineCore:
     Args:
         config: What to serve.
         send: Called on the device thread with each message for the client.
+        on_ready: Called on the device thread when the model is loaded, before the client is told.
     """
 
-    def __init__(self, config: EngineConfig, send: Send) -> None:
+    def __init__(self, config: EngineConfig, send: Send, on_ready: Callable[[], None] = lambda: None) -> None:
         self._config = config
         self._send = send
+        self._on_ready = on_ready
         self._changed = threading.Condition()
         self._requests: dict[int, _Request] = {}
         self._scheduler: Scheduler
@@ -148,6 +150,7 @@ class EngineCore:
             )
         self._scheduler = Scheduler(limits, token_budget=budget, max_seq_len=info.max_model_len)
         self._runner.warm_up()
+        self._on_ready()
         self._send(Ready(info, self._runner.tokenizer, self._scheduler.token_budget), [])
 
     def _step(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI
@@ -34,12 +34,15 @@ logger = logging.getLogger(__name__)
 _DESCRIPTION = "OpenAI- and Cohere-compatible server for embedding, reranking, scoring and classification models."
 
 
-def create_app(models: Sequence[ServedModel], settings: ServerSettings) -> FastAPI:
+def create_app(
+    models: Sequence[ServedModel], settings: ServerSettings, *, on_ready: Callable[[], None] = lambda: None
+) -> FastAPI:
     """Builds the application. Its lifespan starts the engines and stops them.
 
     Args:
         models: What is to be served. The first model answers requests that name none.
         settings: What the operator asked for.
+        on_ready: Called when all engines have started, before the first request.
     """
     table = ModelTable()
     context = ServerContext(settings, Metrics(table.engines), table, int(time.time()))
@@ -53,10 +56,16 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings) -> FastA
                 _check_prompt_name(settings.default_prompt_name, engine)
                 table.add(model.names, engine)
                 logger.info("%s is ready as %s\n%s", engine.info.name, ", ".join(model.names), _table(engine))
+            on_ready()
             yield
 
     app = FastAPI(
-        title="penstock", description=_DESCRIPTION, version=penstock_version(), redoc_url=None, lifespan=lifespan
+        title="penstock",
+        description=_DESCRIPTION,
+        version=penstock_version(),
+        redoc_url=None,
+        lifespan=lifespan,
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.context = context
     app.router.redirect_slashes = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import math
 import socket
@@ -44,7 +45,7 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
     start = functools.partial(AsyncEngine.start, config, log_level=settings.log_level.upper())
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app([ServedModel(names, start)], settings),
+            create_app([ServedModel(names, start)], settings, on_ready=_freeze),
             loop="uvloop",
             http="httptools",
             ws="none",
@@ -76,3 +77,9 @@ def bound_socket(host: str, port: int) -> socket.socket:
         listener.close()
         raise UsageError(f"--host, --port: cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
+
+
+def _freeze() -> None:
+    """Takes what start-up has made out of the collector's sight, so that it is not walked while requests wait."""
+    gc.collect()
+    gc.freeze()
