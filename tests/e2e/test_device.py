@@ -1,0 +1,70 @@
+"""One request over HTTP on each device, with a model made on the spot: what `make test-gpu` shows on a CUDA machine."""
+
+import string
+import warnings
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+TEXTS = ["a", "the gate holds back the water", "one two three " * 20, "dam", *(f"text {i} " * i for i in range(1, 9))]
+# float32 on CUDA may sum in another order; bfloat16 keeps eight bits of each number.
+LEAST_COSINE = {"float32": 0.999999, "bfloat16": 0.999, "float16": 0.9999}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT with random weights and a tokenizer of letters."""
+    import torch
+    import transformers
+
+    folder = tmp_path_factory.mktemp("letters")
+    letters = [*string.ascii_lowercase, *string.digits]
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    transformers.BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256}
+    transformers.BertModel(transformers.BertConfig(vocab_size=len(vocabulary), **sizes)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> np.ndarray:
+    """Mean-pooled unit vectors of transformers, float32 on the CPU, one text at a time."""
+    import torch
+    import transformers
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        model = transformers.AutoModel.from_pretrained(folder).eval()
+        rows = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0).numpy() for text in TEXTS]
+    return np.stack([row / np.linalg.norm(row) for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", "float32"),
+        ("cpu", "bfloat16"),
+        pytest.param("cuda", "float32", marks=pytest.mark.gpu),
+        pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu),
+        pytest.param("cuda", "float16", marks=pytest.mark.gpu),
+    ],
+)
+def test_embeddings_over_http(launch, folder: Path, expected: np.ndarray, device: str, dtype: str) -> None:
+    server = launch(str(folder), "--device", device, "--dtype", dtype)
+    try:
+        answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": TEXTS}, timeout=120)
+        assert answer.status_code == 200, answer.text
+        vectors = np.array([row["embedding"] for row in answer.json()["data"]], np.float32)
+        assert np.sum(vectors * expected, axis=1).min() > LEAST_COSINE[dtype]
+        if (device, dtype) == ("cpu", "float32"):
+            assert np.abs(vectors - expected).max() < 1e-5
+        for i in (0, 2, 11):
+            alone = httpx.post(f"{server.url}/v1/embeddings", json={"input": TEXTS[i]}, timeout=120).json()
+            assert np.dot(np.array(alone["data"][0]["embedding"], np.float32), vectors[i]) > LEAST_COSINE[dtype]
+    finally:
+        server.stop()
