@@ -84,10 +84,12 @@ def resolve() -> Callable[..., ModelInfo]:
 def pack() -> Callable[..., PackedBatch]:
     """Packs token ids; `boundaries` holds the first token of type 1 of each sequence, 0 for none."""
 
-    def pack_tokens(sequences: Sequence[Sequence[int]], boundaries: Sequence[int] | None = None) -> PackedBatch:
+    def pack_tokens(
+        sequences: Sequence[Sequence[int]], boundaries: Sequence[int] | None = None, device: str = "cpu"
+    ) -> PackedBatch:
         boundaries = boundaries or [0] * len(sequences)
         inputs = [TokenizedInput(np.asarray(s, np.int32), b) for s, b in zip(sequences, boundaries, strict=True)]
-        return PackedBatch.build(inputs, torch.device("cpu"))
+        return PackedBatch.build(inputs, torch.device(device))
 
     return pack_tokens
 

@@ -5,6 +5,7 @@ import torch
 
 from penstock.engine.errors import UnsupportedModelError, UnsupportedTaskError
 from penstock.engine.loader import load_model
+from penstock.engine.model_files import with_device
 
 SIZES = {
     "vocab_size": 200,
@@ -170,3 +171,25 @@ def test_modernbert_reads_thetas_of_older_configs(save_model, resolve, pack, seq
     hidden = load_model(resolve(folder, hf_overrides=older)).forward(pack(sequences)).hidden_states
     expected = [reference(**arguments(s, 0)).last_hidden_state[0] for s in sequences]
     assert_close(hidden, torch.cat(expected))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", "bfloat16"),
+        pytest.param("cuda", "float32", marks=pytest.mark.gpu),
+        pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize(("family", "config"), FAMILIES)
+def test_devices_and_dtypes_agree(family, config, device, dtype, save_model, resolve, pack, sequences):
+    folder, _ = save_model(f"{family}Model", **config)
+    boundaries = boundaries_of(family, config, sequences)
+    expected = load_model(resolve(folder)).forward(pack(sequences, boundaries)).hidden_states
+    info = with_device(resolve(folder), device, dtype)
+    rows = load_model(info).forward(pack(sequences, boundaries, device=device)).hidden_states.float().cpu()
+    if dtype == "float32":
+        assert_close(rows, expected, tolerance=1e-4)
+    else:
+        # These models have weights four times as wide as trained ones, so that rounding shows.
+        assert torch.nn.functional.cosine_similarity(rows, expected, dim=1).min() > 0.98
