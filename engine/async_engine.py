@@ -8,14 +8,15 @@ await engine.close()
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .config import EngineConfig
 from .dispatcher import Arrays, Dispatcher, DispatcherStats
-from .errors import EngineUnavailableError, InvalidRequestError, UnsupportedTaskError
+from .errors import DeadlineExceededError, EngineUnavailableError, InvalidRequestError, UnsupportedTaskError
 from .model_info import ModelInfo, ModelKind
 from .params import PoolingParams, PoolingTask
 from .request import TokenizedInput
@@ -65,6 +66,9 @@ class AsyncEngine:
         self._tokenizer = tokenizer
         self._dispatcher = dispatcher
         self._supervisor = supervisor
+        self._num_requests = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @classmethod
     async def start(cls, config: EngineConfig, *, log_level: str = "INFO") -> AsyncEngine:
@@ -103,7 +107,7 @@ class AsyncEngine:
         self._supervisor.drain()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._dispatcher.wait_idle()
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True
@@ -123,8 +127,9 @@ class AsyncEngine:
             EngineError: See Dispatcher.run.
         """
         params = params.resolved(PoolingTask.EMBED, self.info)
-        tokenized = await self._tokenize(inputs, params, options)
-        outputs = await self._run(tokenized, params, options)
+        async with self._request(options):
+            tokenized = await self._tokenize(inputs, params, options)
+            outputs = await self._run(tokenized, params, options)
         return EmbeddingResult(np.stack([o["embedding"] for o in outputs]), [len(t) for t in tokenized])
 
     async def token_embed(
@@ -138,8 +143,9 @@ class AsyncEngine:
     ) -> ClassResult:
         """Gives every input a score for each class of the model. Raises as `embed`."""
         params = params.resolved(PoolingTask.CLASSIFY, self.info)
-        tokenized = await self._tokenize(inputs, params, options)
-        outputs = await self._run(tokenized, params, options)
+        async with self._request(options):
+            tokenized = await self._tokenize(inputs, params, options)
+            outputs = await self._run(tokenized, params, options)
         return ClassResult(np.stack([o["scores"] for o in outputs]), self.info.labels, [len(t) for t in tokenized])
 
     async def token_classify(
@@ -194,7 +200,7 @@ class AsyncEngine:
         self._check_labels(labels, "labels")
         embedded = await self._embed_for_classes([*inputs, *labels], params, options)
         scores = zero_shot_scores(embedded.embeddings[: len(inputs)], embedded.embeddings[len(inputs) :])
-        return ClassResult(scores, tuple(labels), embedded.num_tokens[: len(inputs)])
+        return ClassResult(scores, tuple(labels), _counted(embedded.num_tokens, len(inputs)))
 
     async def few_shot(
         self,
@@ -211,10 +217,11 @@ class AsyncEngine:
         labels = list(dict.fromkeys(label for _, label in examples))
         self._check_labels(labels, "examples")
         embedded = await self._embed_for_classes([*inputs, *(text for text, _ in examples)], params, options)
-        label_ids = [labels.index(label) for _, label in examples]
+        places = {label: place for place, label in enumerate(labels)}
+        label_ids = [places[label] for _, label in examples]
         vectors = embedded.embeddings
         scores = few_shot_scores(vectors[: len(inputs)], vectors[len(inputs) :], label_ids, len(labels))
-        return ClassResult(scores, tuple(labels), embedded.num_tokens[: len(inputs)])
+        return ClassResult(scores, tuple(labels), _counted(embedded.num_tokens, len(inputs)))
 
     async def tokenize(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Returns the token ids of each text, uncut."""
@@ -227,12 +234,12 @@ class AsyncEngine:
     async def _score_joint(
         self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
-        self._ensure_ready()
         params = params.resolved(PoolingTask.SCORE, self.info)
         queries = left if len(left) == len(right) else [left[0]] * len(right)
         truncation = self._truncation(params, param=None)
-        tokenized = await self._tokenizer.encode_pairs(list(zip(queries, right, strict=True)), truncation)
-        outputs = await self._run(tokenized, params, options)
+        async with self._request(options):
+            tokenized = await self._tokenizer.encode_pairs(list(zip(queries, right, strict=True)), truncation)
+            outputs = await self._run(tokenized, params, options)
         return ScoreResult(np.array([o["scores"][0] for o in outputs], np.float32), [len(t) for t in tokenized])
 
     async def _score_cosine(
@@ -242,13 +249,13 @@ class AsyncEngine:
         embedding = params.clone(use_activation=None, normalize=True).resolved(PoolingTask.EMBED, self.info)
         prompts = self.info.prompts
         sides = []
-        for texts, names in ((left, _QUERY_PROMPTS), (right, _DOCUMENT_PROMPTS)):
-            own = options
-            if options.prompt is None and options.prompt_name is None:
-                own = replace(options, prompt_name=next((n for n in names if n in prompts), None))
-            sides.append(await self._tokenize(texts, embedding, own, param=None))
-        tokenized = [*sides[0], *sides[1]]
-        outputs = await self._run(tokenized, embedding, options)
+        async with self._request(options):
+            for texts, names in ((left, _QUERY_PROMPTS), (right, _DOCUMENT_PROMPTS)):
+                own = options
+                if options.prompt is None and options.prompt_name is None:
+                    own = replace(options, prompt_name=next((n for n in names if n in prompts), None))
+                sides.append(await self._tokenize(texts, embedding, own, param=None))
+            outputs = await self._run([*sides[0], *sides[1]], embedding, options)
         vectors = np.stack([o["embedding"] for o in outputs])
         lengths = [len(t) for t in sides[1]]
         for i, query in enumerate(sides[0]):
@@ -259,8 +266,9 @@ class AsyncEngine:
         self, task: PoolingTask, name: str, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
     ) -> TokenResult:
         params = params.resolved(task, self.info)
-        tokenized = await self._tokenize(inputs, params, options)
-        outputs = await self._run(tokenized, params, options)
+        async with self._request(options):
+            tokenized = await self._tokenize(inputs, params, options)
+            outputs = await self._run(tokenized, params, options)
         token_ids = [t.token_ids.tolist() for t in tokenized]
         if task is PoolingTask.TOKEN_CLASSIFY and params.step_tag_id is not None:
             token_ids = [[i for i in ids if i == params.step_tag_id] for ids in token_ids]
@@ -285,15 +293,12 @@ class AsyncEngine:
     async def _tokenize(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
     ) -> list[TokenizedInput]:
-        self._ensure_ready()
         if not inputs:
             raise InvalidRequestError("Give at least one input.", param="input")
         prompt = self._prompt(options)
-        tokenized = await self._tokenizer.encode(inputs, self._truncation(params, param=param), prompt=prompt)
-        if prompt and not self.info.include_prompt:
-            skip = await self._tokenizer.count_prefix(prompt)
-            tokenized = [replace(t, num_prompt_tokens=min(skip, len(t) - 1)) for t in tokenized]
-        return tokenized
+        truncation = self._truncation(params, param=param)
+        skip_prompt = not self.info.include_prompt
+        return await self._tokenizer.encode(inputs, truncation, prompt=prompt, skip_prompt=skip_prompt)
 
     def _prompt(self, options: RequestOptions) -> str:
         if options.prompt is not None:
@@ -312,14 +317,41 @@ class AsyncEngine:
         cut = asked is not None or self._auto_truncate
         return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param)
 
+    @contextlib.asynccontextmanager
+    async def _request(self, options: RequestOptions) -> AsyncIterator[None]:
+        """Holds one request: refused before it costs anything, ended at its deadline, waited for by `drain`.
+
+        Raises:
+            EngineUnavailableError: The engine is not ready.
+            DeadlineExceededError: The deadline passed inside.
+        """
+        self._ensure_ready()
+        self._num_requests += 1
+        self._idle.clear()
+        try:
+            async with asyncio.timeout(options.timeout_s):
+                yield
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"The deadline of {options.timeout_s:g} s passed before the answer.") from error
+        finally:
+            self._num_requests -= 1
+            if not self._num_requests:
+                self._idle.set()
+
     def _ensure_ready(self) -> None:
-        """Refuses work before it costs anything."""
         if self.state is EngineState.STARTING:
             raise EngineUnavailableError("The engine is being started again. Please try again in a moment.")
-        if self.state is not EngineState.READY:
+        if self.state is EngineState.DRAINING:
             raise EngineUnavailableError("The server is shutting down. Please try again elsewhere.")
+        if self.state is not EngineState.READY:
+            raise EngineUnavailableError("The engine is down. Please try again later or elsewhere.")
 
     async def _run(
         self, tokenized: Sequence[TokenizedInput], params: PoolingParams, options: RequestOptions
     ) -> list[Arrays]:
         return await self._dispatcher.run(tokenized, params, priority=options.priority, timeout_s=options.timeout_s)
+
+
+def _counted(num_tokens: list[int], num_inputs: int) -> list[int]:
+    """Returns the tokens of each input; what labels or examples took is added to the first."""
+    return [num_tokens[0] + sum(num_tokens[num_inputs:]), *num_tokens[1:num_inputs]]

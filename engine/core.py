@@ -180,6 +180,8 @@ class EngineCore:
         except torch.OutOfMemoryError as error:
             self._recover_memory(sum(len(tokens) for _, tokens, _ in work))
             failure: Exception = error
+        except torch.AcceleratorError:
+            raise  # the device's context is lost for all requests: the process ends and another takes over
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             failure = error
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import sys
 import tempfile
@@ -18,10 +19,13 @@ import zmq
 import zmq.asyncio
 
 from .dispatcher import Outgoing
+from .errors import ModelLoadError
 from .messages import Cancel, Frame, FromCore, Start, Stop, Submit, decode_from_core, encode
 
 if TYPE_CHECKING:
     from .core import EngineCore
+
+logger = logging.getLogger("penstock.engine")
 
 OnMessage = Callable[[FromCore, list[Frame]], None]
 OnExit = Callable[[str], None]
@@ -112,9 +116,14 @@ class ProcessCore:
             await process.wait()
 
     async def _receive(self) -> None:
-        while True:
-            first, *frames = await self._outbox.recv_multipart(copy=False)
-            self._on_message(decode_from_core(first.buffer), [f.buffer for f in frames])
+        try:
+            while True:
+                first, *frames = await self._outbox.recv_multipart(copy=False)
+                self._on_message(decode_from_core(first.buffer), [f.buffer for f in frames])
+        except Exception:
+            logger.exception("the engine's messages cannot be read; its process is ended, so that another takes over")
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
@@ -131,6 +140,7 @@ class ThreadCore:
         self._start = start
         self._on_message = on_message
         self._on_exit = on_exit
+        self._closing = False
         self._core: EngineCore | None = None
         self._thread: threading.Thread | None = None
 
@@ -142,11 +152,23 @@ class ThreadCore:
             loop.call_soon_threadsafe(self._on_message, message, frames)
 
         def run() -> None:
-            from .core import EngineCore  # imports torch, which takes a second: not on the event loop
+            try:
+                from .core import EngineCore  # imports torch, which takes a second: not on the event loop
 
-            core = EngineCore(self._start.config, send)
-            loop.call_soon_threadsafe(created.set_result, core)
-            core.run()
+                core = EngineCore(self._start.config, send)
+                loop.call_soon_threadsafe(created.set_result, core)
+                core.run()
+                reason = "the engine thread ended"
+            except Exception as error:
+                logger.exception("the engine thread failed")
+                reason = f"the engine thread failed: {error!r}"
+            loop.call_soon_threadsafe(ended, reason)
+
+        def ended(reason: str) -> None:
+            if not created.done():
+                created.set_exception(ModelLoadError(reason))
+            elif not self._closing:
+                self._on_exit(reason)
 
         created: asyncio.Future[EngineCore] = loop.create_future()
         self._thread = threading.Thread(target=run, name="engine-core", daemon=True)
@@ -161,6 +183,7 @@ class ThreadCore:
 
     async def close(self) -> None:
         """See CoreClient. Waits for the step that runs now."""
+        self._closing = True
         if self._core is None or self._thread is None:
             return
         self._core.stop()

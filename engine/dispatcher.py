@@ -84,8 +84,6 @@ class Dispatcher:
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count()
         self._tokens_per_s = 0.0
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def connect(self, send: Send) -> None:
         """Begins to accept requests and sends them with `send`."""
@@ -121,7 +119,6 @@ class Dispatcher:
         self._pending[request_id] = pending
         self.stats.num_requests += 1
         self.stats.num_tokens += num_tokens
-        self._idle.clear()
         try:
             self._post(Submit(request_id, params, priority, timeout_s), pack_inputs(inputs))
             async with asyncio.timeout(timeout_s):
@@ -157,10 +154,6 @@ class Dispatcher:
     def receive_failure(self, message: Failed) -> None:
         """Fails one request with the error that the core names."""
         self._settle(message.request_id, _FAILURES.get(message.kind, ModelExecutionError)(message.message))
-
-    async def wait_idle(self) -> None:
-        """Returns when nothing is under way."""
-        await self._idle.wait()
 
     def _post(self, *items: Outgoing) -> None:
         """Sends at the end of this turn of the event loop."""
@@ -210,6 +203,4 @@ class Dispatcher:
             return False
         self.stats.num_requests -= 1
         self.stats.num_tokens -= pending.num_tokens
-        if not self._pending:
-            self._idle.set()
         return True

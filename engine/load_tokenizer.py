@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
 
 from .errors import UnsupportedModelError
 from .messages import TokenizerSpec
 from .model_info import ModelInfo
+
+logger = logging.getLogger("penstock.engine")
 
 _SAMPLE: Final = "One short text to begin with."
 
@@ -31,6 +34,19 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
         )
     backend.no_truncation()
     backend.no_padding()
+    sample_ids = backend.encode(_SAMPLE).ids
+    if set(sample_ids) <= set(tokenizer.all_special_ids):
+        raise UnsupportedModelError(
+            f"The tokenizer of {info.name} knows no word of {_SAMPLE!r}: {info.path} holds no tokenizer.json, "
+            "nor a vocabulary that transformers could build one from."
+        )
+    if backend.get_vocab_size() > info.vocab_size:
+        logger.warning(
+            "the tokenizer of %s has %d tokens, but the model has %d embeddings; texts with the others are refused.",
+            info.name,
+            backend.get_vocab_size(),
+            info.vocab_size,
+        )
     uses_token_types = "token_type_ids" in tokenizer.model_input_names and info.config.get("type_vocab_size", 2) > 1
     type_ids = backend.encode("a", "b").type_ids
     if uses_token_types and type_ids != sorted(type_ids):
@@ -42,5 +58,5 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
         json=backend.to_str(),
         truncation_side=tokenizer.truncation_side,
         uses_token_types=uses_token_types,
-        sample_ids=tuple(backend.encode(_SAMPLE).ids),
+        sample_ids=tuple(sample_ids),
     )

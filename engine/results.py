@@ -28,7 +28,7 @@ class ClassResult:
     Attributes:
         scores: [N, C] float32, in the order of `labels`.
         labels: Class names.
-        num_tokens: Tokens of each input after truncation.
+        num_tokens: Tokens of each input after truncation; those of label texts and examples are counted at the first.
     """
 
     scores: NDArray[np.float32]

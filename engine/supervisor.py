@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from enum import StrEnum
+
+import zmq
 
 from . import errors
 from .config import EngineConfig
@@ -16,7 +19,8 @@ from .messages import Failed, Frame, FromCore, LoadFailed, Ready, Rows, Start
 logger = logging.getLogger("penstock.engine")
 
 _MAX_RESTARTS = 3
-"""Restarts in a row that may fail before the engine is given up."""
+"""Restarts in a row that may fail before the engine counts as dead; attempts go on, more slowly."""
+_MAX_PAUSE_S = 30.0
 
 
 class EngineState(StrEnum):
@@ -112,16 +116,17 @@ class CoreSupervisor:
             self._restarting = asyncio.create_task(self._restart())
 
     async def _restart(self) -> None:
-        for attempt in range(_MAX_RESTARTS):
+        for attempt in itertools.count():
             if self._core is not None:
                 await self._core.close()
-            await asyncio.sleep(attempt)
+            await asyncio.sleep(min(2.0**attempt - 1, _MAX_PAUSE_S))
             try:
                 await self.start()
-            except (ModelLoadError, OSError) as error:
+            except (ModelLoadError, OSError, zmq.ZMQError) as error:
                 logger.error("the engine could not be started again: %s", error)
             else:
                 self.num_restarts += 1
                 return
-        logger.critical("the engine is given up after %d attempts.", _MAX_RESTARTS)
-        self.state = EngineState.DEAD
+            if attempt + 1 == _MAX_RESTARTS:
+                logger.critical("the engine is down after %d attempts; they go on.", _MAX_RESTARTS)
+                self.state = EngineState.DEAD

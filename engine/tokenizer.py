@@ -8,24 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from .errors import EngineUnavailableError, InvalidRequestError, RequestTooLongError
+from .errors import EngineUnavailableError, InvalidRequestError, RequestCancelledError, RequestTooLongError
 from .messages import TokenizerSpec
 from .request import TokenizedInput
 
 Text = str | Sequence[int]
 T = TypeVar("T")
-_Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+IsGone = Callable[[], bool]
 
-_MIN_SHARE = 8
+_MIN_SHARE: Final = 8
 """Jobs. Fewer than this are not worth a second worker."""
+_LONG_JOB: Final = 20_000
+"""Characters. A job of more goes to a worker alone, so that short ones do not wait for it."""
+_MAX_CHARS_PER_CALL: Final = 250_000
+"""Characters that are tokenized before anybody looks whether the caller is still there."""
+_CHARS_PER_TOKEN: Final = 64
+_MIN_CHARS: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """Work for a worker thread. `work` asks the function that it is given whether to go on."""
+
+    work: Callable[[IsGone], Any]
+    future: asyncio.Future[Any]
+    num_chars: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,39 +82,45 @@ class TokenizerPool:
         self._num_workers = num_workers
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
 
-    async def encode(self, inputs: Sequence[Text], truncation: Truncation, *, prompt: str = "") -> list[TokenizedInput]:
+    async def encode(
+        self, inputs: Sequence[Text], truncation: Truncation, *, prompt: str = "", skip_prompt: bool = False
+    ) -> list[TokenizedInput]:
         """Tokenizes texts with special tokens; token ids are checked and taken as they are.
 
         Args:
             inputs: Texts or lists of token ids.
             truncation: Limit and what to do above it.
             prompt: Put before every text.
+            skip_prompt: Mark the prompt's tokens, leading special tokens included, to be left out of the pooling.
 
         Raises:
             RequestTooLongError: An input is above the limit and must not be cut.
-            InvalidRequestError: A list of ids is empty or holds an id outside the vocabulary.
+            InvalidRequestError: A list of ids is empty, an id is outside the vocabulary, or the limit leaves no room.
         """
-        return await self._run(lambda: self._encode(inputs, truncation, prompt))
+        num_chars = sum(len(item) + len(prompt) for item in inputs if isinstance(item, str))
+        return await self._run(lambda gone: self._encode(inputs, truncation, prompt, skip_prompt, gone), num_chars)
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], truncation: Truncation) -> list[TokenizedInput]:
         """Tokenizes pairs into joint sequences; too long a pair loses tokens of its longer side first.
 
         Raises:
             RequestTooLongError: A pair is above the limit and must not be cut.
+            InvalidRequestError: The limit leaves no room for special tokens.
         """
-        return await self._run(lambda: self._encode_pairs(pairs, truncation))
-
-    async def count_prefix(self, prompt: str) -> int:
-        """Returns how many leading tokens of a tokenized input belong to `prompt`, leading special tokens included."""
-        return await self._run(lambda: self._count_prefix(prompt))
+        num_chars = sum(len(first) + len(second) for first, second in pairs)
+        return await self._run(lambda gone: self._encode_pairs(pairs, truncation, gone), num_chars)
 
     async def token_ids(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Returns the ids of each text, uncut."""
-        return await self._run(
-            lambda: [
-                e.ids for e in self._tokenizer.encode_batch(self._cased(texts), add_special_tokens=add_special_tokens)
-            ]
-        )
+
+        def work(gone: IsGone) -> list[list[int]]:
+            ids = []
+            for first, last in self._portions([len(text) for text in texts], gone):
+                cased = self._cased(texts[first:last])
+                ids += [e.ids for e in self._tokenizer.encode_batch(cased, add_special_tokens=add_special_tokens)]
+            return ids
+
+        return await self._run(work, sum(map(len, texts)))
 
     async def decode(self, batches: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """Returns the text of each list of ids.
@@ -108,7 +129,8 @@ class TokenizerPool:
             InvalidRequestError: An id is outside the vocabulary.
         """
         return await self._run(
-            lambda: [self._tokenizer.decode(self._checked(b).tolist(), skip_special_tokens) for b in batches]
+            lambda _: [self._tokenizer.decode(self._checked(b).tolist(), skip_special_tokens) for b in batches],
+            sum(map(len, batches)),
         )
 
     def close(self) -> None:
@@ -119,7 +141,7 @@ class TokenizerPool:
             if not future.done():
                 future.set_exception(EngineUnavailableError("The server is shutting down."))
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def _run(self, work: Callable[[IsGone], T], num_chars: int) -> T:
         """Runs `work` in a worker thread, together with what else this turn of the event loop asks for.
 
         Going to a thread and back takes longer than to tokenize a short text, and requests that travel together can
@@ -131,7 +153,7 @@ class TokenizerPool:
         future: asyncio.Future[T] = loop.create_future()
         if not self._waiting:
             loop.call_soon(self._begin, loop)
-        self._waiting.append((work, future))
+        self._waiting.append(_Job(work, future, num_chars))
         self._awaited.add(future)
         try:
             return await future
@@ -143,46 +165,135 @@ class TokenizerPool:
         waiting, self._waiting = self._waiting, []
         if self._is_closed:
             return
-        share = max(-(-len(waiting) // self._num_workers), _MIN_SHARE)
-        for start in range(0, len(waiting), share):
-            self._executor.submit(self._work, waiting[start : start + share], loop)
+        short = [job for job in waiting if job.num_chars <= _LONG_JOB]
+        share = max(-(-len(short) // self._num_workers), _MIN_SHARE)
+        for start in range(0, len(short), share):
+            self._executor.submit(self._work, short[start : start + share], loop)
+        for job in waiting:
+            if job.num_chars > _LONG_JOB:
+                self._executor.submit(self._work, [job], loop)
 
     @staticmethod
     def _work(jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
         """Runs jobs in a worker thread and hands all their results to the event loop at once."""
         done: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
-        for work, future in jobs:
+        for job in jobs:
+            if job.future.done():
+                continue
             try:
-                done.append((future, work(), None))
+                done.append((job.future, job.work(job.future.done), None))
             except Exception as error:  # noqa: BLE001 - it is raised again where the job was asked for
-                done.append((future, None, error))
+                done.append((job.future, None, error))
         with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits
             loop.call_soon_threadsafe(_settle, done)
+
+    @staticmethod
+    def _portions(num_chars: Sequence[int], gone: IsGone) -> Iterator[tuple[int, int]]:
+        """Cuts a list of texts into runs of bounded size.
+
+        Raises:
+            RequestCancelledError: The caller has gone.
+        """
+        first = total = 0
+        for last, count in enumerate(num_chars):
+            if total and total + count > _MAX_CHARS_PER_CALL:
+                yield first, last
+                first, total = last, 0
+                if gone():
+                    raise RequestCancelledError("The caller has gone.")
+            total += count
+        yield first, len(num_chars)
 
     def _cased(self, texts: Sequence[str]) -> list[str]:
         return [t.lower() for t in texts] if self._do_lower_case else list(texts)
 
-    def _encode(self, inputs: Sequence[Text], truncation: Truncation, prompt: str) -> list[TokenizedInput]:
-        texts = [(i, prompt + text) for i, text in enumerate(inputs) if isinstance(text, str)]
-        encodings = iter(self._tokenizer.encode_batch_fast(self._cased([text for _, text in texts])))
+    def _encode(
+        self, inputs: Sequence[Text], truncation: Truncation, prompt: str, skip_prompt: bool, gone: IsGone
+    ) -> list[TokenizedInput]:
+        skip = self._count_prefix(prompt) if prompt and skip_prompt else 0
         tokenized: list[TokenizedInput] = []
-        for i, item in enumerate(inputs):
-            if isinstance(item, str):
-                encoding = next(encodings)
-                if len(encoding) > truncation.max_num_tokens:
-                    encoding = self._cut(prompt + item, encoding, truncation, i)
-                tokenized.append(TokenizedInput(np.array(encoding.ids, np.int32)))
-            else:
-                tokenized.append(TokenizedInput(self._fit_ids(self._checked(item), truncation, i)))
+        num_chars = [min(len(i), self._max_chars(truncation)) if isinstance(i, str) else 0 for i in inputs]
+        for first, last in self._portions(num_chars, gone):
+            part = inputs[first:last]
+            texts = self._cased([prompt + item for item in part if isinstance(item, str)])
+            bounded = [self._bounded(text, truncation) for text in texts]
+            encodings = iter(zip(texts, bounded, self._tokenizer.encode_batch_fast(bounded), strict=True))
+            for index, item in enumerate(part, first):
+                if isinstance(item, str):
+                    tokenized.append(self._fit_text(*next(encodings), truncation, skip, index))
+                else:
+                    tokenized.append(TokenizedInput(self._fit_ids(self._checked(item), truncation, index)))
         return tokenized
 
-    def _cut(self, text: str, encoding: Encoding, truncation: Truncation, index: int) -> Encoding:
-        """Cuts the text of an over-long encoding and puts the special tokens around what is left."""
-        self._refuse_unless_cut(len(encoding), truncation, index)
-        room = truncation.max_num_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=False)
-        bare = self._tokenizer.encode(self._cased([text])[0], add_special_tokens=False)
-        bare.truncate(max(room, 0), direction=truncation.side or self._side)
-        return self._tokenizer.post_process(bare)
+    def _max_chars(self, truncation: Truncation) -> int:
+        """Characters of a text that can matter: a token longer than this on average is not met in real text."""
+        return max(_CHARS_PER_TOKEN * truncation.max_num_tokens, _MIN_CHARS)
+
+    def _bounded(self, text: str, truncation: Truncation) -> str:
+        """Returns the end of an enormous text that the limit can keep, cut between words; other texts as they are."""
+        limit = self._max_chars(truncation)
+        if len(text) <= limit:
+            return text
+        if self._cuts_left(truncation):
+            space = text.find(" ", len(text) - limit)
+            return text[space:] if space >= 0 else text
+        space = text.rfind(" ", 0, limit)
+        return text[:space] if space >= 0 else text
+
+    def _fit_text(
+        self, text: str, bounded: str, encoding: Encoding, truncation: Truncation, skip: int, index: int
+    ) -> TokenizedInput:
+        """Cuts an encoding to the limit and puts the special tokens around what is left."""
+        limit = truncation.max_num_tokens
+        if bounded is not text and len(encoding) <= limit + _MIN_SHARE:
+            # Words of thousands of letters: the whole text must say what fits.
+            (encoding,) = self._tokenizer.encode_batch_fast([text])
+            bounded = text
+        if len(encoding) <= limit:
+            return TokenizedInput(self._known(encoding.ids), num_prompt_tokens=min(skip, len(encoding) - 1))
+        self._refuse_unless_cut(len(encoding), truncation, index, is_whole=bounded is text)
+        room = self._room(truncation, is_pair=False)
+        (bare,) = self._tokenizer.encode_batch([bounded], add_special_tokens=False)
+        num_cut = len(bare) - room
+        bare.truncate(room, direction=truncation.side or self._side)
+        ids = self._tokenizer.post_process(bare).ids
+        if skip and self._cuts_left(truncation):
+            skip = max(skip - num_cut, 0) if bounded is text else 0
+        return TokenizedInput(self._known(ids), num_prompt_tokens=min(skip, len(ids) - 1))
+
+    def _room(self, truncation: Truncation, *, is_pair: bool) -> int:
+        """Tokens that are left for text.
+
+        Raises:
+            InvalidRequestError: Not even the special tokens fit.
+        """
+        num_special = self._tokenizer.num_special_tokens_to_add(is_pair=is_pair)
+        if truncation.max_num_tokens < num_special:
+            raise InvalidRequestError(
+                f"The limit is {truncation.max_num_tokens} tokens, but the model's special tokens alone are "
+                f"{num_special}; allow more with truncate_prompt_tokens or --max-model-len.",
+                param="truncate_prompt_tokens",
+            )
+        return truncation.max_num_tokens - num_special
+
+    def _cuts_left(self, truncation: Truncation) -> bool:
+        return (truncation.side or self._side) == "left"
+
+    def _known(self, ids: list[int]) -> np.ndarray:
+        """Returns the ids of a text as an array.
+
+        Raises:
+            InvalidRequestError: The tokenizer knows a token that the model has no embedding for.
+        """
+        array = np.array(ids, np.int32)
+        if array.size and array.max() >= self._vocab_size:
+            token = self._tokenizer.id_to_token(int(array.max()))
+            raise InvalidRequestError(
+                f"The text holds {token!r}, which the model's tokenizer knows as id {array.max()}, "
+                f"but the model has embeddings for the ids 0 to {self._vocab_size - 1} only.",
+                param="input",
+            )
+        return array
 
     def _fit_ids(self, ids: np.ndarray, truncation: Truncation, index: int) -> np.ndarray:
         if len(ids) <= truncation.max_num_tokens:
@@ -191,28 +302,37 @@ class TokenizerPool:
         limit = truncation.max_num_tokens
         return ids[-limit:] if (truncation.side or self._side) == "left" else ids[:limit]
 
-    def _encode_pairs(self, pairs: Sequence[tuple[str, str]], truncation: Truncation) -> list[TokenizedInput]:
-        cased = list(zip(self._cased([a for a, _ in pairs]), self._cased([b for _, b in pairs]), strict=True))
-        encodings = self._tokenizer.encode_batch_fast(cased)
-        return [
-            self._joined(pair, encoding, truncation, i)
-            for i, (pair, encoding) in enumerate(zip(cased, encodings, strict=True))
-        ]
+    def _encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], truncation: Truncation, gone: IsGone
+    ) -> list[TokenizedInput]:
+        tokenized: list[TokenizedInput] = []
+        firsts, seconds = self._cased([a for a, _ in pairs]), self._cased([b for _, b in pairs])
+        if truncation.cut:
+            # The limit keeps at most its own length of either text; where a pair fits whole, nothing is cut here.
+            firsts = [self._bounded(text, truncation) for text in firsts]
+            seconds = [self._bounded(text, truncation) for text in seconds]
+        cased = list(zip(firsts, seconds, strict=True))
+        for first, last in self._portions([len(a) + len(b) for a, b in cased], gone):
+            encodings = self._tokenizer.encode_batch_fast(cased[first:last])
+            tokenized += [
+                self._joined(pair, encoding, truncation, index)
+                for index, (pair, encoding) in enumerate(zip(cased[first:last], encodings, strict=True), first)
+            ]
+        return tokenized
 
     def _joined(self, pair: tuple[str, str], encoding: Encoding, truncation: Truncation, index: int) -> TokenizedInput:
         if len(encoding) > truncation.max_num_tokens:
             self._refuse_unless_cut(len(encoding), truncation, index)
-            first, second = (self._tokenizer.encode(text, add_special_tokens=False) for text in pair)
-            room = truncation.max_num_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=True)
-            keep_first, keep_second = _longest_first(len(first), len(second), max(room, 0))
+            first, second = self._tokenizer.encode_batch(list(pair), add_special_tokens=False)
+            keep_first, keep_second = _longest_first(len(first), len(second), self._room(truncation, is_pair=True))
             first.truncate(keep_first, direction=truncation.side or self._side)
             second.truncate(keep_second, direction=truncation.side or self._side)
             encoding = self._tokenizer.post_process(first, second)
         boundary = encoding.type_ids.index(1) if self._uses_token_types and 1 in encoding.type_ids else 0
-        return TokenizedInput(np.array(encoding.ids, np.int32), boundary)
+        return TokenizedInput(self._known(encoding.ids), boundary)
 
     def _count_prefix(self, prompt: str) -> int:
-        with_specials = self._tokenizer.encode(self._cased([prompt])[0])
+        (with_specials,) = self._tokenizer.encode_batch(self._cased([prompt]))
         trailing = 0
         for is_special in reversed(with_specials.special_tokens_mask):
             if not is_special:
@@ -233,12 +353,13 @@ class TokenizerPool:
         return np.array(ids, np.int32)
 
     @staticmethod
-    def _refuse_unless_cut(num_tokens: int, truncation: Truncation, index: int) -> None:
+    def _refuse_unless_cut(num_tokens: int, truncation: Truncation, index: int, *, is_whole: bool = True) -> None:
         if truncation.cut:
             return
-        limit = truncation.max_num_tokens
+        limit, at_least = truncation.max_num_tokens, "" if is_whole else "at least "
         raise RequestTooLongError(
-            f"This model's maximum context length is {limit} tokens, but input {index} has {num_tokens} tokens. "
+            f"This model's maximum context length is {limit} tokens, but input {index} has {at_least}{num_tokens} "
+            "tokens. "
             "Please reduce the length of the input prompt, or set truncate_prompt_tokens to -1 to cut it.",
             num_tokens=num_tokens,
             max_num_tokens=limit,

@@ -49,7 +49,11 @@ def main() -> None:
 
     core = EngineCore(start.config, send, on_ready=_freeze)
     threading.Thread(target=_receive, args=(inbox, core), name="inbox", daemon=True).start()
-    core.run()
+    try:
+        core.run()
+    except Exception:
+        logger.exception("the engine process ends")
+        os._exit(1)  # not through the interpreter's shutdown, which would wait for the inbox thread
     outbox.close(linger=2000)
     context.term()  # ends the inbox thread and waits until the last messages have left
 

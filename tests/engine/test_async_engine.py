@@ -165,6 +165,36 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest(config: EngineCo
         await engine.embed(["late"], PARAMS)
 
 
+async def test_the_deadline_covers_tokenization(engine: AsyncEngine) -> None:
+    params = PoolingParams(truncate_prompt_tokens=-1)
+    with pytest.raises(errors.DeadlineExceededError):
+        await engine.embed(["word " * 10_000] * 500, params, RequestOptions(timeout_s=0.05))
+    assert (await engine.embed(["next"], PARAMS)).embeddings.shape == (1, 384)
+
+
+async def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, minilm_folder: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(minilm_folder / name)
+    with pytest.raises(errors.ModelLoadError, match=r"tokenizer"):
+        await AsyncEngine.start(EngineConfig(model=str(tmp_path), in_process=True))
+
+
+async def test_a_text_with_a_token_that_the_model_lacks_is_refused(tmp_path: Path, minilm_folder: Path) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    transformers.BertModel(transformers.BertConfig(vocab_size=5000, **sizes)).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        (tmp_path / name).symlink_to(minilm_folder / name)
+    engine = await AsyncEngine.start(EngineConfig(model=str(tmp_path), in_process=True))
+    try:
+        with pytest.raises(errors.InvalidRequestError, match=r"knows as id \d+, but the model has embeddings for"):
+            await engine.embed(["electroencephalography"], PARAMS)
+        assert (await engine.embed(["the"], PARAMS)).embeddings.shape == (1, 32)
+    finally:
+        await engine.close()
+
+
 async def test_a_device_that_is_not_there_is_named(minilm_folder: Path) -> None:
     with pytest.raises(errors.ModelLoadError, match=r"--device is cuda:99, but torch .* sees \d+ CUDA devices"):
         await AsyncEngine.start(EngineConfig(model=str(minilm_folder), device="cuda:99"))

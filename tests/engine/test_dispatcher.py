@@ -132,16 +132,6 @@ async def test_a_lost_core_fails_what_is_under_way_and_refuses_the_rest(dispatch
     assert dispatcher.stats.num_tokens == 5
 
 
-async def test_waiting_for_idle_ends_with_the_last_request(dispatcher: Dispatcher, core: Core) -> None:
-    await dispatcher.wait_idle()
-    await begin(dispatcher, 5)
-    idle = asyncio.create_task(dispatcher.wait_idle())
-    await asyncio.sleep(0)
-    assert not idle.done()
-    core.answer((0, 0, 1.0))
-    await idle
-
-
 async def test_what_one_turn_of_the_loop_submits_is_sent_together(dispatcher: Dispatcher, core: Core) -> None:
     tasks = [
         asyncio.create_task(dispatcher.run(tokens(3), PoolingParams(), priority=0, timeout_s=None)) for _ in range(5)

@@ -88,10 +88,43 @@ async def test_token_ids_outside_the_vocabulary_are_refused(pool: TokenizerPool,
         await pool.encode([ids], UNCUT)
 
 
-async def test_the_prompt_is_counted_with_the_leading_special_token(pool: TokenizerPool) -> None:
-    assert await pool.count_prefix("search query: ") == 4
-    tokenized = await pool.encode(["fox"], UNCUT, prompt="search query: ")
-    assert tokenized[0].token_ids.tolist() == [101, 3945, 23032, 1024, 4419, 102]
+async def test_the_prompt_is_marked_with_the_leading_special_token(pool: TokenizerPool) -> None:
+    inputs = ["fox", [101, 4419, 102]]
+    text, ids = await pool.encode(inputs, UNCUT, prompt="search query: ", skip_prompt=True)
+    assert text.token_ids.tolist() == [101, 3945, 23032, 1024, 4419, 102]
+    assert (text.num_prompt_tokens, ids.num_prompt_tokens) == (4, 0)
+    short = Truncation(max_num_tokens=4, cut=True, side="left")
+    (cut,) = await pool.encode(["a red fox"], short, prompt="search query: ", skip_prompt=True)
+    assert cut.num_prompt_tokens <= 1
+    (plain,) = await pool.encode(["fox"], UNCUT, prompt="search query: ")
+    assert plain.num_prompt_tokens == 0
+
+
+async def test_a_limit_below_the_special_tokens_is_refused(pool: TokenizerPool) -> None:
+    with pytest.raises(InvalidRequestError, match="special tokens alone are 2"):
+        await pool.encode(["fox"], Truncation(max_num_tokens=1, cut=True))
+    with pytest.raises(InvalidRequestError, match="special tokens alone are 3"):
+        await pool.encode_pairs([("a", "b")], Truncation(max_num_tokens=2, cut=True))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("text", ["word and other " * 20_000, "x" * 200_000 + " end", "start " + "y" * 200_000])
+async def test_enormous_texts_are_cut_as_if_all_of_them_were_read(
+    pool: TokenizerPool, reference: Any, text: str, side: str
+) -> None:
+    (cut,) = await pool.encode([text], Truncation(max_num_tokens=32, cut=True, side=side))
+    reference.truncation_side = side
+    try:
+        expected = reference([text], truncation=True, max_length=32)["input_ids"]
+    finally:
+        reference.truncation_side = "right"
+        reference.backend_tokenizer.no_truncation()
+    assert [cut.token_ids.tolist()] == expected
+
+
+async def test_an_enormous_text_is_refused_without_reading_all_of_it(pool: TokenizerPool) -> None:
+    with pytest.raises(RequestTooLongError, match=r"maximum context length is 32 tokens, but input 0 has at least \d+"):
+        await pool.encode(["word " * 3_000_000], Truncation(max_num_tokens=32))
 
 
 async def test_closing_leaves_nobody_waiting(pool: TokenizerPool) -> None:

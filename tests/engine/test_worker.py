@@ -16,6 +16,7 @@ import pytest
 from penstock.engine import errors
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.config import EngineConfig
+from penstock.engine.messages import Frame, Rows
 from penstock.engine.params import PoolingParams
 from penstock.engine.supervisor import EngineState
 
@@ -93,3 +94,40 @@ async def test_the_worker_ends_when_its_parent_is_killed(minilm_folder: Path) ->
         parent.wait()
         parent.communicate()
     await until(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text(), 10)
+
+
+async def test_messages_that_cannot_be_read_cost_the_worker_and_not_the_client(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatcher = engine._dispatcher
+    receive = dispatcher.receive_rows
+
+    def fail_once(message: Rows, frame: Frame) -> None:
+        monkeypatch.setattr(dispatcher, "receive_rows", receive)
+        raise RuntimeError("made up")
+
+    monkeypatch.setattr(dispatcher, "receive_rows", fail_once)
+    with pytest.raises(errors.EngineUnavailableError):
+        await asyncio.wait_for(engine.embed(["lost"], PARAMS), 20)
+    await until(lambda: engine.state is EngineState.READY)
+    assert (await engine.embed(["again"], PARAMS)).embeddings.shape == (1, 384)
+
+
+async def test_an_engine_thread_that_fails_is_replaced(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.engine.core import EngineCore
+
+    engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), in_process=True))
+    deliver = EngineCore._deliver
+
+    def fail_once(core: EngineCore, *arguments: object) -> None:
+        monkeypatch.setattr(EngineCore, "_deliver", deliver)
+        raise RuntimeError("made up")
+
+    try:
+        monkeypatch.setattr(EngineCore, "_deliver", fail_once)
+        with pytest.raises(errors.EngineUnavailableError, match="made up"):
+            await asyncio.wait_for(engine.embed(["lost"], PARAMS), 20)
+        await until(lambda: engine.state is EngineState.READY)
+        assert (await engine.embed(["again"], PARAMS)).embeddings.shape == (1, 384)
+    finally:
+        await engine.close()
