@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.model_files import resolved_table
+from penstock.engine.model_info import ModelInfo
 
 from .auth import AuthMiddleware
 from .context import ModelTable, ServedModel, ServerContext
@@ -53,7 +54,7 @@ def create_app(
             for model in models:
                 engine = await model.start()
                 stack.push_async_callback(_stop, engine, settings.drain_timeout_s)
-                _check_prompt_name(settings.default_prompt_name, engine)
+                check_prompt_name(settings.default_prompt_name, engine.info)
                 table.add(model.names, engine)
                 logger.info("%s is ready as %s\n%s", engine.info.name, ", ".join(model.names), _table(engine))
             on_ready()
@@ -91,11 +92,11 @@ async def _stop(engine: AsyncEngine, drain_timeout_s: float) -> None:
     await engine.close()
 
 
-def _check_prompt_name(name: str | None, engine: AsyncEngine) -> None:
-    known = engine.info.prompts
-    if name is not None and name not in known:
-        has = ", ".join(known) or "none"
-        raise ModelLoadError(f"--default-prompt-name: {engine.info.name} has no prompt {name!r}; it has: {has}.")
+def check_prompt_name(name: str | None, info: ModelInfo) -> None:
+    """Raises ModelLoadError if the model has no prompt `name`."""
+    if name is not None and name not in info.prompts:
+        has = ", ".join(info.prompts) or "none"
+        raise ModelLoadError(f"--default-prompt-name: {info.name} has no prompt {name!r}; it has: {has}.")
 
 
 def _table(engine: AsyncEngine) -> str:

@@ -19,12 +19,13 @@ from tqdm import tqdm
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.errors import EngineError, InvalidRequestError, RequestTooLongError
 from penstock.engine.model_info import ModelInfo
-from penstock.engine.params import PoolingParams
+from penstock.engine.params import PoolingParams, PoolingTask
 
 from .command_errors import CommandError, UsageError
 from .embed_input import BadRowError, InputFile, Row, open_input
 from .embed_journal import Journal
 from .embed_output import Writer, write_output, writer_for
+from .flags import flag_of
 from .logs import configure_logging
 from .settings import EmbedSettings
 
@@ -51,6 +52,8 @@ def embed_file(file: str, settings: EmbedSettings, model: str) -> None:
     configure_logging(settings.log_level, settings.log_format)
     source, output = open_input(Path(file), settings.field), Path(settings.output)
     write = writer_for(output)
+    if output.is_dir():
+        raise UsageError(f"--output: {output} is a folder; name a file")
     if output.exists() and not settings.overwrite:
         raise UsageError(f"--output: {output} exists; give --overwrite to replace it")
     try:
@@ -65,6 +68,7 @@ async def _run(source: InputFile, output: Path, write: Writer, settings: EmbedSe
         raise BadRowError(f"{source.path} holds no rows")
     engine = await AsyncEngine.start(settings.engine_config(model), log_level=settings.log_level.upper())
     try:
+        _check_options(settings, engine.info)
         identity = {"input": source.digest(), "model": _model_digest(engine.info), **_options(settings)}
         with Journal(output, identity) as journal:
             with tqdm(total=num_rows, initial=journal.num_rows, unit=" rows", dynamic_ncols=True) as progress:
@@ -104,7 +108,7 @@ async def _embed_rows(
 
 async def _embed_block(engine: AsyncEngine, source: InputFile, block: list[Row], settings: EmbedSettings) -> Embedded:
     """Embeds a block; where the engine refuses it, row by row up to the one at fault."""
-    params = PoolingParams(dimensions=settings.dimensions, normalize=settings.normalize)
+    params = _pooling_params(settings)
     options = RequestOptions(prompt_name=settings.prompt_name)
     try:
         result = await engine.embed([row.text for row in block], params, options)
@@ -119,6 +123,22 @@ async def _embed_block(engine: AsyncEngine, source: InputFile, block: list[Row],
             done.append(vectors)
         return Embedded(np.concatenate(done), None)
     return Embedded(result.embeddings, None)
+
+
+def _pooling_params(settings: EmbedSettings) -> PoolingParams:
+    return PoolingParams(dimensions=settings.dimensions, normalize=settings.normalize)
+
+
+def _check_options(settings: EmbedSettings, info: ModelInfo) -> None:
+    """Raises UsageError for an option that the model refuses, so that no row is blamed for it."""
+    if settings.prompt_name is not None and settings.prompt_name not in info.prompts:
+        has = ", ".join(info.prompts) or "none"
+        raise UsageError(f"--prompt-name: {info.name} has no prompt {settings.prompt_name!r}; it has: {has}")
+    try:
+        _pooling_params(settings).verify(PoolingTask.EMBED, info)
+    except InvalidRequestError as error:
+        is_flag = error.param in EmbedSettings.model_fields
+        raise UsageError(f"{flag_of(str(error.param))}: {error.message}" if is_flag else error.message) from error
 
 
 def _reason(error: InvalidRequestError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
@@ -85,6 +86,8 @@ class TextLines(InputFile):
     def _lines(self) -> Iterator[tuple[int, str]]:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 try:
                     yield number, line.rstrip(b"\r\n").decode("utf-8")
                 except UnicodeDecodeError as error:

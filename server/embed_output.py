@@ -75,7 +75,14 @@ def write_jsonl(path: Path, source: InputFile, vectors: Vectors) -> None:
     with path.open("wb") as file:
         for row, vector in zip(source.rows(), vectors, strict=True):
             record = {**row.record, COLUMN: np.asarray(vector)}
-            file.write(orjson.dumps(record, option=option, default=str))
+            try:
+                file.write(orjson.dumps(record, option=option, default=str))
+            except orjson.JSONEncodeError as error:
+                raise source.bad_row(
+                    row.line,
+                    f"its fields cannot be written as JSON ({error}). All embeddings are done and kept: rename the "
+                    "folder OUTPUT.jsonl.partial to OUTPUT.npy.partial, and give the same command with an OUTPUT.npy",
+                ) from error
 
 
 def write_parquet(path: Path, source: InputFile, vectors: Vectors) -> None:

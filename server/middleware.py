@@ -5,6 +5,7 @@ Pure ASGI: starlette's BaseHTTPMiddleware costs a task per request.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import re
@@ -14,9 +15,9 @@ from typing import Final
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.engine.errors import ModelLoadError
+from penstock.engine.errors import EngineUnavailableError, ModelLoadError
 
-from .errors import HIDDEN_MESSAGE, status_response
+from .errors import HIDDEN_MESSAGE, engine_error_response, status_response
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class UnexpectedErrorMiddleware:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends a 500 unless the response has already begun."""
+        """Sends a 500, or a 503 where the server ends first, unless the response has already begun."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -90,6 +91,15 @@ class UnexpectedErrorMiddleware:
 
         try:
             await self.app(scope, receive, send_and_note)
+        except asyncio.CancelledError:
+            # Only uvicorn cancels a request: its time to finish is over. The answer still goes out.
+            if has_begun:
+                raise
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+            logger.warning("request %s was given up: the time to drain is over", scope["request_id"])
+            error = EngineUnavailableError("The server is shutting down. Please try again elsewhere.")
+            await engine_error_response(error, scope["request_id"])(scope, receive, send)
         except Exception:
             logger.exception("request %s failed unexpectedly", scope["request_id"])
             if has_begun:

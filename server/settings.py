@@ -46,7 +46,18 @@ def _listed(value: object) -> object:
     return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
 
 
+def _keys(value: object) -> object:
+    """Refuses keys that were given but are none: the server would be open to everyone by mistake."""
+    keys = _listed(value)
+    # The default arrives here too, where env_ignore_empty has hidden an empty variable.
+    if not keys and (value != () or environment_variable("api_key") in os.environ):
+        raise ValueError("holds no key; give a key, or leave it out to serve without keys")
+    return keys
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
+Keys = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_keys)]
+Seconds = Annotated[NonNegativeFloat, Field(allow_inf_nan=False)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
 
@@ -116,19 +127,24 @@ class ServerSettings(EngineSettings):
     served_model_name: Names = Field(
         (), description="Names under which the model is served, separated by commas; the first one is shown."
     )
-    api_key: Names = Field(
+    api_key: Keys = Field(
         (), repr=False, description="Keys that data routes require, separated by commas. Default: open."
     )
     max_body_bytes: PositiveInt = Field(64 * 1024 * 1024, description="Bytes. Largest request body.")
     max_inputs_per_request: PositiveInt = Field(4096, description="Texts, documents or pairs in one request.")
-    request_timeout_s: NonNegativeFloat = Field(
+    request_timeout_s: Seconds = Field(
         600.0, description="Seconds after which a request is given up with 504; 0: never."
     )
-    drain_timeout_s: NonNegativeFloat = Field(
-        30.0, description="Seconds that running requests get to finish after SIGTERM."
+    drain_timeout_s: Seconds = Field(
+        30.0, description="Seconds that running requests get to finish after SIGTERM; 0: none."
     )
     default_prompt_name: str | None = Field(
-        None, description="Named prompt of the model that is put before inputs when a request names none."
+        None,
+        description=(
+            "Named prompt of the model that is put before the texts of /v1/embeddings when a request names none, and "
+            "before inputs, labels and examples of /classify with an embedding model. /rerank and /score keep the "
+            "model's own query and document prompts."
+        ),
     )
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any, Final
 
 MAX_SHOWN_ERRORS: Final = 3
 MAX_SHOWN_CHARS: Final = 60
+
+# repr that stops early, however deep or long a value is.
+_REPR: Final = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 3, 20, 20
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = MAX_SHOWN_CHARS
 
 
 def explain(errors: Sequence[Any], body: object) -> tuple[str, str | None]:
@@ -52,5 +58,7 @@ def _field(loc: Sequence[str | int]) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = _REPR.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."

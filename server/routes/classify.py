@@ -32,9 +32,11 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     context.check_count(body.texts(), "input" if body.inputs is None else "inputs")
     context.check_count(body.labels or (), "labels")
     context.check_count(body.examples or (), "examples")
+    body.check_classes()
     if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
         return await _classify_tokens(body, request, context)
-    result = await until_client_leaves(request, _classes(engine, body, context.options()))
+    prompt_name = context.settings.default_prompt_name if engine.info.kind is ModelKind.EMBEDDING else None
+    result = await until_client_leaves(request, _classes(engine, body, context.options(prompt_name)))
     num_tokens = context.metrics.count(PoolingTask.CLASSIFY, result.num_tokens)
     answer_id = f"classify-{request.scope['request_id']}"
     if body.inputs is not None:

@@ -6,7 +6,7 @@ With an embedding model the classes come with the request: `labels` (zero-shot) 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,6 +16,8 @@ from penstock.engine.params import PoolingParams
 from .common import Inputs, PoolingBody, Text, Usage
 from .rerank import ApiVersion
 from .score import Side
+
+MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs: about 20 MB of JSON.
 
 
 class Example(BaseModel):
@@ -69,6 +71,24 @@ class ClassifyRequest(PoolingBody):
             message = f"Give one of input (vLLM's answer) and inputs (Cohere's answer); the body has {has}."
             raise InvalidRequestError(message, param="input")
         return self.input if self.input is not None else list(self.inputs or ())
+
+    def check_classes(self) -> None:
+        """Checks the classes that come with the request.
+
+        Raises:
+            InvalidRequestError: Both kinds are there, or the answer would hold too many scores.
+        """
+        if self.labels and self.examples:
+            raise InvalidRequestError("Give labels (zero-shot) or examples (few-shot), not both.", param="labels")
+        field = "examples" if self.examples else "labels"
+        num_classes = len({example.label for example in self.examples}) if self.examples else len(self.labels or ())
+        num_inputs = len(self.texts())
+        if num_inputs * num_classes > MAX_SCORES:
+            raise InvalidRequestError(
+                f"{num_inputs} inputs with {num_classes} classes in {field} give {num_inputs * num_classes} scores; "
+                f"the limit is {MAX_SCORES}. Send fewer inputs at once.",
+                param=field,
+            )
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling. As with Cohere, `inputs` are cut to fit."""

@@ -77,8 +77,10 @@ def _kind(value: Any) -> str:
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
-        odd = next((entry for entry in value if type(entry) is not int), None)
-        return "an empty list" if not value else f"a list that holds {_kind(odd)}"
+        if not value:
+            return "an empty list"
+        odd = next((entry for entry in value if type(entry) is not int), value[0])
+        return f"a list that holds {'a list' if isinstance(odd, list) else _kind(odd)}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)[:60]
 
 
@@ -147,7 +149,11 @@ class PoolingBody(RequestBody):
 
 
 class Usage(BaseModel):
-    """Tokens that the request cost, special tokens included."""
+    """Tokens of the inputs as the model saw them: after truncation, with prompts and special tokens.
+
+    A query counts once for every document that a cross-encoder reads it with, once for an embedding model; labels and
+    examples of a classification count, too.
+    """
 
     prompt_tokens: int = Field(examples=[12])
     total_tokens: int = Field(examples=[12])

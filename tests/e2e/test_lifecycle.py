@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 
 def children_of(pid: int) -> list[int]:
@@ -41,8 +42,29 @@ def test_sigterm_lets_requests_finish_and_leaves_nothing(launch, default_model) 
     asking.join(120)
     assert answers[0].status_code == 200
     assert len(answers[0].json()["data"]) == 300
-    assert server.process.wait(60) in (0, -signal.SIGTERM)
+    assert server.process.wait(60) == 0
     assert not any(exists(child) for child in children)
+    assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("drain_timeout_s", ["0", "1"])
+def test_requests_that_outlast_the_drain_time_are_told_so(drain_timeout_s: str, launch, default_model) -> None:
+    server = launch("--dtype", "float32", "--drain-timeout-s", drain_timeout_s)
+    answers = []
+
+    def ask() -> None:
+        body = {"input": [f"a text that takes a while {i} " * 40 for i in range(4000)], "truncate_prompt_tokens": -1}
+        answers.append(httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=120))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(2)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) == 0
+    asking.join(10)
+    assert answers[0].status_code == 503
+    assert answers[0].json()["error"]["code"] == "engine_unavailable"
+    assert answers[0].headers["retry-after"]
     assert "Traceback" not in server.log.read_text()
 
 
@@ -60,7 +82,8 @@ def test_a_server_that_is_killed_leaves_no_engine_behind(launch, default_model) 
 
 def test_a_model_that_is_none_ends_in_a_line(run, tmp_path) -> None:
     done = run("serve", str(tmp_path), "--port", "0")
-    assert done.returncode != 0
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
     assert "is not a model" in done.stderr
     assert "Traceback" not in done.stderr
 

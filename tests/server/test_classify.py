@@ -83,6 +83,18 @@ async def test_zero_shot_with_an_embedding_model(client: httpx.AsyncClient, engi
     assert engine.calls[-1][0] == "zero_shot"
 
 
+async def test_the_default_prompt_reaches_embedding_models_only(serving, engine, make_engine) -> None:
+    async with serving(engine, default_prompt_name="query") as client:
+        await client.post("/classify", json={"input": ["a"], "labels": ["b", "c"]})
+        assert engine.calls[-1][1][-1].prompt_name == "query"
+        await client.post("/score", json={"text_1": "a", "text_2": "b"})
+        assert engine.calls[-1][1][-1].prompt_name is None
+    classifier = make_engine("sequence_classifier", ("a", "b"))
+    async with serving(classifier, default_prompt_name="query") as client:
+        await client.post("/classify", json={"input": ["a"]})
+        assert classifier.calls[-1][1][-1].prompt_name is None
+
+
 async def test_token_classifier_answers_per_token(serving, make_engine) -> None:
     async with serving(make_engine("token_classifier", ("O", "B-PER", "I-PER"))) as client:
         answer = (await client.post("/classify", json={"input": ["Ann met Bob", "x"]})).json()
@@ -104,6 +116,24 @@ WRONG_BODIES = [
     ("no classes", {"input": "a"}, "labels", "no classes of its own"),
     ("empty inputs", {"inputs": []}, "inputs", "empty list"),
     ("example without label", {"inputs": ["a"], "examples": [{"text": "b"}]}, "examples", "examples[0].label"),
+    (
+        "two kinds",
+        {"input": "a", "labels": ["b", "c"], "examples": EXAMPLES},
+        "labels",
+        "examples (few-shot), not both",
+    ),
+    (
+        "too many scores of labels",
+        {"input": ["a"] * 1001, "labels": [f"l{i}" for i in range(1000)]},
+        "labels",
+        "1001 inputs with 1000 classes in labels",
+    ),
+    (
+        "too many scores of examples",
+        {"inputs": ["a"] * 1001, "examples": [{"text": "t", "label": f"l{i}"} for i in range(1000)]},
+        "examples",
+        "1001 inputs with 1000 classes in examples",
+    ),
     ("labels as text", {"input": "a", "labels": "b"}, "labels", "'b'"),
 ]
 

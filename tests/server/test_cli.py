@@ -44,6 +44,21 @@ def test_wrong_values_are_one_line_and_code_2(arguments: tuple[str, ...], part: 
     assert part in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (("/no/such/model",), "/no/such/model"),
+        (("--default-prompt-name", "x"), "--default-prompt-name: "),
+        (("--max-model-len", "100000"), "--max-model-len"),
+    ],
+)
+def test_what_the_models_files_refuse_is_one_line_and_code_2(flags: tuple[str, ...], part: str) -> None:
+    done = run("serve", "--port", "0", *flags)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert part in done.stderr
+
+
 def test_a_wrong_variable_is_named() -> None:
     done = run("serve", PENSTOCK_PORT="x")
     assert done.returncode == 2

@@ -247,13 +247,47 @@ def test_an_output_that_exists_is_kept(lines, fake, tmp_path) -> None:
         ("in.csv", "out.npy", "FILE: in.csv must end in"),
         ("in.txt", "out.csv", "--output: out.csv must end in"),
         ("in.txt", "nowhere/out.npy", "--output: there is no folder"),
+        ("in.txt", "folder.npy", "folder.npy is a folder"),
     ],
 )
 def test_wrong_paths(source: str, output: str, part: str, lines, fake, tmp_path) -> None:
     (tmp_path / "in.csv").write_text("a")
+    (tmp_path / "folder.npy").mkdir()
     with pytest.raises(UsageError) as error:
         run(tmp_path / source, tmp_path / output)
     assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"dimensions": 4}, "^--dimensions: dimensions is 4"), ({"prompt_name": "x"}, "^--prompt-name: .* no prompt 'x'")],
+)
+def test_an_option_that_the_model_refuses_is_not_a_lines_fault(option, message, lines, fake, tmp_path) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(lines, tmp_path / "out.npy", **option)
+    assert not fake.calls
+    assert fake.is_closed
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("in.txt", "a\nb\n"), ("in.jsonl", '{"text": "a"}\n{"text": "b"}\n')])
+def test_a_byte_order_mark_is_skipped(name: str, content: str, fake, tmp_path) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    run(tmp_path / name, tmp_path / "out.npy")
+    assert embedded_texts(fake) == ["a", "b"]
+
+
+def test_fields_that_cannot_be_written_do_not_lose_the_embeddings(fake, tmp_path) -> None:
+    deep = "[" * 500 + "]" * 500
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": "b", "deep": ' + deep + "}\n")
+    with pytest.raises(CommandError, match=r"in\.jsonl, line 2: its fields cannot be written as JSON"):
+        run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+    fake.calls.clear()
+    (tmp_path / "out.jsonl.partial").rename(tmp_path / "out.npy.partial")  # what the message says
+    run(tmp_path / "in.jsonl", tmp_path / "out.npy")
+    assert not fake.calls
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(fake, ["a", "b"]), atol=1e-6)
 
 
 def test_parquet_without_pyarrow_says_how_to_install_it(lines, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

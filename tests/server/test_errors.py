@@ -1,5 +1,7 @@
 """One body for every error, one table from engine errors to statuses."""
 
+import asyncio
+
 import httpx
 import orjson
 import pytest
@@ -85,7 +87,7 @@ NO_ENGINE = [
     ("invalid UTF-8", ("POST", "/v1/embeddings", {"content": b'{"input": "\xff"}'}), 400, ["not valid JSON"]),
     ("a list", ("POST", "/v1/embeddings", {"content": b"[1]"}), 400, ["JSON object", "[1]"]),
     ("a text", ("POST", "/v1/embeddings", {"content": b'"a"'}), 400, ["JSON object"]),
-    ("null", ("POST", "/v1/embeddings", {"content": b"null"}), 400, ["JSON object"]),
+    ("null", ("POST", "/v1/embeddings", {"content": b"null"}), 400, ["JSON object, not null"]),
     (
         "a form",
         ("POST", "/v1/embeddings", {"data": {"input": "a"}}),
@@ -108,6 +110,40 @@ async def test_errors_before_the_engine(client: httpx.AsyncClient, request_, sta
     assert response.status_code == status
     message = check_envelope(response)["message"]
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", '{"input": %s}'),
+        ("/v1/embeddings", '{"input": "a", "model": %s}'),
+        ("/v1/embeddings", '{"input": "a", "dimensions": %s}'),
+        ("/v1/embeddings", "%s"),
+        ("/rerank", '{"query": "a", "documents": [%s]}'),
+        ("/rerank", '{"query": %s, "documents": ["a"]}'),
+        ("/score", '{"text_1": "a", "text_2": %s}'),
+        ("/classify", '{"input": "a", "labels": [%s]}'),
+        ("/classify", '{"input": "a", "examples": %s}'),
+    ],
+)
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"text": ', "}")])
+@pytest.mark.parametrize("depth", [1000, 100_000])
+async def test_deep_nesting_is_refused(client, path: str, body: str, opening: str, closing: str, depth: int) -> None:
+    value = opening * depth + "1" + closing * depth
+    response = await client.post(path, content=body % value)
+    assert response.status_code == 400
+    assert len(check_envelope(response)["message"]) < 400
+
+
+async def test_a_request_that_the_shutdown_cuts_off_is_a_503(client, engine) -> None:
+    engine.gate = asyncio.Event()
+    asking = asyncio.create_task(client.post("/v1/embeddings", json={"input": "a"}))
+    await engine.entered.wait()
+    asking.cancel()
+    response = await asking
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert check_envelope(response)["code"] == "engine_unavailable"
+    assert engine.was_cancelled
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,16 @@ def test_lists_are_split_at_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "key-1" not in repr(settings)
 
 
+@pytest.mark.parametrize("value", ["", " ", ",", " , "])
+def test_a_key_that_is_none_does_not_open_the_server(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"^--api-key: holds no key"):
+        load(ServerSettings, {"api_key": [value]})
+    monkeypatch.setenv("PENSTOCK_API_KEY", value)
+    with pytest.raises(UsageError, match=r"^PENSTOCK_API_KEY: holds no key"):
+        load(ServerSettings, {})
+    assert load(ServerSettings, {"api_key": ["key"]}).api_key == ("key",)
+
+
 def test_json_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HF_OVERRIDES", '{"is_matryoshka": true}')
     settings = load(ServerSettings, {"pooler_config": '{"pooling_type": "cls", "normalize": false}'})
@@ -85,6 +95,9 @@ WRONG_VALUES = [
     ("pooler_config", '{"pooling_type": "SUM"}', "SUM"),
     ("hf_overrides", "[1]", "JSON object"),
     ("request_timeout_s", "-1", "greater than or equal to 0"),
+    ("request_timeout_s", "nan", "finite"),
+    ("drain_timeout_s", "inf", "finite"),
+    ("api_key", ",", "holds no key"),
     ("max_body_bytes", "0", "greater than 0"),
     ("log_level", "loud", "'debug'"),
 ]
