@@ -151,7 +151,7 @@ class EngineCore:
         self._scheduler = Scheduler(limits, token_budget=budget, max_seq_len=info.max_model_len)
         self._runner.warm_up()
         self._on_ready()
-        self._send(Ready(info, self._runner.tokenizer, self._scheduler.token_budget), [])
+        self._send(Ready(info, self._runner.tokenizer), [])
 
     def _step(self) -> bool:
         """Waits for work, runs one batch and sends what came of it. Returns False when it is time to end."""

@@ -73,7 +73,6 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
     info: ModelInfo
     tokenizer: TokenizerSpec
-    max_num_batched_tokens: int
 
 
 class LoadFailed(msgspec.Struct, tag=True, frozen=True):

@@ -116,9 +116,7 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
     entries = read_json(root / MODULES_FILE)
     if entries is None:
         return None
-    if not isinstance(entries, list) or not all(
-        isinstance(e, dict) and isinstance(e.get("type"), str) for e in entries
-    ):
+    if not isinstance(entries, list) or not all(map(_is_entry, entries)):
         raise ModelLoadError(f"{root / MODULES_FILE} must hold a list of modules, each with a type and a path.")
     files = SentenceTransformersFiles()
     folders: list[tuple[str, dict[str, Any]]] = []
@@ -147,6 +145,7 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
 
 
 def _is_entry(entry: Any) -> bool:
+    """Whether an entry of modules.json names its module's type."""
     return isinstance(entry, dict) and isinstance(entry.get("type"), str)
 
 

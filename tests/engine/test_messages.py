@@ -52,7 +52,7 @@ def test_messages_to_the_core_survive_the_wire(message: m.ToCore) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        m.Ready(INFO, m.TokenizerSpec(json="{}", truncation_side="left", uses_token_types=True), 512),
+        m.Ready(INFO, m.TokenizerSpec(json="{}", truncation_side="left", uses_token_types=True)),
         m.LoadFailed("WeightError", "no such tensor"),
         m.Rows([m.RowHeader(1, 0, "embedding", (4,))], 12, 0.5),
         m.Failed(1, "ModelExecutionError", "boom"),
