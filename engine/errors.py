@@ -10,6 +10,9 @@
     +-- RequestCancelledError        the caller has gone
     +-- EngineUnavailableError       starting, draining, or the worker died: try again
     +-- ModelExecutionError          the forward failed for this request
+    +-- PoolError                    a sequence pool was asked for what it cannot give
+    |   +-- PoolExhausted            no block or slot is free
+    |   +-- InvalidSlot              not in use, out of range, or of the other kind
     +-- ModelLoadError               the model cannot be served at all (start-up only)
         +-- UnsupportedModelError    unknown architecture or model file
         +-- WeightError              a tensor is missing or has the wrong shape
@@ -86,6 +89,18 @@ class EngineUnavailableError(EngineError):
 
 class ModelExecutionError(EngineError):
     """The model failed on this request. Other requests are not affected."""
+
+
+class PoolError(EngineError):
+    """A sequence pool cannot do what it was asked. Never reaches a caller: the scheduler waits or was wrong."""
+
+
+class PoolExhausted(PoolError):  # noqa: N818 - the specification's name
+    """No block or slot is free at the moment."""
+
+
+class InvalidSlot(PoolError):  # noqa: N818 - the specification's name
+    """A block or slot that is out of range, not in use, or of a kind that the pool does not hold."""
 
 
 class ModelLoadError(EngineError):

@@ -1,4 +1,4 @@
-"""A batch without padding: the tokens of all sequences end to end, and where each begins."""
+"""A batch without padding: the tokens of all sequences, or of slices of them, end to end, and where each begins."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .request import TokenizedInput
+from .sequence_cache import BatchCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,12 +19,14 @@ class PackedBatch:
 
     Attributes:
         input_ids: [T] int64.
-        positions: [T] int64, 0 to L-1 within each sequence.
+        positions: [T] int64, the place of each token in its whole sequence, from 0.
         token_type_ids: [T] int64; None where all are 0.
         cu_seqlens: [N+1] int32, prefix sums of the lengths.
-        seq_lens: Lengths, on the host.
+        seq_lens: Rows of each sequence in this batch, on the host.
         max_seqlen: The longest of them.
-        skip_tokens: [N] int32, leading tokens that pooling leaves out; None where there are none.
+        skip_tokens: [N] int32, tokens at the head of each whole sequence that pooling leaves out; None for none.
+        cache: What sequences bring along from earlier slices and leave for later ones; None where all of them are whole
+            and nothing is kept.
     """
 
     input_ids: Tensor
@@ -33,6 +36,7 @@ class PackedBatch:
     seq_lens: tuple[int, ...]
     max_seqlen: int
     skip_tokens: Tensor | None
+    cache: BatchCache | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -40,25 +44,37 @@ class PackedBatch:
         return self.input_ids.shape[0]
 
     @classmethod
-    def build(cls, inputs: Sequence[TokenizedInput], device: torch.device) -> PackedBatch:
+    def build(
+        cls,
+        inputs: Sequence[TokenizedInput],
+        device: torch.device,
+        *,
+        starts: Sequence[int] | None = None,
+        cache: BatchCache | None = None,
+    ) -> PackedBatch:
         """Packs `inputs` in their order; ascending length gives attention the least work.
 
         Args:
-            inputs: At least one, none of them empty.
+            inputs: At least one, none of them empty: whole sequences, or slices of them (`TokenizedInput.slice`).
             device: Where the tensors go.
+            starts: Place of each slice in its sequence; None means that all begin at 0.
+            cache: For slices; see the attribute.
         """
         lengths = np.array([len(i) for i in inputs], np.int64)
         cu_seqlens = np.zeros(len(inputs) + 1, np.int64)
         np.cumsum(lengths, out=cu_seqlens[1:])
-        starts = np.repeat(cu_seqlens[:-1], lengths)
-        positions = np.arange(cu_seqlens[-1]) - starts
+        first_rows = np.repeat(cu_seqlens[:-1], lengths)
+        positions = np.arange(cu_seqlens[-1]) - first_rows
+        if starts is not None:
+            positions += np.repeat(np.asarray(starts, np.int64), lengths)
         input_ids = np.concatenate([i.token_ids for i in inputs]).astype(np.int64)
         seq_lens = tuple(lengths.tolist())
         boundaries = np.array([i.type_boundary for i in inputs], np.int64)
         skips = np.array([i.num_prompt_tokens for i in inputs], np.int32)
         types = None
         if boundaries.any():
-            boundary_of = np.repeat(np.where(boundaries > 0, boundaries, lengths), lengths)
+            never = np.iinfo(np.int64).max
+            boundary_of = np.repeat(np.where(boundaries > 0, boundaries, never), lengths)
             types = (positions >= boundary_of).astype(np.int64)
 
         def put(array: np.ndarray) -> Tensor:
@@ -73,4 +89,5 @@ class PackedBatch:
             seq_lens=seq_lens,
             max_seqlen=max(seq_lens),
             skip_tokens=put(skips) if skips.any() else None,
+            cache=cache,
         )

@@ -26,6 +26,10 @@ class TokenizedInput:
         """Returns the number of tokens."""
         return len(self.token_ids)
 
+    def slice(self, start: int, end: int) -> TokenizedInput:
+        """Returns the tokens from `start` up to `end`, as a view; boundaries stay those of the whole input."""
+        return TokenizedInput(self.token_ids[start:end], self.type_boundary, self.num_prompt_tokens)
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
