@@ -23,21 +23,51 @@ class SchedulerConfig:
         max_num_seqs: Sequences in one forward.
         max_queued_tokens: Tokens that may wait or run at once; more is refused whole.
         max_wait_s: Seconds after which a waiting sequence goes before better-fitting ones.
+        enable_chunked_prefill: Cut long sequences of models that look back only into chunks, one forward each.
+        chunk_size: Tokens of a chunk; None lets it follow the time that a forward takes and what else waits.
     """
 
     max_num_batched_tokens: int | None = None
     max_num_seqs: int = 512
     max_queued_tokens: int = 4_000_000
     max_wait_s: float = 0.5
+    enable_chunked_prefill: bool = True
+    chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_queued_tokens"):
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "chunk_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
         if self.max_wait_s < 0:
             raise ValueError(f"max_wait_s is {self.max_wait_s}; it must be 0 or more.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Memory of sequences that run in slices. Models that cannot be sliced take none.
+
+    Attributes:
+        kv_cache_memory: Bytes; None takes `memory_fraction`.
+        memory_fraction: Share of the memory that is free once the model is loaded.
+        block_size: Tokens of a block of keys and values.
+        enable_prefix_caching: Keep keys and values of past prompts for later ones that begin alike.
+    """
+
+    kv_cache_memory: int | None = None
+    memory_fraction: float = 0.25
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the field and its value."""
+        for name in ("kv_cache_memory", "block_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +89,7 @@ class EngineConfig:
         num_threads: CPU threads of the forward; None takes all cores.
         tokenizer_workers: Threads that tokenize.
         scheduler: Batch and queue limits.
+        cache: Memory of sequences that run in slices.
     """
 
     model: str
@@ -75,6 +106,7 @@ class EngineConfig:
     num_threads: int | None = None
     tokenizer_workers: int = 2
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""

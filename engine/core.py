@@ -1,7 +1,8 @@
 """The loop of the engine: takes requests in, forms batches while the device is busy, sends results out.
 
 Runs on one device thread, in a process of its own (worker.py) or in the client's (in_process). Knows nothing about
-HTTP, sockets or text. Errors belong to a request: a failing batch is halved until the culprit stands alone.
+HTTP, sockets or text. Errors belong to a request: a failing batch is halved until the culprit stands alone, and where
+memory was short a chunk of a long sequence runs again in smaller ones.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
 
 import numpy as np
 import torch
 
 from .config import EngineConfig
-from .errors import DeadlineExceededError, EngineError, ModelExecutionError, ModelLoadError
+from .errors import DeadlineExceededError, EngineError, InvalidRequestError, ModelExecutionError, ModelLoadError
+from .intake import Intake
+from .make_scheduler import make_scheduler
 from .messages import (
+    CacheUse,
     Cancel,
     Failed,
     Frame,
@@ -32,15 +36,11 @@ from .messages import (
     unpack_inputs,
 )
 from .params import PoolingParams
-from .request import Sequence as QueuedSequence, TokenizedInput
-from .runner import ModelRunner, Outputs
-from .scheduler import Scheduler
+from .request import Sequence as QueuedSequence, SequenceSlice, TokenizedInput
+from .runner import ModelRunner, Outputs, Work
+from .scheduler import ScheduledBatch, Scheduler
 
 logger = logging.getLogger("penstock.engine")
-
-_CPU_TOKEN_BUDGET: Final = 2048
-"""Tokens. More brings no throughput on a CPU, but longer steps and more memory."""
-_CUDA_TOKEN_BUDGET: Final = 16_384
 
 Send = Callable[[FromCore, list[Frame]], None]
 
@@ -73,6 +73,7 @@ class EngineCore:
         self._requests: dict[int, _Request] = {}
         self._scheduler: Scheduler
         self._runner: ModelRunner
+        self._intake: Intake
         self._stopping = False
 
     def run(self) -> None:
@@ -97,17 +98,23 @@ class EngineCore:
         """
         rest = iter(items)
         now_s = time.monotonic()
+        changes: list[Callable[[], None]] = []
+        for item in rest:
+            if isinstance(item, Submit):
+                frame = next(rest, None)
+                if frame is None or isinstance(frame, Submit | Cancel):
+                    raise TypeError("a Submit message without its frame")
+                inputs = unpack_inputs(frame)
+                # Named before the lock is taken: that takes time for long inputs.
+                sequences = self._intake.sequences(item, inputs, now_s)
+                changes.append(partial(self._submit, item, inputs, sequences))
+            elif isinstance(item, Cancel):
+                changes.append(partial(self._cancel, item.request_id))
+            else:
+                raise TypeError("a frame without its Submit message")
         with self._changed:
-            for item in rest:
-                if isinstance(item, Submit):
-                    frame = next(rest, None)
-                    if frame is None or isinstance(frame, Submit | Cancel):
-                        raise TypeError("a Submit message without its frame")
-                    self._submit(item, unpack_inputs(frame), now_s)
-                elif isinstance(item, Cancel):
-                    self._cancel(item.request_id)
-                else:
-                    raise TypeError("a frame without its Submit message")
+            for change in changes:
+                change()
             self._changed.notify()
 
     def stop(self) -> None:
@@ -116,20 +123,13 @@ class EngineCore:
             self._stopping = True
             self._changed.notify()
 
-    def _submit(self, message: Submit, inputs: list[TokenizedInput], now_s: float) -> None:
+    def _submit(self, message: Submit, inputs: list[TokenizedInput], sequences: list[QueuedSequence]) -> None:
         """Queues a request. The caller holds the lock."""
-        request_id = message.request_id
-        deadline_s = None if message.timeout_s is None else now_s + message.timeout_s
-        self._requests[request_id] = _Request(message.params, inputs, len(inputs))
+        self._requests[message.request_id] = _Request(message.params, inputs, len(inputs))
         try:
-            self._scheduler.add(
-                [
-                    QueuedSequence(request_id, i, len(tokens), now_s, message.priority, deadline_s)
-                    for i, tokens in enumerate(inputs)
-                ]
-            )
+            self._scheduler.add(sequences)
         except ValueError as error:
-            self._fail(request_id, ModelExecutionError(f"The request cannot run: {error}"))
+            self._fail(message.request_id, InvalidRequestError(f"The request cannot run: {error}", param="input"))
 
     def _cancel(self, request_id: int) -> None:
         """Forgets a request; what runs of it is thrown away. The caller holds the lock."""
@@ -138,17 +138,11 @@ class EngineCore:
 
     def _load(self) -> None:
         self._runner = ModelRunner(self._config)
-        info, limits = self._runner.info, self._config.scheduler
-        budget = limits.max_num_batched_tokens
-        if budget is None:
-            budget = _CPU_TOKEN_BUDGET if info.device == "cpu" else _CUDA_TOKEN_BUDGET
-        elif budget < info.max_model_len:
-            logger.warning(
-                "max_num_batched_tokens is %d, but one sequence may have %d tokens; the budget is raised to that.",
-                budget,
-                info.max_model_len,
-            )
-        self._scheduler = Scheduler(limits, token_budget=budget, max_seq_len=info.max_model_len)
+        allocator = self._runner.allocator
+        self._scheduler, info = make_scheduler(self._config, self._runner.info, allocator)
+        has_cache = allocator is not None and allocator.prefixes is not None
+        block_size = self._config.cache.block_size if has_cache else None
+        self._intake = Intake(info, block_size, seed=f"{info.path}@{self._config.revision}")
         self._runner.warm_up()
         self._on_ready()
         self._send(Ready(info, self._runner.tokenizer), [])
@@ -156,38 +150,40 @@ class EngineCore:
     def _step(self) -> bool:
         """Waits for work, runs one batch and sends what came of it. Returns False when it is time to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._scheduler.num_waiting)
+            self._changed.wait_for(lambda: self._stopping or self._scheduler.has_work)
             if self._stopping:
                 return False
             batch = self._scheduler.schedule(time.monotonic())
             for sequence in batch.expired:
-                self._fail(sequence.request_id, DeadlineExceededError("The deadline passed while the request waited."))
+                self._fail(sequence.request_id, DeadlineExceededError("The deadline passed before the answer."))
             work = [
-                (s, self._requests[s.request_id].inputs[s.index], self._requests[s.request_id].params)
-                for s in batch.sequences
-                if s.request_id in self._requests
+                Work(s, request.inputs[s.sequence.index], request.params)
+                for s in batch.slices
+                if (request := self._requests.get(s.sequence.request_id)) is not None
             ]
+        for slice_ in batch.preempted:
+            self._runner.preempt(slice_)
         if work:
             started_s = time.monotonic()
             finished = self._execute(work)
-            self._deliver(finished, batch.num_tokens, time.monotonic() - started_s)
+            self._deliver(batch, finished, time.monotonic() - started_s)
         return True
 
-    def _execute(self, work: list[_Work]) -> list[tuple[QueuedSequence, Outputs]]:
+    def _execute(self, work: list[Work]) -> list[tuple[SequenceSlice, Outputs]]:
         """Runs a batch; on an error runs its halves, so that only the sequences at fault fail."""
         try:
-            outputs = self._runner.execute([tokens for _, tokens, _ in work], [params for _, _, params in work])
+            outputs = self._runner.execute(work)
         except torch.OutOfMemoryError as error:
-            self._recover_memory(sum(len(tokens) for _, tokens, _ in work))
+            self._recover_memory(sum(w.slice.num_tokens for w in work))
             failure: Exception = error
         except torch.AcceleratorError:
             raise  # the device's context is lost for all requests: the process ends and another takes over
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             failure = error
         else:
-            return [(sequence, output) for (sequence, _, _), output in zip(work, outputs, strict=True)]
+            return [(w.slice, output) for w, output in zip(work, outputs, strict=True)]
         if len(work) == 1:
-            self._report(work[0][0], failure)
+            self._settle(work[0].slice, failure)
             return []
         middle = len(work) // 2
         return self._execute(work[:middle]) + self._execute(work[middle:])
@@ -200,6 +196,14 @@ class EngineCore:
                 "out of memory at %d tokens; the budget is now %d.", num_tokens, self._scheduler.token_budget
             )
 
+    def _settle(self, slice_: SequenceSlice, error: Exception) -> None:
+        """Lets a slice that failed by itself run again where that may help; otherwise fails its request."""
+        if isinstance(error, torch.OutOfMemoryError):
+            with self._changed:
+                if self._scheduler.retry(slice_, error):
+                    return
+        self._report(slice_.sequence, error)
+
     def _report(self, sequence: QueuedSequence, error: Exception) -> None:
         if isinstance(error, EngineError):
             shown = error
@@ -209,12 +213,13 @@ class EngineCore:
         with self._changed:
             self._fail(sequence.request_id, shown)
 
-    def _deliver(self, finished: list[tuple[QueuedSequence, Outputs]], num_tokens: int, step_s: float) -> None:
+    def _deliver(self, batch: ScheduledBatch, finished: list[tuple[SequenceSlice, Outputs]], step_s: float) -> None:
         """Sends the finite outputs of live requests in one message; an output that is not finite fails its request."""
         headers: list[RowHeader] = []
         arrays = []
         with self._changed:
-            for sequence, outputs in finished:
+            for slice_, outputs in finished:
+                sequence = slice_.sequence
                 request = self._requests.get(sequence.request_id)
                 if request is None:
                     continue
@@ -223,19 +228,30 @@ class EngineCore:
                     self._fail(sequence.request_id, ModelExecutionError(message))
                     continue
                 for name, array in outputs.items():
-                    headers.append(RowHeader(sequence.request_id, sequence.index, name, array.shape))
+                    headers.append(RowHeader(sequence.request_id, sequence.index, name, array.shape, slice_.is_last))
                     arrays.append(array)
-                request.num_left -= 1
+                request.num_left -= slice_.is_last
                 if not request.num_left:
                     del self._requests[sequence.request_id]
-        if arrays:
-            self._send(Rows(headers, num_tokens, step_s), [pack_rows(arrays)])
+            self._scheduler.finish(batch, step_s)
+            cache_use = self._cache_use()
+        self._send(Rows(headers, batch.num_tokens, step_s, cache_use), [pack_rows(arrays)])
+
+    def _cache_use(self) -> CacheUse | None:
+        """Figures of the pool. The caller holds the lock."""
+        allocator, slicer = self._runner.allocator, self._scheduler.slicer
+        if allocator is None or slicer is None:
+            return None
+        return CacheUse(
+            allocator.usage,
+            allocator.prefix_query_tokens,
+            allocator.prefix_hit_tokens,
+            slicer.num_preemptions,
+            slicer.num_chunks,
+        )
 
     def _fail(self, request_id: int, error: EngineError) -> None:
         """Ends a request with an error and drops what is left of it. The caller holds the lock."""
         self._scheduler.cancel(request_id)
         if self._requests.pop(request_id, None) is not None:
             self._send(Failed(request_id, type(error).__name__, error.message), [])
-
-
-_Work = tuple[QueuedSequence, TokenizedInput, PoolingParams]

@@ -21,7 +21,7 @@ from .errors import (
     InvalidRequestError,
     ModelExecutionError,
 )
-from .messages import Cancel, Failed, Frame, Rows, Submit, pack_inputs, unpack_rows
+from .messages import CacheUse, Cancel, Failed, Frame, RowHeader, Rows, Submit, pack_inputs, unpack_rows
 from .params import PoolingParams
 from .request import TokenizedInput
 
@@ -47,6 +47,7 @@ class DispatcherStats:
         num_steps_total: Forwards.
         step_s_total: Seconds spent in them.
         num_refused_total: Requests refused because the queue was full.
+        cache_use: Of the memory of sliced sequences; None for models that cannot be sliced.
     """
 
     num_requests: int = 0
@@ -55,6 +56,7 @@ class DispatcherStats:
     num_steps_total: int = 0
     step_s_total: float = 0.0
     num_refused_total: int = 0
+    cache_use: CacheUse | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +67,16 @@ class _Pending:
     num_tokens: int
     outputs: list[Arrays] = field(default_factory=list)
     num_left: int = 0
+    parts: dict[tuple[int, str], list[NDArray[np.float32]]] = field(default_factory=dict)
+
+    def put(self, header: RowHeader, array: NDArray[np.float32]) -> None:
+        """Books one array of the answer; parts are joined when the last one is there."""
+        key = (header.index, header.name)
+        if not header.is_last:
+            self.parts.setdefault(key, []).append(array)
+            return
+        parts = self.parts.pop(key, None)
+        self.outputs[header.index][header.name] = array if parts is None else np.concatenate([*parts, array])
 
 
 class Dispatcher:
@@ -134,6 +146,7 @@ class Dispatcher:
         self.stats.num_batched_tokens_total += message.num_tokens
         self.stats.num_steps_total += 1
         self.stats.step_s_total += message.step_s
+        self.stats.cache_use = message.cache_use
         rate = message.num_tokens / max(message.step_s, 1e-6)
         self._tokens_per_s = (
             rate if not self._tokens_per_s else (_RATE_MEMORY * self._tokens_per_s + (1 - _RATE_MEMORY) * rate)
@@ -143,8 +156,8 @@ class Dispatcher:
             pending = self._pending.get(header.request_id)
             if pending is None:
                 continue
-            pending.outputs[header.index][header.name] = array
-            if (header.request_id, header.index) not in seen:
+            pending.put(header, array)
+            if header.is_last and (header.request_id, header.index) not in seen:
                 seen.add((header.request_id, header.index))
                 pending.num_left -= 1
         for request_id in {request_id for request_id, _ in seen}:

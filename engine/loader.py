@@ -50,10 +50,15 @@ def load_model(info: ModelInfo, *, trust_remote_code: bool = False) -> PackedMod
         return TransformersModel(info, trust_remote_code=trust_remote_code)
     model_class = find_model_class(info.architecture, info.model_type, info.config)
     with open_checkpoint(Path(info.path)) as checkpoint, torch.no_grad():
-        model = model_class(info, Weights(checkpoint, _DTYPES[info.dtype], torch.device(info.device)))
+        model = model_class(info, Weights(checkpoint, torch_dtype(info.dtype), torch.device(info.device)))
         if unused := checkpoint.unused():
             logger.debug("%s: %d tensors of the checkpoint are not used: %s", info.name, len(unused), ", ".join(unused))
     return model
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Returns the type that ModelInfo.dtype names."""
+    return _DTYPES[name]
 
 
 def load_dense(info: ModelInfo) -> list[Dense]:

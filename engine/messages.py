@@ -18,6 +18,7 @@ from .config import EngineConfig
 from .model_info import ModelInfo
 from .params import PoolingParams
 from .request import TokenizedInput
+from .score_template import ScoreTemplate
 
 Frame = bytes | bytearray | memoryview
 
@@ -31,12 +32,14 @@ class TokenizerSpec:
         truncation_side: "left" or "right".
         uses_token_types: The model reads token type ids.
         sample_ids: Token ids of a short text, special tokens included.
+        score_template: The prompt around a pair; None joins pairs with the tokenizer's own special tokens.
     """
 
     json: str
     truncation_side: str
     uses_token_types: bool
     sample_ids: tuple[int, ...] = ()
+    score_template: ScoreTemplate | None = None
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -83,23 +86,40 @@ class LoadFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class RowHeader(msgspec.Struct, array_like=True, frozen=True):
-    """Says what one array of a Rows message is: output `name` of input `index` of a request."""
+    """Says what one array of a Rows message is: output `name` of input `index` of a request.
+
+    An output that grows with the length of its input comes in parts, joined along their first axis; `is_last` marks the
+    last one.
+    """
 
     request_id: int
     index: int
     name: str
     shape: tuple[int, ...]
+    is_last: bool = True
+
+
+class CacheUse(msgspec.Struct, array_like=True, frozen=True):
+    """How the memory of sliced sequences is used: `usage` is a share from 0 to 1, the others count from the start."""
+
+    usage: float
+    prefix_queried_tokens_total: int
+    prefix_hit_tokens_total: int
+    num_preemptions_total: int
+    num_chunks_total: int
 
 
 class Rows(msgspec.Struct, tag=True, frozen=True):
     """Core to client: results of one step. Frame: all arrays, flattened and concatenated, float32.
 
-    `num_tokens` and `step_s` tell what the step processed and how long it took.
+    `num_tokens` and `step_s` tell what the step processed and how long it took; `cache_use` is None for models that
+    cannot be sliced. A step that only brings long sequences on has no rows.
     """
 
     rows: list[RowHeader]
     num_tokens: int
     step_s: float
+    cache_use: CacheUse | None = None
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -153,6 +173,8 @@ def unpack_inputs(frame: Frame) -> list[TokenizedInput]:
 
 def pack_rows(arrays: Seq[NDArray[Any]]) -> Frame:
     """Returns the frame of a Rows message: `arrays` flattened, concatenated, float32."""
+    if not arrays:
+        return b""
     if len(arrays) == 1:
         return memoryview(np.ascontiguousarray(arrays[0], np.float32)).cast("B")
     return memoryview(np.concatenate([a.ravel() for a in arrays], dtype=np.float32)).cast("B")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from .sequence_pool import Allocation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +46,10 @@ class Sequence:
         arrival_s: Seconds. Monotonic time at which it was queued.
         priority: Lower goes first.
         deadline_s: Seconds. Monotonic time after which its result is of no use.
+        block_keys: Keys of its full blocks in the prefix cache; none where it takes no part.
+        needs_last_row: Its answer comes from the last token alone, so that what a cache holds need not run again.
+        num_done: Tokens that went through the model and were pooled; they count even if their keys and values are lost.
+        carry: What the model runner keeps of the sequence between two slices.
     """
 
     request_id: int
@@ -50,3 +58,36 @@ class Sequence:
     arrival_s: float
     priority: int = 0
     deadline_s: float | None = None
+    block_keys: tuple[bytes, ...] = ()
+    needs_last_row: bool = False
+    num_done: int = 0
+    carry: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class SequenceSlice:
+    """What one forward runs of a sequence: all of it, or some of its tokens.
+
+    Attributes:
+        sequence: Whose tokens they are.
+        start: Place of the first one.
+        num_tokens: Tokens.
+        allocation: Pool memory of the sequence; None where nothing is read from earlier slices or kept for later ones.
+        chunk_id: Of a chunk of a long sequence; None for the one slice of a short one.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    allocation: Allocation | None = None
+    chunk_id: int | None = None
+
+    @property
+    def end(self) -> int:
+        """One past the place of the last token."""
+        return self.start + self.num_tokens
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the sequence ends with it."""
+        return self.end == self.sequence.num_tokens

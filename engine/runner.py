@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,20 +15,45 @@ from numpy.typing import NDArray
 from .config import EngineConfig
 from .errors import ModelLoadError
 from .load_tokenizer import load_tokenizer
-from .loader import load_dense, load_model
+from .loader import load_dense, load_model, torch_dtype
+from .memory import available_memory
 from .messages import TokenizerSpec
 from .model_files import resolve_model, with_device
 from .model_info import ModelInfo
 from .packed_batch import PackedBatch
 from .params import PoolingParams
 from .pooling import ModelPooler, PoolingMetadata
-from .request import TokenizedInput
+from .request import Sequence as QueuedSequence, SequenceSlice, TokenizedInput
+from .sequence_pool import KvCachePool, PoolPlan, SequenceAllocator, SequencePool, SsmStatePool, plan_pool
+from .slice_memory import SliceMemory, carry_of
+
+logger = logging.getLogger("penstock.engine")
 
 Outputs = Mapping[str, NDArray[np.float32]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """One slice to run.
+
+    Attributes:
+        slice: Which tokens of the sequence, and the memory that it holds.
+        tokens: The whole sequence.
+        params: Resolved.
+    """
+
+    slice: SequenceSlice
+    tokens: TokenizedInput
+    params: PoolingParams
+
+
 class ModelRunner:
     """One model on one device. Used by one thread at a time.
+
+    Attributes:
+        info: The model, with a max_model_len that the pool can hold.
+        tokenizer: For clients.
+        allocator: The pool of sequences that run in slices; None where the model's cannot.
 
     Args:
         config: What to load and where.
@@ -42,28 +70,100 @@ class ModelRunner:
         self._device = torch.device(device)
         self._model = load_model(self.info, trust_remote_code=config.trust_remote_code)
         self._pooler = ModelPooler(self.info, self._model, load_dense(self.info))
+        self.allocator: SequenceAllocator | None = None
+        self._memory: SliceMemory | None = None
+        self._previous: torch.cuda.Event | None = None
+        if self._model.cache_spec is not None and (
+            config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching
+        ):
+            self._make_pool(config)
 
     @torch.inference_mode()
-    def execute(self, inputs: Sequence[TokenizedInput], params: Sequence[PoolingParams]) -> list[Outputs]:
-        """Runs one forward and pools it.
+    def execute(self, work: Sequence[Work]) -> list[Outputs]:
+        """Runs one forward and pools it. A forward that fails leaves no trace in what sequences keep.
+
+        On CUDA the batch is packed while the last forward may still run.
 
         Args:
-            inputs: One sequence each; ascending length is fastest.
-            params: Resolved parameters, one per input; tasks may be mixed.
+            work: Slices that begin a sequence first, in ascending length; then those that go on with one. Tasks may be
+                mixed.
 
         Returns:
-            Per input, float32 arrays by output name.
+            Per slice, float32 arrays by output name: of a sequence's last slice all that is left of its answer, of an
+            earlier one the rows of a token-level answer that are ready.
         """
-        batch = PackedBatch.build(inputs, self._device)
-        metadata = PoolingMetadata.for_batch(batch, params)
+        slices = [w.slice for w in work]
+        params = [w.params for w in work]
+        cache = None
+        if self._memory is not None:
+            self._memory.restore(slices)
+            cache = self._memory.batch_cache(slices)
+        if cache is None:
+            batch = PackedBatch.build([w.tokens for w in work], self._device)
+            metadata = PoolingMetadata.for_batch(batch, params)
+        else:
+            inputs = [w.tokens.slice(w.slice.start, w.slice.end) for w in work]
+            batch = PackedBatch.build(inputs, self._device, starts=[s.start for s in slices], cache=cache)
+            states = [None if s.sequence.carry is None else carry_of(s).states for s in slices]
+            lengths = [s.sequence.num_tokens for s in slices]
+            metadata = PoolingMetadata.for_batch(batch, params, prompt_lens=lengths, states=states)
+        self._wait_for_previous()
         output = self._model.forward(batch, need_attention=self._pooler.needs_attention(params))
-        return list(self._pooler.pool(output, metadata).to_numpy())
+        outputs = list(self._pooler.pool(output, metadata).to_numpy())
+        if self._memory is not None and cache is not None:
+            for index, state in metadata.states.items():
+                carry_of(slices[index]).states = state
+            self._memory.advance(slices)
+        if self._device.type == "cuda":
+            self._previous = torch.cuda.current_stream(self._device).record_event()
+        return outputs
+
+    def preempt(self, slice_: SequenceSlice) -> None:
+        """Saves what would be lost of a sequence whose memory others get."""
+        if self._memory is not None:
+            self._memory.save(slice_)
 
     def warm_up(self) -> None:
         """Runs one small batch, so that the first request does not pay for what happens once."""
         tokens = TokenizedInput(np.array(self.tokenizer.sample_ids[-self.info.max_model_len :], np.int32))
         params = PoolingParams().resolved(self.info.tasks[0], self.info)
-        self.execute([tokens, tokens], [params, params])
+        slices = [SequenceSlice(QueuedSequence(0, i, len(tokens), 0.0), 0, len(tokens)) for i in range(2)]
+        self.execute([Work(slice_, tokens, params) for slice_ in slices])
+
+    def _wait_for_previous(self) -> None:
+        """Waits for the last forward, so that at most one is under way and the time of each can be seen."""
+        if self._previous is not None:
+            self._previous.synchronize()
+            self._previous = None
+
+    def _make_pool(self, config: EngineConfig) -> None:
+        """Reserves the memory of sliced sequences.
+
+        Raises:
+            ModelLoadError: It does not suffice for anything.
+        """
+        spec, dtype, limits = self._model.cache_spec, torch_dtype(self.info.dtype), config.cache
+        assert spec is not None, "the caller has looked"
+        memory = limits.kv_cache_memory
+        if memory is None:
+            memory = int(available_memory(self._device) * limits.memory_fraction)
+        plan = plan_pool(
+            dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two places; see SliceMemory
+            memory,
+            block_size=limits.block_size,
+            itemsize=dtype.itemsize,
+            max_num_seqs=config.scheduler.max_num_seqs,
+        )
+        self._memory = SliceMemory(spec, plan, block_size=limits.block_size, dtype=dtype, device=self._device)
+        self.allocator = _allocator(plan, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching)
+
+
+def _allocator(plan: PoolPlan, block_size: int, *, enable_prefix_caching: bool) -> SequenceAllocator:
+    pool = SequencePool(
+        kv=KvCachePool(plan.num_blocks, block_size) if plan.num_blocks else None,
+        ssm=SsmStatePool(plan.num_slots) if plan.num_slots else None,
+    )
+    return SequenceAllocator(pool, enable_prefix_caching=enable_prefix_caching)
 
 
 def _usable_cores() -> int:

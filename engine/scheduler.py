@@ -1,27 +1,23 @@
-"""Decides which waiting sequences run in the next forward.
+"""Decides what runs in the next forward. Plain Python without torch.
 
-Plain Python without torch. The order is start-time fair: a sequence's turn comes at its arrival time plus the time that
-the tokens ahead of it in its own request would take, so that one large request and many small ones share the device. A
-level of priority is worth a fixed time of waiting. Nobody starves, because turns are finite and later arrivals have
-later turns. Among sequences whose turn is near, those of similar length go together (attention over equal lengths is
-one product), unless one has waited for too long.
-Source of the idea: Goyal, Vin, Cheng, "Start-time Fair Queueing", 1997.
+Whole sequences go in the order of their turn (waiting_queue.py); among those whose turn is near, those of similar
+length go together (attention over equal lengths is one product), unless one has waited for too long. Long sequences
+of models that can be sliced run in chunks beside them (slicer.py): chunks take a share of each forward, whole sequences
+the rest, so that neither waits for the other to end.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .config import SchedulerConfig
-from .request import Sequence
+from .request import Sequence, SequenceSlice
+from .slicer import Slicer
+from .waiting_queue import Entry, WaitingQueue
 
 _WINDOW = 4
 """Steps. How far ahead sequences of similar length are looked for."""
-_PRIORITY_STEP_S = 1.0
-"""Seconds. The head start that one level of priority gives."""
 
 
 @dataclass(slots=True)
@@ -29,148 +25,168 @@ class ScheduledBatch:
     """What runs next.
 
     Attributes:
-        sequences: In ascending order of length.
+        slices: Those that begin a sequence, in ascending order of length; then those that go on with one.
         num_tokens: Tokens. Their sum.
-        expired: Sequences whose deadline has passed; they left the queue without running.
+        expired: Sequences whose deadline has passed; they will not run any further.
+        preempted: Sequences that gave up their memory for one of higher priority, with what they held; they wait again.
     """
 
-    sequences: list[Sequence] = field(default_factory=list)
+    slices: list[SequenceSlice] = field(default_factory=list)
     num_tokens: int = 0
     expired: list[Sequence] = field(default_factory=list)
-
-
-@dataclass(slots=True, order=True)
-class _Entry:
-    turn_s: float
-    tie: int
-    sequence: Sequence = field(compare=False)
+    preempted: list[SequenceSlice] = field(default_factory=list)
 
 
 class Scheduler:
-    """The waiting queue and the policy over it. Not thread-safe: its owner holds a lock.
+    """The waiting queue, the running long sequences, and the policy over them. Not thread-safe: its owner holds a lock.
 
-    Invariants: a batch never exceeds `token_budget` or `max_num_seqs`; `num_waiting` and `num_waiting_tokens` count
-    exactly what may still be scheduled.
+    A batch that `schedule` returns must be booked with `finish` before the next one; what failed of it is cancelled or
+    given to `retry` before that.
+    Invariants: a batch never exceeds `token_budget` (but for one sequence that cannot be sliced) or `max_num_seqs`, and
+    is empty only if nothing can run.
 
     Args:
         config: Limits of the number of sequences and of their wait.
-        token_budget: Tokens in one batch. Raised to `max_seq_len` where it is less, since a sequence is never cut here.
+        token_budget: Tokens in one batch. Without a slicer raised to `max_seq_len` where it is less.
         max_seq_len: Tokens of the longest sequence that will come.
+        slicer: For models whose sequences can be sliced.
     """
 
-    def __init__(self, config: SchedulerConfig, *, token_budget: int, max_seq_len: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, *, token_budget: int, max_seq_len: int, slicer: Slicer | None = None
+    ) -> None:
         self.max_seq_len = max_seq_len
-        self.token_budget = max(token_budget, max_seq_len)
+        self.token_budget = token_budget if slicer is not None else max(token_budget, max_seq_len)
         self.max_num_seqs = config.max_num_seqs
         self.max_wait_s = config.max_wait_s
-        self.num_waiting = 0
-        self.num_waiting_tokens = 0
-        self._heap: list[_Entry] = []
-        self._ties = itertools.count()
-        self._waiting_of: dict[int, list[int]] = {}  # request id -> [sequences, tokens] that wait
+        self.slicer = slicer
+        self._queue = WaitingQueue(pace_s=config.max_wait_s, pace_tokens=self.token_budget)
+        self._num_whole = 0  # whole sequences in the last batch
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not started."""
+        return self._queue.num_seqs
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the sequences that have not started."""
+        return self._queue.num_tokens
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` would return something."""
+        return bool(self._queue.num_seqs or (self.slicer is not None and self.slicer.num_running))
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queues the sequences of one request, all with the same `request_id`.
 
         Raises:
-            ValueError: A sequence is longer than `max_seq_len` or has no tokens. Nothing is queued.
+            ValueError: A sequence is longer than `max_seq_len`, or than what can ever run, or has no tokens. Nothing is
+                queued.
         """
         sequences = list(sequences)
         for sequence in sequences:
             if not 1 <= sequence.num_tokens <= self.max_seq_len:
                 raise ValueError(f"a sequence has {sequence.num_tokens} tokens; it must have 1 to {self.max_seq_len}.")
-        tokens_ahead = 0
-        for sequence in sequences:
-            delay_s = self.max_wait_s * tokens_ahead / self.token_budget
-            turn_s = sequence.arrival_s + delay_s + sequence.priority * _PRIORITY_STEP_S
-            heapq.heappush(self._heap, _Entry(turn_s, next(self._ties), sequence))
-            self._count(sequence, +1)
-            tokens_ahead += sequence.num_tokens
+        self._queue.add(sequences)
 
     def cancel(self, request_id: int) -> int:
-        """Removes what still waits of a request and returns the number of sequences removed."""
-        sequences, tokens = self._waiting_of.pop(request_id, (0, 0))
-        self.num_waiting -= sequences
-        self.num_waiting_tokens -= tokens
-        if len(self._heap) > 2 * self.num_waiting + 64:
-            self._heap = [e for e in self._heap if e.sequence.request_id in self._waiting_of]
-            heapq.heapify(self._heap)
-        return sequences
+        """Ends what waits or runs of a request and returns the number of sequences that had not started."""
+        if self.slicer is not None:
+            self.slicer.cancel(request_id)
+        return self._queue.cancel(request_id)
 
     def schedule(self, now_s: float) -> ScheduledBatch:
-        """Takes the next batch out of the queue; it is empty only if nothing waits or all that waited has expired.
+        """Takes the next batch; it is empty only if nothing waits, or all that waited has expired.
 
         Args:
             now_s: Seconds. Monotonic time, as in Sequence.arrival_s.
         """
         batch = ScheduledBatch()
-        window = self._take_window(now_s, batch)
-        chosen = self._choose(window, now_s)
-        for entry in window:
-            if entry.tie in chosen:
-                batch.sequences.append(entry.sequence)
-                batch.num_tokens += entry.sequence.num_tokens
-                self._count(entry.sequence, -1)
-            else:
-                heapq.heappush(self._heap, entry)
-        batch.sequences.sort(key=lambda s: s.num_tokens)
+        window, batch.expired = self._queue.window(now_s, _WINDOW * self.token_budget, _WINDOW * self.max_num_seqs)
+        if self.slicer is not None:
+            batch.expired += self.slicer.expired(now_s)
+            window = self._schedule_chunks(self.slicer, window, batch)
+        self._schedule_whole(window, batch, now_s)
+        batch.slices.sort(key=lambda s: (s.start > 0, s.num_tokens))
+        batch.num_tokens = sum(s.num_tokens for s in batch.slices)
         return batch
 
+    def finish(self, batch: ScheduledBatch, step_s: float) -> None:
+        """Books a batch that ran, in `step_s` Seconds. What failed of it must have been cancelled or retried before."""
+        if self.slicer is None:
+            return
+        for slice_ in batch.slices:
+            self.slicer.finish(slice_)
+        chunk_tokens = sum(s.num_tokens for s in batch.slices if s.chunk_id is not None)
+        self.slicer.record(chunk_tokens, batch.num_tokens - chunk_tokens, step_s)
+
+    def retry(self, slice_: SequenceSlice, error: Exception) -> bool:
+        """Lets a slice for which memory was short run again in smaller chunks; False where that cannot help."""
+        return self.slicer is not None and self.slicer.retry(slice_, error)
+
     def shrink(self, token_budget: int) -> None:
-        """Lowers the budget after the device ran out of memory, though never below one whole sequence."""
-        self.token_budget = min(self.token_budget, max(token_budget, self.max_seq_len))
+        """Lowers the budget after the device ran out of memory, never below a sequence that cannot be sliced."""
+        if self.slicer is None:
+            token_budget = max(token_budget, self.max_seq_len)
+        else:
+            self.slicer.shrink(token_budget)
+        self.token_budget = max(min(self.token_budget, token_budget), 1)
 
-    def _take_window(self, now_s: float, batch: ScheduledBatch) -> list[_Entry]:
-        """Pops live entries in order of their turn, up to a few batches; expired ones go to `batch`."""
-        window: list[_Entry] = []
-        num_tokens = 0
-        while self._heap and num_tokens < _WINDOW * self.token_budget and len(window) < _WINDOW * self.max_num_seqs:
-            entry = heapq.heappop(self._heap)
-            sequence = entry.sequence
-            if sequence.request_id not in self._waiting_of:
+    def _schedule_chunks(self, slicer: Slicer, window: list[Entry], batch: ScheduledBatch) -> list[Entry]:
+        """Starts long sequences whose turn it is and adds the chunks of this batch; returns the other entries."""
+        is_long = [slicer.is_long(entry.sequence) for entry in window]
+        long = [entry for entry, answer in zip(window, is_long, strict=True) if answer]
+        short = [entry for entry, answer in zip(window, is_long, strict=True) if not answer]
+        allowance = min(slicer.allowance(others_wait=bool(short) or self._num_whole > 0), self.token_budget)
+        if short and not self._num_whole:
+            # Where the next whole sequence leaves no room for chunks, the two take turns.
+            allowance = min(allowance, max(self.token_budget - short[0].sequence.num_tokens, 0))
+        while long and slicer.wants(long[0].sequence, allowance):
+            if not slicer.start(long[0].sequence):
+                preempted = slicer.preempt_for(long[0].sequence)
+                if not preempted:
+                    break  # those behind it wait too, or it might never find enough memory
+                batch.preempted += preempted
+                for slice_ in preempted:
+                    self._queue.add([slice_.sequence])
                 continue
-            if sequence.deadline_s is not None and sequence.deadline_s <= now_s:
-                self._count(sequence, -1)
-                batch.expired.append(sequence)
-                continue
-            window.append(entry)
-            num_tokens += sequence.num_tokens
-        return window
+            self._queue.take(long.pop(0))
+        self._queue.put_back(long)
+        batch.slices += slicer.next_chunks(min(allowance, self.max_num_seqs))
+        return short
 
-    def _choose(self, window: list[_Entry], now_s: float) -> set[int]:
-        """Returns the ties of the entries that run: the overdue in order, the first, and its neighbours in length."""
-        chosen: set[int] = set()
-        if not window:
-            return chosen
-        left = self.token_budget
-
-        def take(entry: _Entry) -> bool:
-            nonlocal left
-            if entry.sequence.num_tokens > left or len(chosen) >= self.max_num_seqs:
-                return False
-            chosen.add(entry.tie)
-            left -= entry.sequence.num_tokens
-            return True
-
-        first = window[0]
-        take(first)
-        for entry in window[1:]:
-            if now_s - entry.turn_s > self.max_wait_s and not take(entry):
-                return chosen
-        target = first.sequence.num_tokens
-        rest = [e for e in window if e.tie not in chosen]
-        rest.sort(key=lambda e: (abs(e.sequence.num_tokens - target), e.tie))
-        for entry in rest:
-            if not take(entry):
+    def _schedule_whole(self, window: list[Entry], batch: ScheduledBatch, now_s: float) -> None:
+        """Adds the whole sequences that run and puts the others back."""
+        chunk_tokens = sum(s.num_tokens for s in batch.slices)
+        num_chunks = len(batch.slices)
+        left = self.token_budget - chunk_tokens
+        taken: set[int] = set()
+        for entry in self._in_order(window, now_s):
+            if len(batch.slices) >= self.max_num_seqs:
                 break
-        return chosen
+            slice_ = self._slice_whole(entry.sequence)
+            if slice_.num_tokens > left and batch.slices:
+                if self.slicer is not None:
+                    self.slicer.put_back(slice_)
+                break
+            batch.slices.append(slice_)
+            left -= slice_.num_tokens
+            taken.add(entry.tie)
+            self._queue.take(entry)
+        self._queue.put_back(entry for entry in window if entry.tie not in taken)
+        self._num_whole = len(batch.slices) - num_chunks
 
-    def _count(self, sequence: Sequence, step: int) -> None:
-        """Books one sequence into (+1) or out of (-1) the waiting counts."""
-        waiting = self._waiting_of.setdefault(sequence.request_id, [0, 0])
-        waiting[0] += step
-        waiting[1] += step * sequence.num_tokens
-        self.num_waiting += step
-        self.num_waiting_tokens += step * sequence.num_tokens
-        if waiting[0] == 0:
-            del self._waiting_of[sequence.request_id]
+    def _slice_whole(self, sequence: Sequence) -> SequenceSlice:
+        return SequenceSlice(sequence, 0, sequence.num_tokens) if self.slicer is None else self.slicer.whole(sequence)
+
+    def _in_order(self, window: list[Entry], now_s: float) -> list[Entry]:
+        """Returns whole sequences in the order in which they run: the first, the overdue, the first's neighbours."""
+        if not window:
+            return []
+        first = window[0]
+        overdue = [e for e in window[1:] if now_s - e.turn_s > self.max_wait_s]
+        rest = [e for e in window[1:] if now_s - e.turn_s <= self.max_wait_s]
+        rest.sort(key=lambda e: (abs(e.sequence.num_tokens - first.sequence.num_tokens), e.tie))
+        return [first, *overdue, *rest]

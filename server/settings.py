@@ -10,10 +10,10 @@ import json
 import os
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PlainValidator, PositiveInt
+from pydantic import BeforeValidator, ByteSize, Field, NonNegativeFloat, PlainValidator, PositiveInt
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.params import PoolerConfig
 
 ENV_PREFIX: Final = "PENSTOCK_"
@@ -58,6 +58,7 @@ def _keys(value: object) -> object:
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
 Keys = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_keys)]
 Seconds = Annotated[NonNegativeFloat, Field(allow_inf_nan=False)]
+Bytes = Annotated[ByteSize, Field(gt=0)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
 
@@ -81,11 +82,31 @@ class EngineSettings(BaseSettings):
     max_queued_tokens: PositiveInt = Field(
         4_000_000, description="Tokens that may wait or run at once; requests beyond are refused whole with 429."
     )
+    enable_chunked_prefill: bool = Field(
+        True, description="Cut long inputs of models that look back only into chunks, so that short ones need not wait."
+    )
+    chunk_size: PositiveInt | None = Field(
+        None, description="Tokens of a chunk; default: adapts to the speed of the device and to what else waits."
+    )
+    kv_cache_memory: Bytes | None = Field(
+        None, description="Memory for inputs that run in chunks and for cached prefixes, such as 2GiB or 500MB."
+    )
+    cache_memory_fraction: float = Field(
+        0.25, gt=0, le=1, description="Share of the free memory that it takes where --kv-cache-memory is not given."
+    )
+    kv_block_size: PositiveInt = Field(16, description="Tokens of a block of that memory.")
+    enable_prefix_caching: bool = Field(True, description="Reuse what inputs that begin alike have in common.")
     pooler_config: Annotated[PoolerConfig, NoDecode, PlainValidator(_pooler_config)] = Field(
         PoolerConfig(), description='JSON. Pooler settings, such as {"pooling_type": "CLS", "normalize": false}.'
     )
     hf_overrides: Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)] = Field(
-        {}, description="JSON. Values laid over the model's config.json."
+        {},
+        description=(
+            "JSON. Values laid over the model's config.json. A language model becomes a reranker with "
+            '{"classifier_from_token": ["no", "yes"]}, and reads pairs in the prompt of {"score_template": {"parts": '
+            '["...{instruction}...", "{query}...{document}", "..."], "instruction": "..."}} or of a known reranker: '
+            '{"score_template": "qwen3-reranker"}.'
+        ),
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
     num_threads: PositiveInt | None = Field(None, description="CPU threads of the forward; default: all cores.")
@@ -100,6 +121,14 @@ class EngineSettings(BaseSettings):
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             max_queued_tokens=self.max_queued_tokens,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            chunk_size=self.chunk_size,
+        )
+        cache = CacheConfig(
+            kv_cache_memory=self.kv_cache_memory,
+            memory_fraction=self.cache_memory_fraction,
+            block_size=self.kv_block_size,
+            enable_prefix_caching=self.enable_prefix_caching,
         )
         return EngineConfig(
             model=model,
@@ -116,6 +145,7 @@ class EngineSettings(BaseSettings):
             num_threads=self.num_threads,
             tokenizer_workers=self.tokenizer_workers,
             scheduler=scheduler,
+            cache=cache,
         )
 
 

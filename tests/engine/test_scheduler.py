@@ -25,7 +25,7 @@ def request(request_id: int, seq_lens: list[int], arrival_s: float = 0.0, priori
 def drain(scheduler: Scheduler, now_s: float = 0.0) -> list[list[Sequence]]:
     batches = []
     while scheduler.num_waiting:
-        batches.append(scheduler.schedule(now_s).sequences)
+        batches.append([s.sequence for s in scheduler.schedule(now_s).slices])
     return batches
 
 
@@ -73,16 +73,17 @@ def test_counts_stay_true_and_nothing_is_left_over(events: list[tuple]) -> None:
             case ("schedule", step_s):
                 now_s += step_s
                 batch = scheduler.schedule(now_s)
-                assert batch.num_tokens == sum(s.num_tokens for s in batch.sequences) <= scheduler.token_budget
-                for sequence in batch.sequences + batch.expired:
+                sequences = [s.sequence for s in batch.slices]
+                assert batch.num_tokens == sum(s.num_tokens for s in sequences) <= scheduler.token_budget
+                for sequence in sequences + batch.expired:
                     assert waiting[sequence.request_id].pop(sequence.index) == sequence.num_tokens
-                assert all(s.deadline_s is None or s.deadline_s > now_s for s in batch.sequences)
+                assert all(s.deadline_s is None or s.deadline_s > now_s for s in sequences)
         assert scheduler.num_waiting == sum(len(w) for w in waiting.values())
         assert scheduler.num_waiting_tokens == sum(sum(w.values()) for w in waiting.values())
     for request_id in waiting:
         scheduler.cancel(request_id)
     assert (scheduler.num_waiting, scheduler.num_waiting_tokens) == (0, 0)
-    assert not scheduler.schedule(now_s).sequences
+    assert not scheduler.schedule(now_s).slices
 
 
 @given(seq_len=st.integers(1, MAX_SEQ_LEN), others=st.lists(st.integers(1, MAX_SEQ_LEN), min_size=1, max_size=8))
@@ -93,7 +94,7 @@ def test_nobody_starves_under_traffic_that_never_ends(seq_len: int, others: list
     for step in range(1, 40):
         now_s = 0.25 * step
         scheduler.add(request(step, others * 4, arrival_s=now_s, priority=-1))
-        if any(s.request_id == 0 for s in scheduler.schedule(now_s).sequences):
+        if any(s.sequence.request_id == 0 for s in scheduler.schedule(now_s).slices):
             return
     pytest.fail(f"a sequence of {seq_len} tokens still waits after {now_s} s")
 
@@ -116,14 +117,14 @@ def test_the_overdue_go_first_in_order() -> None:
     scheduler = make(budget=64, max_wait_s=1.0)
     for i, n in enumerate([10, 50, 11]):
         scheduler.add(request(i, [n]))
-    assert [s.num_tokens for s in scheduler.schedule(now_s=5.0).sequences] == [10, 50]
+    assert [s.num_tokens for s in scheduler.schedule(now_s=5.0).slices] == [10, 50]
 
 
 def test_priority_goes_first() -> None:
     scheduler = make(budget=64)
     scheduler.add(request(1, [60]))
     scheduler.add(request(2, [60], priority=-1))
-    assert scheduler.schedule(0.0).sequences[0].request_id == 2
+    assert scheduler.schedule(0.0).slices[0].sequence.request_id == 2
 
 
 @pytest.mark.parametrize("num_tokens", [0, MAX_SEQ_LEN + 1])

@@ -1,0 +1,61 @@
+"""How many tokens of long prompts go into the next forward: as many as take about a fixed time.
+
+The cost of a token grows with what it looks back on, and from machine to machine, so the number follows the time that
+the last forwards took. While others wait it is small, so that they need not; alone it is larger, so that little is
+lost between forwards. Plain Python.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_BUSY_STEP_S: Final = 0.15
+"""Seconds. Time of the long prompts' share of a forward while others wait."""
+_IDLE_STEP_S: Final = 0.6
+"""Seconds. The same while nothing else waits: what comes next waits for half of it on average."""
+_MEMORY: Final = 0.5
+"""Share of the old value in the running means."""
+_MIN_TOKENS: Final = 32
+_ROUND_TO: Final = 16
+
+
+class ChunkPace:
+    """Turns the time of past forwards into an allowance for the next.
+
+    Args:
+        max_tokens: Tokens. Never more in one forward.
+        chunk_size: Tokens. A fixed allowance instead; None adapts.
+    """
+
+    def __init__(self, max_tokens: int, chunk_size: int | None = None) -> None:
+        self._max_tokens = max_tokens
+        self._chunk_size = chunk_size
+        self._chunk_token_s: float | None = None  # of a token in a chunk
+        self._whole_token_s: float | None = None  # of a token in a sequence that runs whole
+
+    def allowance(self, *, others_wait: bool) -> int:
+        """Returns the tokens that chunks may have in the next forward, at least 1."""
+        if self._chunk_size is not None:
+            return min(self._chunk_size, self._max_tokens)
+        if self._chunk_token_s is None:
+            return max(self._max_tokens // 4, 1)
+        num_tokens = int((_BUSY_STEP_S if others_wait else _IDLE_STEP_S) / self._chunk_token_s)
+        return min(max(num_tokens - num_tokens % _ROUND_TO, _MIN_TOKENS), self._max_tokens)
+
+    def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
+        """Books a forward of so many tokens in chunks and in whole sequences."""
+        if not chunk_tokens:
+            self._whole_token_s = _mean(self._whole_token_s, step_s / max(whole_tokens, 1))
+            return
+        others_s = whole_tokens * (self._whole_token_s or 0.0)
+        # NOTE: never less than half of an even share: the time of whole sequences is an estimate.
+        chunk_s = max(step_s - others_s, step_s * chunk_tokens / (2 * (chunk_tokens + whole_tokens)))
+        self._chunk_token_s = _mean(self._chunk_token_s, max(chunk_s / chunk_tokens, 1e-9))
+
+    def shrink(self, max_tokens: int) -> None:
+        """Lowers the limit after the device ran out of memory."""
+        self._max_tokens = max(min(self._max_tokens, max_tokens), 1)
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else _MEMORY * old + (1 - _MEMORY) * new

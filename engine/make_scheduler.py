@@ -1,0 +1,63 @@
+"""Sizes the scheduler for a loaded model: the budget of a forward, what counts as long, and the longest input."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Final
+
+from .config import EngineConfig
+from .model_info import ModelInfo
+from .scheduler import Scheduler
+from .sequence_pool import SequenceAllocator
+from .slicer import Slicer
+
+logger = logging.getLogger("penstock.engine")
+
+_CPU_TOKEN_BUDGET: Final = 2048
+"""Tokens. More brings no throughput on a CPU, but longer steps and more memory."""
+_CUDA_TOKEN_BUDGET: Final = 16_384
+
+
+def make_scheduler(
+    config: EngineConfig, info: ModelInfo, allocator: SequenceAllocator | None
+) -> tuple[Scheduler, ModelInfo]:
+    """Returns the scheduler, and the model with the longest input that can run.
+
+    Args:
+        config: Limits.
+        info: The model as loaded.
+        allocator: Its pool; None where its sequences cannot be sliced.
+    """
+    limits = config.scheduler
+    budget = limits.max_num_batched_tokens or (_CPU_TOKEN_BUDGET if info.device == "cpu" else _CUDA_TOKEN_BUDGET)
+    if allocator is None or not limits.enable_chunked_prefill:
+        if limits.max_num_batched_tokens is not None and budget < info.max_model_len:
+            logger.warning(
+                "max_num_batched_tokens is %d, but one sequence may have %d tokens; the budget is raised to that.",
+                budget,
+                info.max_model_len,
+            )
+        budget = max(budget, info.max_model_len)
+    if allocator is None:
+        return Scheduler(limits, token_budget=budget, max_seq_len=info.max_model_len), info
+    info = _limited(info, allocator.capacity_tokens, budget)
+    threshold = limits.chunk_size or budget // 2
+    if not limits.enable_chunked_prefill:
+        threshold = info.max_model_len
+    slicer = Slicer(allocator, threshold=threshold, max_chunk_size=budget, chunk_size=limits.chunk_size)
+    return Scheduler(limits, token_budget=budget, max_seq_len=info.max_model_len, slicer=slicer), info
+
+
+def _limited(info: ModelInfo, capacity: int | None, budget: int) -> ModelInfo:
+    """Returns the model with no longer inputs than the pool can hold or one forward can run."""
+    if capacity is None or max(capacity, budget) >= info.max_model_len:
+        return info
+    logger.warning(
+        "max_model_len is %d, but the KV cache holds %d tokens: inputs are limited to %d (--kv-cache-memory).",
+        info.max_model_len,
+        capacity,
+        max(capacity, budget),
+    )
+    sources = {**info.sources, "max_model_len": "size of the KV cache"}
+    return replace(info, max_model_len=max(capacity, budget), sources=sources)

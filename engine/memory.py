@@ -1,0 +1,37 @@
+"""How much memory a device has left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+def available_memory(device: torch.device) -> int:
+    """Returns the Bytes that could be allocated on a device now: of the host, what the container may still take."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    limit = _cgroup_memory()
+    return _host_memory() if limit is None else min(_host_memory(), limit)
+
+
+def _host_memory() -> int:
+    """Bytes that the kernel can give without swapping; half of the memory where it does not say."""
+    if _MEMINFO.is_file():
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _cgroup_memory() -> int | None:
+    """Bytes that are left of the limit of the container (cgroup v2); None where there is none."""
+    if not (_CGROUP / "memory.max").is_file():
+        return None
+    limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    return None if limit == "max" else max(int(limit) - int(used), 0)

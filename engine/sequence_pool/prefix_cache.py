@@ -1,0 +1,131 @@
+"""Full blocks of the KV cache, found again by the tokens that they and all blocks before them hold."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InvalidSlot
+from .kv_cache_pool import KvCachePool
+
+_KEY_SIZE: Final = 16
+"""Bytes. Two different prefixes share a key, by chance or by intent, only among about 2^64 of them."""
+
+
+def block_keys(token_ids: NDArray[np.int32], block_size: int, seed: bytes) -> list[bytes]:
+    """Returns the key of every full block of a sequence; each covers all tokens up to the block's end.
+
+    Args:
+        token_ids: [L] int32.
+        block_size: Tokens of a block.
+        seed: Sets apart what must not be shared: the model, and a caller's salt.
+
+    Raises:
+        ValueError: `block_size` is less than 1.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}; it must be at least 1.")
+    step = block_size * np.dtype(np.int32).itemsize
+    data = np.ascontiguousarray(token_ids, dtype=np.int32).tobytes()
+    key = blake2b(seed, digest_size=_KEY_SIZE).digest()
+    keys: list[bytes] = []
+    for end in range(step, len(data) + 1, step):
+        key = blake2b(key + data[end - step : end], digest_size=_KEY_SIZE).digest()
+        keys.append(key)
+    return keys
+
+
+class PrefixCache:
+    """Blocks by key. Not thread-safe: its owner holds a lock.
+
+    The cache itself holds one reference to every block in it, so a block that no sequence holds any more stays in use
+    until it is evicted; till then it is called parked. Parked blocks leave in the order in which they were parked.
+
+    Invariants: what is in a cached block is never written again. Whoever holds a cached block holds the cached blocks
+    before it as well, and releases them from the last to the first; so a parked block is evicted before its parent.
+
+    Args:
+        pool: Where the blocks come from.
+    """
+
+    def __init__(self, pool: KvCachePool) -> None:
+        self.num_evicted = 0
+        self._pool = pool
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._parked: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found."""
+        return len(self._block_of)
+
+    @property
+    def num_parked(self) -> int:
+        """Blocks that only the cache holds, and that can be evicted."""
+        return len(self._parked)
+
+    def is_parked(self, block: int) -> bool:
+        """Whether only the cache holds a block."""
+        return block in self._parked
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Returns the blocks of the longest cached prefix; takes none of them."""
+        blocks: list[int] = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def acquire(self, block: int) -> None:
+        """Adds a reference to a cached block."""
+        self._pool.share(block)
+        self._parked.pop(block, None)
+
+    def register(self, key: bytes, block: int) -> int:
+        """Makes a full block that has been computed findable, and returns the block that its key now leads to.
+
+        That is another one where an equal block was there first; `block` is then left as it is.
+
+        Raises:
+            InvalidSlot: `block` is not in use, or is in the cache under another key.
+        """
+        known = self._block_of.get(key)
+        if known is not None:
+            return known
+        if block in self._key_of:
+            raise InvalidSlot(f"block {block} is in the prefix cache under another key.")
+        self._pool.share(block)
+        self._block_of[key] = block
+        self._key_of[block] = key
+        return block
+
+    def release(self, block: int) -> None:
+        """Gives back one reference, which is not the cache's own, to a block in the cache or out of it.
+
+        Raises:
+            InvalidSlot: `block` is not a block in use.
+        """
+        if self._pool.free(block) == 1 and block in self._key_of:
+            self._parked[block] = None
+
+    def evict(self, count: int) -> None:
+        """Frees `count` parked blocks, those that were parked first.
+
+        Raises:
+            ValueError: Fewer are parked; none is freed.
+        """
+        if count > len(self._parked):
+            raise ValueError(f"{count} blocks cannot be evicted: {len(self._parked)} are parked.")
+        blocks = [self._parked.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            del self._block_of[self._key_of.pop(block)]
+        self.num_evicted += count
+        self._pool.free_many(sorted(blocks))

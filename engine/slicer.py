@@ -1,0 +1,215 @@
+"""Which sequences run in slices, and the pool memory that they hold meanwhile. Plain Python.
+
+A long sequence reserves the memory for its whole length when it starts, so that what has started can always finish;
+then the ChunkedPrefillManager hands out its chunks, at most one a forward. A short one that may read the prefix cache
+runs in one slice, after what the cache holds of it. Between two forwards nothing is in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from .chunk_pace import ChunkPace
+from .chunked_prefill import ChunkedPrefillConfig, ChunkedPrefillManager
+from .request import Sequence, SequenceSlice
+
+if TYPE_CHECKING:
+    from .sequence_pool import Allocation, SequenceAllocator
+
+_MAX_RETRIES: Final = 8
+"""Failures for want of memory that one chunk may have: each time it comes back about half as long."""
+
+Key = tuple[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A long sequence that has started, and what it holds."""
+
+    sequence: Sequence
+    allocation: Allocation
+
+
+class Slicer:
+    """Starts, continues and ends sliced sequences. Not thread-safe: its owner holds a lock.
+
+    Args:
+        allocator: The pool.
+        threshold: Tokens. Longer sequences run in chunks.
+        max_chunk_size: Tokens of a chunk.
+        chunk_size: Tokens. A fixed size instead of one that adapts.
+    """
+
+    def __init__(
+        self, allocator: SequenceAllocator, *, threshold: int, max_chunk_size: int, chunk_size: int | None = None
+    ) -> None:
+        self.num_preemptions = 0
+        self.num_chunks = 0
+        self._allocator = allocator
+        self._pace = ChunkPace(max_chunk_size, chunk_size)
+        self._max_chunk_size = max_chunk_size
+        self._memory_pressure = 0.0
+        self._manager = ChunkedPrefillManager(
+            ChunkedPrefillConfig(
+                chunk_size=chunk_size or max_chunk_size,
+                threshold=threshold,
+                min_chunk_size=1,
+                max_retries=_MAX_RETRIES,
+            )
+        )
+        self._running: dict[Key, _Running] = {}
+        self._in_flight: dict[Key, SequenceSlice] = {}  # slices of this forward that hold memory
+
+    @property
+    def num_running(self) -> int:
+        """Long sequences that have started."""
+        return len(self._running)
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that is held, 0 to 1."""
+        return self._allocator.usage
+
+    def is_long(self, sequence: Sequence) -> bool:
+        """Whether the sequence must run in chunks. One that the pool could never hold has to run whole."""
+        return self._manager.should_chunk(sequence.num_tokens) and self._allocator.fits(sequence.num_tokens)
+
+    def allowance(self, *, others_wait: bool) -> int:
+        """Returns the tokens that chunks may have in the next forward."""
+        return self._pace.allowance(others_wait=others_wait)
+
+    def wants(self, sequence: Sequence, allowance: int) -> bool:
+        """Whether a waiting long sequence should start now: those that run leave room, or are less urgent."""
+        if not self._running:
+            return True
+        if sequence.priority < min(r.sequence.priority for r in self._running.values()):
+            return True
+        requests = (self._manager.get_request(key) for key in self._running)
+        return sum(r.total_tokens - r.num_completed_tokens for r in requests if r is not None) < allowance
+
+    def start(self, sequence: Sequence) -> bool:
+        """Reserves memory for a long sequence; False if there is not enough at the moment."""
+        allocation = self._allocate(sequence)
+        if allocation is None:
+            return False
+        key = _key(sequence)
+        self._running[key] = _Running(sequence, allocation)
+        self._manager.create_chunks(key, sequence.num_tokens, priority=-sequence.priority, arrival_s=sequence.arrival_s)
+        # A pure SSM brings its state along, so that nothing is computed twice; see SliceMemory.save.
+        first = allocation.num_cached_tokens if self._allocator.pool.kv is not None else sequence.num_done
+        if first:
+            self._manager.preempt(key, resume_at=first)
+        return True
+
+    def preempt_for(self, sequence: Sequence) -> list[SequenceSlice]:
+        """Takes memory from long sequences of lower priority until `sequence` can start; returns what they held.
+
+        None are taken if that were not enough. What was pooled of them is kept; their keys and values stay in the
+        prefix cache as long as nobody needs the blocks, and are computed again where they are lost.
+        """
+        lower = sorted(
+            (r for r in self._running.values() if r.sequence.priority > sequence.priority),
+            key=lambda r: (r.sequence.priority, r.sequence.arrival_s),
+        )
+        victims: list[_Running] = []
+        while not self._allocator.has_room(sequence.num_tokens, after=[v.allocation for v in victims]):
+            if not lower:
+                return []
+            victims.append(lower.pop())
+        for victim in victims:
+            self._drop(victim)
+        self.num_preemptions += len(victims)
+        return [SequenceSlice(v.sequence, v.sequence.num_done, 0, v.allocation) for v in victims]
+
+    def next_chunks(self, max_tokens: int) -> list[SequenceSlice]:
+        """Returns the chunks of the next forward, of one sequence or of several."""
+        slices: list[SequenceSlice] = []
+        while max_tokens > 0:
+            chunk = self._manager.schedule_chunk(max_tokens, memory_pressure=self._memory_pressure)
+            if chunk is None:
+                break
+            self._manager.start_chunk(chunk.chunk_id)
+            running = self._running[chunk.request_id]  # type: ignore[index]
+            slice_ = SequenceSlice(running.sequence, chunk.start, chunk.num_tokens, running.allocation, chunk.chunk_id)
+            self._in_flight[_key(running.sequence)] = slice_
+            slices.append(slice_)
+            max_tokens -= chunk.num_tokens
+        return slices
+
+    def whole(self, sequence: Sequence) -> SequenceSlice:
+        """Returns the one slice of a short sequence; it begins after what the prefix cache holds of it."""
+        slice_ = SequenceSlice(sequence, 0, sequence.num_tokens)
+        if sequence.needs_last_row and sequence.block_keys and self._allocator.fits(sequence.num_tokens):
+            slice_.allocation = self._allocate(sequence)
+            if slice_.allocation is not None:
+                slice_.start = slice_.allocation.num_cached_tokens
+                slice_.num_tokens -= slice_.start
+                self._in_flight[_key(sequence)] = slice_
+        return slice_
+
+    def put_back(self, slice_: SequenceSlice) -> None:
+        """Undoes `whole`."""
+        if self._in_flight.pop(_key(slice_.sequence), None) is not None and slice_.allocation is not None:
+            self._allocator.release(slice_.allocation)
+
+    def finish(self, slice_: SequenceSlice) -> None:
+        """Books a slice that ran. Does nothing for a sequence that was cancelled or is to be tried again."""
+        key = _key(slice_.sequence)
+        if slice_.allocation is None or self._in_flight.get(key) is not slice_:
+            return
+        del self._in_flight[key]
+        slice_.sequence.num_done = max(slice_.sequence.num_done, slice_.end)
+        self._allocator.commit(slice_.allocation, slice_.end)
+        if slice_.chunk_id is None:
+            self._allocator.release(slice_.allocation)
+            return
+        self.num_chunks += 1
+        if self._manager.complete_chunk(slice_.chunk_id):
+            self._drop(self._running[key])
+
+    def retry(self, slice_: SequenceSlice, error: Exception) -> bool:
+        """Lets a chunk that failed run again, after the last one that did not; False where it may not."""
+        key = _key(slice_.sequence)
+        if slice_.chunk_id is None or self._in_flight.get(key) is not slice_:
+            return False
+        del self._in_flight[key]
+        return self._manager.fail_chunk(slice_.chunk_id, error)
+
+    def cancel(self, request_id: int) -> None:
+        """Releases what a request holds."""
+        for slice_ in [s for s in self._in_flight.values() if s.sequence.request_id == request_id]:
+            if slice_.chunk_id is None:
+                self.put_back(slice_)
+            else:
+                del self._in_flight[_key(slice_.sequence)]
+        for running in [r for r in self._running.values() if r.sequence.request_id == request_id]:
+            self._drop(running)
+
+    def expired(self, now_s: float) -> list[Sequence]:
+        """Returns long sequences whose deadline has passed; to end them is the caller's job (`cancel`)."""
+        deadlines = ((r.sequence, r.sequence.deadline_s) for r in self._running.values())
+        return [sequence for sequence, deadline_s in deadlines if deadline_s is not None and deadline_s <= now_s]
+
+    def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
+        """Books the time of a forward; see ChunkPace."""
+        self._pace.record(chunk_tokens, whole_tokens, step_s)
+
+    def shrink(self, max_tokens: int) -> None:
+        """Makes chunks smaller after the device ran out of memory."""
+        self._memory_pressure = max(self._memory_pressure, 1 - min(max_tokens / self._max_chunk_size, 1.0))
+
+    def _allocate(self, sequence: Sequence) -> Allocation | None:
+        readable = sequence.num_tokens - 1 if sequence.needs_last_row else sequence.num_done
+        return self._allocator.allocate(_key(sequence), sequence.num_tokens, sequence.block_keys, readable)
+
+    def _drop(self, running: _Running) -> None:
+        """Releases a long sequence, wherever it stands."""
+        key = _key(running.sequence)
+        del self._running[key]
+        self._manager.remove_request(key)
+        self._allocator.release(running.allocation)
+
+
+def _key(sequence: Sequence) -> Key:
+    return sequence.request_id, sequence.index

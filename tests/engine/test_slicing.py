@@ -1,0 +1,301 @@
+"""Scheduler, slicer and pool together: long sequences run in chunks, to their end, and leave nothing behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from penstock.engine.config import SchedulerConfig
+from penstock.engine.request import Sequence
+from penstock.engine.scheduler import ScheduledBatch, Scheduler
+from penstock.engine.sequence_pool import KvCachePool, SequenceAllocator, SequencePool, SsmStatePool, block_keys
+from penstock.engine.slicer import Slicer
+
+BUDGET = 32
+THRESHOLD = 16
+BLOCK = 4
+STEP_S = 0.01
+
+
+def make(
+    num_blocks: int = 40, *, num_slots: int = 0, prefixes: bool = True, chunk_size: int | None = None
+) -> tuple[Scheduler, SequenceAllocator]:
+    pool = SequencePool(
+        kv=KvCachePool(num_blocks, BLOCK) if num_blocks else None, ssm=SsmStatePool(num_slots) if num_slots else None
+    )
+    allocator = SequenceAllocator(pool, enable_prefix_caching=prefixes)
+    slicer = Slicer(allocator, threshold=chunk_size or THRESHOLD, max_chunk_size=BUDGET, chunk_size=chunk_size)
+    return Scheduler(SchedulerConfig(max_num_seqs=8), token_budget=BUDGET, max_seq_len=160, slicer=slicer), allocator
+
+
+def sequence(
+    request_id: int,
+    num_tokens: int,
+    *,
+    priority: int = 0,
+    arrival_s: float = 0.0,
+    last_row: bool = False,
+    text: int = 0,
+) -> Sequence:
+    tokens = np.full(num_tokens, text, np.int32)
+    keys = tuple(block_keys(tokens, BLOCK, b""))
+    return Sequence(request_id, 0, num_tokens, arrival_s, priority, None, keys, last_row)
+
+
+def run(scheduler: Scheduler, now_s: float = 0.0) -> ScheduledBatch:
+    batch = scheduler.schedule(now_s)
+    scheduler.finish(batch, STEP_S)
+    return batch
+
+
+def run_all(scheduler: Scheduler, limit: int = 1000) -> list[ScheduledBatch]:
+    batches = []
+    while scheduler.has_work:
+        batches.append(run(scheduler, now_s=0.1 * len(batches)))
+        assert batches[-1].slices, "work is left, but nothing runs"
+        assert len(batches) < limit
+    return batches
+
+
+def spans(batches: list[ScheduledBatch], request_id: int) -> list[tuple[int, int]]:
+    return [(s.start, s.end) for b in batches for s in b.slices if s.sequence.request_id == request_id]
+
+
+def test_a_long_sequence_runs_in_chunks_from_its_first_token_to_its_last() -> None:
+    scheduler, allocator = make()
+    scheduler.add([sequence(1, 100)])
+    batches = run_all(scheduler)
+    covered = spans(batches, 1)
+    assert covered[0][0] == 0
+    assert covered[-1][1] == 100
+    assert all(end == start for (_, end), (start, _) in zip(covered, covered[1:], strict=False))
+    assert all(b.num_tokens <= BUDGET for b in batches)
+    assert allocator.usage == 0
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7])
+def test_a_fixed_chunk_size_is_kept(chunk_size: int) -> None:
+    scheduler, _ = make(chunk_size=chunk_size)
+    scheduler.add([sequence(1, 30)])
+    sizes = [end - start for start, end in spans(run_all(scheduler), 1)]
+    assert set(sizes[:-1]) == {chunk_size}
+    assert sum(sizes) == 30
+
+
+def test_short_sequences_run_beside_the_chunks_of_a_long_one() -> None:
+    scheduler, _ = make()
+    scheduler.add([sequence(1, 150)])
+    first = run(scheduler)
+    scheduler.add([sequence(2, 8), sequence(3, 10)])
+    second = run(scheduler, 0.1)
+    assert {s.sequence.request_id for s in first.slices} == {1}
+    assert {s.sequence.request_id for s in second.slices} == {1, 2, 3}
+
+
+def test_whole_sequences_that_leave_no_room_take_turns_with_chunks() -> None:
+    scheduler, _ = make(num_blocks=4)  # 16 tokens: sequences beyond that run whole
+    scheduler.max_seq_len = 64
+    scheduler.add([sequence(1, 30), sequence(2, 31), sequence(3, 32)])
+    assert [[s.num_tokens for s in b.slices] for b in run_all(scheduler)] == [[30], [31], [32]]
+
+
+def test_the_next_long_sequence_starts_when_memory_is_there() -> None:
+    scheduler, allocator = make(num_blocks=25)
+    scheduler.add([sequence(1, 90)])
+    scheduler.add([sequence(2, 80), sequence(3, 5)])
+    batches = run_all(scheduler)
+    ends = {
+        r: next(i for i, b in enumerate(batches) for s in b.slices if s.sequence.request_id == r and s.is_last)
+        for r in (1, 2, 3)
+    }
+    assert ends[3] < ends[1] < ends[2]
+    assert allocator.num_allocations == 0
+
+
+def test_memory_goes_to_the_more_urgent_and_the_other_goes_on_where_it_was() -> None:
+    scheduler, allocator = make(num_blocks=30)
+    scheduler.add([sequence(1, 100, priority=1)])
+    run(scheduler)
+    run(scheduler, 0.1)
+    done = next(s.sequence.num_done for b in [run(scheduler, 0.2)] for s in b.slices)
+    urgent = sequence(2, 48, priority=0, text=1)
+    scheduler.add([urgent])
+    batch = run(scheduler, 0.3)
+    assert [s.sequence.request_id for s in batch.preempted] == [1]
+    assert {s.sequence.request_id for s in batch.slices} == {2}
+    resumed = spans(run_all(scheduler), 1)
+    assert resumed[0][0] == done // BLOCK * BLOCK  # its blocks were not needed: full ones are found again
+    assert resumed[-1][1] == 100
+    assert allocator.num_allocations == 0
+
+
+def test_nothing_is_preempted_where_that_would_not_help() -> None:
+    scheduler, _ = make(num_blocks=40)
+    scheduler.add([sequence(1, 80, priority=1)])
+    run(scheduler)
+    scheduler.add([sequence(2, 80, priority=1, arrival_s=0.1), sequence(3, 160, arrival_s=0.2)])
+    assert scheduler.slicer is not None
+    batch = run(scheduler, 0.3)
+    assert len(batch.preempted) == scheduler.slicer.num_preemptions <= 2
+    run_all(scheduler)
+
+
+def test_a_short_sequence_begins_after_what_the_cache_holds() -> None:
+    scheduler, allocator = make()
+    scheduler.add([sequence(1, 14, last_row=True)])
+    run_all(scheduler)
+    scheduler.add([sequence(2, 14, last_row=True)])
+    (batch,) = run_all(scheduler)
+    assert [(s.start, s.end) for s in batch.slices] == [(12, 14)]
+    scheduler.add([sequence(3, 14), sequence(4, 12, last_row=True)])
+    assert [(s.start, s.end) for b in run_all(scheduler) for s in b.slices] == [(0, 14), (8, 12)]
+    assert allocator.num_allocations == 0
+
+
+def test_a_chunk_for_which_memory_was_short_runs_again_in_smaller_ones() -> None:
+    scheduler, _ = make()
+    scheduler.add([sequence(1, 100)])
+    run(scheduler)
+    batch = scheduler.schedule(0.1)
+    (failed,) = batch.slices
+    scheduler.shrink(4)
+    assert scheduler.retry(failed, MemoryError("no memory"))
+    scheduler.finish(batch, STEP_S)
+    covered = spans(run_all(scheduler), 1)
+    assert covered[0][0] == failed.start
+    assert max(end - start for start, end in covered) <= 4
+    assert covered[-1][1] == 100
+
+
+def test_a_chunk_that_fails_again_and_again_is_given_up() -> None:
+    scheduler, allocator = make()
+    scheduler.add([sequence(1, 100)])
+    for attempt in range(100):
+        batch = scheduler.schedule(0.1 * attempt)
+        if not scheduler.retry(batch.slices[0], MemoryError("no memory")):
+            break
+        scheduler.finish(batch, STEP_S)
+    else:
+        pytest.fail("it is tried for ever")
+    scheduler.cancel(1)
+    scheduler.finish(batch, STEP_S)
+    assert not scheduler.has_work
+    assert allocator.num_allocations == 0
+
+
+def test_a_long_sequence_whose_deadline_passes_is_reported_until_it_is_cancelled() -> None:
+    scheduler, allocator = make()
+    late = sequence(1, 100)
+    late.deadline_s = 1.0
+    scheduler.add([late])
+    run(scheduler)
+    batch = scheduler.schedule(2.0)
+    assert batch.expired == [late]
+    scheduler.cancel(1)
+    scheduler.finish(batch, STEP_S)
+    assert not scheduler.has_work
+    assert allocator.num_allocations == 0
+
+
+def test_an_ssm_sequence_goes_on_after_its_last_chunk() -> None:
+    scheduler, allocator = make(num_blocks=0, num_slots=1)
+    scheduler.add([sequence(1, 100, priority=1)])
+    run(scheduler)
+    done = run(scheduler, 0.1).slices[0].end
+    scheduler.add([sequence(2, 40)])
+    batch = run(scheduler, 0.2)
+    assert [(s.sequence.request_id, s.start) for s in batch.preempted] == [(1, done)]
+    assert spans(run_all(scheduler), 1)[0][0] == done
+    assert allocator.num_allocations == 0
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 160), st.integers(-1, 1), st.booleans(), st.integers(0, 2)),
+        st.tuples(st.just("cancel"), st.integers(0, 40)),
+        st.tuples(st.just("cancel midway"), st.integers(0, 7)),
+        st.tuples(st.just("retry"), st.integers(0, 7)),
+        st.tuples(st.just("shrink"), st.integers(1, 40)),
+        st.just(("run",)),
+        st.just(("run",)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=60)
+@given(
+    events=events,
+    pool=st.sampled_from([(40, 0), (41, 3), (0, 2), (60, 0)]),
+    prefixes=st.booleans(),
+    chunk_size=st.sampled_from([None, 1, 7]),
+)
+def test_every_sequence_runs_to_its_end_once_and_nothing_leaks(
+    events: list[tuple],
+    pool: tuple[int, int],
+    prefixes: bool,
+    chunk_size: int | None,  # type: ignore[type-arg]
+) -> None:
+    scheduler, allocator = make(pool[0], num_slots=pool[1], prefixes=prefixes, chunk_size=chunk_size)
+    live: dict[int, Sequence] = {}
+    covered: dict[int, int] = {}
+
+    def step(now_s: float, cancelled: int | None = None, failing: int | None = None) -> None:
+        batch = scheduler.schedule(now_s)
+        assert batch.slices or not live
+        keys = [s.sequence.request_id for s in batch.slices]
+        assert len(set(keys)) == len(keys), "two slices of one sequence in a batch"
+        assert set(keys) <= set(live)
+        assert len(batch.slices) == 1 or batch.num_tokens <= scheduler.token_budget
+        for number, slice_ in enumerate(batch.slices):
+            request_id = slice_.sequence.request_id
+            assert slice_.num_tokens > 0
+            if slice_.start > covered[request_id]:
+                assert slice_.sequence.needs_last_row, "rows were left out that the pooling needs"
+            if number == cancelled:
+                scheduler.cancel(request_id)
+                del live[request_id]
+            elif number == failing and scheduler.retry(slice_, MemoryError()):
+                continue
+            elif slice_.is_last:
+                del live[request_id]
+            else:
+                covered[request_id] = max(covered[request_id], slice_.end)
+        scheduler.finish(batch, STEP_S)
+
+    for number, event in enumerate(events):
+        now_s = 0.1 * number
+        match event:
+            case ("add", num_tokens, priority, last_row, text):
+                live[number] = sequence(
+                    number,
+                    num_tokens,
+                    priority=priority,
+                    arrival_s=now_s,
+                    last_row=last_row and pool[1] == 0,
+                    text=text,
+                )
+                covered[number] = 0
+                scheduler.add([live[number]])
+            case ("cancel", request_id):
+                scheduler.cancel(request_id)
+                live.pop(request_id, None)
+            case ("cancel midway", place):
+                step(now_s, cancelled=place)
+            case ("retry", place):
+                step(now_s, failing=place)
+            case ("shrink", budget):
+                scheduler.shrink(budget)
+            case ("run",):
+                step(now_s)
+        if not live:
+            assert allocator.num_allocations == 0
+            assert allocator.usage == 0
+    for number in range(20_000):
+        if not scheduler.has_work:
+            break
+        step(10.0 + number)
+    assert not live
+    assert allocator.num_allocations == 0
+    assert allocator.usage == 0
