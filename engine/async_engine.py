@@ -13,10 +13,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .config import EngineConfig
 from .dispatcher import Arrays, Dispatcher, DispatcherStats
 from .errors import DeadlineExceededError, EngineUnavailableError, InvalidRequestError, UnsupportedTaskError
+from .instructions import instructed_prompt
+from .late_chunking import LateChunking, verify_late_chunking
+from .long_text import LongText, Windows
 from .model_info import ModelInfo, ModelKind
 from .params import PoolingParams, PoolingTask
 from .request import TokenizedInput
@@ -38,12 +42,14 @@ class RequestOptions:
         priority: Lower goes first; a level is worth one second of waiting.
         prompt_name: Named prompt of the model to put before every text.
         prompt: Text to put before every text; wins over `prompt_name`.
+        instruction: What `score` tells the model to look for; None takes the model's own.
     """
 
     timeout_s: float | None = None
     priority: int = 0
     prompt_name: str | None = None
     prompt: str | None = None
+    instruction: str | None = None
 
 
 class AsyncEngine:
@@ -63,6 +69,8 @@ class AsyncEngine:
     ) -> None:
         self.info = info
         self._auto_truncate = config.auto_truncate
+        self._max_queued_tokens = config.scheduler.max_queued_tokens
+        self._long_text = LongText.of(info, tokenizer.special_tokens)
         self._tokenizer = tokenizer
         self._dispatcher = dispatcher
         self._supervisor = supervisor
@@ -120,7 +128,7 @@ class AsyncEngine:
     async def embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = RequestOptions()
     ) -> EmbeddingResult:
-        """Embeds each input into one vector.
+        """Embeds each input into one vector; in long-text mode, longer ones than the model takes too (long_text.py).
 
         Raises:
             InvalidRequestError: See PoolingParams.verify and TokenizerPool.encode.
@@ -128,9 +136,46 @@ class AsyncEngine:
         """
         params = params.resolved(PoolingTask.EMBED, self.info)
         async with self._request(options):
-            tokenized = await self._tokenize(inputs, params, options)
-            outputs = await self._run(tokenized, params, options)
-        return EmbeddingResult(np.stack([o["embedding"] for o in outputs]), [len(t) for t in tokenized])
+            windows = await self._windows(inputs, params, options)
+            outputs = await self._run(windows.sequences, params, options)
+        return EmbeddingResult(_joined(windows, outputs, params), windows.num_tokens)
+
+    async def embed_late(
+        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = RequestOptions()
+    ) -> EmbeddingResult:
+        """Embeds the inputs as parts of one text, one vector each that knows all of it (late_chunking.py).
+
+        Raises:
+            InvalidRequestError: The model does not pool by MEAN, an input has no tokens, or as `embed`.
+            EngineError: As `embed`.
+        """
+        normalize = bool(params.resolved(PoolingTask.EMBED, self.info).normalize)
+        verify_late_chunking(self.info)
+        params = params.clone(task=None, normalize=False, use_activation=False)
+        params = params.resolved(PoolingTask.TOKEN_EMBED, self.info)
+        special = self._tokenizer.special_tokens
+        if special is None:
+            raise InvalidRequestError(
+                f"late_chunking needs a tokenizer that puts special tokens around a text; that of {self.info.name} "
+                "does more to it.",
+                param="late_chunking",
+            )
+        async with self._request(options):
+            _check_given(inputs)
+            prompt = self._prompt(options) if isinstance(inputs[0], str) else ""
+            truncation = self._truncation(params, param="input")
+            late = LateChunking(
+                special=special,
+                include_prompt=self.info.include_prompt,
+                max_num_tokens=truncation.max_num_tokens,
+                cut=truncation.cut,
+                cuts_left=self._tokenizer.cuts_left(truncation),
+            )
+            parts, is_whole = await self._tokenizer.encode_parts(inputs, truncation, prompt=prompt)
+            prompt_ids = await self._prompt_ids(prompt)
+            text = late.join(parts, [isinstance(i, str) for i in inputs], prompt_ids, is_whole=is_whole)
+            (output,) = await self._run([text.tokens], params, options)
+        return EmbeddingResult(text.pool(output["token_embeddings"], normalize=normalize), text.num_tokens)
 
     async def token_embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = RequestOptions()
@@ -163,6 +208,8 @@ class AsyncEngine:
         options: RequestOptions = RequestOptions(),
     ) -> ScoreResult:
         """Scores pairs: with a cross-encoder as one joint sequence, with an embedding model by cosine.
+
+        An instruction stands in the prompt of a reranker, or in the query prompt of an embedding model that has one.
 
         Args:
             left: Queries: one for all of `right`, or as many.
@@ -238,7 +285,9 @@ class AsyncEngine:
         queries = left if len(left) == len(right) else [left[0]] * len(right)
         truncation = self._truncation(params, param=None)
         async with self._request(options):
-            tokenized = await self._tokenizer.encode_pairs(list(zip(queries, right, strict=True)), truncation)
+            tokenized = await self._tokenizer.encode_pairs(
+                list(zip(queries, right, strict=True)), truncation, instruction=options.instruction
+            )
             outputs = await self._run(tokenized, params, options)
         return ScoreResult(np.array([o["scores"][0] for o in outputs], np.float32), [len(t) for t in tokenized])
 
@@ -248,19 +297,25 @@ class AsyncEngine:
         params.verify(PoolingTask.SCORE, self.info)
         embedding = params.clone(use_activation=None, normalize=True).resolved(PoolingTask.EMBED, self.info)
         prompts = self.info.prompts
-        sides = []
+        sides: list[Windows] = []
         async with self._request(options):
             for texts, names in ((left, _QUERY_PROMPTS), (right, _DOCUMENT_PROMPTS)):
                 own = options
-                if options.prompt is None and options.prompt_name is None:
+                if options.instruction and texts is left:
+                    asked = (*names, self.info.default_prompt_name or "")
+                    own = replace(options, prompt=instructed_prompt(self.info, asked, options.instruction))
+                elif options.prompt is None and options.prompt_name is None:
                     own = replace(options, prompt_name=next((n for n in names if n in prompts), None))
-                sides.append(await self._tokenize(texts, embedding, own, param=None))
-            outputs = await self._run([*sides[0], *sides[1]], embedding, options)
-        vectors = np.stack([o["embedding"] for o in outputs])
-        lengths = [len(t) for t in sides[1]]
-        for i, query in enumerate(sides[0]):
-            lengths[i] += len(query)
-        return ScoreResult(paired_cosine(vectors[: len(left)], vectors[len(left) :]), lengths)
+                sides.append(await self._windows(texts, embedding, own, param=None))
+            queries, documents = sides
+            outputs = await self._run([*queries.sequences, *documents.sequences], embedding, options)
+        split = len(queries.sequences)
+        query_vectors = _joined(queries, outputs[:split], embedding)
+        document_vectors = _joined(documents, outputs[split:], embedding)
+        lengths = list(documents.num_tokens)
+        for i, num_tokens in enumerate(queries.num_tokens):
+            lengths[i] += num_tokens
+        return ScoreResult(paired_cosine(query_vectors, document_vectors), lengths)
 
     async def _token_level(
         self, task: PoolingTask, name: str, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
@@ -290,11 +345,24 @@ class AsyncEngine:
         if len(labels) < 2 or len(set(labels)) != len(labels):
             raise InvalidRequestError(f"{field} must name at least two different labels, each once.", param=field)
 
+    async def _windows(
+        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
+    ) -> Windows:
+        """Tokenizes inputs of the embed task and cuts those that are longer than the model takes."""
+        tokenized = await self._tokenize(inputs, params, options, param=param)
+        if self._long_text is None or all(len(tokens) <= self.info.max_model_len for tokens in tokenized):
+            return Windows.whole(tokenized)
+        prompt_ids = await self._prompt_ids(self._prompt(options))
+        return self._long_text.cut(tokenized, [isinstance(item, str) for item in inputs], prompt_ids)
+
+    async def _prompt_ids(self, prompt: str) -> Sequence[int]:
+        """Returns the token ids of a prompt by itself, without special tokens."""
+        return (await self._tokenizer.token_ids([prompt], add_special_tokens=False))[0] if prompt else ()
+
     async def _tokenize(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
     ) -> list[TokenizedInput]:
-        if not inputs:
-            raise InvalidRequestError("Give at least one input.", param="input")
+        _check_given(inputs)
         prompt = self._prompt(options)
         truncation = self._truncation(params, param=param)
         skip_prompt = not self.info.include_prompt
@@ -313,9 +381,14 @@ class AsyncEngine:
 
     def _truncation(self, params: PoolingParams, *, param: str | None) -> Truncation:
         asked = params.truncate_prompt_tokens
-        limit = self.info.max_model_len if asked is None or asked == -1 else asked
+        limit, name = self.info.max_model_len, None
+        if asked is not None and asked != -1:
+            limit = asked
+        elif self._long_text is not None and params.task is PoolingTask.EMBED:
+            longest = self.info.max_embed_len
+            limit, name = (longest, "max_embed_len") if longest else (self._max_queued_tokens, "max_queued_tokens")
         cut = asked is not None or self._auto_truncate
-        return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param)
+        return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param, name=name)
 
     @contextlib.asynccontextmanager
     async def _request(self, options: RequestOptions) -> AsyncIterator[None]:
@@ -350,6 +423,16 @@ class AsyncEngine:
         self, tokenized: Sequence[TokenizedInput], params: PoolingParams, options: RequestOptions
     ) -> list[Arrays]:
         return await self._dispatcher.run(tokenized, params, priority=options.priority, timeout_s=options.timeout_s)
+
+
+def _joined(windows: Windows, outputs: Sequence[Arrays], params: PoolingParams) -> NDArray[np.float32]:
+    """Returns the embedding of each input [N, D] from those of its windows."""
+    return windows.join(np.stack([output["embedding"] for output in outputs]), normalized=bool(params.normalize))
+
+
+def _check_given(inputs: Sequence[Text]) -> None:
+    if not inputs:
+        raise InvalidRequestError("Give at least one input.", param="input")
 
 
 def _counted(num_tokens: list[int], num_inputs: int) -> list[int]:

@@ -52,6 +52,9 @@ __all__ = [
 class ChunkedPrefillManager:
     """The requests in chunks. Not thread-safe: its owner holds a lock.
 
+    It knows nothing of memory. Where requests share a pool, give it those only that hold all that they need: one that
+    had to wait for memory at its turn would hold up the others, who would give theirs back once they are done.
+
     Invariants: the chunks of a request cover its prompt without gap or overlap; they run in order, one at a time.
     A request that is complete or has failed is kept, for `merge_chunks` and questions, until `remove_request`.
 

@@ -57,18 +57,26 @@ class _Request:
 class EngineCore:
     """Owns the scheduler and the model runner.
 
-    `receive` and `stop` may be called from any thread; `run` is the device thread.
+    `receive` and `stop` may be called from any thread; `run` is the device thread, or whoever calls `load` and `step`.
 
     Args:
         config: What to serve.
         send: Called on the device thread with each message for the client.
         on_ready: Called on the device thread when the model is loaded, before the client is told.
+        load_runner: Loads the model, on the device thread.
     """
 
-    def __init__(self, config: EngineConfig, send: Send, on_ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        send: Send,
+        on_ready: Callable[[], None] = lambda: None,
+        load_runner: Callable[[EngineConfig], ModelRunner] = ModelRunner.load,
+    ) -> None:
         self._config = config
         self._send = send
         self._on_ready = on_ready
+        self._load_runner = load_runner
         self._changed = threading.Condition()
         self._requests: dict[int, _Request] = {}
         self._scheduler: Scheduler
@@ -79,7 +87,7 @@ class EngineCore:
     def run(self) -> None:
         """Loads the model, says so, then serves until `stop`. A model that cannot be served ends it at once."""
         try:
-            self._load()
+            self.load()
         except ModelLoadError as error:
             self._send(LoadFailed(type(error).__name__, error.message), [])
             return
@@ -87,8 +95,46 @@ class EngineCore:
             logger.exception("loading %s failed", self._config.model)
             self._send(LoadFailed(ModelLoadError.__name__, f"loading {self._config.model} failed: {error!r}"), [])
             return
-        while self._step():
+        while self.step():
             pass
+
+    def load(self) -> None:
+        """Loads the model and tells the client.
+
+        Raises:
+            ModelLoadError: The model cannot be served.
+        """
+        self._runner = self._load_runner(self._config)
+        allocator = self._runner.allocator
+        self._scheduler, info = make_scheduler(self._config, self._runner.info, allocator)
+        has_cache = allocator is not None and allocator.prefixes is not None
+        block_size = self._config.cache.block_size if has_cache else None
+        self._intake = Intake(info, block_size, seed=f"{info.path}@{self._config.revision}")
+        self._runner.warm_up()
+        self._on_ready()
+        self._send(Ready(info, self._runner.tokenizer), [])
+
+    def step(self) -> bool:
+        """Waits for work, runs one batch and sends what came of it. Returns False when it is time to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._scheduler.has_work)
+            if self._stopping:
+                return False
+            batch = self._scheduler.schedule(time.monotonic())
+            for sequence in batch.expired:
+                self._fail(sequence.request_id, DeadlineExceededError("The deadline passed before the answer."))
+            work = [
+                Work(s, request.inputs[s.sequence.index], request.params)
+                for s in batch.slices
+                if (request := self._requests.get(s.sequence.request_id)) is not None
+            ]
+        for slice_ in batch.preempted:
+            self._runner.preempt(slice_)
+        if work:
+            started_s = time.monotonic()
+            finished = self._execute(work)
+            self._deliver(batch, finished, time.monotonic() - started_s)
+        return True
 
     def receive(self, items: Sequence[Submit | Cancel | Frame]) -> None:
         """Takes messages in at once, each Submit followed by its frame.
@@ -135,39 +181,6 @@ class EngineCore:
         """Forgets a request; what runs of it is thrown away. The caller holds the lock."""
         self._scheduler.cancel(request_id)
         self._requests.pop(request_id, None)
-
-    def _load(self) -> None:
-        self._runner = ModelRunner(self._config)
-        allocator = self._runner.allocator
-        self._scheduler, info = make_scheduler(self._config, self._runner.info, allocator)
-        has_cache = allocator is not None and allocator.prefixes is not None
-        block_size = self._config.cache.block_size if has_cache else None
-        self._intake = Intake(info, block_size, seed=f"{info.path}@{self._config.revision}")
-        self._runner.warm_up()
-        self._on_ready()
-        self._send(Ready(info, self._runner.tokenizer), [])
-
-    def _step(self) -> bool:
-        """Waits for work, runs one batch and sends what came of it. Returns False when it is time to end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._scheduler.has_work)
-            if self._stopping:
-                return False
-            batch = self._scheduler.schedule(time.monotonic())
-            for sequence in batch.expired:
-                self._fail(sequence.request_id, DeadlineExceededError("The deadline passed before the answer."))
-            work = [
-                Work(s, request.inputs[s.sequence.index], request.params)
-                for s in batch.slices
-                if (request := self._requests.get(s.sequence.request_id)) is not None
-            ]
-        for slice_ in batch.preempted:
-            self._runner.preempt(slice_)
-        if work:
-            started_s = time.monotonic()
-            finished = self._execute(work)
-            self._deliver(batch, finished, time.monotonic() - started_s)
-        return True
 
     def _execute(self, work: list[Work]) -> list[tuple[SequenceSlice, Outputs]]:
         """Runs a batch; on an error runs its halves, so that only the sequences at fault fail."""

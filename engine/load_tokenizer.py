@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any, Final
 
+from .chat_score_template import chat_score_template
 from .errors import UnsupportedModelError
+from .long_text import LongText
 from .messages import TokenizerSpec
-from .model_info import ModelInfo
+from .model_info import ModelInfo, ModelKind
+from .model_modules import read_object
+from .score_template import ScoreTemplate
+from .special_tokens import SpecialTokens
 
 logger = logging.getLogger("penstock.engine")
 
@@ -47,6 +53,13 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
             backend.get_vocab_size(),
             info.vocab_size,
         )
+    if sample_ids[-1] not in tokenizer.all_special_ids and _asks_for_end(info):
+        logger.warning(
+            "tokenizer_config.json of %s has add_eos_token, but its tokenizer.json adds no token at the end; "
+            "tokenizer.json counts, as in transformers 5.",
+            info.name,
+        )
+    LongText.of(info, SpecialTokens.of(backend))  # refuses settings that do not fit the tokenizer
     uses_token_types = "token_type_ids" in tokenizer.model_input_names and info.config.get("type_vocab_size", 2) > 1
     type_ids = backend.encode("a", "b").type_ids
     if uses_token_types and type_ids != sorted(type_ids):
@@ -59,4 +72,29 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
         truncation_side=tokenizer.truncation_side,
         uses_token_types=uses_token_types,
         sample_ids=tuple(sample_ids),
+        score_template=_score_template(tokenizer, info),
     )
+
+
+def _asks_for_end(info: ModelInfo) -> bool:
+    """Whether the model's settings want a token after each text. transformers 5 leaves that to tokenizer.json."""
+    return read_object(Path(info.path) / "tokenizer_config.json").get("add_eos_token") is True
+
+
+def _score_template(tokenizer: Any, info: ModelInfo) -> ScoreTemplate | None:
+    """Returns the prompt around a pair: the one that is known, or the one that the chat template makes."""
+    chat = info.pair_chat
+    if chat is None:
+        if info.score_template is None and info.classifier_tokens and info.kind is ModelKind.CROSS_ENCODER:
+            logger.warning(
+                "%s answers with a word but has no prompt for pairs: a query and a document are joined bare. "
+                "Give the prompt it was trained on with --hf-overrides score_template.",
+                info.name,
+            )
+        return info.score_template
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **chat.arguments))
+
+    prompt = info.prompts[info.default_prompt_name] if info.default_prompt_name is not None else None
+    return chat_score_template(render, chat, prompt, info.name)

@@ -173,7 +173,7 @@ def unpack_inputs(frame: Frame) -> list[TokenizedInput]:
 
 def pack_rows(arrays: Seq[NDArray[Any]]) -> Frame:
     """Returns the frame of a Rows message: `arrays` flattened, concatenated, float32."""
-    if not arrays:
+    if not any(array.size for array in arrays):
         return b""
     if len(arrays) == 1:
         return memoryview(np.ascontiguousarray(arrays[0], np.float32)).cast("B")

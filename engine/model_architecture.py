@@ -8,12 +8,17 @@ from .errors import ModelLoadError, UnsupportedModelError
 from .model_draft import ModelDraft
 from .model_info import Activation, ModelKind
 from .model_modules import MODULES_FILE, SETTINGS_FILE
+from .model_reranker import find_answers, resolve_answers, resolve_score_template
 from .params import PoolingTask
 
 # Families with a packed forward in engine/models.
-NATIVE_MODEL_TYPES: Final = frozenset(
-    ("bert", "camembert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta")
-)
+# fmt: off
+NATIVE_MODEL_TYPES: Final = frozenset((
+    "bert", "camembert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta",
+    "gemma2", "gemma3_text", "llama", "llama_bidirec", "mistral", "phi3", "qwen2", "qwen3",
+    "bamba", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2",
+))
+# fmt: on
 # Families whose attention looks back only unless config.json says otherwise.
 # fmt: off
 DECODER_MODEL_TYPES: Final = frozenset((
@@ -54,8 +59,11 @@ def resolve_architecture(draft: ModelDraft) -> None:
         raise UnsupportedModelError(f"The config.json of {draft.name} has no model_type; its architecture is unknown.")
     architectures = config.get("architectures") or []
     architecture = architectures[0] if architectures else "AutoModel"
-    native = model_type in NATIVE_MODEL_TYPES and not config.get("is_decoder", False)
-    native = native and config.get("position_embedding_type", "absolute") == "absolute"
+    is_made_causal = bool(config.get("is_decoder")) and model_type not in DECODER_MODEL_TYPES
+    native = model_type in NATIVE_MODEL_TYPES and not is_made_causal
+    # BERT's line has variants under this key; Granite means something else by it.
+    is_plain = config.get("position_embedding_type", "absolute") == "absolute" or model_type in DECODER_MODEL_TYPES
+    native = native and is_plain
     draft.set("model_type", model_type, draft.source_of("model_type"))
     draft.set("architecture", architecture, draft.source_of("architectures") if architectures else "default")
     draft.set("native", native, draft.sources["model_type"])
@@ -73,13 +81,15 @@ def resolve_architecture(draft: ModelDraft) -> None:
     # A Pooling module makes an embedding model of any checkpoint, unless the operator names another architecture.
     has_pooling = draft.files is not None and draft.files.pooling is not None
     pools = has_pooling and "architectures" not in draft.engine.hf_overrides
-    if architecture.endswith("ForSequenceClassification") and not pools:
+    draft.answers = None if pools else find_answers(draft, architecture)
+    if draft.answers is not None or (architecture.endswith("ForSequenceClassification") and not pools):
         kind = ModelKind.CROSS_ENCODER if len(_labels(draft)[0]) == 1 else ModelKind.SEQUENCE_CLASSIFIER
     elif architecture.endswith("ForTokenClassification") and not pools:
         kind = ModelKind.TOKEN_CLASSIFIER
     else:
         kind = ModelKind.EMBEDDING
-    draft.set("kind", kind, MODULES_FILE if pools else draft.sources["architecture"])
+    own_source = draft.answers.source if draft.answers is not None else draft.sources["architecture"]
+    draft.set("kind", kind, MODULES_FILE if pools else own_source)
     draft.set("tasks", _TASKS[kind], "kind")
 
 
@@ -101,6 +111,8 @@ def _causality(draft: ModelDraft, architecture: str, model_type: str) -> tuple[b
 
 def _labels(draft: ModelDraft) -> tuple[tuple[str, ...], str]:
     """Returns the class names in the order of the columns, and the source."""
+    if draft.answers is not None:
+        return draft.answers.labels, draft.answers.source
     config, overrides = draft.config, draft.engine.hf_overrides
     id2label = config.get("id2label")
     if isinstance(id2label, dict) and id2label and ("num_labels" not in overrides or "id2label" in overrides):
@@ -120,12 +132,14 @@ def _labels(draft: ModelDraft) -> tuple[tuple[str, ...], str]:
 
 
 def resolve_classes(draft: ModelDraft) -> None:
-    """Fills in class names, problem type and activation; needs `kind`.
+    """Fills in class names, problem type, activation and the prompt of a reranker; needs `kind` and `path`.
 
     Raises:
         UnsupportedModelError: A problem type or an activation that penstock has no code for.
-        ModelLoadError: Broken class names.
+        ModelLoadError: Broken class names, or a wrong setting of a reranker.
     """
+    resolve_answers(draft, draft.answers)
+    resolve_score_template(draft, is_pair_model=draft.fields["kind"] is ModelKind.CROSS_ENCODER)
     if draft.fields["kind"] is ModelKind.EMBEDDING:
         for name, value in (("labels", ()), ("problem_type", None), ("activation", Activation.IDENTITY)):
             draft.set(name, value, "kind")

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from .config import EngineConfig
 from .model_modules import SentenceTransformersFiles
+from .reranker_recipes import Answers
 
 # One size, as the families call it.
 _ALIASES: Final = {
@@ -25,6 +26,7 @@ class ModelDraft:
         config: config.json with overrides.
         engine: The operator's settings.
         files: sentence-transformers' files, where there are some.
+        answers: The answers of a language model that is a reranker; set with `kind`.
         fields: ModelInfo fields resolved so far.
         sources: Where each of them came from.
     """
@@ -33,6 +35,7 @@ class ModelDraft:
     config: dict[str, Any]
     engine: EngineConfig
     files: SentenceTransformersFiles | None
+    answers: Answers | None = None
     fields: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 

@@ -15,10 +15,11 @@ from .errors import ModelLoadError
 from .model_architecture import DECODER_MODEL_TYPES, NATIVE_MODEL_TYPES, resolve_architecture, resolve_classes
 from .model_draft import ModelDraft, merged
 from .model_hub import locate_model
-from .model_info import DenseSpec, ModelInfo, ModelKind
-from .model_limits import resolve_max_model_len
+from .model_info import DenseSpec, ModelInfo, ModelKind, PairChat
+from .model_limits import resolve_long_text, resolve_max_model_len
 from .model_modules import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules, read_object
 from .params import PoolingTask, PoolingType
+from .score_template import ScoreTemplate
 
 __all__ = [
     "DECODER_MODEL_TYPES",
@@ -35,11 +36,13 @@ _INSTRUCTOR_MODELS: Final = ("hkunlp/instructor-base", "hkunlp/instructor-large"
 # fmt: off
 _EMBEDDING_FIELDS: Final = frozenset((
     "embedding_size", "dense", "normalize", "dimensions", "is_matryoshka", "matryoshka_dimensions", "prompts",
-    "default_prompt_name", "include_prompt",
+    "default_prompt_name", "include_prompt", "enable_chunked_processing", "max_embed_len", "chunk_overlap",
+    "chunked_processing_mode",
 ))
+_LONG_TEXT_FIELDS: Final = frozenset(("max_embed_len", "chunk_overlap", "chunked_processing_mode"))
 _CLASS_FIELDS: Final = frozenset((
     "use_activation", "activation", "logit_bias", "logit_mean", "logit_sigma", "step_tag_id", "returned_token_ids",
-    "labels", "problem_type",
+    "labels", "problem_type", "classifier_tokens", "classifier_method", "score_template", "pair_chat",
 ))
 # fmt: on
 
@@ -71,6 +74,7 @@ def resolve_model(config: EngineConfig) -> ModelInfo:
     _resolve_text(draft)
     tokenizer_config = read_object(path / "tokenizer_config.json")
     draft.set("max_model_len", *resolve_max_model_len(model_config, tokenizer_config, files, config))
+    resolve_long_text(draft)
     return ModelInfo(**draft.fields, sources=draft.sources, config=model_config)
 
 
@@ -92,9 +96,11 @@ def with_device(info: ModelInfo, device: str, dtype: str) -> ModelInfo:
 def resolved_table(info: ModelInfo) -> list[tuple[str, str, str]]:
     """Returns (field, value, source) rows for `penstock info` and the start-up log.
 
-    Fields that the model's kind never uses are left out.
+    Fields that the model's kind never uses are left out, and what belongs to a mode that is off.
     """
     unused = _CLASS_FIELDS if info.kind is ModelKind.EMBEDDING else _EMBEDDING_FIELDS
+    if not info.enable_chunked_processing:
+        unused |= _LONG_TEXT_FIELDS
     fields = [f.name for f in dataclasses.fields(info) if f.name not in unused | {"name", "sources", "config"}]
     return [(name, _shown(getattr(info, name)), info.sources[name]) for name in fields]
 
@@ -144,7 +150,7 @@ def _model_pooling(draft: ModelDraft) -> tuple[tuple[PoolingType, ...], str]:
         named = draft.config.get("classifier_pooling")
         if named in ("cls", "mean"):
             return (PoolingType(named.upper()),), draft.source_of("classifier_pooling")
-        return ((PoolingType.LAST,) if is_causal else (PoolingType.CLS,)), draft.sources["model_type"]
+        return (_classifier_pooling(draft),), draft.sources["model_type"]
     if files is not None:
         if files.pooling is None:
             return (), f"{MODULES_FILE}: no Pooling module"
@@ -153,6 +159,17 @@ def _model_pooling(draft: ModelDraft) -> tuple[tuple[PoolingType, ...], str]:
     if is_causal:
         return (PoolingType.LAST,), "default of causal models"
     return (PoolingType.MEAN,), "default of encoders"
+
+
+def _classifier_pooling(draft: ModelDraft) -> PoolingType:
+    """Returns which row the head of a classifier was trained on: a decoder's last, also where it looks both ways."""
+    model_type = draft.fields["model_type"]
+    if model_type == "llama_bidirec":
+        # NVIDIA's rerankers name it in a key of their own.
+        named = {"cls": PoolingType.CLS, "last": PoolingType.LAST}
+        return named.get(str(draft.config.get("pooling")), PoolingType.MEAN)
+    is_decoder = draft.fields["is_causal"] or model_type in DECODER_MODEL_TYPES
+    return PoolingType.LAST if is_decoder else PoolingType.CLS
 
 
 def _resolve_embedding(draft: ModelDraft) -> None:
@@ -238,6 +255,10 @@ def _shown(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, dict):
         return ", ".join(f"{name}: {text!r}" for name, text in value.items())
+    if isinstance(value, ScoreTemplate):
+        return " + ".join(map(repr, value.parts))
+    if isinstance(value, PairChat):
+        return "chat template"
     if isinstance(value, DenseSpec):
         return f"{value.in_features} -> {value.out_features} {value.activation}"
     if isinstance(value, tuple):

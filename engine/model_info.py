@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from .params import PoolingTask, PoolingType
+from .params import ChunkedProcessingMode, PoolingTask, PoolingType
+from .score_template import ScoreTemplate
 
 
 class ModelKind(StrEnum):
@@ -28,6 +29,26 @@ class Activation(StrEnum):
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
     IDENTITY = "identity"
+
+
+class ClassifierMethod(StrEnum):
+    """How the next-token logits of a reranker's answer tokens become scores. Values are vLLM's names."""
+
+    FROM_2_WAY_SOFTMAX = "from_2_way_softmax"
+    NO_POST_PROCESSING = "no_post_processing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairChat:
+    """How sentence-transformers puts a pair through the tokenizer's chat template: as roles `query` and `document`.
+
+    Attributes:
+        is_structured: Contents are lists of typed parts instead of texts.
+        arguments: Passed to the template.
+    """
+
+    is_structured: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +105,15 @@ class ModelInfo:
         attention_head: Head of ATTENTION pooling; None averages all.
         labels: Class names, in the order of the columns.
         problem_type: problem_type of config.json.
+        classifier_tokens: Vocabulary ids whose next-token logits are the classes of a reranker that answers with a
+            word; () where the model has a head of its own.
+        classifier_method: What becomes of these logits.
+        score_template: The prompt around a query and a document, where it is known without the tokenizer.
+        pair_chat: Take that prompt from the tokenizer's chat template. With neither, the tokenizer joins the pair.
+        enable_chunked_processing: Embed text above max_model_len in windows; see long_text.py.
+        max_embed_len: Tokens. Longest input of the embed task then; None leaves it to the queue.
+        chunk_overlap: Tokens that a window shares with the one before it.
+        chunked_processing_mode: How the windows are cut and averaged.
         is_causal: Attention looks back only.
         prompts: Named prompts of the model.
         default_prompt_name: Prompt applied when a request names none.
@@ -125,6 +155,14 @@ class ModelInfo:
     attention_head: int | None = None
     labels: tuple[str, ...] = ()
     problem_type: str | None = None
+    classifier_tokens: tuple[int, ...] = ()
+    classifier_method: ClassifierMethod = ClassifierMethod.FROM_2_WAY_SOFTMAX
+    score_template: ScoreTemplate | None = None
+    pair_chat: PairChat | None = None
+    enable_chunked_processing: bool = False
+    max_embed_len: int | None = None
+    chunk_overlap: int = 0
+    chunked_processing_mode: ChunkedProcessingMode = ChunkedProcessingMode.WINDOWS
     is_causal: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .errors import ModelLoadError, UnsupportedModelError
-from .model_info import DenseSpec
+from .model_info import DenseSpec, PairChat
 from .params import PoolingType
 
 MODULES_FILE: Final = "modules.json"
@@ -38,7 +38,22 @@ _POOLING_MODES: Final = {
     "weightedmean": PoolingType.WEIGHTED_MEAN,
     "lasttoken": PoolingType.LAST,
 }
-_KNOWN_MODULES: Final = "Transformer, Pooling, Dense, Normalize and Dropout"
+_KNOWN_MODULES: Final = "Transformer, Pooling, Dense, Normalize, Dropout and LogitScore"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitScoreFile:
+    """What the config of a LogitScore module says: whose next-token logits are the score of a cross-encoder.
+
+    Attributes:
+        true_token_id: Vocabulary id.
+        false_token_id: Its logit is subtracted; None subtracts nothing.
+        source: The file.
+    """
+
+    true_token_id: int
+    false_token_id: int | None
+    source: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +75,8 @@ class SentenceTransformersFiles:
         default_prompt_name: Prompt applied when a request names none.
         truncate_dim: Default width of embeddings.
         activation_fn: Class path of a cross-encoder's activation.
+        logit_score: The LogitScore module.
+        pair_chat: Pairs go through the tokenizer's chat template.
     """
 
     transformer_folder: str = ""
@@ -76,6 +93,8 @@ class SentenceTransformersFiles:
     default_prompt_name: str | None = None
     truncate_dim: int | None = None
     activation_fn: str | None = None
+    logit_score: LogitScoreFile | None = None
+    pair_chat: PairChat | None = None
 
 
 def read_json(path: Path) -> Any:
@@ -130,9 +149,11 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
             _read_pooling(root, folder, files)
         elif kind == "Dense" and not files.has_normalize:
             folders.append((folder, entry))
+        elif kind == "LogitScore" and place == 1:
+            files.logit_score = _read_logit_score(root, folder)
         elif kind == "Normalize":
             files.has_normalize = True
-        elif kind in ("Pooling", "Dense"):
+        elif kind in ("Pooling", "Dense", "LogitScore"):
             raise _unsupported(root, f"places the module {entry['type']} ({folder}) where penstock cannot run it")
         elif kind != "Dropout":
             raise _unsupported(root, f"lists the module {entry['type']} ({folder}); penstock knows {_KNOWN_MODULES}")
@@ -169,7 +190,29 @@ def _read_transformer(root: Path, folder: str, files: SentenceTransformersFiles)
             files.max_seq_length = config.get("max_seq_length")
             files.tokenizer_max_length = tokenizer.get("model_max_length")
             files.do_lower_case = bool(config.get("do_lower_case", False))
+            files.pair_chat = _pair_chat(config)
             return
+
+
+def _pair_chat(config: dict[str, Any]) -> PairChat | None:
+    """Returns how the Transformer module puts pairs through a chat template; None where it does not."""
+    chat = (config.get("modality_config") or {}).get("message")
+    if chat is None:
+        return None
+    arguments = dict((config.get("processing_kwargs") or {}).get("chat_template") or {})
+    for own in ("restore_suffix", "padding", "truncation", "max_length", "return_tensors"):
+        arguments.pop(own, None)
+    return PairChat(is_structured=chat.get("format") == "structured", arguments=arguments)
+
+
+def _read_logit_score(root: Path, folder: str) -> LogitScoreFile:
+    """Reads the config of a LogitScore module."""
+    path = root / folder / "config.json"
+    config = read_object(path)
+    ids = config.get("true_token_id"), config.get("false_token_id")
+    if type(ids[0]) is not int or not (ids[1] is None or type(ids[1]) is int):
+        raise ModelLoadError(f"{path} has true_token_id {ids[0]!r} and false_token_id {ids[1]!r}; they must be ids.")
+    return LogitScoreFile(true_token_id=ids[0], false_token_id=ids[1], source=str(Path(folder) / "config.json"))
 
 
 def _read_pooling(root: Path, folder: str, files: SentenceTransformersFiles) -> None:

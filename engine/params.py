@@ -49,6 +49,13 @@ class PoolingType(StrEnum):
         return self in (PoolingType.ALL, PoolingType.STEP)
 
 
+class ChunkedProcessingMode(StrEnum):
+    """How over-long text becomes one embedding; see long_text.py. Values are those of `chunked_processing_mode`."""
+
+    WINDOWS = "windows"
+    VLLM = "vllm"
+
+
 VALID_PARAMETERS: Final[dict[PoolingTask, frozenset[str]]] = {
     PoolingTask.EMBED: frozenset({"dimensions", "normalize", "use_activation"}),
     PoolingTask.TOKEN_EMBED: frozenset({"dimensions", "normalize", "use_activation"}),
@@ -64,8 +71,8 @@ class PoolingParams:
     """Options of one request. None means: take the model's default.
 
     Attributes:
-        truncate_prompt_tokens: Tokens. Cut every input to this many; -1 means the model's maximum; None refuses what
-            is too long.
+        truncate_prompt_tokens: Tokens. Cut every input to this many; -1 means the longest that is taken; None refuses
+            what is too long.
         truncation_side: "left" or "right": the side that is cut away. None means the tokenizer's own.
         dimensions: Width of the embedding (Matryoshka).
         normalize: L2-normalise embeddings.
@@ -110,7 +117,7 @@ class PoolingParams:
                 param=stray[0],
             )
         self._verify_normalize()
-        self._verify_truncation(model)
+        self._verify_truncation(task, model)
         self._verify_dimensions(model)
         self._verify_step(model)
 
@@ -122,7 +129,7 @@ class PoolingParams:
                 param="normalize",
             )
 
-    def _verify_truncation(self, model: ModelInfo) -> None:
+    def _verify_truncation(self, task: PoolingTask, model: ModelInfo) -> None:
         if self.truncation_side not in (None, "left", "right"):
             raise InvalidRequestError(
                 f"truncation_side is {self.truncation_side!r}; it must be 'left' or 'right'.", param="truncation_side"
@@ -135,10 +142,13 @@ class PoolingParams:
                 f"truncate_prompt_tokens is {limit}; it must be -1 (the model's maximum) or at least 1.",
                 param="truncate_prompt_tokens",
             )
-        if limit > model.max_model_len:
+        longest, name = model.max_model_len, "max_model_len"
+        if model.enable_chunked_processing and task in (PoolingTask.EMBED, PoolingTask.SCORE):
+            longest, name = model.max_embed_len or limit, "max_embed_len"
+        if limit > longest:
             raise InvalidRequestError(
-                "truncate_prompt_tokens value is greater than max_model_len. "
-                f"Please request a smaller truncation size. ({limit} > {model.max_model_len})",
+                f"truncate_prompt_tokens value is greater than {name}. "
+                f"Please request a smaller truncation size. ({limit} > {longest})",
                 param="truncate_prompt_tokens",
             )
 
@@ -220,8 +230,10 @@ class PoolerConfig:
         step_tag_id: STEP pooling: token id whose rows are kept.
         returned_token_ids: STEP pooling: columns that are kept.
         attention_head: ATTENTION pooling: the head whose weights are used; None averages all heads.
-        enable_chunked_processing: Embed over-long text on an encoder in windows.
-        max_embed_len: Tokens. Limit of an input with enable_chunked_processing.
+        enable_chunked_processing: Embed text above max_model_len in windows and average their vectors.
+        max_embed_len: Tokens. Limit of an input with enable_chunked_processing; None leaves it to the queue.
+        chunk_overlap: Tokens that a window shares with the one before it.
+        chunked_processing_mode: How the windows are cut and averaged.
     """
 
     pooling_type: PoolingType | None = None
@@ -236,6 +248,8 @@ class PoolerConfig:
     attention_head: int | None = None
     enable_chunked_processing: bool | None = None
     max_embed_len: int | None = None
+    chunk_overlap: int | None = None
+    chunked_processing_mode: ChunkedProcessingMode | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
@@ -249,10 +263,15 @@ class PoolerConfig:
                 raise ValueError(f"{name} is {value}; it must be a finite number.")
         if self.logit_sigma == 0:
             raise ValueError("logit_sigma is 0; logits are divided by it.")
-        for name in ("attention_head", "step_tag_id"):
+        for name in ("attention_head", "step_tag_id", "chunk_overlap"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} is {value}; it must be 0 or more.")
+        for name in ("max_embed_len", "chunk_overlap", "chunked_processing_mode"):
+            if getattr(self, name) is not None and not self.enable_chunked_processing:
+                raise ValueError(f"{name} says how over-long text is cut; it needs enable_chunked_processing: true.")
+        if self.chunk_overlap and self.chunked_processing_mode is ChunkedProcessingMode.VLLM:
+            raise ValueError(f"chunk_overlap is {self.chunk_overlap}; the mode 'vllm' knows no overlap.")
 
     @classmethod
     def from_json(cls, text: str) -> PoolerConfig:
@@ -283,6 +302,10 @@ class PoolerConfig:
         return cls(**{name: _checked(name, value) for name, value in fields.items()})
 
 
+_ENUM_FIELDS: Final[dict[str, type[StrEnum]]] = {
+    "pooling_type": PoolingType,
+    "chunked_processing_mode": ChunkedProcessingMode,
+}
 _BOOL_FIELDS: Final = {"normalize", "use_activation", "enable_chunked_processing"}
 _FLOAT_FIELDS: Final = {"logit_bias", "logit_mean", "logit_sigma"}
 
@@ -291,11 +314,11 @@ def _checked(name: str, value: Any) -> Any:
     """Returns `value` in the type of the PoolerConfig field `name`, or raises ValueError that names both."""
     if value is None:
         return None
-    if name == "pooling_type":
-        try:
-            return PoolingType(str(value).upper())
-        except ValueError as error:
-            raise ValueError(f"pooling_type is {value!r}; it must be one of {_listed(PoolingType)}.") from error
+    if name in _ENUM_FIELDS:
+        known = {member.lower(): member for member in _ENUM_FIELDS[name]}
+        if str(value).lower() in known:
+            return known[str(value).lower()]
+        raise ValueError(f"{name} is {value!r}; it must be one of {_listed(known.values())}.")
     if name in _BOOL_FIELDS:
         if isinstance(value, bool):
             return value

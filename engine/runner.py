@@ -12,14 +12,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .cache_spec import CacheSpec
 from .config import EngineConfig
 from .errors import ModelLoadError
+from .layers.dense import Dense
 from .load_tokenizer import load_tokenizer
 from .loader import load_dense, load_model, torch_dtype
 from .memory import available_memory
 from .messages import TokenizerSpec
 from .model_files import resolve_model, with_device
 from .model_info import ModelInfo
+from .models.base import PackedModel
 from .packed_batch import PackedBatch
 from .params import PoolingParams
 from .pooling import ModelPooler, PoolingMetadata
@@ -48,35 +51,54 @@ class Work:
 
 
 class ModelRunner:
-    """One model on one device. Used by one thread at a time.
+    """One model on one device. Used by one thread at a time. `load` makes one from an EngineConfig.
 
     Attributes:
-        info: The model, with a max_model_len that the pool can hold.
+        info: The model, on its device.
         tokenizer: For clients.
         allocator: The pool of sequences that run in slices; None where the model's cannot.
 
     Args:
-        config: What to load and where.
-
-    Raises:
-        ModelLoadError: The model cannot be served.
+        info: See the attribute.
+        tokenizer: See the attribute.
+        model: With its weights.
+        dense: The Dense modules that follow the pooling.
+        config: Limits of the pool.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        torch.set_num_threads(config.num_threads or _usable_cores())
-        device, dtype = _resolve_device(config)
-        self.info: ModelInfo = with_device(resolve_model(config), device, dtype)
-        self.tokenizer: TokenizerSpec = load_tokenizer(self.info, trust_remote_code=config.trust_remote_code)
-        self._device = torch.device(device)
-        self._model = load_model(self.info, trust_remote_code=config.trust_remote_code)
-        self._pooler = ModelPooler(self.info, self._model, load_dense(self.info))
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: TokenizerSpec,
+        model: PackedModel,
+        dense: Sequence[Dense],
+        config: EngineConfig,
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
         self.allocator: SequenceAllocator | None = None
+        self._device = torch.device(info.device)
+        self._model = model
+        self._pooler = ModelPooler(info, model, dense)
         self._memory: SliceMemory | None = None
         self._previous: torch.cuda.Event | None = None
-        if self._model.cache_spec is not None and (
+        if model.cache_spec is not None and (
             config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching
         ):
-            self._make_pool(config)
+            self._make_pool(model.cache_spec, config)
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> ModelRunner:
+        """Loads the model that a configuration names.
+
+        Raises:
+            ModelLoadError: The model cannot be served.
+        """
+        torch.set_num_threads(config.num_threads or _usable_cores())
+        info = with_device(resolve_model(config), *_resolve_device(config))
+        tokenizer = load_tokenizer(info, trust_remote_code=config.trust_remote_code)
+        model = load_model(info, trust_remote_code=config.trust_remote_code)
+        return cls(info, tokenizer, model, load_dense(info), config)
 
     @torch.inference_mode()
     def execute(self, work: Sequence[Work]) -> list[Outputs]:
@@ -136,14 +158,13 @@ class ModelRunner:
             self._previous.synchronize()
             self._previous = None
 
-    def _make_pool(self, config: EngineConfig) -> None:
+    def _make_pool(self, spec: CacheSpec, config: EngineConfig) -> None:
         """Reserves the memory of sliced sequences.
 
         Raises:
             ModelLoadError: It does not suffice for anything.
         """
-        spec, dtype, limits = self._model.cache_spec, torch_dtype(self.info.dtype), config.cache
-        assert spec is not None, "the caller has looked"
+        dtype, limits = torch_dtype(self.info.dtype), config.cache
         memory = limits.kv_cache_memory
         if memory is None:
             memory = int(available_memory(self._device) * limits.memory_fraction)

@@ -72,6 +72,8 @@ class BatchCache:
         num_fresh: Leading sequences without a past.
         num_fresh_tokens: Their rows.
         context_lens: N numbers of tokens before the slice, on the host; 0 for the fresh.
+        whole_lens: N numbers of tokens of the whole sequences, what follows the slice included, on the host: rotary
+            positions may depend on it. None where every slice ends its sequence.
         kv: Keys and values; None in a model without attention.
         block_tables: [N - num_fresh, B] int32, on the host: block of every `block_size` tokens of the sequences with a
             past, past and slice together, filled up with 0.
@@ -87,6 +89,7 @@ class BatchCache:
     num_fresh: int
     num_fresh_tokens: int
     context_lens: tuple[int, ...]
+    whole_lens: tuple[int, ...] | None = None
     kv: KvCache | None = None
     block_tables: Tensor | None = None
     store_rows: Tensor | None = None

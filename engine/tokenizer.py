@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from .errors import EngineUnavailableError, InvalidRequestError, RequestCancelledError, RequestTooLongError
 from .messages import TokenizerSpec
+from .pair_encoder import PairEncoder
 from .request import TokenizedInput
+from .special_tokens import SpecialTokens
 
 Text = str | Sequence[int]
 T = TypeVar("T")
@@ -52,16 +55,21 @@ class Truncation:
         cut: Cut to the limit; False refuses.
         side: "left" or "right", the side that is cut away; None means the tokenizer's own.
         param: Request field that an error names.
+        name: Setting behind the limit, where it is not the model's own.
     """
 
     max_num_tokens: int
     cut: bool = False
     side: str | None = None
     param: str | None = "input"
+    name: str | None = None
 
 
 class TokenizerPool:
     """Tokenizes in worker threads. Safe to use from many tasks of one event loop.
+
+    Attributes:
+        special_tokens: What the tokenizer puts around a text; None where it does more to it than that.
 
     Args:
         spec: The tokenizer.
@@ -72,6 +80,9 @@ class TokenizerPool:
 
     def __init__(self, spec: TokenizerSpec, *, vocab_size: int, do_lower_case: bool, num_workers: int) -> None:
         self._tokenizer: Tokenizer = Tokenizer.from_str(spec.json)
+        self.special_tokens = SpecialTokens.of(self._tokenizer)
+        template = spec.score_template
+        self._pair_encoder = PairEncoder(self._tokenizer, template) if template is not None else None
         self._uses_token_types = spec.uses_token_types
         self._side = spec.truncation_side
         self._vocab_size = vocab_size
@@ -100,14 +111,51 @@ class TokenizerPool:
         num_chars = sum(len(item) + len(prompt) for item in inputs if isinstance(item, str))
         return await self._run(lambda gone: self._encode(inputs, truncation, prompt, skip_prompt, gone), num_chars)
 
-    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], truncation: Truncation) -> list[TokenizedInput]:
-        """Tokenizes pairs into joint sequences; too long a pair loses tokens of its longer side first.
+    async def encode_parts(
+        self, inputs: Sequence[Text], truncation: Truncation, *, prompt: str = ""
+    ) -> tuple[list[NDArray[np.int32]], bool]:
+        """Tokenizes the parts of one text by themselves, without special tokens; token ids are checked and taken as is.
+
+        Args:
+            inputs: Texts or lists of token ids.
+            truncation: Limit of all parts together; what an enormous part holds beyond it may be left out.
+            prompt: Put before the first part, where that is a text.
+
+        Returns:
+            The ids of each part, and whether nothing was left out.
+
+        Raises:
+            InvalidRequestError: A list of ids is empty, or an id is outside the vocabulary.
+        """
+        num_chars = sum(len(item) for item in inputs if isinstance(item, str))
+        return await self._run(lambda gone: self._encode_parts(inputs, truncation, prompt, gone), num_chars)
+
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], truncation: Truncation, *, instruction: str | None = None
+    ) -> list[TokenizedInput]:
+        """Tokenizes pairs into joint sequences.
+
+        Too long a pair loses tokens of its document where the model has a prompt for pairs, else of its longer side
+        first.
+
+        Args:
+            pairs: Queries and documents.
+            truncation: Limit and what to do above it.
+            instruction: What the prompt tells the model to look for; None takes the model's own.
 
         Raises:
             RequestTooLongError: A pair is above the limit and must not be cut.
-            InvalidRequestError: The limit leaves no room for special tokens.
+            InvalidRequestError: The limit leaves no room for the prompt or special tokens, or the model's prompt has
+                no place for an instruction.
         """
         num_chars = sum(len(first) + len(second) for first, second in pairs)
+        encoder = self._pair_encoder
+        if instruction and (encoder is None or not encoder.template.takes_instruction):
+            raise InvalidRequestError("The served model reads pairs without an instruction.", param="instruction")
+        if encoder is not None:
+            return await self._run(
+                lambda gone: self._encode_by_template(encoder, pairs, truncation, instruction, gone), num_chars
+            )
         return await self._run(lambda gone: self._encode_pairs(pairs, truncation, gone), num_chars)
 
     async def token_ids(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
@@ -132,6 +180,10 @@ class TokenizerPool:
             lambda _: [self._tokenizer.decode(self._checked(b).tolist(), skip_special_tokens) for b in batches],
             sum(map(len, batches)),
         )
+
+    def cuts_left(self, truncation: Truncation) -> bool:
+        """Whether the left side of an over-long text is cut away."""
+        return (truncation.side or self._side) == "left"
 
     def close(self) -> None:
         """Ends the worker threads. What is still awaited fails with EngineUnavailableError."""
@@ -225,6 +277,26 @@ class TokenizerPool:
                     tokenized.append(TokenizedInput(self._fit_ids(self._checked(item), truncation, index)))
         return tokenized
 
+    def _encode_parts(
+        self, inputs: Sequence[Text], truncation: Truncation, prompt: str, gone: IsGone
+    ) -> tuple[list[NDArray[np.int32]], bool]:
+        texts = self._cased([prompt * (i == 0) + item for i, item in enumerate(inputs) if isinstance(item, str)])
+        bounded = [self._bounded(text, truncation) for text in texts]
+        encodings: list[Encoding] = []
+        is_whole = True
+        for first, last in self._portions([len(text) for text in bounded], gone):
+            encoded = self._tokenizer.encode_batch_fast(bounded[first:last], add_special_tokens=False)
+            for i, encoding in enumerate(encoded, first):
+                if bounded[i] is not texts[i]:
+                    if len(encoding) <= truncation.max_num_tokens + _MIN_SHARE:
+                        (encoding,) = self._tokenizer.encode_batch_fast([texts[i]], add_special_tokens=False)
+                    else:
+                        is_whole = False
+                encodings.append(encoding)
+        of_texts = iter(encodings)
+        parts = [self._known(next(of_texts).ids) if isinstance(i, str) else self._checked(i) for i in inputs]
+        return parts, is_whole
+
     def _max_chars(self, truncation: Truncation) -> int:
         """Characters of a text that can matter: a token longer than this on average is not met in real text."""
         return max(_CHARS_PER_TOKEN * truncation.max_num_tokens, _MIN_CHARS)
@@ -234,7 +306,7 @@ class TokenizerPool:
         limit = self._max_chars(truncation)
         if len(text) <= limit:
             return text
-        if self._cuts_left(truncation):
+        if self.cuts_left(truncation):
             space = text.find(" ", len(text) - limit)
             return text[space:] if space >= 0 else text
         space = text.rfind(" ", 0, limit)
@@ -257,7 +329,7 @@ class TokenizerPool:
         num_cut = len(bare) - room
         bare.truncate(room, direction=truncation.side or self._side)
         ids = self._tokenizer.post_process(bare).ids
-        if skip and self._cuts_left(truncation):
+        if skip and self.cuts_left(truncation):
             skip = max(skip - num_cut, 0) if bounded is text else 0
         return TokenizedInput(self._known(ids), num_prompt_tokens=min(skip, len(ids) - 1))
 
@@ -269,15 +341,8 @@ class TokenizerPool:
         """
         num_special = self._tokenizer.num_special_tokens_to_add(is_pair=is_pair)
         if truncation.max_num_tokens < num_special:
-            raise InvalidRequestError(
-                f"The limit is {truncation.max_num_tokens} tokens, but the model's special tokens alone are "
-                f"{num_special}; allow more with truncate_prompt_tokens or --max-model-len.",
-                param="truncate_prompt_tokens",
-            )
+            raise _no_room(truncation.max_num_tokens, f"the model's special tokens alone are {num_special}")
         return truncation.max_num_tokens - num_special
-
-    def _cuts_left(self, truncation: Truncation) -> bool:
-        return (truncation.side or self._side) == "left"
 
     def _known(self, ids: list[int]) -> np.ndarray:
         """Returns the ids of a text as an array.
@@ -300,18 +365,45 @@ class TokenizerPool:
             return ids
         self._refuse_unless_cut(len(ids), truncation, index)
         limit = truncation.max_num_tokens
-        return ids[-limit:] if (truncation.side or self._side) == "left" else ids[:limit]
+        return ids[-limit:] if self.cuts_left(truncation) else ids[:limit]
 
-    def _encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], truncation: Truncation, gone: IsGone
+    def _encode_by_template(
+        self,
+        encoder: PairEncoder,
+        pairs: Sequence[tuple[str, str]],
+        truncation: Truncation,
+        instruction: str | None,
+        gone: IsGone,
     ) -> list[TokenizedInput]:
         tokenized: list[TokenizedInput] = []
+        cased = self._bounded_pairs(pairs, truncation)
+        limit, left = truncation.max_num_tokens, self.cuts_left(truncation)
+        for first, last in self._portions([len(a) + len(b) for a, b in cased], gone):
+            encoded = encoder.encode(cased[first:last], instruction)
+            for index, ids in enumerate(encoded, first):
+                if len(ids) > limit:
+                    self._refuse_unless_cut(len(ids), truncation, index)
+                    cut = encoder.cut(cased[index], instruction, limit, left=left)
+                    if cut is None:
+                        raise _no_room(limit, "the prompt around a query and a document alone takes more")
+                    ids = cut
+                tokenized.append(TokenizedInput(self._known(ids)))
+        return tokenized
+
+    def _bounded_pairs(self, pairs: Sequence[tuple[str, str]], truncation: Truncation) -> list[tuple[str, str]]:
+        """Returns pairs as they are tokenized; where cutting is allowed, without what the limit cannot keep."""
         firsts, seconds = self._cased([a for a, _ in pairs]), self._cased([b for _, b in pairs])
         if truncation.cut:
             # The limit keeps at most its own length of either text; where a pair fits whole, nothing is cut here.
             firsts = [self._bounded(text, truncation) for text in firsts]
             seconds = [self._bounded(text, truncation) for text in seconds]
-        cased = list(zip(firsts, seconds, strict=True))
+        return list(zip(firsts, seconds, strict=True))
+
+    def _encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], truncation: Truncation, gone: IsGone
+    ) -> list[TokenizedInput]:
+        tokenized: list[TokenizedInput] = []
+        cased = self._bounded_pairs(pairs, truncation)
         for first, last in self._portions([len(a) + len(b) for a, b in cased], gone):
             encodings = self._tokenizer.encode_batch_fast(cased[first:last])
             tokenized += [
@@ -357,14 +449,22 @@ class TokenizerPool:
         if truncation.cut:
             return
         limit, at_least = truncation.max_num_tokens, "" if is_whole else "at least "
+        name = f" ({truncation.name})" if truncation.name else ""
         raise RequestTooLongError(
-            f"This model's maximum context length is {limit} tokens, but input {index} has {at_least}{num_tokens} "
-            "tokens. "
+            f"This model's maximum context length is {limit} tokens{name}, "
+            f"but input {index} has {at_least}{num_tokens} tokens. "
             "Please reduce the length of the input prompt, or set truncate_prompt_tokens to -1 to cut it.",
             num_tokens=num_tokens,
             max_num_tokens=limit,
             param=truncation.param,
         )
+
+
+def _no_room(limit: int, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"The limit is {limit} tokens, but {why}; allow more with truncate_prompt_tokens or --max-model-len.",
+        param="truncate_prompt_tokens",
+    )
 
 
 def _settle(done: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:

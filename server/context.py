@@ -97,9 +97,10 @@ class ServerContext:
         if len(inputs) > limit:
             raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
 
-    def options(self, prompt_name: str | None = None) -> RequestOptions:
+    def options(self, prompt_name: str | None = None, instruction: str | None = None) -> RequestOptions:
         """Returns the engine options of a request."""
-        return RequestOptions(timeout_s=self.settings.request_timeout_s or None, prompt_name=prompt_name)
+        timeout_s = self.settings.request_timeout_s or None
+        return RequestOptions(timeout_s=timeout_s, prompt_name=prompt_name, instruction=instruction)
 
 
 def context_of(request: Request) -> ServerContext:

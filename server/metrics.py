@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -24,6 +24,19 @@ _ENGINE_COUNTERS: Final = {
     "num_steps_total": ("penstock_engine_steps", "Forwards."),
     "step_s_total": ("penstock_engine_step_seconds", "Seconds spent in forwards."),
     "num_refused_total": ("penstock_engine_refused_requests", "Requests refused because the queue was full."),
+}
+
+_CACHE_GAUGES: Final = {
+    "usage": ("penstock_engine_cache_usage", "Share of the memory for inputs in chunks that is held, 0 to 1."),
+}
+_CACHE_COUNTERS: Final = {
+    "prefix_queried_tokens_total": (
+        "penstock_engine_prefix_queried_tokens",
+        "Tokens that were looked up in the prefix cache.",
+    ),
+    "prefix_hit_tokens_total": ("penstock_engine_prefix_hit_tokens", "Tokens that were found in the prefix cache."),
+    "num_preemptions_total": ("penstock_engine_preemptions", "Long inputs that gave up their memory for urgent ones."),
+    "num_chunks_total": ("penstock_engine_chunks", "Chunks of long inputs that went through the model."),
 }
 
 NamedEngines = Callable[[], Iterable[tuple[AsyncEngine, str]]]
@@ -78,16 +91,12 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         engines = list(self._engines())
-        for field, (name, text) in _ENGINE_GAUGES.items():
-            gauge = GaugeMetricFamily(name, text, labels=("model",))
-            for engine, model in engines:
-                gauge.add_metric((model,), getattr(engine.stats(), field))
-            yield gauge
-        for field, (name, text) in _ENGINE_COUNTERS.items():
-            counter = CounterMetricFamily(name, text, labels=("model",))
-            for engine, model in engines:
-                counter.add_metric((model,), getattr(engine.stats(), field))
-            yield counter
+        stats = [(engine.stats(), model) for engine, model in engines]
+        cache_uses = [(use, model) for s, model in stats if (use := s.cache_use) is not None]
+        yield from _families(GaugeMetricFamily, _ENGINE_GAUGES, stats)
+        yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, stats)
+        yield from _families(GaugeMetricFamily, _CACHE_GAUGES, cache_uses)
+        yield from _families(CounterMetricFamily, _CACHE_COUNTERS, cache_uses)
         ready = GaugeMetricFamily("penstock_engine_ready", "1 where the engine can serve.", labels=("model",))
         restarts = CounterMetricFamily("penstock_engine_restarts", "Restarts of the engine.", labels=("model",))
         for engine, model in engines:
@@ -95,6 +104,19 @@ class _EngineCollector(Collector):
             restarts.add_metric((model,), engine.num_restarts)
         yield ready
         yield restarts
+
+
+def _families(
+    family: type[GaugeMetricFamily | CounterMetricFamily],
+    fields: Mapping[str, tuple[str, str]],
+    figures: Sequence[tuple[object, str]],
+) -> Iterable[Metric]:
+    """Yields one family per field, with a value for each model's figures."""
+    for field, (name, text) in fields.items():
+        metric = family(name, text, labels=("model",))
+        for values, model in figures:
+            metric.add_metric((model,), getattr(values, field))
+        yield metric
 
 
 class MetricsMiddleware:

@@ -125,7 +125,7 @@ class EngineSettings(BaseSettings):
             chunk_size=self.chunk_size,
         )
         cache = CacheConfig(
-            kv_cache_memory=self.kv_cache_memory,
+            kv_cache_memory=None if self.kv_cache_memory is None else int(self.kv_cache_memory),
             memory_fraction=self.cache_memory_fraction,
             block_size=self.kv_block_size,
             enable_prefix_caching=self.enable_prefix_caching,

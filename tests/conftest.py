@@ -22,9 +22,10 @@ def model_roots() -> list[Path]:
 
 
 def find_model(name: str) -> Path | None:
-    """The folder of the trained model `name`, or None where this machine has none."""
-    folders = (root / name for root in model_roots())
-    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    """The folder of the trained model or tokenizer `name`, or None where this machine has none."""
+    folders = [root / name for root in model_roots()]
+    files = ("config.json", "tokenizer.json")
+    return next((folder for folder in folders if any((folder / file).is_file() for file in files)), None)
 
 
 @pytest.fixture(scope="session")

@@ -75,6 +75,14 @@ class Weights:
         Raises:
             WeightError: It is missing or has another shape.
         """
+        return self._stored(name, shape).to(self.device, dtype or self.dtype, copy=True)
+
+    def rows(self, name: str, indices: Sequence[int], *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Reads some rows of a tensor; arguments and errors are those of `tensor`, and `shape` that of the whole."""
+        return self._stored(name, shape)[list(indices)].to(self.device, dtype or self.dtype)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns a tensor as it is stored, checked."""
         full_name = self.prefix + name
         if full_name not in self.source:
             raise WeightError(f"The checkpoint has no weight {full_name!r}.")
@@ -84,4 +92,4 @@ class Weights:
                 f"The weight {full_name!r} has the shape {list(stored.shape)}; "
                 f"the configuration asks for {list(shape)}."
             )
-        return stored.to(self.device, dtype or self.dtype, copy=True)
+        return stored

@@ -21,6 +21,7 @@ from ..packed_batch import PackedBatch
 from ..params import PoolingType
 from ..request import TokenizedInput
 from .base import ModelOutput, PackedModel
+from .heads import TokenHead
 from .packed_attention import NAME, NotPackableError, PackedRow, packed_row, register
 from .pretrained import load_pretrained
 
@@ -63,7 +64,7 @@ class TransformersModel(PackedModel):
 
     What `forward` gives depends on the kind of the checkpoint. An embedding model: hidden states. A token classifier:
     its logits as hidden states, which `classify_tokens` passes on. A sequence classifier: hidden states where its head
-    is one map of a single row (`score`, as in decoders), else logits.
+    is one map of a single row (`score`, or some rows of a language model's output embedding), else logits.
 
     Args:
         info: The resolved model.
@@ -83,7 +84,9 @@ class TransformersModel(PackedModel):
         if info.kind is ModelKind.TOKEN_CLASSIFIER:
             self.token_head = _identity
         with torch.no_grad(), _in_float32(self._network):
-            if info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
+            if info.classifier_tokens:
+                self._take_token_rows(info)
+            elif info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
                 self._separate_head(info)
             packing = "its classification head pools by itself" if self._gives_logits else self._try_packing(info)
         self._packing: _Packing | None = packing if isinstance(packing, _Packing) else None
@@ -133,6 +136,29 @@ class TransformersModel(PackedModel):
             self.sequence_head = _ScoreHead(score)
         else:
             self._use(classifier, gives_logits=True)
+
+    def _take_token_rows(self, info: ModelInfo) -> None:
+        """Replaces the output embedding of a language model by the rows of its answers."""
+        network, answers = self._network, list(info.classifier_tokens)
+        output = network.get_output_embeddings()
+        if not isinstance(output, nn.Linear):
+            raise UnsupportedModelError(f"{info.name} has no output embedding that classifier_from_token could read.")
+        bias_O: Tensor | None = output.bias
+        bias_C = bias_O[answers] if bias_O is not None else None
+        config = _text_config(network).to_dict()
+        head = TokenHead(output.weight[answers], bias_C, info.classifier_method, config)
+        probe = self._probe((_PROBE_LENGTHS[0],), info)
+        try:
+            expected = self._run_padded(probe)[-1:, answers]
+            self._use(network.base_model, gives_logits=False)
+            is_same = _agree(head.logits(self._run_padded(probe)[-1:]), expected)
+        except _CALL_ERRORS as error:
+            raise UnsupportedModelError(f"transformers cannot run {info.name}: {error!r}") from error
+        if not is_same:
+            raise UnsupportedModelError(
+                f"{info.name} computes its logits in a way of its own, which classifier_from_token cannot read."
+            )
+        self.sequence_head = head
 
     def _try_packing(self, info: ModelInfo) -> _Packing | str:
         """Decides by trial whether the network may run packed, and how; returns why not where it may not."""

@@ -22,6 +22,7 @@ from ..errors import UnsupportedModelError
 from ..layers.attention import SelfAttention
 from ..layers.linear import GatedLinear, Linear
 from ..layers.norm import LayerNorm
+from ..layers.rope import RopeSpec
 from ..layers.rotary import RotaryEmbedding, Rotation
 from ..layers.rows import Rows
 from ..layers.weights import Weights
@@ -114,7 +115,7 @@ class ModernBertModel(NativeModel):
         self.final_norm = _load_norm(base, "final_norm", config)
         head_size = D // config.num_attention_heads
         self.rotary = {
-            layer_type: RotaryEmbedding(head_size, info.max_model_len, _theta(info.config, layer_type), weights.device)
+            layer_type: RotaryEmbedding(RopeSpec(theta=_theta(info.config, layer_type), size=head_size), weights.device)
             for layer_type in set(config.types)
         }
         if info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
@@ -129,7 +130,7 @@ class ModernBertModel(NativeModel):
         for layer in self.layers:
             if layer.type not in plans:
                 plans[layer.type] = layer.attention.plan(rows)
-        rotations = {layer_type: rotary(batch.positions) for layer_type, rotary in self.rotary.items()}
+        rotations = {layer_type: rotary(batch) for layer_type, rotary in self.rotary.items()}
         hidden_RD = layer_input_RD = self.embedding_norm(F.embedding(rows.input_ids, self.embedding_VD))
         for layer in self.layers:
             layer_input_RD, hidden_RD = hidden_RD, layer(hidden_RD, rows, plans[layer.type], rotations[layer.type])

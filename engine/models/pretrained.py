@@ -80,6 +80,8 @@ def _overrides(info: ModelInfo) -> dict[str, Any]:
 
 def _auto_class(info: ModelInfo, config: Any) -> Any:
     """Returns the class of transformers that picks the model's own."""
+    if info.classifier_tokens:
+        return transformers.AutoModelForCausalLM
     if info.kind in _AUTO_CLASSES:
         return getattr(transformers, _AUTO_CLASSES[info.kind])
     encoders = transformers.models.auto.modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES

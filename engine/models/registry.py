@@ -24,6 +24,20 @@ _FAMILIES: Final[dict[str, tuple[str, str, str]]] = {
     "distilbert": ("DistilBert", "distilbert", "DistilBertModel"),
     "mpnet": ("MPNet", "mpnet", "MPNetModel"),
     "modernbert": ("ModernBert", "modernbert", "ModernBertModel"),
+    "llama": ("Llama", "llama", "LlamaModel"),
+    "llama_bidirec": ("LlamaBidirectional", "llama", "LlamaModel"),
+    "mistral": ("Mistral", "llama", "MistralModel"),
+    "qwen2": ("Qwen2", "qwen", "Qwen2Model"),
+    "qwen3": ("Qwen3", "qwen", "Qwen3Model"),
+    "gemma2": ("Gemma2", "gemma", "Gemma2Model"),
+    "gemma3_text": ("Gemma3Text", "gemma", "Gemma3Model"),
+    "phi3": ("Phi3", "phi3", "Phi3Model"),
+    "mamba": ("Mamba", "mamba", "MambaModel"),
+    "falcon_mamba": ("FalconMamba", "mamba", "FalconMambaModel"),
+    "mamba2": ("Mamba2", "mamba2", "Mamba2Model"),
+    "jamba": ("Jamba", "jamba", "JambaModel"),
+    "bamba": ("Bamba", "bamba", "BambaModel"),
+    "granitemoehybrid": ("GraniteMoeHybrid", "granite_hybrid", "GraniteHybridModel"),
 }
 # A checkpoint saved with one of the other heads is loaded without it.
 _SUFFIXES: Final = (
@@ -41,7 +55,7 @@ _SUFFIXES: Final = (
 # Architecture -> module and class here.
 NATIVE_ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
     prefix + suffix: (module, name) for prefix, module, name in _FAMILIES.values() for suffix in _SUFFIXES
-}
+} | {"Gemma3ForCausalLM": ("gemma", "Gemma3Model")}
 
 
 def has_own_code(architecture: str, config: Mapping[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """From hidden states to embeddings and class scores."""
 
+from .chunked_manager import ChunkedPoolingManager
 from .cursor import PoolingCursor
 from .cut import Cut
 from .factory import PoolerFactory
@@ -26,6 +27,7 @@ from .states import PoolingStates
 __all__ = [
     "AllPooler",
     "AttentionWeightedPooler",
+    "ChunkedPoolingManager",
     "ClassifierPoolerHead",
     "ClsPooler",
     "Cut",

@@ -86,7 +86,7 @@ class Cut:
 
 def distinct(params: Sequence[PoolingParams]) -> list[PoolingParams]:
     """The different objects among `params`: the inputs of a request share one, so these are few."""
-    return list({id(p): p for p in params}.values())
+    return list(dict(zip(map(id, params), params, strict=True)).values())
 
 
 def _width(params: PoolingParams, width: int) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,9 @@ from torch import Tensor
 
 from ..params import PoolingParams, PoolingType
 from .cursor import PoolingCursor
-from .states import PoolingStates, finalize_states, update_states
+from .packing import Rows, cu_seqlens_of, prefix_sums, rows_between
+from .slices import BatchSlices
+from .states import PoolingStates
 
 if TYPE_CHECKING:
     from ..packed_batch import PackedBatch
@@ -29,8 +30,7 @@ class PoolingMetadata:
         cu_seqlens: [N+1] int32, prefix sums of `seq_lens`.
         token_ids: [T] int64, for STEP; None where nobody needs them.
         skip_tokens: [N] int32, tokens at the head of each whole sequence that are left out; None where there are none.
-        cursors: One per sequence, where the batch holds slices; None where it holds whole sequences only.
-        states: The running states that go with `cursors`; None for a sequence that has none yet.
+        slices: Which parts of their sequences the batch holds; None where it holds whole sequences only.
     """
 
     params: Sequence[PoolingParams]
@@ -38,23 +38,42 @@ class PoolingMetadata:
     cu_seqlens: Tensor
     token_ids: Tensor | None = None
     skip_tokens: Tensor | None = None
-    cursors: list[PoolingCursor] | None = None
-    states: list[PoolingStates | None] | None = None
+    slices: BatchSlices | None = None
 
     @classmethod
-    def for_batch(cls, batch: PackedBatch, params: Sequence[PoolingParams]) -> PoolingMetadata:
-        """Describes a batch of whole sequences; costs nothing per sequence.
+    def for_batch(
+        cls,
+        batch: PackedBatch,
+        params: Sequence[PoolingParams],
+        *,
+        prompt_lens: Sequence[int] | None = None,
+        states: Sequence[PoolingStates | None] | None = None,
+    ) -> PoolingMetadata:
+        """Describes a batch as the model runs it; whole sequences cost nothing each.
 
         Args:
-            batch: As the model runs it.
+            batch: Whole sequences, or slices that begin at its `cache.context_lens`.
             params: One per sequence, resolved.
+            prompt_lens: Tokens of each whole sequence; None means what its `cache.whole_lens` say, or else that each
+                ends with its slice.
+            states: See `create`.
         """
+        slices = None
+        if prompt_lens is not None or states is not None or batch.cache is not None:
+            starts = batch.cache.context_lens if batch.cache is not None else (0,) * len(batch.seq_lens)
+            ends = [start + size for start, size in zip(starts, batch.seq_lens, strict=True)]
+            if prompt_lens is None and batch.cache is not None:
+                prompt_lens = batch.cache.whole_lens
+            whole = ends if prompt_lens is None else prompt_lens
+            _check_lengths(len(params), prompt_lens=whole, slices=starts, states=states)
+            slices = BatchSlices.build(whole, batch.seq_lens, starts, None, states)
         return cls(
             params=params,
             seq_lens=batch.seq_lens,
             cu_seqlens=batch.cu_seqlens,
             token_ids=batch.input_ids,
             skip_tokens=batch.skip_tokens,
+            slices=slices,
         )
 
     @classmethod
@@ -65,6 +84,7 @@ class PoolingMetadata:
         *,
         chunk_sizes: Sequence[int] | None = None,
         seq_starts: Sequence[int] | None = None,
+        slice_starts: Sequence[int] | None = None,
         states: Sequence[PoolingStates | None] | None = None,
         token_ids: Tensor | None = None,
         skip_tokens: Tensor | None = None,
@@ -72,12 +92,19 @@ class PoolingMetadata:
     ) -> PoolingMetadata:
         """Describes a batch of sequences or of slices of them.
 
+        A slice may begin before the end of what was pooled, where rows are computed again after a preemption: those
+        rows are left out. It may begin after it, where the model took what lies between from a prefix cache: LAST alone
+        allows that, every other type needs all rows and refuses.
+
         Args:
             seq_lens: Tokens of each whole sequence.
             params: One per sequence, resolved. May be left out by callers that use no ModelPooler.
-            chunk_sizes: Tokens of each sequence in this batch; None means all of them.
-            seq_starts: Tokens of each sequence that were pooled before; None means none.
-            states: Running states from the batches before; None for sequences that begin here.
+            chunk_sizes: Tokens of each sequence in this batch; None means all from its slice's start.
+            seq_starts: Tokens of each sequence that were pooled before; None means what its state says.
+            slice_starts: Place of each slice's first token in its sequence; None means that slices begin where
+                pooling stopped.
+            states: Running states from the batches before; None for sequences that begin here. They are not changed:
+                the batch works on copies.
             token_ids: [T], int64. See `PoolingMetadata`.
             skip_tokens: [N], int32. See `PoolingMetadata`.
             device: Of the rows.
@@ -86,27 +113,27 @@ class PoolingMetadata:
             ValueError: The lengths do not fit together.
         """
         num_seqs = len(seq_lens)
-        lists = {"params": params, "chunk_sizes": chunk_sizes, "seq_starts": seq_starts, "states": states}
-        for name, values in lists.items():
-            if values is not None and len(values) != num_seqs:
-                raise ValueError(f"{name} holds {len(values)} values for {num_seqs} sequences")
-        starts = list(seq_starts) if seq_starts is not None else [0] * num_seqs
-        sizes = list(chunk_sizes) if chunk_sizes is not None else [n - s for n, s in zip(seq_lens, starts, strict=True)]
-        bounds = _prefix_sums(sizes)
-        cursors = [
-            PoolingCursor(length, size, start, row)
-            for length, size, start, row in zip(seq_lens, sizes, starts, bounds[:-1].tolist(), strict=True)
-        ]
-        is_partial = states is not None or not all(cursor.is_whole for cursor in cursors)
-        running: list[PoolingStates | None] = list(states) if states is not None else [None] * num_seqs
+        _check_lengths(
+            num_seqs,
+            params=params,
+            chunk_sizes=chunk_sizes,
+            seq_starts=seq_starts,
+            slice_starts=slice_starts,
+            states=states,
+        )
+        if chunk_sizes is None:
+            pooled = seq_starts
+            if pooled is None:
+                pooled = [0 if s is None else s.num_tokens for s in states or [None] * num_seqs]
+            starts = pooled if slice_starts is None else slice_starts
+            chunk_sizes = [n - s for n, s in zip(seq_lens, starts, strict=True)]
         return cls(
             params=params if params is not None else [PoolingParams()] * num_seqs,
-            seq_lens=tuple(sizes),
-            cu_seqlens=torch.from_numpy(bounds).to(device),
+            seq_lens=tuple(chunk_sizes),
+            cu_seqlens=cu_seqlens_of(chunk_sizes, device),
             token_ids=token_ids,
             skip_tokens=skip_tokens,
-            cursors=cursors if is_partial else None,
-            states=running if is_partial else None,
+            slices=BatchSlices.build(seq_lens, chunk_sizes, slice_starts, seq_starts, states),
         )
 
     @property
@@ -116,118 +143,100 @@ class PoolingMetadata:
 
     @property
     def is_partial(self) -> bool:
-        """True where the batch may hold slices, so that running states are needed."""
-        return self.cursors is not None
+        """True where the batch holds slices, or sequences with a running state."""
+        return self.slices is not None
 
-    def initialize_states(self, hidden_size: int, pooling_types: Sequence[Sequence[PoolingType]]) -> None:
-        """Starts the state of every sequence that has none.
+    @property
+    def cursors(self) -> dict[int, PoolingCursor]:
+        """Cursors by index; whole sequences have none. See `BatchSlices`."""
+        return {} if self.slices is None else self.slices.cursors
+
+    @property
+    def states(self) -> dict[int, PoolingStates]:
+        """Running states by index; after `ModelPooler.pool`, those of the incomplete sequences alone.
+
+        Their tensors lie on the device of the rows until the last reference to the state goes.
+        """
+        return {} if self.slices is None else self.slices.states
+
+    def get_incomplete_indices(self) -> list[int]:
+        """Returns the sequences of which more slices are to come."""
+        return sorted(i for i, cursor in self.cursors.items() if not cursor.is_complete)
+
+    def initialize_states(
+        self, hidden_size: int, pooling_types: Sequence[Sequence[PoolingType]] | Mapping[int, Sequence[PoolingType]]
+    ) -> None:
+        """Starts the states of sequences that have none.
 
         Args:
             hidden_size: D.
-            pooling_types: What each sequence keeps; see `PoolingStates.initialize`.
+            pooling_types: What each sequence keeps, see `PoolingStates.initialize`; or what some do, by index.
         """
-        if self.states is None:
-            return
-        for index, state in enumerate(self.states):
-            if state is None:
-                device = self.cu_seqlens.device
-                self.states[index] = PoolingStates.initialize(hidden_size, pooling_types[index], device)
+        if self.slices is not None:
+            kept = pooling_types if isinstance(pooling_types, Mapping) else dict(enumerate(pooling_types))
+            self.slices.initialize(hidden_size, kept, self.cu_seqlens.device)
 
     def update_all(self, hidden_states: Tensor, attention_weights: Tensor | None = None) -> None:
         """Folds this batch's rows into the states and advances the cursors. Call once per batch.
 
         Args:
             hidden_states: [T, D], any float type. Not modified.
-            attention_weights: [T], float32. Row weights, for ATTENTION.
+            attention_weights: [C + T], float32. Row weights, for ATTENTION: for every sequence those of the C_i tokens
+                before its slice, then those of the slice. Read for sequences that end in this batch only.
 
         Raises:
-            ValueError: A batch of whole sequences, or a sequence without a state.
+            ValueError: A batch of whole sequences, a slice without a state, or rows missing before one.
         """
-        cursors, states = self._running()
-        for indices in self._by_types(range(self.num_seqs)).values():
-            rows, part = self.select(indices)
-            update_states(
-                [states[i] for i in indices],
-                hidden_states if rows is None else hidden_states.index_select(0, rows),
-                part.cu_seqlens,
-                attention_weights if attention_weights is None or rows is None else attention_weights[rows],
-                token_ids=part.token_ids,
-                skip_tokens=part.skip_tokens,
-            )
-        for cursor in cursors:
-            cursor.advance(cursor.num_scheduled)
+        self._running().update(hidden_states, attention_weights, self.skip_tokens)
 
     def finalize_all(self) -> dict[int, Tensor]:
-        """Returns the pooled row [W] float32, or the rows [L, D], of every sequence that is complete, by its index.
+        """Returns the pooled row [W] float32 of every sequence that has a state and is complete, by its index.
+
+        The rows of token-level types are nowhere kept: `ModelPooler` answers them slice by slice.
 
         Raises:
-            ValueError: A batch of whole sequences, or a sequence without a state.
+            ValueError: A batch of whole sequences.
         """
-        cursors, states = self._running()
-        complete = [i for i, cursor in enumerate(cursors) if cursor.is_complete]
-        results: dict[int, Tensor] = {}
-        for indices in self._by_types(complete).values():
-            group = [states[i] for i in indices]
-            pooled = [s.finalize() for s in group] if group[0].is_token_level else finalize_states(group).unbind()
-            results.update(zip(indices, pooled, strict=True))
-        return {index: results[index] for index in complete}
+        return self._running().finalize()
 
-    def completed(self, indices: Sequence[int]) -> PoolingMetadata:
-        """Returns a description of complete token-level sequences as whole ones, from what their states keep."""
-        cursors, states = self._running()
-        token_ids = [ids for i in indices for ids in states[i].token_ids]
-        return PoolingMetadata.create(
-            [cursors[i].prompt_len for i in indices],
-            [self.params[i] for i in indices],
-            token_ids=torch.cat(token_ids) if token_ids else None,
-            device=self.cu_seqlens.device,
-        )
+    def as_whole(self) -> PoolingMetadata:
+        """Returns a description of the rows of this batch as if they were all of their sequences."""
+        skip_tokens = self.skip_tokens
+        if skip_tokens is not None and self.slices is not None:
+            starts = torch.from_numpy(self.slices.slice_starts.astype(np.int32))
+            skip_tokens = (skip_tokens - starts.to(skip_tokens.device)).clamp(min=0)
+        return replace(self, skip_tokens=skip_tokens, slices=None)
 
-    def get_incomplete_indices(self) -> list[int]:
-        """Returns the sequences of which more slices are to come."""
-        return [i for i, cursor in enumerate(self.cursors or ()) if not cursor.is_complete]
+    def select(self, indices: Sequence[int], *, new_only: bool = False) -> tuple[Rows, PoolingMetadata]:
+        """Returns the packed rows of some sequences, and a description of them alone, without states.
 
-    def select(self, indices: Sequence[int]) -> tuple[Tensor | None, PoolingMetadata]:
-        """Returns the packed rows [R] int64 of some sequences, and a description of them alone, without states.
-
-        The rows are None where all sequences are selected.
+        Args:
+            indices: In ascending order.
+            new_only: Leave out rows that were pooled before.
         """
-        if len(indices) == self.num_seqs:
-            return None, self
-        bounds = _prefix_sums(self.seq_lens)
-        rows = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in indices], dtype=np.int64)
-        seq_lens = tuple(self.seq_lens[i] for i in indices)
-        device = self.cu_seqlens.device
-        row_indices = torch.from_numpy(rows).to(device)
-        picked = torch.tensor(indices, device=device)
-        return row_indices, PoolingMetadata(
+        bounds = prefix_sums(self.seq_lens) if self.slices is None else self.slices.bounds
+        picked, device = np.asarray(indices, np.int64), self.cu_seqlens.device
+        firsts, ends = bounds[picked], bounds[picked + 1]
+        if new_only and self.cursors:
+            firsts += [self.cursors[i].num_repeated if i in self.cursors else 0 for i in indices]
+        rows, lengths = rows_between(firsts, ends, device), ends - firsts
+        skip_tokens = self.skip_tokens
+        return rows, PoolingMetadata(
             params=[self.params[i] for i in indices],
-            seq_lens=seq_lens,
-            cu_seqlens=torch.from_numpy(_prefix_sums(seq_lens)).to(device),
-            token_ids=None if self.token_ids is None else self.token_ids[row_indices],
-            skip_tokens=None if self.skip_tokens is None else self.skip_tokens[picked],
+            seq_lens=tuple(lengths.tolist()),
+            cu_seqlens=cu_seqlens_of(lengths, device),
+            token_ids=None if self.token_ids is None else self.token_ids[rows],
+            skip_tokens=None if skip_tokens is None else skip_tokens[torch.from_numpy(picked).to(device)],
         )
 
-    def _running(self) -> tuple[list[PoolingCursor], list[PoolingStates]]:
-        """The cursors and states of a batch of slices."""
-        if self.cursors is None or self.states is None:
+    def _running(self) -> BatchSlices:
+        """The slices, where the batch has some."""
+        if self.slices is None:
             raise ValueError("the batch holds whole sequences, which have no running states")
-        states = [state for state in self.states if state is not None]
-        if len(states) != self.num_seqs:
-            raise ValueError(f"{self.num_seqs - len(states)} sequences have no running state; call initialize_states")
-        return self.cursors, states
-
-    def _by_types(self, indices: Sequence[int]) -> dict[tuple[PoolingType, ...], list[int]]:
-        """Sequences by the pooling types that they keep."""
-        _, states = self._running()
-        groups: dict[tuple[PoolingType, ...], list[int]] = defaultdict(list)
-        for index in indices:
-            groups[states[index].pooling_types].append(index)
-        return groups
+        return self.slices
 
 
-def _prefix_sums(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """[N+1] int32."""
-    bounds = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=bounds[1:])
-    return bounds
+def _check_lengths(num_seqs: int, **lists: Sequence[object] | None) -> None:
+    for name, values in lists.items():
+        if values is not None and len(values) != num_seqs:
+            raise ValueError(f"{name} holds {len(values)} values for {num_seqs} sequences")

@@ -1,43 +1,26 @@
-"""The pooler of one served model: every task that it has, for batches that mix tasks and parameters."""
+"""The pooler of one served model: every task that it has, for batches that mix tasks, parameters and slices."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..model_info import ModelInfo
 from ..models.base import ModelOutput, PackedModel
-from ..params import PoolingParams, PoolingTask, PoolingType
+from ..params import PoolingParams, PoolingType
 from .cut import Cut, distinct
 from .factory import PoolerFactory
-from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, RowMap
+from .groups import OutputGroup, by_group
+from .heads import RowMap
 from .metadata import PoolingMetadata
+from .model_heads import ModelHeads
 from .output import OutputBlock, PoolerOutput
+from .packing import rows_between
 from .poolers import AttentionWeightedPooler
-
-_OUTPUT_NAMES: Final = {
-    PoolingTask.EMBED: "embedding",
-    PoolingTask.CLASSIFY: "scores",
-    PoolingTask.SCORE: "scores",
-    PoolingTask.TOKEN_EMBED: "token_embeddings",
-    PoolingTask.TOKEN_CLASSIFY: "token_scores",
-}
-
-
-class _Group(NamedTuple):
-    """What the sequences of one block have in common: the result, and the class columns that are kept."""
-
-    name: str
-    columns: tuple[int, ...] | None
-
-    @property
-    def is_token_level(self) -> bool:
-        """True where the result holds a row per token."""
-        return self.name in ("token_embeddings", "token_scores")
+from .slices import BatchSlices
 
 
 class ModelPooler:
@@ -55,54 +38,52 @@ class ModelPooler:
     def __init__(self, info: ModelInfo, model: PackedModel, dense: Sequence[RowMap] = ()) -> None:
         self._hidden_size = info.hidden_size
         self._sequence_types = info.sequence_pooling
+        self._token_type = info.token_pooling
         self._poolers = [
             PoolerFactory.create_sequence(
                 pooling_type, attention_head=info.attention_head, num_heads=info.num_attention_heads
             )
             for pooling_type in info.sequence_pooling
         ]
+        self._attention = next((p for p in self._poolers if isinstance(p, AttentionWeightedPooler)), None)
         # Without a projection, cut and normalisation are part of the pooling kernel.
         self._fused = self._poolers[0] if len(self._poolers) == 1 and not dense else None
-        self._token_type = info.token_pooling
-        self._token_pooler = PoolerFactory.create_token(info.token_pooling)
-        self._embedding_head = EmbeddingPoolerHead(dense)
-        # A Dense that takes concatenated rows cannot take a token's.
-        fits_tokens = bool(dense) and info.dense[0].in_features == info.hidden_size
-        self._token_embedding_head = EmbeddingPoolerHead(dense if fits_tokens else ())
-        self._classifier_head = ClassifierPoolerHead(info, model.classify)
-        self._token_classifier_head = ClassifierPoolerHead(info, model.classify_tokens)
+        self._heads = ModelHeads(info, model, dense)
 
     def needs_attention(self, params: Sequence[PoolingParams]) -> bool:
         """Whether a batch with these resolved parameters needs the model's attention weights."""
-        if PoolingType.ATTENTION not in self._sequence_types:
+        if self._attention is None:
             return False
-        return any(not _group_of(p).is_token_level for p in distinct(params))
+        return any(not OutputGroup.of(p).is_token_level for p in distinct(params))
 
     def pool(self, output: ModelOutput, metadata: PoolingMetadata) -> PoolerOutput:
-        """Answers every sequence of a batch; a sequence of which more slices are to come gets no result yet.
+        """Answers every sequence of a batch.
+
+        A sequence of which more slices are to come gets, from a token-level task, the rows of this slice: all slices
+        together, in order, are the answer. From a sequence-level task it gets nothing yet.
 
         Args:
             output: Of the batch's forward. Not modified.
-            metadata: Of the batch. Its states and cursors, where it has some, move on.
+            metadata: Of the batch. Its cursors move on; its states become those of the sequences that are incomplete
+                after it, so that the caller keeps `metadata.states[i]` where there is one and forgets the others.
         """
-        if metadata.is_partial:
-            return self._pool_slices(output, metadata)
-        groups = {_group_of(p) for p in distinct(metadata.params)}
-        if len(groups) == 1:
-            blocks = [self._pool_group(groups.pop(), output, metadata, None)]
+        groups = by_group(metadata.params)
+        if metadata.slices is None:
+            blocks = [self._pool_whole(group, output, metadata, indices) for group, indices in groups.items()]
         else:
-            by_group = _by_group(metadata, range(metadata.num_seqs))
-            blocks = [self._pool_group(group, output, metadata, indices) for group, indices in by_group.items()]
+            blocks = self._pool_slices(groups, output, metadata, metadata.slices)
         return PoolerOutput(metadata.num_seqs, blocks)
 
-    def _pool_group(
-        self, group: _Group, output: ModelOutput, metadata: PoolingMetadata, indices: Sequence[int] | None
+    def _pool_whole(
+        self, group: OutputGroup, output: ModelOutput, metadata: PoolingMetadata, indices: Sequence[int] | None
     ) -> OutputBlock:
         """Answers the sequences `indices` (None: all) of a batch of whole sequences."""
         hidden_states = output.hidden_states
         if group.is_token_level:
-            rows, part = (None, metadata) if indices is None else metadata.select(indices)
-            return self._token_block(group, hidden_states if rows is None else hidden_states[rows], part, indices)
+            if indices is not None:
+                rows, metadata = metadata.select(indices)
+                hidden_states = hidden_states[rows]
+            return self._heads.from_tokens(group, hidden_states, metadata, indices)
         if group.name == "embedding" and self._fused is not None:
             # In a mixed batch the other sequences are pooled along: one pass is cheaper than picking rows apart.
             cut = Cut.of(metadata.params, hidden_states.shape[1], hidden_states.device)
@@ -111,81 +92,99 @@ class ModelPooler:
             return OutputBlock(name=group.name, values=_pick(values, indices), indices=indices, widths=widths)
         params = metadata.params if indices is None else [metadata.params[i] for i in indices]
         if group.name == "scores" and output.logits is not None:
-            values = self._classifier_head.activate(_pick(output.logits, indices), params)
-            return OutputBlock(name=group.name, values=values, indices=indices)
+            return self._heads.from_logits(group, _pick(output.logits, indices), params, indices)
         pooled = [pooler.pool(hidden_states, metadata, output.attention_weights) for pooler in self._poolers]
-        return self._sequence_block(group, _pick(_joined(pooled), indices), params, indices)
+        joined = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
+        return self._heads.from_rows(group, _pick(joined, indices), params, indices)
 
-    def _pool_slices(self, output: ModelOutput, metadata: PoolingMetadata) -> PoolerOutput:
-        """Folds slices into their states and answers the sequences that are complete now.
+    def _pool_slices(
+        self,
+        groups: Mapping[OutputGroup, list[int] | None],
+        output: ModelOutput,
+        metadata: PoolingMetadata,
+        slices: BatchSlices,
+    ) -> list[OutputBlock]:
+        """Answers the sequences of a batch of which some are slices; folds those that need it into their states.
+
+        Sequences whose answer lies in this batch alone are pooled together, as whole ones.
 
         Raises:
             ValueError: The model pools by itself, so that it cannot run on slices.
         """
         if output.logits is not None:
             raise ValueError("a model that pools by itself cannot run on slices of a sequence")
-        token_level = [_group_of(p).is_token_level for p in metadata.params]
-        kept = [(self._token_type,) if is_token else self._sequence_types for is_token in token_level]
-        metadata.initialize_states(self._hidden_size, kept)
-        weights = None
-        if self.needs_attention(metadata.params):
-            pooler = next(p for p in self._poolers if isinstance(p, AttentionWeightedPooler))
-            weights = pooler.row_weights(output.attention_weights)
-        metadata.update_all(output.hidden_states, weights)
-
-        results = metadata.finalize_all()
+        is_direct = slices.direct(is_last_only=self._sequence_types == (PoolingType.LAST,)).tolist()
+        kept = dict.fromkeys(slices.stateful(), self._sequence_types)
+        whole = whole_output = None
         blocks = []
-        for group, indices in _by_group(metadata, results).items():
-            rows = [results[i] for i in indices]
+        for group, members in groups.items():
+            indices = range(metadata.num_seqs) if members is None else members
             if group.is_token_level:
-                blocks.append(self._token_block(group, torch.cat(rows), metadata.completed(indices), indices))
-            else:
-                params = [metadata.params[i] for i in indices]
-                blocks.append(self._sequence_block(group, torch.stack(rows), params, indices))
-        return PoolerOutput(metadata.num_seqs, blocks)
+                rows, part = metadata.select(indices, new_only=True)
+                blocks.append(self._heads.from_tokens(group, output.hidden_states[rows], part, members))
+                kept.update((i, (self._token_type,)) for i in kept.keys() & set(indices))
+                continue
+            direct = [i for i in indices if is_direct[i]]
+            if direct:
+                if whole is None or whole_output is None:
+                    whole = metadata.as_whole()
+                    whole_output = output if self._attention is None else _as_whole(output, slices)
+                blocks.append(self._pool_direct(group, whole_output, whole, direct))
+                answered = kept.keys() & set(direct)
+                slices.drop(answered)
+                for index in answered:
+                    del kept[index]
+        if kept:
+            metadata.initialize_states(self._hidden_size, kept)
+            blocks.extend(self._fold(groups, output, metadata, slices))
+        return blocks
 
-    def _sequence_block(
-        self, group: _Group, rows: Tensor, params: Sequence[PoolingParams], indices: Sequence[int] | None
+    def _pool_direct(
+        self, group: OutputGroup, output: ModelOutput, metadata: PoolingMetadata, indices: Sequence[int]
     ) -> OutputBlock:
-        """Runs the head of a sequence-level task on pooled rows [N, W]."""
-        if group.name == "scores":
-            return OutputBlock(name=group.name, values=self._classifier_head(rows, params), indices=indices)
-        values, widths = self._embedding_head(rows, params)
-        return OutputBlock(name=group.name, values=values, indices=indices, widths=widths)
+        """Answers some sequences of a sequence-level group as whole ones."""
+        if len(indices) == metadata.num_seqs:
+            return self._pool_whole(group, output, metadata, None)
+        if indices[-1] - indices[0] >= len(indices):
+            return self._pool_whole(group, output, metadata, indices)
+        # They lie together, as a rule: whole sequences come first. Then the rows of long slices need not be read.
+        rows, part = metadata.select(indices)
+        weights = output.attention_weights
+        weights = None if weights is None or self._attention is None else weights[rows]
+        view = ModelOutput(hidden_states=output.hidden_states[rows], attention_weights=weights)
+        return replace(self._pool_whole(group, view, part, None), indices=indices)
 
-    def _token_block(
-        self, group: _Group, hidden_states: Tensor, metadata: PoolingMetadata, indices: Sequence[int] | None
-    ) -> OutputBlock:
-        """Runs the head of a token-level task on all rows [T, D] of the sequences that `metadata` describes."""
-        if group.name == "token_embeddings":
-            values, widths = self._token_embedding_head(hidden_states, metadata.params, metadata.seq_lens)
-            return OutputBlock(
-                name=group.name, values=values, indices=indices, row_lens=metadata.seq_lens, widths=widths
-            )
-        rows, row_lens = self._token_pooler.select(metadata)
-        kept = hidden_states if rows is None else hidden_states[rows]
-        values = self._token_classifier_head(kept, metadata.params, row_lens, group.columns)
-        return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens)
+    def _fold(
+        self,
+        groups: Mapping[OutputGroup, list[int] | None],
+        output: ModelOutput,
+        metadata: PoolingMetadata,
+        slices: BatchSlices,
+    ) -> list[OutputBlock]:
+        """Folds slices into their states and answers those that complete a sequence."""
+        weights = None
+        if output.attention_weights is not None and self._attention is not None:
+            weights = self._attention.row_weights(output.attention_weights)
+        metadata.update_all(output.hidden_states, weights)
+        results = metadata.finalize_all()
+        slices.drop([i for i, cursor in slices.cursors.items() if cursor.is_complete])
+        blocks = []
+        for group, members in groups.items():
+            done = [i for i in results if members is None or i in members]
+            if done:
+                rows, params = torch.stack([results[i] for i in done]), [metadata.params[i] for i in done]
+                blocks.append(self._heads.from_rows(group, rows, params, done))
+        return blocks
 
 
-def _group_of(params: PoolingParams) -> _Group:
-    """Where a sequence with these parameters belongs; they must be resolved."""
-    assert params.task is not None, "PoolingParams.resolved sets the task"
-    columns = params.returned_token_ids if params.task is PoolingTask.TOKEN_CLASSIFY else None
-    return _Group(_OUTPUT_NAMES[params.task], columns)
-
-
-def _by_group(metadata: PoolingMetadata, indices: Iterable[int]) -> dict[_Group, list[int]]:
-    """Some sequences of a batch, by group."""
-    groups: dict[_Group, list[int]] = defaultdict(list)
-    for index in indices:
-        groups[_group_of(metadata.params[index])].append(index)
-    return groups
-
-
-def _joined(pooled: Sequence[Tensor]) -> Tensor:
-    """Pooled rows [N, D] of several types side by side."""
-    return pooled[0] if len(pooled) == 1 else torch.cat(list(pooled), dim=1)
+def _as_whole(output: ModelOutput, slices: BatchSlices) -> ModelOutput:
+    """The output with attention weights [T, H] for the rows of the slices alone."""
+    weights = output.attention_weights
+    if weights is None:
+        return output
+    bounds = slices.weight_bounds(weights.shape[0])
+    rows = rows_between(bounds[:-1] + slices.slice_starts, bounds[1:], weights.device)
+    return replace(output, attention_weights=weights[rows])
 
 
 def _pick(rows: Tensor, indices: Sequence[int] | None) -> Tensor:

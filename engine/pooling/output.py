@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ class OutputBlock:
         name: "embedding", "scores", "token_embeddings" or "token_scores".
         values: [N, W] float32, a row per sequence; or [R, W], token rows.
         indices: The sequences that they belong to, in order; None means all of the batch.
-        row_lens: Token rows of each sequence; None for a row per sequence.
+        row_lens: Token rows of each sequence in this batch; None for a row per sequence.
         widths: Columns of each sequence, where they differ.
     """
 
@@ -33,7 +34,11 @@ class OutputBlock:
 
     def split(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         """Returns `values`, this block's on the host, as one array per sequence. Views."""
-        parts = list(values) if self.row_lens is None else np.split(values, np.cumsum(self.row_lens)[:-1])
+        if self.row_lens is None:
+            parts = list(values)
+        else:
+            ends = accumulate(self.row_lens)
+            parts = [values[end - length : end] for end, length in zip(ends, self.row_lens, strict=True)]
         if self.widths is None:
             return parts
         return [part[..., :width] for part, width in zip(parts, self.widths, strict=True)]
@@ -43,8 +48,8 @@ class PoolerOutput:
     """The results of one batch, by sequence and name. On the device until somebody asks for an array.
 
     Args:
-        batch_size: Sequences in the batch, finished or not.
-        blocks: At most one of a name per sequence.
+        batch_size: Sequences in the batch, complete or not.
+        blocks: At most one of a name per sequence; a sequence may be in none.
     """
 
     def __init__(self, batch_size: int, blocks: Sequence[OutputBlock]) -> None:
@@ -55,8 +60,9 @@ class PoolerOutput:
     def to_numpy(self) -> list[Arrays]:
         """Returns the arrays of each sequence by name: [D], [C], [L, D] or [L, C] float32.
 
-        A sequence of which more slices are to come has none. All blocks leave the device in one copy, once; the arrays
-        are views of it.
+        A sequence of which more slices are to come has, from a token-level task, the rows of this slice (perhaps
+        [0, D] or [0, C]), to be joined along axis 0 with those before and after; from a sequence-level task it has no
+        array. All blocks leave the device in one copy, once; the arrays are views of it.
         """
         if self._arrays is None:
             results: list[dict[str, NDArray[np.float32]]] = [{} for _ in range(self.batch_size)]

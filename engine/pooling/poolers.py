@@ -25,7 +25,7 @@ class Pooler(ABC):
 
     @abstractmethod
     def pool(self, hidden_states: Tensor, metadata: PoolingMetadata, attention_weights: Tensor | None = None) -> Tensor:
-        """Pools a batch of whole sequences.
+        """Pools a batch of whole sequences; slices go through `ModelPooler` or `PoolingMetadata.update_all`.
 
         Args:
             hidden_states: [T, D], any float type. Not modified.
@@ -34,6 +34,9 @@ class Pooler(ABC):
 
         Returns:
             [N, D] float32, a row per sequence; or, from token-level types, [R, D], the rows that are kept.
+
+        Raises:
+            ValueError: The batch holds slices.
         """
 
 
@@ -51,6 +54,7 @@ class SequencePooler(Pooler):
         cut: Cut = _WHOLE_ROWS,
     ) -> Tensor:
         """Pools, cuts and normalises in one pass; see `Pooler.pool`. Returns [N, width] float32."""
+        _check_whole(metadata)
         return pool(
             hidden_states,
             metadata.cu_seqlens,
@@ -140,6 +144,7 @@ class TokenPooler(Pooler):
 
     def pool(self, hidden_states: Tensor, metadata: PoolingMetadata, attention_weights: Tensor | None = None) -> Tensor:
         """Returns the rows that are kept [R, D], in order; see `Pooler.pool`."""
+        _check_whole(metadata)
         rows, _ = self.select(metadata)
         return hidden_states if rows is None else hidden_states.index_select(0, rows)
 
@@ -179,6 +184,11 @@ class StepPooler(TokenPooler):
         kept_before = F.pad(keep.cumsum(0), (1, 0))
         row_lens = kept_before[cu_seqlens].diff()
         return keep.nonzero()[:, 0], tuple(row_lens.tolist())
+
+
+def _check_whole(metadata: PoolingMetadata) -> None:
+    if metadata.is_partial:
+        raise ValueError("a pooler takes whole sequences; fold slices with PoolingMetadata.update_all")
 
 
 def _check_head(head: int, num_heads: int | None) -> None:

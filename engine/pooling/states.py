@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.pooling import PoolingKind, PoolingState, finish, pool_partial
+from penstock.kernels.pooling import PoolingKind, PoolingState, finish, pool, pool_partial
 
 from ..params import PoolingType
 
-KERNEL_KINDS: Final[dict[PoolingType, PoolingKind]] = {
+_KERNEL_KINDS: Final[dict[PoolingType, PoolingKind]] = {
     PoolingType.CLS: "cls",
     PoolingType.LAST: "last",
     PoolingType.MEAN: "mean",
     PoolingType.MAX: "max",
     PoolingType.MEAN_SQRT_LEN: "mean_sqrt_len",
     PoolingType.WEIGHTED_MEAN: "weighted_mean",
-    PoolingType.ATTENTION: "weighted",
 }
 
 
@@ -28,21 +27,26 @@ KERNEL_KINDS: Final[dict[PoolingType, PoolingKind]] = {
 class PoolingStates:
     """The running state of one sequence. Lives from its first slice to its last; owned by whoever slices.
 
-    Sequence-level types keep a few float32 rows whatever the length: the first row (CLS), the newest (LAST), a running
-    maximum (MAX) or a compensated sum (the others; ATTENTION sums rows weighted by the weights that each slice
-    brings). Token-level types keep all rows.
+    Sequence-level types keep two float32 rows, 8 * D bytes each on the device of the rows, however long the sequence
+    is. Token-level types keep nothing but the number of tokens, because their rows are streamed out. ATTENTION is the
+    one type whose state grows: the weights of the rows are known with the last slice, so it keeps every row in the
+    type that it came in, D * 2 or D * 4 bytes a token.
 
     Attributes:
         pooling_types: Sequence-level types, concatenated in this order; or one token-level type.
-        running: One kernel state per sequence-level type.
-        rows: [L_i, D] each, as they came: the slices so far, for a token-level type.
-        token_ids: [L_i] int64 each: the ids of `rows`, where the caller gave them.
+        num_tokens: Tokens pooled so far.
+        running: The kernel's state of every sequence-level type but ATTENTION.
+        rows: [L_i, D] each, any float type: for ATTENTION, the slices so far.
+        weights: [num_tokens], float32: for ATTENTION, the newest row weights; None until a slice brings some.
+        skip_tokens: [1], int32: the tokens at the head that ATTENTION leaves out; None for none.
     """
 
     pooling_types: tuple[PoolingType, ...]
-    running: list[PoolingState] = field(default_factory=list)
+    num_tokens: int = 0
+    running: dict[PoolingType, PoolingState] = field(default_factory=dict)
     rows: list[Tensor] = field(default_factory=list)
-    token_ids: list[Tensor] = field(default_factory=list)
+    weights: Tensor | None = None
+    skip_tokens: Tensor | None = None
 
     @classmethod
     def initialize(
@@ -61,79 +65,139 @@ class PoolingStates:
         types: tuple[PoolingType, ...] = tuple(pooling_types)
         if len(types) == 0 or (len(types) > 1 and any(t.is_token_level for t in types)):
             raise ValueError(f"pooling types must be sequence-level or a single token-level one, got {list(types)}")
-        if types[0].is_token_level:
-            return cls(types)
-        return cls(types, [PoolingState.empty(KERNEL_KINDS[t], 1, hidden_size, device) for t in types])
+        kinds = {t: _KERNEL_KINDS[t] for t in types if t in _KERNEL_KINDS}
+        return cls(types, running={t: PoolingState.empty(kind, 1, hidden_size, device) for t, kind in kinds.items()})
 
     @property
     def is_token_level(self) -> bool:
         """True where the answer holds a row per token."""
         return self.pooling_types[0].is_token_level
 
+    def copy(self) -> PoolingStates:
+        """Returns a state that is updated on its own. Shares tensors, which no update writes."""
+        return replace(self, running=dict(self.running), rows=list(self.rows))
+
     def update(
         self,
         hidden_states: Tensor,
         attention_weights: Tensor | None = None,
         *,
-        token_ids: Tensor | None = None,
+        slice_start: int | None = None,
         skip_tokens: int = 0,
     ) -> None:
         """Folds the next slice in.
 
         Args:
-            hidden_states: [L, D], any float type. The slice's rows. Copied where they are kept.
-            attention_weights: [L], float32. Row weights, for ATTENTION.
-            token_ids: [L], int64. Kept beside the rows of a token-level type.
+            hidden_states: [L, D], any float type. The slice's rows. Not kept; copied where need be.
+            attention_weights: [slice_start + L], float32. Row weights of the whole sequence up to the end of the
+                slice, for ATTENTION; only those of the last slice count, so that the others may bring none.
+            slice_start: Place of the slice's first token in the sequence; None means `num_tokens`. Rows that were
+                pooled before are left out.
             skip_tokens: Tokens at the head of the whole sequence that are left out; the same at every call.
+
+        Raises:
+            ValueError: Rows are missing before the slice.
         """
-        cu_seqlens = torch.tensor([0, hidden_states.shape[0]], dtype=torch.int32, device=hidden_states.device)
+        num_rows = hidden_states.shape[0]
+        cu_seqlens = torch.tensor([0, num_rows], dtype=torch.int32, device=hidden_states.device)
         skip = torch.tensor([skip_tokens], dtype=torch.int32, device=hidden_states.device) if skip_tokens else None
-        update_states([self], hidden_states, cu_seqlens, attention_weights, token_ids=token_ids, skip_tokens=skip)
+        start = self.num_tokens if slice_start is None else slice_start
+        update_states([self], hidden_states, (num_rows,), cu_seqlens, [start], [attention_weights], skip_tokens=skip)
 
     def finalize(self) -> Tensor:
-        """Returns the pooled row [W] float32 or, for a token-level type, all rows [L, D]. Keeps the state as it is."""
-        if self.is_token_level:
-            return torch.cat(self.rows)
+        """Returns the pooled row [W] float32. Keeps the state as it is.
+
+        Raises:
+            ValueError: The rows of a token-level type were streamed out; or ATTENTION has no weights.
+        """
         return finalize_states([self])[0]
 
 
 def update_states(
     states: Sequence[PoolingStates],
     hidden_states: Tensor,
+    seq_lens: Sequence[int],
     cu_seqlens: Tensor,
-    attention_weights: Tensor | None = None,
+    slice_starts: Sequence[int],
+    attention_weights: Sequence[Tensor | None] | None = None,
     *,
-    token_ids: Tensor | None = None,
     skip_tokens: Tensor | None = None,
 ) -> None:
     """Folds the next slice of N sequences into their states.
 
     Args:
-        states: N states of the same pooling types.
+        states: N states of the same pooling types. No tensor of theirs is written.
         hidden_states: [T, D], any float type. The packed slices.
-        cu_seqlens: [N+1], int32.
-        attention_weights: [T], float32. Row weights, for ATTENTION.
-        token_ids: [T], int64. Kept beside the rows of a token-level type.
+        seq_lens: Rows of each slice.
+        cu_seqlens: [N+1], int32, prefix sums of `seq_lens`.
+        slice_starts: Place of each slice's first row in its sequence.
+        attention_weights: Per sequence, see `PoolingStates.update`.
         skip_tokens: [N], int32. Tokens at the head of each whole sequence that are left out.
+
+    Raises:
+        ValueError: Rows are missing before a slice.
     """
-    if states[0].is_token_level:
-        bounds = cu_seqlens.tolist()
-        for state, start, end in zip(states, bounds[:-1], bounds[1:], strict=True):
+    pooling_types = states[0].pooling_types
+    places = None
+    for state, start in zip(states, slice_starts, strict=True):
+        check_gap(pooling_types, start, state.num_tokens)
+        if start != state.num_tokens:
+            places = slice_starts
+    device = hidden_states.device
+    place_tensor = None if places is None else torch.tensor(places, dtype=torch.int64, device=device)
+    for pooling_type in states[0].running:
+        batch = PoolingState.cat([state.running[pooling_type] for state in states])
+        pool_partial(batch, hidden_states, cu_seqlens, slice_starts=place_tensor, skip_tokens=skip_tokens)
+        for state, updated in zip(states, batch.split() if len(states) > 1 else [batch], strict=True):
+            state.running[pooling_type] = updated
+    if PoolingType.ATTENTION in pooling_types:
+        weights = attention_weights if attention_weights is not None else [None] * len(states)
+        for n, (state, rows) in enumerate(zip(states, hidden_states.split(list(seq_lens)), strict=True)):
             # Cloned: the next forward may reuse the buffer.
-            state.rows.append(hidden_states[start:end].clone())
-            if token_ids is not None:
-                state.token_ids.append(token_ids[start:end].clone())
-        return
-    for i, pooling_type in enumerate(states[0].pooling_types):
-        batch = PoolingState.cat([state.running[i] for state in states])
-        weights = attention_weights if pooling_type is PoolingType.ATTENTION else None
-        pool_partial(batch, hidden_states, cu_seqlens, skip_tokens=skip_tokens, weights=weights)
-        for state, updated in zip(states, batch.split(), strict=True):
-            state.running[i] = updated
+            state.rows.append(rows[state.num_tokens - slice_starts[n] :].clone())
+            newest = weights[n]
+            state.weights = None if newest is None else newest.clone()
+            state.skip_tokens = None if skip_tokens is None else skip_tokens[n : n + 1].clone()
+    for state, start, num_rows in zip(states, slice_starts, seq_lens, strict=True):
+        state.num_tokens = max(state.num_tokens, start + num_rows)
 
 
 def finalize_states(states: Sequence[PoolingStates]) -> Tensor:
-    """Returns the pooled rows [N, W] float32 of N states of the same sequence-level types, concatenated by type."""
-    columns = range(len(states[0].pooling_types))
-    pooled = [finish(PoolingState.cat([state.running[i] for state in states])) for i in columns]
+    """Returns the pooled rows [N, W] float32 of N states of the same sequence-level types, concatenated by type.
+
+    Raises:
+        ValueError: The rows of a token-level type were streamed out; or ATTENTION has no weights.
+    """
+    if states[0].is_token_level:
+        raise ValueError(f"the rows of {states[0].pooling_types[0]} pooling go out with their slices; none are kept")
+    pooled = [
+        torch.stack([_attention_row(state) for state in states])
+        if pooling_type is PoolingType.ATTENTION
+        else finish(PoolingState.cat([state.running[pooling_type] for state in states]))
+        for pooling_type in states[0].pooling_types
+    ]
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
+
+
+def check_gap(pooling_types: Sequence[PoolingType], slice_start: int, num_tokens: int) -> None:
+    """Checks that a slice may begin at `slice_start` after `num_tokens` were pooled.
+
+    Raises:
+        ValueError: It leaves a gap, and LAST is not the only type: every other one needs all rows.
+    """
+    if slice_start > num_tokens and tuple(pooling_types) != (PoolingType.LAST,):
+        names = "+".join(pooling_types)
+        raise ValueError(
+            f"{names} pooling needs every row, but a slice begins at {slice_start} and {num_tokens} tokens were pooled"
+        )
+
+
+def _attention_row(state: PoolingStates) -> Tensor:
+    """The mean [D] of the rows kept, weighted by the weights of the last slice."""
+    if state.weights is None:
+        raise ValueError("ATTENTION pooling needs the attention weights of the model")
+    if state.weights.shape != (state.num_tokens,):
+        raise ValueError(f"attention weights {list(state.weights.shape)} do not fit {state.num_tokens} tokens")
+    rows = torch.cat(state.rows)
+    bounds = torch.tensor([0, rows.shape[0]], dtype=torch.int32, device=rows.device)
+    return pool(rows, bounds, "weighted", weights=state.weights, skip_tokens=state.skip_tokens)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -96,9 +97,10 @@ class SequenceAllocator:
         if kv is None:
             return True
         num_parked = 0 if self._prefixes is None else self._prefixes.num_parked
-        # Blocks that others read too do not become free.
-        freed = sum(kv.ref_count(block) == 1 for allocation in after for block in allocation.block_ids)
-        return kv.num_blocks_for(num_tokens) <= kv.num_free + num_parked + freed
+        # Blocks that others read too do not become free; those that only the cache holds besides can be evicted.
+        held = Counter(block for allocation in after for block in (*allocation.block_ids, *allocation.twins.values()))
+        num_freed = sum(count == kv.ref_count(block) - self._is_cached(block) for block, count in held.items())
+        return kv.num_blocks_for(num_tokens) <= kv.num_free + num_parked + num_freed
 
     def allocate(
         self, owner: Hashable, num_tokens: int, keys: Sequence[bytes] = (), readable_tokens: int = 0
@@ -195,6 +197,9 @@ class SequenceAllocator:
         """Forgets every prefix that no sequence holds."""
         if self._prefixes is not None:
             self._prefixes.evict(self._prefixes.num_parked)
+
+    def _is_cached(self, block: int) -> bool:
+        return self._prefixes is not None and self._prefixes.is_cached(block)
 
     def _check_new(self, owner: Hashable, num_tokens: int, keys: Sequence[bytes]) -> None:
         if num_tokens < 1:

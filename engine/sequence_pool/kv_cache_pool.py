@@ -105,7 +105,7 @@ class KvCachePool:
                 self._references[block] -= 1
                 if self._references[block]:
                     continue
-                if block == end and start < end:
+                if block == end:
                     end += 1
                     continue
                 if start < end:

@@ -70,6 +70,10 @@ class PrefixCache:
         """Blocks that only the cache holds, and that can be evicted."""
         return len(self._parked)
 
+    def is_cached(self, block: int) -> bool:
+        """Whether a block is in the cache; the cache holds one of its references then."""
+        return block in self._key_of
+
     def is_parked(self, block: int) -> bool:
         """Whether only the cache holds a block."""
         return block in self._parked

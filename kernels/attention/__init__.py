@@ -10,15 +10,17 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ._alone import attention_blockwise, takes_blockwise
 from ._grouped import attention_grouped, takes_grouped
+from ._paged import PagedBackend, attention_paged
 from ._plan import AttentionPlan, reach_of
 from ._reference import attention_reference
 from ._sdpa import attention_sdpa
 from ._varlen import attention_varlen, takes_varlen
 
-Backend = Literal["grouped", "sdpa", "varlen", "reference"]
+Backend = Literal["grouped", "blockwise", "sdpa", "varlen", "reference"]
 
-__all__ = ["AttentionPlan", "Backend", "attention"]
+__all__ = ["AttentionPlan", "Backend", "PagedBackend", "attention", "attention_paged"]
 
 
 def attention(
@@ -33,6 +35,7 @@ def attention(
     is_causal: bool = False,
     window: tuple[int, int] | None = None,
     relative_bias: Tensor | None = None,
+    softcap: float | None = None,
     plan: AttentionPlan | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
@@ -56,6 +59,7 @@ def attention(
         window: (left, right) reach of local attention, in tokens; a negative number is no limit. None is (-1, -1).
         relative_bias: [H, Lb, Lb], added to the scaled scores; Lb >= max_seqlen. A shorter sequence uses its first
             rows and columns, which is right for any bias that depends on (i, j) alone. Fastest in the dtype of q.
+        softcap: c > 0: the scaled scores s become c * tanh(s / c) before the bias and the mask (Gemma 2). None: not.
         plan: What `AttentionPlan.build` gave for the same `seq_lens`, heads, dtype and mask. Build it once per batch
             and pass it to every layer; None builds one for this call. Only the "grouped" backend reads it.
         backend: None chooses by device and dtype: "varlen" (flash attention) for 16-bit CUDA tensors without a bias,
@@ -68,13 +72,12 @@ def attention(
         ValueError: Shapes, dtypes, lengths or the plan do not fit together; the message says which and how.
     """
     _check(q, k, v, cu_seqlens, seq_lens, max_seqlen, relative_bias)
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
     longest = max(seq_lens, default=0)
     reach = reach_of(window, is_causal, longest)
     if backend is None:
-        if takes_varlen(q, relative_bias):
-            backend = "varlen"
-        else:
-            backend = "grouped" if takes_grouped(q, reach, longest, relative_bias) else "sdpa"
+        backend = _choose(q, longest, relative_bias, softcap)
     if q.shape[0] == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if backend == "grouped":
@@ -90,14 +93,28 @@ def attention(
             )
         elif plan.key != (tuple(seq_lens), q.shape[1], k.shape[1], q.dtype, reach):
             raise ValueError("plan was built for other sequence lengths, heads, dtype or mask than this call has")
-        return attention_grouped(q, k, v, scale, relative_bias, plan)
+        return attention_grouped(q, k, v, scale, relative_bias, softcap, plan)
+    if backend == "blockwise":
+        return attention_blockwise(q, k, v, seq_lens, scale, reach, relative_bias, softcap)
+    if softcap is not None and backend in ("sdpa", "varlen"):
+        raise ValueError(f"the {backend} backend knows no softcap")
     if backend == "sdpa":
         return attention_sdpa(q, k, v, seq_lens, scale, reach, relative_bias)
     if backend == "varlen":
         return attention_varlen(q, k, v, cu_seqlens, max_seqlen, scale, reach)
     if backend == "reference":
-        return attention_reference(q, k, v, seq_lens, scale, reach, relative_bias)
+        return attention_reference(q, k, v, seq_lens, scale, reach, relative_bias, softcap)
     raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
+
+
+def _choose(q: Tensor, longest: int, relative_bias: Tensor | None, softcap: float | None) -> Backend:
+    if takes_grouped(q, relative_bias, softcap):
+        return "grouped"
+    if takes_blockwise(q, longest, relative_bias, softcap):
+        return "blockwise"
+    if softcap is not None:
+        return "reference"
+    return "varlen" if takes_varlen(q, relative_bias) else "sdpa"
 
 
 def _check(

@@ -6,34 +6,16 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-# Scores of one chunk or tile: 4 MiB in bfloat16, which the caches of a few cores hold.
+# Scores of one chunk: 4 MiB in bfloat16, which the caches of a few cores hold.
 MAX_SCORES = 1 << 21
 # Up to this length a mask added to all scores costs less than a fill for each sequence.
 MAX_MASKED_LENGTH = 48
 # A single sequence up to this length is cheaper in one call of SDPA.
 MAX_SDPA_LENGTH = 48
+# Tokens from which tiles of a single sequence cost less than its whole square: in float32, or where much is hidden.
+MIN_ALONE_LENGTH = 256
 
 NO_LIMIT = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A block of scores that is computed at once.
-
-    Attributes:
-        heads: Range of key heads; all of them in a chunk of several sequences.
-        queries: Range of rows.
-        keys: Range of columns; outside it the block's weights are zero.
-        mask: Added to the scores, 0 or -inf: [n, 1, queries, keys]. None: nothing is hidden but what `hidden` says.
-        hidden: Ranges that no row sees, as (first sequence, last sequence, first column): padding, where there is no
-            mask.
-    """
-
-    heads: tuple[int, int]
-    queries: tuple[int, int]
-    keys: tuple[int, int]
-    mask: Tensor | None
-    hidden: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +33,11 @@ class Chunk:
             row of its own sequence, so that nothing foreign enters). None for a view.
         is_true: Int64: the computed rows that are rows of the batch, in its order. None for a view.
         targets: Int64: the packed rows that `is_true` is written to, where the chunk is not contiguous.
-        tiles: The blocks of scores. None for a sequence so short that one call of SDPA costs less.
+        mask: Added to the scores, 0 or -inf: [n, 1, length, length]. None: nothing is hidden but what `hidden` says.
+        hidden: Columns that no row sees, as (first sequence, last sequence, first column): padding, where there is no
+            mask.
+        is_alone: A sequence that is computed by itself, without padding: one so short that a call of SDPA costs less,
+            or so long that its scores must be cut into tiles.
     """
 
     num_seqs: int
@@ -63,7 +49,9 @@ class Chunk:
     rows: Tensor | None
     is_true: Tensor | None
     targets: Tensor | None
-    tiles: tuple[Tile, ...] | None
+    mask: Tensor | None
+    hidden: tuple[tuple[int, int, int], ...]
+    is_alone: bool
 
 
 def make_chunk(
@@ -73,7 +61,6 @@ def make_chunk(
     seq_lens: tuple[int, ...],
     starts: list[int],
     num_heads: int,
-    num_kv_heads: int,
     reach: tuple[int, int],
     dtype: torch.dtype,
 ) -> Chunk:
@@ -86,7 +73,6 @@ def make_chunk(
         seq_lens: Lengths of all sequences of the batch.
         starts: First packed row of each, and T.
         num_heads: H.
-        num_kv_heads: Hkv.
         reach: Window and causal limit.
         dtype: Of the scores.
     """
@@ -95,12 +81,12 @@ def make_chunk(
     start, end = starts[members[0]], starts[members[-1] + 1]
     is_contiguous = end - start == sum(lengths)
     is_view = is_contiguous and min(lengths) == max(lengths)
-    if num_true == 1 and length <= MAX_SDPA_LENGTH:
-        return Chunk(1, 1, length, lengths[0], start, end, None, None, None, None)
+    if num_true == 1 and _is_alone(length, num_heads, reach, dtype):
+        return Chunk(1, 1, length, lengths[0], start, end, None, None, None, None, (), is_alone=True)
     lengths += lengths[-1:] * (num_seqs - num_true)
-    tiles = _tiles(lengths, length, num_heads, num_kv_heads, reach, dtype)
+    mask, hidden = _hide(lengths, length, reach, dtype)
     if is_view:
-        return Chunk(num_seqs, num_true, length, lengths[0], start, end, None, None, None, tiles)
+        return Chunk(num_seqs, num_true, length, lengths[0], start, end, None, None, None, mask, hidden, is_alone=False)
 
     lengths_N1 = torch.tensor(lengths)[:, None]
     starts_N1 = torch.tensor([starts[n] for n in members] + [starts[members[-1]]] * (num_seqs - num_true))[:, None]
@@ -111,71 +97,55 @@ def make_chunk(
     is_true = is_true_NL.flatten().nonzero()[:, 0]
     targets = None if is_contiguous else rows_NL[is_true_NL]
     return Chunk(
-        num_seqs, num_true, length, 0, start, end if is_contiguous else 0, rows_NL.flatten(), is_true, targets, tiles
+        num_seqs,
+        num_true,
+        length,
+        0,
+        start,
+        end if is_contiguous else 0,
+        rows_NL.flatten(),
+        is_true,
+        targets,
+        mask,
+        hidden,
+        is_alone=False,
     )
 
 
-def _tiles(
-    lengths: list[int], length: int, num_heads: int, num_kv_heads: int, reach: tuple[int, int], dtype: torch.dtype
-) -> tuple[Tile, ...]:
+def _is_alone(length: int, num_heads: int, reach: tuple[int, int], dtype: torch.dtype) -> bool:
+    if length <= MAX_SDPA_LENGTH or num_heads * length * length > MAX_SCORES:
+        return True
+    return length >= MIN_ALONE_LENGTH and (dtype == torch.float32 or reach != (NO_LIMIT, NO_LIMIT))
+
+
+def _hide(
+    lengths: list[int], length: int, reach: tuple[int, int], dtype: torch.dtype
+) -> tuple[Tensor | None, tuple[tuple[int, int, int], ...]]:
+    """(mask, hidden ranges) of a chunk."""
     is_banded = reach != (NO_LIMIT, NO_LIMIT)
-    if len(lengths) > 1:
-        whole = (0, length)
-        if is_banded or (length <= MAX_MASKED_LENGTH and min(lengths) < length):
-            return (Tile((0, num_kv_heads), whole, whole, _mask(lengths, whole, whole, reach, dtype), ()),)
-        hidden = []
-        first = 0
-        for seq_len, run in groupby(lengths):
-            last = first + sum(1 for _ in run)
-            if seq_len < length:
-                hidden.append((first, last, seq_len))
-            first = last
-        return (Tile((0, num_kv_heads), whole, whole, None, tuple(hidden)),)
-
-    (seq_len,) = lengths
-    group_size = num_heads // num_kv_heads
-    query_step, key_span = _query_step(length, reach)
-    heads_step = max(1, min(num_kv_heads, MAX_SCORES // (group_size * query_step * key_span)))
-    while heads_step == 1 and query_step > 64 and group_size * query_step * key_span > 2 * MAX_SCORES:
-        query_step //= 2
-    left, right = reach
-    tiles = []
-    for query in range(0, seq_len, query_step):
-        queries = (query, min(query + query_step, length))
-        keys = (max(0, query - left) if left >= 0 else 0, min(length, queries[1] + right) if right >= 0 else length)
-        mask = _mask(lengths, queries, keys, reach, dtype) if is_banded else None
-        hidden_from = seq_len - keys[0]
-        is_hidden = mask is None and hidden_from < keys[1] - keys[0]
-        for head in range(0, num_kv_heads, heads_step):
-            heads = (head, min(head + heads_step, num_kv_heads))
-            tiles.append(Tile(heads, queries, keys, mask, ((0, 1, hidden_from),) if is_hidden else ()))
-    return tuple(tiles)
+    if is_banded or (length <= MAX_MASKED_LENGTH and min(lengths) < length):
+        return _mask(lengths, length, reach, dtype), ()
+    hidden = []
+    first = 0
+    for seq_len, run in groupby(lengths):
+        last = first + sum(1 for _ in run)
+        if seq_len < length:
+            hidden.append((first, last, seq_len))
+        first = last
+    return None, tuple(hidden)
 
 
-def _query_step(length: int, reach: tuple[int, int]) -> tuple[int, int]:
-    """(Rows per block, columns that it sees): the whole sequence, unless a window or the causal limit hides much."""
-    left, right = reach
-    if right >= 0 and length >= 256:
-        step = 128
-        span = length if left < 0 else min(length, left + right + step)
-        if left < 0 or 4 * span <= 3 * length:
-            return step, span
-    return length, length
-
-
-def _mask(
-    lengths: list[int], queries: tuple[int, int], keys: tuple[int, int], reach: tuple[int, int], dtype: torch.dtype
-) -> Tensor:
-    """[n, 1, queries, keys]: 0 where the row sees the column, else -inf.
+def _mask(lengths: list[int], length: int, reach: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """[n, 1, length, length]: 0 where the row sees the column, else -inf.
 
     A row of padding sees every column, so that no row sees none.
 
     NOTE: full in its last two axes. Broadcast over rows of a few dozen columns, the addition takes ten times as long.
     """
     lengths_N = torch.tensor(lengths)[:, None, None, None]
-    i, j = torch.arange(*queries)[:, None], torch.arange(*keys)
+    i, j = torch.arange(length)[:, None], torch.arange(length)
     left, right = reach
-    band = torch.ones(len(i), len(j), dtype=torch.bool)
+    band = torch.ones(length, length, dtype=torch.bool)
     if left >= 0:
         band &= j >= i - left
     if right >= 0:

@@ -92,7 +92,7 @@ class AttentionPlan:
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """What is computed together; in no particular order. Every sequence that is not empty is in one of them."""
-        seq_lens, num_heads, num_kv_heads, dtype, reach = self.key
+        seq_lens, num_heads, _, dtype, reach = self.key
         starts = [0, *accumulate(seq_lens)]
         order = sorted((n for n, length in enumerate(seq_lens) if length), key=lambda n: seq_lens[n])
         lengths = [padded_length(seq_lens[n]) for n in order]
@@ -103,9 +103,7 @@ class AttentionPlan:
                 length = lengths[last - 1]
                 num_seqs = _chunk_seqs(last - first, length, num_heads)
                 members = sorted(order[max(first, last - num_seqs) : last])
-                chunks.append(
-                    make_chunk(members, num_seqs, length, seq_lens, starts, num_heads, num_kv_heads, reach, dtype)
-                )
+                chunks.append(make_chunk(members, num_seqs, length, seq_lens, starts, num_heads, reach, dtype))
                 last -= len(members)
         return tuple(chunks)
 

@@ -14,6 +14,7 @@ def attention_reference(
     scale: float,
     reach: tuple[int, int],
     relative_bias: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """Same as `attention`; `reach` is the window with the causal limit in it, negative for no limit."""
     group_size = q.shape[1] // k.shape[1]
@@ -25,6 +26,8 @@ def attention_reference(
         k_HLK = k[start:end].float().transpose(0, 1).repeat_interleave(group_size, dim=0)
         v_HLK = v[start:end].float().transpose(0, 1).repeat_interleave(group_size, dim=0)
         scores_HLL = scale * (q_HLK @ k_HLK.transpose(1, 2))
+        if softcap is not None:
+            scores_HLL = softcap * torch.tanh(scores_HLL / softcap)
         if relative_bias is not None:
             scores_HLL += relative_bias[:, :length, :length].float()
         scores_HLL.masked_fill_(~visible(length, reach, q.device), float("-inf"))

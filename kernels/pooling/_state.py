@@ -15,7 +15,7 @@ from ._torch import MIN_WEIGHT, finish_rows, segment_max, segment_sum, sequence_
 
 @dataclass(slots=True)
 class PoolingState:
-    """What N sequences have contributed so far; about 4 * D bytes a sequence, whatever their length.
+    """What N sequences have contributed so far; about 8 * D bytes a sequence, whatever their length.
 
     Attributes:
         pooling: The kind; a state of one kind is never folded with another.
@@ -80,19 +80,23 @@ def pool_partial(
     hidden_states: Tensor,
     cu_seqlens: Tensor,
     *,
+    slice_starts: Tensor | None = None,
     skip_tokens: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> None:
     """Folds the next slice of each sequence into `state`, in place.
 
     Any slicing of a sequence, down to single tokens or with empty slices between, finishes to the unsliced result
-    within 1e-6 of its largest
-    absolute value: sums are compensated (Neumaier), so the number of slices does not matter.
+    within 1e-6 of its largest absolute value: sums are compensated (Neumaier), so the number of slices does not matter.
+    Rows that were folded before and come again are left out.
 
     Args:
         state: Of the N sequences, in batch order. Written in place.
         hidden_states: [T, D], float32/bfloat16/float16. The packed new rows. Not modified.
         cu_seqlens: [N+1], int32. Where each sequence's slice lies in `hidden_states`; a slice may be empty.
+        slice_starts: [N], int64. Place of each slice's first row in its whole sequence: less than `num_tokens` of the
+            state where rows come again, more where those between never come, so that only the kind "last" means
+            something. None: right after what was folded before.
         skip_tokens: [N], int32. Tokens left out at the head of each whole sequence (not of this slice); the same at
             every call.
         weights: [T], float32. Row weights, for the kind "weighted" only.
@@ -105,15 +109,21 @@ def pool_partial(
         raise ValueError(
             f"cu_seqlens must be [{num_seqs + 1}] for a state of {num_seqs} sequences, got {list(cu_seqlens.shape)}"
         )
+    if slice_starts is not None and (slice_starts.shape != (num_seqs,) or slice_starts.dtype != torch.int64):
+        raise ValueError(
+            f"slice_starts must be int64 [{num_seqs}], got {slice_starts.dtype} {list(slice_starts.shape)}"
+        )
     if hidden_states.dim() != 2 or hidden_states.shape[1] != hidden_size:
         raise ValueError(f"hidden_states must be [T, {hidden_size}] like the state, got {list(hidden_states.shape)}")
     if (weights is not None) != (state.pooling == "weighted"):
         raise ValueError(f'weights go with pooling "weighted" and with no other, got pooling {state.pooling!r}')
 
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    places = state.num_tokens if slice_starts is None else slice_starts
     firsts = starts
-    if skip_tokens is not None:
-        firsts = torch.minimum(starts + (skip_tokens.clamp(min=0) - state.num_tokens).clamp(min=0), ends)
+    if skip_tokens is not None or slice_starts is not None:
+        first_places = state.num_tokens if skip_tokens is None else torch.maximum(skip_tokens.long(), state.num_tokens)
+        firsts = torch.minimum(starts + (first_places - places).clamp(min=0), ends)
     has_rows = firsts < ends
     token_weights = weights
 
@@ -128,7 +138,7 @@ def pool_partial(
         state.rows.masked_fill_(~has_rows[:, None] & (state.weight == 0)[:, None], 0.0)
     else:
         if state.pooling == "weighted_mean":
-            positions = sequence_positions(cu_seqlens, hidden_states.shape[0], state.num_tokens)
+            positions = sequence_positions(cu_seqlens, hidden_states.shape[0], places)
             token_weights = (positions + 1).float()
         _add_compensated(state, segment_sum(hidden_states, firsts, ends, token_weights))
 
@@ -136,7 +146,7 @@ def pool_partial(
         state.weight += segment_sum(token_weights[:, None], firsts, ends, None)[:, 0]
     else:
         state.weight += (ends - firsts).float()
-    state.num_tokens += ends - starts
+    state.num_tokens = torch.maximum(state.num_tokens, places + (ends - starts))
 
 
 def _add_compensated(state: PoolingState, slice_rows: Tensor) -> None:

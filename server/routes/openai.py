@@ -25,7 +25,8 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     engine, name = context.models.find(body.model)
     context.check_count(body.input, "input")
     options = context.options(body.prompt_name or context.settings.default_prompt_name)
-    result = await until_client_leaves(request, engine.embed(body.input, body.pooling_params(), options))
+    embed = engine.embed_late if body.late_chunking else engine.embed
+    result = await until_client_leaves(request, embed(body.input, body.pooling_params(), options))
     rows = encode_rows(result.embeddings, body.encoding_format or EncodingFormat.FLOAT)
     return json_response(
         {

@@ -30,7 +30,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     context = context_of(request)
     engine, name = context.models.find(body.model)
     context.check_count(body.documents, "documents")
-    result = await until_client_leaves(request, _score(engine, body, context.options()))
+    result = await until_client_leaves(request, _score(engine, body, context.options(instruction=body.instruction)))
     best = np.argsort(-result.scores, kind="stable")[: body.top_n or None]
     version = "2" if request.url.path.startswith("/v2") else "1"
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)

@@ -25,7 +25,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     left, right = body.sides()
     context.check_count(left, "text_1")
     context.check_count(right, "text_2")
-    work = engine.score(left, right, body.pooling_params(), context.options())
+    work = engine.score(left, right, body.pooling_params(), context.options(instruction=body.instruction))
     result = await until_client_leaves(request, work)
     return json_response(
         {

@@ -132,7 +132,7 @@ class PoolingBody(RequestBody):
     """Options that every task of a pooling model takes."""
 
     truncate_prompt_tokens: WholeNumber | None = Field(
-        None, description="Tokens. Cut every input to this many; -1: to the model's maximum; absent: refuse long ones."
+        None, description="Tokens. Cut every input to this many; -1: to the longest taken; absent: refuse long ones."
     )
     truncation_side: Literal["left", "right"] | None = Field(None, description="The side that is cut away.")
     use_activation: bool | None = Field(
@@ -148,9 +148,23 @@ class PoolingBody(RequestBody):
         )
 
 
+class PairBody(PoolingBody):
+    """Options of the routes that score a query against documents."""
+
+    instruction: str | None = Field(
+        None,
+        description=(
+            "What the model is to look for, for rerankers that take an instruction and for embedding models with a "
+            "query prompt of the form `Instruct: ...`; other models refuse it. Absent or empty: the model's own."
+        ),
+        examples=["Given a question about the law, retrieve the paragraphs that answer it"],
+    )
+
+
 class Usage(BaseModel):
     """Tokens of the inputs as the model saw them: after truncation, with prompts and special tokens.
 
+    A text that is embedded in windows counts once, not every window of it.
     A query counts once for every document that a cross-encoder reads it with, once for an embedding model; labels and
     examples of a classification count, too.
     """

@@ -21,6 +21,7 @@ class EmbeddingRequest(PoolingBody):
                 {"model": "all-MiniLM-L6-v2", "input": ["A gate holds the water.", "A pipe carries it."]},
                 {"input": "One text is fine too.", "encoding_format": "base64"},
                 {"input": [101, 7592, 2088, 102]},
+                {"input": ["Berlin is a city.", " It lies on the Spree."], "late_chunking": True},
             ]
         }
     )
@@ -32,6 +33,15 @@ class EmbeddingRequest(PoolingBody):
     dimensions: WholeNumber | None = Field(None, description="Width of the embeddings (Matryoshka).")
     normalize: bool | None = Field(None, description="L2-normalise; absent: as the model does.")
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
+    late_chunking: bool | None = Field(
+        None,
+        description=(
+            "Run all inputs as one text, in their order and with nothing put between them, and answer each with the "
+            "mean of its own tokens, so that every vector knows the whole text. For models that pool by MEAN; the "
+            "inputs together must fit the model's maximum, or truncate_prompt_tokens cuts the text as a whole. The "
+            "prompt is put once before the first text."
+        ),
+    )
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""

@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engine.params import PoolingParams
 
-from .common import Count, PoolingBody, TextOrObject, Texts, Usage
+from .common import Count, PairBody, TextOrObject, Texts, Usage
 
 
-class RerankRequest(PoolingBody):
+class RerankRequest(PairBody):
     """Body of POST /rerank, /v1/rerank and /v2/rerank."""
 
     model_config = ConfigDict(

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 
 from penstock.engine.errors import InvalidRequestError
 
-from .common import PoolingBody, Usage, parse_text, parse_texts
+from .common import PairBody, Usage, parse_text, parse_texts
 
 _PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
@@ -27,7 +27,7 @@ _TEXT_SCHEMA: Final = {"anyOf": [{"type": "string"}, {"type": "array", "items": 
 Side = Annotated[list[str], PlainValidator(parse_side), WithJsonSchema(_TEXT_SCHEMA)]
 
 
-class ScoreRequest(PoolingBody):
+class ScoreRequest(PairBody):
     """Body of POST /score: one pair of fields, 1 to 1, 1 to N or N to N."""
 
     model_config = ConfigDict(

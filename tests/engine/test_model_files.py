@@ -64,7 +64,7 @@ def test_plain_encoder_follows_sentence_transformers_defaults(tmp_path: Path) ->
 def test_plain_decoder_takes_the_last_token(tmp_path: Path) -> None:
     config = BERT | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     info = resolve(write(tmp_path, {"config.json": config}))
-    assert (info.is_causal, info.native, info.sequence_pooling) == (True, False, (PoolingType.LAST,))
+    assert (info.is_causal, info.native, info.sequence_pooling) == (True, True, (PoolingType.LAST,))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,8 @@ def test_causality(tmp_path: Path, change: dict[str, Any], is_causal: bool) -> N
         ({"is_decoder": True}, False),
         ({"position_embedding_type": "relative_key"}, False),
         ({"model_type": "deberta-v2"}, False),
+        ({"model_type": "llama", "is_decoder": True}, True),
+        ({"model_type": "gpt2"}, False),
     ],
 )
 def test_native(tmp_path: Path, change: dict[str, Any], native: bool) -> None:
@@ -235,6 +237,22 @@ def test_modernbert_classifier_pooling(tmp_path: Path) -> None:
     assert info.sequence_pooling == (PoolingType.MEAN,)
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": "qwen2"}, PoolingType.LAST),
+        ({"model_type": "qwen2", "is_causal": False}, PoolingType.LAST),
+        ({"model_type": "llama_bidirec", "is_causal": False, "pooling": "avg"}, PoolingType.MEAN),
+        ({"model_type": "llama_bidirec", "is_causal": False, "pooling": "last"}, PoolingType.LAST),
+        ({"model_type": "roberta"}, PoolingType.CLS),
+    ],
+)
+def test_classifiers_pool_the_row_that_their_family_does(
+    tmp_path: Path, change: dict[str, Any], expected: PoolingType
+) -> None:
+    assert classifier(tmp_path, **change).sequence_pooling == (expected,)
+
+
 # Limits ----------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +309,24 @@ def test_operator_lowers_and_raises_max_model_len_up_to_the_positions(tmp_path: 
         resolve(tmp_path, max_model_len=41)
     # hf_overrides stand above config.json, here for a table of positions that was extended by hand.
     assert resolve(tmp_path, max_model_len=41, hf_overrides={"max_position_embeddings": 64}).max_model_len == 41
+
+
+@pytest.mark.parametrize(
+    ("scaling", "reach"),
+    [
+        ({"type": "dynamic", "factor": 2.0}, 80),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 1.0}, 40),
+        ({"rope_type": "linear", "factor": 8.0}, 40),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 40}, 40),
+    ],
+)
+def test_rotary_positions_may_reach_past_the_default(tmp_path: Path, scaling: dict[str, Any], reach: int) -> None:
+    folder = write(tmp_path, {"config.json": BERT | {"model_type": "llama", "rope_scaling": scaling}})
+    assert resolve(folder).max_model_len == 40
+    assert resolve(folder, max_model_len=reach).max_model_len == reach
+    with pytest.raises(ModelLoadError, match=f"positions for {reach} tokens"):
+        resolve(folder, max_model_len=reach + 1)
 
 
 # The operator ----------------------------------------------------------------------------------------------------
@@ -351,6 +387,25 @@ def test_table_names_a_source_for_every_field(tmp_path: Path) -> None:
     assert ("device", "cpu", "chosen at start-up") in resolved_table(placed)
     assert "labels" not in dict.fromkeys(row[0] for row in table)
     assert "labels" in [row[0] for row in resolved_table(classifier(tmp_path))]
+
+
+def test_long_text_mode_is_the_operators(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"config.json": BERT})
+    off = resolve(folder)
+    assert (off.enable_chunked_processing, off.chunk_overlap) == (False, 0)
+    assert "chunk_overlap" not in [row[0] for row in resolved_table(off)]
+    settings = {"enable_chunked_processing": True, "max_embed_len": 9000, "chunk_overlap": 4}
+    table = resolved_table(resolve(folder, pooler_config=PoolerConfig(**settings)))
+    assert ("enable_chunked_processing", "yes", "--pooler-config") in table
+    assert ("max_embed_len", "9000", "--pooler-config") in table
+    assert ("chunk_overlap", "4", "--pooler-config") in table
+    assert ("chunked_processing_mode", "windows", "default") in table
+    wide = PoolerConfig(enable_chunked_processing=True, chunk_overlap=16)
+    with pytest.raises(ModelLoadError, match=r"chunk_overlap is 16, but a window .* has 16 tokens \(--max-model-len"):
+        resolve(folder, max_model_len=16, pooler_config=wide)
+    classifies = write(tmp_path, {"config.json": BERT | {"architectures": ["BertForSequenceClassification"]}})
+    with pytest.raises(ModelLoadError, match=r"has no task 'embed' \(kind\)"):
+        resolve(classifies, pooler_config=PoolerConfig(enable_chunked_processing=True))
 
 
 # Refusals --------------------------------------------------------------------------------------------------------

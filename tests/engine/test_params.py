@@ -7,7 +7,14 @@ import pytest
 
 from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.model_info import ModelInfo, ModelKind
-from penstock.engine.params import VALID_PARAMETERS, PoolerConfig, PoolingParams, PoolingTask, PoolingType
+from penstock.engine.params import (
+    VALID_PARAMETERS,
+    ChunkedProcessingMode,
+    PoolerConfig,
+    PoolingParams,
+    PoolingTask,
+    PoolingType,
+)
 
 
 def model(kind: ModelKind = ModelKind.EMBEDDING, **changes: Any) -> ModelInfo:
@@ -167,6 +174,18 @@ def test_resolved_takes_what_is_missing_from_the_model() -> None:
     assert (params.step_tag_id, params.returned_token_ids) == (0, (0,))
 
 
+def test_truncation_in_long_text_mode_goes_up_to_max_embed_len() -> None:
+    params = PoolingParams(truncate_prompt_tokens=1000)
+    params.verify(PoolingTask.EMBED, model(enable_chunked_processing=True))
+    info = model(enable_chunked_processing=True, max_embed_len=1000)
+    params.verify(PoolingTask.EMBED, info)
+    params.verify(PoolingTask.SCORE, info)
+    with pytest.raises(InvalidRequestError, match=r"greater than max_embed_len.* \(1001 > 1000\)"):
+        PoolingParams(truncate_prompt_tokens=1001).verify(PoolingTask.EMBED, info)
+    with pytest.raises(InvalidRequestError, match=r"greater than max_model_len.* \(1000 > 128\)"):
+        params.verify(PoolingTask.TOKEN_EMBED, info)
+
+
 def test_resolved_params_pass_again() -> None:
     params = PoolingParams(dimensions=32).resolved(PoolingTask.EMBED, LISTED)
     assert params.resolved(PoolingTask.EMBED, LISTED) == params
@@ -195,11 +214,12 @@ def test_pooler_config_from_json() -> None:
         "attention_head": 0,
         "enable_chunked_processing": True,
         "max_embed_len": 4096,
+        "chunk_overlap": 16,
+        "chunked_processing_mode": "Windows",
     }
+    enums = {"pooling_type": PoolingType.MEAN, "chunked_processing_mode": ChunkedProcessingMode.WINDOWS}
     config = PoolerConfig.from_json(json.dumps(fields))
-    assert config == PoolerConfig(
-        **{**fields, "pooling_type": PoolingType.MEAN, "logit_bias": 1.0, "returned_token_ids": (1, 0)}
-    )
+    assert config == PoolerConfig(**{**fields, **enums, "logit_bias": 1.0, "returned_token_ids": (1, 0)})
     assert PoolerConfig.from_json("{}") == PoolerConfig()
     assert PoolerConfig.from_json('{"normalize": null}') == PoolerConfig()
 
@@ -209,7 +229,7 @@ def test_pooler_config_from_json() -> None:
     [
         ("{", "not valid JSON"),
         ("[]", "must be a JSON object, not list"),
-        ('{"pooling": "MEAN"}', "unknown field 'pooling'; known are attention_head, dimensions"),
+        ('{"pooling": "MEAN"}', "unknown field 'pooling'; known are attention_head, chunk_overlap, chunked_"),
         ('{"pooling_type": "SUM"}', "pooling_type is 'SUM'; it must be one of CLS, LAST, MEAN"),
         ('{"normalize": 1}', "normalize is 1; it must be true or false"),
         ('{"logit_bias": "x"}', "logit_bias is 'x'; it must be a number"),
@@ -220,6 +240,15 @@ def test_pooler_config_from_json() -> None:
         ('{"dimensions": 1.5}', "dimensions is 1.5; it must be an integer"),
         ('{"dimensions": true}', "dimensions is True; it must be an integer"),
         ('{"max_embed_len": -1}', "max_embed_len is -1; it must be at least 1"),
+        ('{"max_embed_len": 9}', "max_embed_len .* needs enable_chunked_processing: true"),
+        ('{"enable_chunked_processing": false, "chunk_overlap": 1}', "chunk_overlap .* needs enable_chunked"),
+        ('{"enable_chunked_processing": true, "chunk_overlap": -1}', "chunk_overlap is -1; it must be 0 or more"),
+        ('{"enable_chunked_processing": true, "chunk_overlap": 1.5}', "chunk_overlap is 1.5; it must be an integer"),
+        ('{"chunked_processing_mode": "mean"}', "chunked_processing_mode is 'mean'; it must be one of windows, vllm"),
+        (
+            '{"enable_chunked_processing": true, "chunked_processing_mode": "vllm", "chunk_overlap": 1}',
+            "chunk_overlap is 1; the mode 'vllm' knows no overlap",
+        ),
         ('{"attention_head": -1}', "attention_head is -1; it must be 0 or more"),
         ('{"step_tag_id": -1}', "step_tag_id is -1; it must be 0 or more"),
         ('{"returned_token_ids": []}', "must be a list of token ids"),

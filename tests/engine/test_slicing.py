@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -69,7 +71,7 @@ def test_a_long_sequence_runs_in_chunks_from_its_first_token_to_its_last() -> No
     covered = spans(batches, 1)
     assert covered[0][0] == 0
     assert covered[-1][1] == 100
-    assert all(end == start for (_, end), (start, _) in zip(covered, covered[1:], strict=False))
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(covered))
     assert all(b.num_tokens <= BUDGET for b in batches)
     assert allocator.usage == 0
 

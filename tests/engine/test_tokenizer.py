@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from penstock.engine.errors import EngineUnavailableError, InvalidRequestError, RequestTooLongError
 from penstock.engine.messages import TokenizerSpec
+from penstock.engine.special_tokens import SpecialTokens
 from penstock.engine.tokenizer import TokenizerPool, Truncation
 
 TEXTS = ["", "a", "The quick brown fox.", "naïve café — 東京 🚀", "word " * 40, "\x00 odd \u200b input"]
@@ -98,6 +101,46 @@ async def test_the_prompt_is_marked_with_the_leading_special_token(pool: Tokeniz
     assert cut.num_prompt_tokens <= 1
     (plain,) = await pool.encode(["fox"], UNCUT, prompt="search query: ")
     assert plain.num_prompt_tokens == 0
+
+
+async def test_the_special_tokens_around_a_text_are_found(pool: TokenizerPool, reference: Any) -> None:
+    assert pool.special_tokens is not None
+    assert (pool.special_tokens.leading.tolist(), pool.special_tokens.trailing.tolist()) == ([101], [102])
+    backend = Tokenizer.from_str(reference.backend_tokenizer.to_str())
+    for template, expected in (
+        ("$A [SEP]", ([], [102])),
+        ("[CLS] [SEP] $A", ([101, 102], [])),
+        ("$A", ([], [])),
+    ):
+        backend.post_processor = TemplateProcessing(single=template, special_tokens=[("[CLS]", 101), ("[SEP]", 102)])
+        special = SpecialTokens.of(backend)
+        assert special is not None
+        assert (special.leading.tolist(), special.trailing.tolist()) == expected
+        assert len(special) == sum(map(len, expected))
+    backend.post_processor = TemplateProcessing(single="$A [SEP] $A", special_tokens=[("[SEP]", 102)])
+    assert SpecialTokens.of(backend) is None
+
+
+async def test_parts_of_a_text_are_tokenized_by_themselves(pool: TokenizerPool, reference: Any) -> None:
+    inputs = ["fox", [101, 5], "", "The quick brown fox."]
+    parts, is_whole = await pool.encode_parts(inputs, UNCUT, prompt="search query: ")
+    bare = [reference(text, add_special_tokens=False)["input_ids"] for text in ("search query: fox", "", inputs[3])]
+    assert [part.tolist() for part in parts] == [bare[0], [101, 5], bare[1], bare[2]]
+    assert is_whole
+    limit = Truncation(max_num_tokens=8)
+    (long, short), is_whole = await pool.encode_parts(["word " * 100_000, "fox"], limit)
+    assert 8 < len(long) < 20_000
+    assert (short.tolist(), is_whole) == ([4419], False)
+    (few,), is_whole = await pool.encode_parts(["a" * 70_000], limit)
+    assert (len(few), is_whole) == (1, True)  # one unknown word, read to its end
+    with pytest.raises(InvalidRequestError, match="out of vocabulary"):
+        await pool.encode_parts(["fox", [10**9]], UNCUT)
+
+
+async def test_a_limit_of_the_operator_is_named(pool: TokenizerPool) -> None:
+    limit = Truncation(max_num_tokens=4, name="max_embed_len")
+    with pytest.raises(RequestTooLongError, match=r"context length is 4 tokens \(max_embed_len\), but input 0 has 7 "):
+        await pool.encode(["The quick brown fox."], limit)
 
 
 async def test_a_limit_below_the_special_tokens_is_refused(pool: TokenizerPool) -> None:

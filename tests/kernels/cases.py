@@ -135,3 +135,172 @@ def make_attention_inputs(
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     bias = torch.randn(case.num_heads, longest, longest, generator=generator).to(dtype).to(device)
     return AttentionInputs(q, k, v, make_cu_seqlens(case.seq_lens, device), bias)
+
+
+# Around the borders of chunks of 64, and sequences without rows.
+_BORDERS = (0, 1, 2, 63, 64, 65, 0, 130, 257, 0)
+
+
+@dataclass(frozen=True)
+class ConvCase:
+    """A packed batch for the causal convolution. `is_quick` cases also run through triton's interpreter."""
+
+    name: str
+    seq_lens: tuple[int, ...]
+    channels: int
+    width: int = 4
+    is_quick: bool = False
+
+
+CONV_CASES = (
+    ConvCase("borders", _BORDERS, 36),
+    ConvCase("shorter_than_width", (1, 2, 0, 3, 1, 1, 4), 130, is_quick=True),
+    ConvCase("width_2", (5, 33, 1), 7, 2, is_quick=True),
+    ConvCase("width_3", (65, 0, 2), 20, 3),
+    ConvCase("width_1", (3, 2), 5, 1, is_quick=True),
+    ConvCase("width_7", (3, 20, 6, 7), 5, 7),
+    ConvCase("several_blocks", (300, 40), 1792),
+    ConvCase("all_empty", (0, 0), 8, is_quick=True),
+)
+
+
+@dataclass(frozen=True)
+class ScanCase:
+    """A packed batch for the selective scan. `is_quick` cases also run through triton's interpreter."""
+
+    name: str
+    seq_lens: tuple[int, ...]
+    channels: int
+    state_size: int = 16
+    is_quick: bool = False
+
+
+SCAN_CASES = (
+    ScanCase("borders", _BORDERS, 12),
+    ScanCase("one_token", (1,), 1, 1, is_quick=True),
+    ScanCase("odd_with_empty", (0, 5, 1, 0, 9), 37, 5, is_quick=True),
+    ScanCase("state_64", (33, 4), 20, 64),
+    ScanCase("state_128", (17,), 6, 128),
+    ScanCase("one_sequence_a_group", (9, 10), 8200),
+    ScanCase("all_empty", (0, 0), 8, is_quick=True),
+)
+
+
+@dataclass(frozen=True)
+class SsdCase:
+    """A packed batch for state space duality. `is_quick` cases also run through triton's interpreter."""
+
+    name: str
+    seq_lens: tuple[int, ...]
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    is_quick: bool = False
+
+
+SSD_CASES = (
+    SsdCase("borders", _BORDERS, 4, 8, 2, 16),
+    SsdCase("one_token", (1,), 1, 1, 1, 1, is_quick=True),
+    SsdCase("odd_with_empty", (0, 5, 33, 0), 3, 5, 3, 7, is_quick=True),
+    SsdCase("mamba2", (70, 3), 4, 64, 1, 128),
+    SsdCase("grouped", (40, 90), 6, 16, 2, 64),
+    SsdCase("many_short", (3, 9, 17, 16, 1, 30) * 5, 2, 8, 1, 16),
+    SsdCase("all_empty", (0, 0), 2, 4, 1, 8, is_quick=True),
+)
+
+# Timed, not tested for equality: the sizes of mamba-130m and mamba2-130m.
+SSM_BENCH_SEQ_LENS = {
+    "one_2048": (2048,),
+    "equal_64": (64,) * 32,
+    "mixed": tuple(range(8, 200, 6)),
+    "query": (8, 9, 10, 11, 11, 12, 12, 13, 13, 14, 15, 16, 17, 18, 19, 20),
+}
+
+
+@dataclass(frozen=True)
+class ConvInputs:
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    cu_seqlens: Tensor
+    initial_states: Tensor
+
+
+def make_conv_inputs(
+    case: ConvCase, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> ConvInputs:
+    """The same numbers at every call; x is a slice of a wider tensor, as a model's projection gives it."""
+    generator = torch.Generator().manual_seed(len(case.seq_lens) * 1000 + case.channels)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    return ConvInputs(
+        x=normal(sum(case.seq_lens), case.channels + 3)[:, : case.channels],
+        weight=normal(case.channels, case.width),
+        bias=normal(case.channels),
+        cu_seqlens=make_cu_seqlens(case.seq_lens, device),
+        initial_states=normal(len(case.seq_lens), case.channels, case.width - 1),
+    )
+
+
+@dataclass(frozen=True)
+class SsmInputs:
+    """Inputs of selective_scan and ssd."""
+
+    x: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    d: Tensor
+    cu_seqlens: Tensor
+    initial_states: Tensor
+
+
+def make_scan_inputs(
+    case: ScanCase, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> SsmInputs:
+    """The same numbers at every call; b and c are slices of one tensor."""
+    generator = torch.Generator().manual_seed(len(case.seq_lens) * 1000 + case.channels)
+    num_rows = sum(case.seq_lens)
+    b, c = torch.randn(num_rows, 2 * case.state_size, generator=generator).to(dtype).to(device).chunk(2, dim=1)
+    return SsmInputs(
+        x=torch.randn(num_rows, case.channels, generator=generator).to(dtype).to(device),
+        dt=_make_steps((num_rows, case.channels), generator).to(device),
+        a=-16 * torch.rand(case.channels, case.state_size, generator=generator).to(device),
+        b=b,
+        c=c,
+        d=torch.randn(case.channels, generator=generator).to(device),
+        cu_seqlens=make_cu_seqlens(case.seq_lens, device),
+        initial_states=torch.randn(len(case.seq_lens), case.channels, case.state_size, generator=generator).to(device),
+    )
+
+
+def make_ssd_inputs(case: SsdCase, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> SsmInputs:
+    """The same numbers at every call; x, b and c are slices of one tensor, as a model's convolution gives them."""
+    generator = torch.Generator().manual_seed(len(case.seq_lens) * 1000 + case.num_heads)
+    num_rows, inner, groups = sum(case.seq_lens), case.num_heads * case.head_size, case.num_groups * case.state_size
+    xbc = torch.randn(num_rows, inner + 2 * groups, generator=generator).to(dtype).to(device)
+    x, b, c = xbc.split([inner, groups, groups], dim=1)
+    states_shape = (len(case.seq_lens), case.num_heads, case.head_size, case.state_size)
+    return SsmInputs(
+        x=x.unflatten(1, (case.num_heads, case.head_size)),
+        dt=_make_steps((num_rows, case.num_heads), generator).to(device),
+        a=-16 * torch.rand(case.num_heads, generator=generator).to(device),
+        b=b.unflatten(1, (case.num_groups, case.state_size)),
+        c=c.unflatten(1, (case.num_groups, case.state_size)),
+        d=torch.randn(case.num_heads, generator=generator).to(device),
+        cu_seqlens=make_cu_seqlens(case.seq_lens, device),
+        initial_states=torch.randn(states_shape, generator=generator).to(device),
+    )
+
+
+def _make_steps(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Step sizes from 1e-4 to 1 as trained models have them, and some of 0, 10 and 50."""
+    steps = 10 ** (-4 * torch.rand(shape, generator=generator))
+    kind = torch.randint(0, 40, shape, generator=generator)
+    for which, value in enumerate((0.0, 10.0, 50.0)):
+        steps[kind == which] = value
+    return steps

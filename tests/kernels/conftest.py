@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention import _grouped
+from penstock.kernels._scratch import forget_scratch
+from penstock.kernels.attention import _buffers
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +25,12 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    # Buffers that the attention kernel keeps would hide that they are not written.
-    _grouped._thread.__dict__.clear()
+    # Buffers that kernels keep would hide that they are not written.
+    _buffers._thread.__dict__.clear()
+    forget_scratch()
     yield
-    _grouped._thread.__dict__.clear()
+    _buffers._thread.__dict__.clear()
+    forget_scratch()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from penstock.kernels.attention import AttentionPlan, Backend, _chunks, _grouped, _plan, attention
+from penstock.kernels.attention import AttentionPlan, Backend, _buffers, _chunks, _plan, attention
 from penstock.kernels.attention._varlen import takes_varlen
 
 from .assertions import assert_close
@@ -38,6 +38,7 @@ def attend(case: AttentionCase, inputs: AttentionInputs, **options: Any) -> torc
 @pytest.fixture(
     params=[
         ("grouped", "cpu"),
+        ("blockwise", "cpu"),
         ("sdpa", "cpu"),
         pytest.param(("sdpa", "cuda"), marks=pytest.mark.gpu),
         pytest.param(("varlen", "cuda"), marks=pytest.mark.gpu),
@@ -304,5 +305,5 @@ def test_cuda_takes_varlen_for_16_bits() -> None:
 def test_kept_buffers_are_bounded() -> None:
     case = AttentionCase("", (12, 300, 700), 12, 12, 64)
     attend(case, make_attention_inputs(case, torch.bfloat16), backend="grouped")
-    kept = _grouped._thread.__dict__["buffers"].values()
-    assert all(buffer.numel() <= _grouped.MAX_KEPT_BUFFER for buffer in kept)
+    kept = _buffers._thread.__dict__["buffers"].values()
+    assert all(buffer.numel() <= _buffers.MAX_KEPT_BUFFER for buffer in kept)

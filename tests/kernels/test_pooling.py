@@ -282,6 +282,57 @@ def test_single_token_slices_of_a_long_sequence(kind: PoolingKind) -> None:
     assert_close("cut", expected[:, :4] / expected[:, :4].norm(), halved, 1e-6)
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from(POOLING_KINDS),
+    slices=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), min_size=1, max_size=12),
+    skips=st.tuples(st.integers(0, 30), st.integers(0, 5)),
+)
+def test_rows_that_come_again_are_left_out(
+    kind: PoolingKind, slices: list[tuple[int, int]], skips: tuple[int, int]
+) -> None:
+    """Of the first sequence, slices begin up to 12 rows before the end of what was folded; the second goes on."""
+    sizes = [again + 5 for again, _ in slices]
+    lengths = (5 * len(slices), sum(size for _, size in slices))
+    inputs = make_pooling_inputs(PoolingCase("", lengths, 24))
+    skip_tokens = torch.tensor(skips, dtype=torch.int32)
+    state = PoolingState.empty(kind, 2, 24)
+    for (again, count), size in zip(slices, sizes, strict=True):
+        seen = state.num_tokens.tolist()
+        start = max(seen[0] - again, 0)
+        end = min(start + size, lengths[0])
+        rows = torch.cat([torch.arange(start, end), lengths[0] + torch.arange(seen[1], seen[1] + count)])
+        pool_partial(
+            state,
+            inputs.hidden_states[rows],
+            make_cu_seqlens((end - start, count)),
+            slice_starts=torch.tensor([start, seen[1]]),
+            skip_tokens=skip_tokens,
+            weights=inputs.weights[rows] if kind == "weighted" else None,
+        )
+        assert state.num_tokens.tolist() == [max(seen[0], end), seen[1] + count]
+    folded = (int(state.num_tokens[0]), lengths[1])
+    kept = torch.cat([torch.arange(folded[0]), lengths[0] + torch.arange(lengths[1])])
+    expected = pool(
+        inputs.hidden_states[kept],
+        make_cu_seqlens(folded),
+        kind,
+        skip_tokens=skip_tokens,
+        weights=inputs.weights[kept] if kind == "weighted" else None,
+    )
+    assert_close("pooled", expected, finish(state), 1e-6)
+
+
+def test_last_may_leave_rows_out() -> None:
+    state = PoolingState.empty("last", 2, 4)
+    skip_tokens = torch.tensor([11, 12], dtype=torch.int32)
+    rows = torch.arange(12.0).view(3, 4)
+    starts = torch.tensor([10, 10])
+    pool_partial(state, rows, make_cu_seqlens((2, 1)), slice_starts=starts, skip_tokens=skip_tokens)
+    assert state.num_tokens.tolist() == [12, 11]
+    assert finish(state).tolist() == [[4, 5, 6, 7], [0, 0, 0, 0]]
+
+
 def test_poisoned_slice_touches_no_other_state() -> None:
     state = PoolingState.empty("mean", 2, 4)
     rows = torch.ones(4, 4)
@@ -327,6 +378,8 @@ def test_states_name_what_does_not_fit() -> None:
         pool_partial(state, HIDDEN, make_cu_seqlens((4,)))
     with pytest.raises(ValueError, match=r"hidden_states must be \[T, 8\]"):
         pool_partial(state, torch.ones(4, 9), CU_SEQLENS)
+    with pytest.raises(ValueError, match=r"slice_starts must be int64 \[2\], got torch.int32"):
+        pool_partial(state, HIDDEN, CU_SEQLENS, slice_starts=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="weights go with pooling"):
         pool_partial(state, HIDDEN, CU_SEQLENS, weights=torch.ones(4))
     with pytest.raises(ValueError, match="one kind of pooling"):

@@ -1,12 +1,12 @@
 """The triton kernels of pooling compiled ahead of time for GPUs that this machine need not have: no register spills."""
 
 import os
-import re
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from .ptxas import ptxas_report
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="needs triton"),
@@ -23,25 +23,6 @@ POINTERS = {
     "block_total_ptr": "*fp32",
     "block_weight_ptr": "*fp32",
 }
-
-
-def ptxas_report(ptx: str, capability: int, folder: Path) -> str:
-    """What the ptxas that triton brings says about the kernel. Newer GPUs have a ptxas of their own."""
-    import triton
-
-    source = folder / "kernel.ptx"
-    source.write_text(ptx)
-    target = re.search(r"\.target (sm_\w+)", ptx)
-    assert target is not None
-    assert target[1].startswith(f"sm_{capability}")
-    errors = []
-    for ptxas in sorted((Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*")):
-        command = [str(ptxas), "-v", f"--gpu-name={target[1]}", str(source), "-o", str(folder / "kernel.cubin")]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        if run.returncode == 0:
-            return run.stderr
-        errors.append(run.stderr)
-    raise AssertionError(f"no bundled ptxas takes the kernel: {errors}")
 
 
 @pytest.mark.parametrize("capability", [80, 90])

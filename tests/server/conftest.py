@@ -85,6 +85,11 @@ class FakeEngine:
             rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
         return EmbeddingResult(np.ascontiguousarray(rows, np.float32), counts)
 
+    async def embed_late(self, inputs, params, options=DEFAULTS):
+        params = params.resolved(PoolingTask.EMBED, self.info)
+        await self._enter("embed_late", inputs, params, options)
+        return EmbeddingResult(np.eye(len(inputs), WIDTH, dtype=np.float32), self._counts(inputs, params))
+
     async def score(self, left, right, params, options=DEFAULTS):
         if len(left) not in (1, len(right)):
             raise InvalidRequestError(f"{len(left)} texts cannot be paired with {len(right)}.", param="text_2")

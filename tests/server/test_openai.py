@@ -123,6 +123,16 @@ async def test_use_activation_is_the_newer_name_of_normalize(client: httpx.Async
     assert abs(np.linalg.norm(answer["data"][0]["embedding"]) - 1) > 1e-3
 
 
+@pytest.mark.parametrize("value", [True, False, None])
+async def test_late_chunking_runs_all_inputs_as_one_text(client: httpx.AsyncClient, engine, value) -> None:
+    body = {"input": [*HELLO, [5, 6]], "late_chunking": value, "normalize": False, "prompt_name": "query"}
+    answer = (await client.post("/v1/embeddings", json=body)).json()
+    assert [row["index"] for row in answer["data"]] == [0, 1, 2]
+    name, (inputs, params, options) = engine.calls[-1]
+    assert name == ("embed_late" if value else "embed")
+    assert (inputs, params.normalize, options.prompt_name) == ([*HELLO, [5, 6]], False, "query")
+
+
 # (what, body, field, part of the message)
 WRONG_BODIES = [
     ("no input", {"model": "alias"}, "input", "missing"),
@@ -141,6 +151,7 @@ WRONG_BODIES = [
     ("dimensions of a plain model", {"input": "a", "dimensions": 4}, "dimensions", "Matryoshka"),
     ("model", {"input": "a", "model": 3}, "model", "3"),
     ("truncation above the limit", {"input": "a", "truncate_prompt_tokens": 65}, "truncate_prompt_tokens", "65"),
+    ("late chunking", {"input": "a", "late_chunking": "often"}, "late_chunking", "'often'"),
     ("truncation side", {"input": "a", "truncation_side": "up"}, "truncation_side", "'up'"),
     ("out of vocabulary", {"input": [5000]}, "input", "out of vocabulary"),
 ]

@@ -117,3 +117,15 @@ async def test_more_documents_than_the_limit(serving, engine) -> None:
     async with serving(engine, max_inputs_per_request=2) as client:
         response = await client.post("/rerank", json={"query": "a", "documents": ["b"] * 3})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "documents")
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+@pytest.mark.parametrize("instruction", [None, "", "Find the red one."])
+async def test_the_instruction_reaches_the_engine(
+    client: httpx.AsyncClient, engine, path: str, instruction: str | None
+) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS, "instruction": instruction}
+    assert (await client.post(path, json=body)).status_code == 200
+    assert engine.calls[-1][1][3].instruction == instruction
+    wrong = await client.post(path, json={**body, "instruction": 3})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "instruction")

@@ -53,3 +53,10 @@ async def test_long_pairs_are_refused_unless_they_may_be_cut(client: httpx.Async
     body = {"text_1": "a", "text_2": "word " * 100}
     assert (await client.post("/score", json=body)).json()["error"]["code"] == "context_length_exceeded"
     assert (await client.post("/score", json={**body, "truncate_prompt_tokens": -1})).status_code == 200
+
+
+async def test_the_instruction_reaches_the_engine(client: httpx.AsyncClient, engine) -> None:
+    for path in ("/score", "/v1/score"):
+        body = {"text_1": "a", "text_2": "b", "instruction": "Find the red one."}
+        assert (await client.post(path, json=body)).status_code == 200
+        assert engine.calls[-1][1][3].instruction == "Find the red one."

@@ -67,6 +67,12 @@ def test_everything_reaches_the_engine() -> None:
             "max_num_batched_tokens": "99",
             "max_num_seqs": "7",
             "max_queued_tokens": "1000",
+            "enable_chunked_prefill": False,
+            "chunk_size": "64",
+            "kv_cache_memory": "2GiB",
+            "cache_memory_fraction": "0.5",
+            "kv_block_size": "8",
+            "enable_prefix_caching": False,
             "revision": "main",
             "num_threads": "3",
             "tokenizer_workers": "4",
@@ -80,6 +86,11 @@ def test_everything_reaches_the_engine() -> None:
     assert (config.auto_truncate, config.trust_remote_code, config.in_process) == (True, True, True)
     scheduler = config.scheduler
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, scheduler.max_queued_tokens) == (99, 7, 1000)
+    assert (scheduler.enable_chunked_prefill, scheduler.chunk_size) == (False, 64)
+    cache = config.cache
+    assert (cache.kv_cache_memory, cache.memory_fraction, cache.block_size) == (2 * 1024**3, 0.5, 8)
+    assert type(cache.kv_cache_memory) is int
+    assert cache.enable_prefix_caching is False
 
 
 # (field, value, part of the message)
@@ -99,6 +110,10 @@ WRONG_VALUES = [
     ("drain_timeout_s", "inf", "finite"),
     ("api_key", ",", "holds no key"),
     ("max_body_bytes", "0", "greater than 0"),
+    ("chunk_size", "0", "greater than 0"),
+    ("kv_cache_memory", "2 apples", "byte unit"),
+    ("kv_cache_memory", "0", "greater than 0"),
+    ("cache_memory_fraction", "1.5", "less than or equal to 1"),
     ("log_level", "loud", "'debug'"),
 ]
 

@@ -14,8 +14,10 @@ import transformers
 from penstock.engine.config import EngineConfig
 from penstock.engine.model_files import resolve_model, with_device
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.models.base import PackedModel
 from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.request import TokenizedInput
+from penstock.engine.sequence_cache import BatchCache, KvCache, SsmStates
 
 SIZES = {
     "vocab_size": 200,
@@ -99,3 +101,116 @@ def sequences() -> list[list[int]]:
     """Token ids of odd lengths."""
     numbers = np.random.default_rng(0)
     return [numbers.integers(3, SIZES["vocab_size"], length).tolist() for length in LENGTHS]
+
+
+BLOCK_SIZE = 16
+
+
+class SlicedRun:
+    """Runs sequences in slices, their keys, values and states in blocks and slots that lie all over the pools."""
+
+    def __init__(
+        self,
+        model: PackedModel,
+        sequences: Sequence[Sequence[int]],
+        dtype: torch.dtype = torch.float32,
+        block_size: int = BLOCK_SIZE,
+    ):
+        assert model.cache_spec is not None
+        cpu = torch.device("cpu")
+        self.model, self.sequences, self.block_size = model, sequences, block_size
+        self.rows: list[list[torch.Tensor]] = [[] for _ in sequences]
+        self.weights: dict[tuple[int, int], torch.Tensor] = {}
+        numbers = np.random.default_rng(1)
+        counts = [-(-len(s) // self.block_size) for s in sequences]
+        blocks = numbers.permutation(sum(counts) + 3)
+        self.blocks = [
+            blocks[end - count : end] for end, count in zip(itertools.accumulate(counts), counts, strict=True)
+        ]
+        self.slots = numbers.permutation(len(sequences) + 3)
+        self.kv = KvCache.allocate(model.cache_spec, len(blocks), self.block_size, dtype, cpu)
+        self.states = SsmStates.allocate(model.cache_spec, len(self.slots), dtype, cpu)
+        for pool in (*self.kv.k, *self.kv.v, *self.states.conv, *self.states.ssm):
+            pool.fill_(float("nan"))
+
+    def step(self, slices: Sequence[tuple[int, int, int]], *, need_attention: bool = False) -> None:
+        """Runs one batch of (sequence, start, end); attention weights go to `weights[sequence, end]`."""
+        slices = sorted(slices, key=lambda s: s[1] > 0)
+        starts = [start for _, start, _ in slices]
+        inputs = [TokenizedInput(np.asarray(self.sequences[n], np.int32)).slice(a, b) for n, a, b in slices]
+        lengths = [len(i) for i in inputs]
+        fresh = starts.count(0)
+        batch = PackedBatch.build(
+            inputs, torch.device("cpu"), starts=starts, cache=self._cache(slices, fresh, sum(lengths[:fresh]))
+        )
+        output = self.model.forward(batch, need_attention=need_attention)
+        for (n, _, _), part in zip(slices, output.hidden_states.split(lengths), strict=True):
+            self.rows[n].append(part)
+        if output.attention_weights is not None:
+            parts = output.attention_weights.split([end for _, _, end in slices])
+            self.weights |= {(n, end): part for (n, _, end), part in zip(slices, parts, strict=True)}
+
+    def _cache(self, slices: Sequence[tuple[int, int, int]], num_fresh: int, num_fresh_tokens: int) -> BatchCache:
+        past, size = slices[num_fresh:], self.block_size
+        # A fresh sequence that ends with its slice needs nothing kept.
+        kept = [end < len(self.sequences[n]) or start > 0 for n, start, end in slices]
+        rows, store_rows, store_slots = 0, [], []
+        for (n, start, end), keep in zip(slices, kept, strict=True):
+            if keep:
+                store_rows += range(rows, rows + end - start)
+                store_slots += [self.blocks[n][t // size] * size + t % size for t in range(start, end)]
+            rows += end - start
+        tables = torch.zeros(len(past), max((-(-end // size) for *_, end in past), default=0), dtype=torch.int32)
+        for row, (n, _, end) in zip(tables, past, strict=True):
+            used = -(-end // size)
+            row[:used] = torch.from_numpy(self.blocks[n][:used])
+        saved = [i for i, (n, _, end) in enumerate(slices) if end < len(self.sequences[n])]
+        spec = self.model.cache_spec
+        return BatchCache(
+            num_fresh=num_fresh,
+            num_fresh_tokens=num_fresh_tokens,
+            context_lens=tuple(start for _, start, _ in slices),
+            whole_lens=tuple(len(self.sequences[n]) for n, _, _ in slices),
+            kv=self.kv if spec.kv_layers else None,
+            block_tables=tables if past else None,
+            store_rows=torch.tensor(store_rows, dtype=torch.int64),
+            store_slots=torch.tensor(store_slots, dtype=torch.int64),
+            ssm=self.states if spec.ssm_layers else None,
+            load_indices=torch.arange(num_fresh, len(slices)),
+            load_slots=torch.tensor([int(self.slots[n]) for n, *_ in past], dtype=torch.int64),
+            save_indices=torch.tensor(saved, dtype=torch.int64),
+            save_slots=torch.tensor([int(self.slots[slices[i][0]]) for i in saved], dtype=torch.int64),
+        )
+
+
+@pytest.fixture(scope="session")
+def sliced_run() -> type[SlicedRun]:
+    """The class above, for tests that say themselves which slices run together."""
+    return SlicedRun
+
+
+@pytest.fixture(scope="session")
+def run_sliced() -> Callable[..., list[torch.Tensor]]:
+    """Runs sequences in slices of `size` tokens; sequence n enters at step n, so that fresh ones meet older ones."""
+
+    def run(
+        model: PackedModel,
+        sequences: Sequence[Sequence[int]],
+        size: int,
+        dtype: torch.dtype = torch.float32,
+        block_size: int = BLOCK_SIZE,
+    ) -> list[torch.Tensor]:
+        sliced = SlicedRun(model, sequences, dtype, block_size)
+        done = [0] * len(sequences)
+        for step in itertools.count():
+            ends = [min(at + size, len(s)) for at, s in zip(done, sequences, strict=True)]
+            slices = [(n, done[n], ends[n]) for n in range(min(step + 1, len(done))) if done[n] < ends[n]]
+            if not slices and step >= len(done):
+                return [torch.cat(rows) for rows in sliced.rows]
+            if slices:
+                sliced.step(slices)
+            for n, _, end in slices:
+                done[n] = end
+        raise AssertionError
+
+    return run

@@ -25,15 +25,15 @@ GPT2 = {"vocab_size": 200, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions
     "eos_token_id": 2,
 }
 DEBERTA = SIZES | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "type_vocab_size": 0}
-LLAMA = SIZES | {"num_key_value_heads": 2}
+HELIUM = SIZES | {"num_key_value_heads": 2, "head_dim": 12}
 T5 = {"vocab_size": 200, "d_model": 48, "d_kv": 12, "d_ff": 80, "num_layers": 2, "num_heads": 4}
 EMBEDDERS = [
     pytest.param("AlbertModel", SIZES | {"embedding_size": 16}, True, id="albert"),
     pytest.param("DebertaV2Model", DEBERTA, False, id="deberta-own-attention"),
     pytest.param("GPT2Model", GPT2, True, id="gpt2"),
-    pytest.param("LlamaModel", LLAMA, True, id="llama"),
-    pytest.param("MistralModel", LLAMA | {"sliding_window": 8}, True, id="mistral-window"),
-    pytest.param("Gemma2Model", LLAMA | {"head_dim": 12}, False, id="gemma2-softcap"),
+    pytest.param("HeliumModel", HELIUM, True, id="helium"),
+    pytest.param("Starcoder2Model", HELIUM | {"sliding_window": 8}, True, id="starcoder2-window"),
+    pytest.param("VaultGemmaModel", HELIUM, False, id="vaultgemma-softcap"),
     pytest.param("XLMRobertaXLModel", SIZES | {"pad_token_id": 1}, True, id="xlm-roberta-xl-position-offset"),
     pytest.param("T5EncoderModel", T5, False, id="t5-encoder-without-positions"),
     pytest.param("FNetModel", SIZES, False, id="fnet-without-mask"),
@@ -80,7 +80,7 @@ def test_token_types_reach_the_model(save_model, resolve, pack, sequences):
 @pytest.mark.parametrize(
     ("class_name", "config"),
     [
-        pytest.param("LlamaForSequenceClassification", LLAMA, id="llama"),
+        pytest.param("HeliumForSequenceClassification", HELIUM, id="helium"),
         pytest.param("GPT2ForSequenceClassification", GPT2, id="gpt2-without-padding-token"),
     ],
 )
@@ -126,7 +126,7 @@ def test_token_logits_equal_transformers(class_name, config, save_model, resolve
 
 
 def test_probe_leaves_reduced_weights_as_they_were(save_model, resolve, pack, sequences):
-    folder, reference = save_model("LlamaModel", **LLAMA)
+    folder, reference = save_model("HeliumModel", **HELIUM)
     model = load_model(resolve(folder, "bfloat16"))
     hidden = model.forward(pack(sequences)).hidden_states
     assert hidden.dtype == torch.bfloat16
@@ -137,7 +137,7 @@ def test_probe_leaves_reduced_weights_as_they_were(save_model, resolve, pack, se
 
 
 def test_overrides_reach_transformers(save_model, resolve, pack, sequences):
-    folder, _ = save_model("LlamaModel", **LLAMA)
+    folder, _ = save_model("HeliumModel", **HELIUM)
     short = load_model(resolve(folder, hf_overrides={"num_hidden_layers": 1}))
     assert len(short._network.layers) == 1
 
@@ -145,7 +145,7 @@ def test_overrides_reach_transformers(save_model, resolve, pack, sequences):
 def test_missing_weight_is_named(save_model, resolve):
     from safetensors.torch import load_file, save_file
 
-    folder, _ = save_model("LlamaModel", **LLAMA)
+    folder, _ = save_model("HeliumModel", **HELIUM)
     tensors = load_file(folder / "model.safetensors")
     del tensors["layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -177,7 +177,7 @@ def test_relative_positions_that_transformers_dropped_are_refused(save_model, re
 
 
 def test_unknown_model_type_is_named(save_model, resolve):
-    folder, _ = save_model("LlamaModel", **LLAMA)
+    folder, _ = save_model("HeliumModel", **HELIUM)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "never-heard-of", "architectures": None}))
     with pytest.raises(UnsupportedModelError, match="never-heard-of"):

@@ -8,6 +8,8 @@ from penstock.engine.errors import UnsupportedModelError
 from penstock.engine.layers.activation import find_activation
 from penstock.engine.layers.linear import GatedLinear, Linear
 from penstock.engine.layers.norm import LayerNorm
+from penstock.engine.layers.rms_norm import RmsNorm
+from penstock.engine.layers.rope import RopeSpec
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.layers.rows import Rows, round_up
 
@@ -89,9 +91,29 @@ def test_layer_norm_takes_its_statistics_in_float32(dtype):
     assert_close(LayerNorm(weight, bias, 1e-12)(x), expected, dtype)
 
 
-def test_rotation_turns_each_pair_of_halves():
-    rotary = RotaryEmbedding(8, 32, 100.0, torch.device("cpu"))
-    positions = torch.tensor([0, 1, 31])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norm_is_rounded_once(dtype):
+    x = (torch.randn(5, 4, 16) * 30).to(dtype)
+    weight = 1.0 + 0.01 * torch.randn(4, 16)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    normed = RmsNorm(weight, 1e-6)(x)
+    assert normed.dtype == dtype
+    torch.testing.assert_close(normed.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_rotation_of_part_of_a_head_leaves_the_rest(pack):
+    rotation = RotaryEmbedding(RopeSpec(theta=100.0, size=4), torch.device("cpu"))(pack([[5, 6, 7]]))
+    x = torch.randn(3, 1, 2, 8)
+    turned, small = x.clone(), x[..., :4].clone()
+    rotation.apply_(turned)
+    rotation.apply_(small)
+    torch.testing.assert_close(turned, torch.cat([small, x[..., 4:]], -1), rtol=0, atol=0)
+
+
+def test_rotation_turns_each_pair_of_halves(pack):
+    rotary = RotaryEmbedding(RopeSpec(theta=100.0, size=8), torch.device("cpu"))
+    batch = pack([[5, 6, 7]])
+    positions = batch.positions
     x = torch.randn(3, 2, 4, 8)
     expected = torch.empty_like(x)
     for i in range(4):
@@ -99,7 +121,7 @@ def test_rotation_turns_each_pair_of_halves():
         cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
         expected[..., i] = x[..., i] * cos - x[..., i + 4] * sin
         expected[..., i + 4] = x[..., i + 4] * cos + x[..., i] * sin
-    rotary(positions).apply_(x)
+    rotary(batch).apply_(x)
     torch.testing.assert_close(x, expected)
 
 

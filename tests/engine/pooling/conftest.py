@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ NUM_HEADS = 4
 NUM_LABELS = 5
 LENGTHS = (1, 2, 7, 63, 5, 30)
 ATTENTION_HEAD = 2
+SEQUENCE_TYPES = [t for t in PoolingType if not t.is_token_level]
+DENSE = (DenseSpec(folder="2_Dense", in_features=HIDDEN_SIZE, out_features=10, bias=True, activation="Tanh"),)
 
 TASKS = {
     ModelKind.EMBEDDING: (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE),
@@ -97,6 +100,29 @@ def token_ids() -> Tensor:
     ids = torch.randint(0, 100, (sum(LENGTHS),))
     ids[torch.randperm(len(ids))[: len(ids) // 3]] = 3
     return ids
+
+
+def resolved(info: ModelInfo, task: PoolingTask, **fields: Any) -> PoolingParams:
+    return PoolingParams(**fields).resolved(task, info)
+
+
+def dense_chain(in_features: int = HIDDEN_SIZE, out_features: int = 10) -> torch.nn.Module:
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(in_features, out_features), torch.nn.Tanh()).requires_grad_(False)
+
+
+def assert_same(left: PoolerOutput, right: PoolerOutput, atol: float = 1e-6) -> None:
+    for a, b in zip(left.to_numpy(), right.to_numpy(), strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            np.testing.assert_allclose(a[name], b[name], atol=atol, rtol=0)
+
+
+def embedding_cases() -> Iterator[tuple[ModelInfo, list[torch.nn.Module]]]:
+    for pooling_type in SEQUENCE_TYPES:
+        yield make_info(sequence_pooling=(pooling_type,)), []
+    yield make_info(sequence_pooling=(PoolingType.CLS, PoolingType.WEIGHTED_MEAN)), []
+    yield make_info(dense=DENSE), [dense_chain()]
 
 
 PoolAll = Callable[..., PoolerOutput]

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch import Tensor
 
 from penstock.engine.params import PoolingType
 from penstock.engine.pooling import PoolingMetadata, PoolingStates
@@ -20,6 +21,7 @@ def test_slices_of_several_sequences_over_several_batches() -> None:
     types = [(PoolingType.MEAN, PoolingType.LAST), (PoolingType.ALL,), (PoolingType.MEAN, PoolingType.LAST)]
     states: list[PoolingStates | None] = [None, None, None]
     starts = [0, 0, 0]
+    pooled: dict[int, Tensor] = {}
     for sizes, incomplete in (([2, 4, 2], [0, 1]), ([0, 4, 0], [0, 1]), ([3, 1, 0], [])):
         metadata = PoolingMetadata.create(
             [len(s) for s in sequences], chunk_sizes=sizes, seq_starts=starts, states=states
@@ -27,17 +29,36 @@ def test_slices_of_several_sequences_over_several_batches() -> None:
         metadata.initialize_states(4, types)
         parts = [s[b : b + n] for s, b, n in zip(sequences, starts, sizes, strict=True)]
         metadata.update_all(torch.cat(parts))
-        assert metadata.cursors is not None
-        assert metadata.states is not None
         assert metadata.get_incomplete_indices() == incomplete
-        assert sorted({0, 1, 2} - set(incomplete)) == list(metadata.finalize_all())
-        starts = [cursor.start for cursor in metadata.cursors]
-        states = metadata.states
-    pooled = metadata.finalize_all()
-    for index in (0, 2):
+        assert [metadata.states[i].num_tokens for i in range(3)] == [b + n for b, n in zip(starts, sizes, strict=True)]
+        pooled.update(metadata.finalize_all())
+        starts = [metadata.cursors[i].start for i in range(3)]
+        states = [metadata.states[i] for i in range(3)]
+    assert sorted(pooled) == [0, 2]
+    for index, row in pooled.items():
         expected = torch.cat([sequences[index].mean(0), sequences[index][-1]])
-        torch.testing.assert_close(pooled[index], expected, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(pooled[1], sequences[1], atol=0, rtol=0)
+        torch.testing.assert_close(row, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_states_say_where_slices_begin() -> None:
+    state = PoolingStates.initialize(4, [PoolingType.MEAN])
+    state.update(torch.zeros(3, 4))
+    metadata = PoolingMetadata.create([8, 2], states=[state, None])
+    assert (metadata.seq_lens, list(metadata.cursors)) == ((5, 2), [0])
+    assert (metadata.cursors[0].slice_start, metadata.cursors[0].row) == (3, 0)
+    metadata = PoolingMetadata.create([8, 2], slice_starts=[1, 0], states=[state, None])
+    assert (metadata.seq_lens, metadata.cursors[0].num_repeated) == ((7, 2), 2)
+    with pytest.raises(ValueError, match="seq_starts says that 2 tokens of sequence 0 were pooled; its state holds 3"):
+        PoolingMetadata.create([8, 2], seq_starts=[2, 0], states=[state, None])
+
+
+def test_as_whole_counts_skipped_tokens_from_the_slice() -> None:
+    skip_tokens = torch.tensor([3, 3, 0], dtype=torch.int32)
+    metadata = PoolingMetadata.create([9, 9, 4], slice_starts=[2, 5, 0], skip_tokens=skip_tokens)
+    whole = metadata.as_whole()
+    assert not whole.is_partial
+    assert whole.skip_tokens is not None
+    assert (whole.seq_lens, whole.skip_tokens.tolist()) == ((7, 4, 4), [1, 0, 0])
 
 
 def test_select_describes_some_sequences() -> None:
@@ -45,13 +66,25 @@ def test_select_describes_some_sequences() -> None:
         [2, 3, 1], token_ids=torch.arange(6), skip_tokens=torch.tensor([1, 0, 2], dtype=torch.int32)
     )
     rows, part = metadata.select([0, 2])
-    assert rows is not None
+    assert isinstance(rows, Tensor)
     assert rows.tolist() == [0, 1, 5]
     assert (part.seq_lens, part.cu_seqlens.tolist()) == ((2, 1), [0, 2, 3])
     assert part.token_ids is not None
     assert part.skip_tokens is not None
     assert (part.token_ids.tolist(), part.skip_tokens.tolist()) == ([0, 1, 5], [1, 2])
-    assert metadata.select([0, 1, 2]) == (None, metadata)
+    assert [metadata.select(i)[0] for i in ([0, 1, 2], [1, 2], [])] == [slice(0, 6), slice(2, 6), slice(0, 0)]
+
+
+def test_select_leaves_out_rows_that_come_again() -> None:
+    metadata = PoolingMetadata.create(
+        [6, 3, 9], chunk_sizes=[4, 3, 5], seq_starts=[1, 0, 8], slice_starts=[0, 0, 2], token_ids=torch.arange(12)
+    )
+    rows, part = metadata.select([0, 1, 2], new_only=True)
+    assert isinstance(rows, Tensor)
+    assert rows.tolist() == [1, 2, 3, 4, 5, 6]
+    assert part.token_ids is not None
+    assert (part.seq_lens, part.token_ids.tolist()) == ((3, 3, 0), [1, 2, 3, 4, 5, 6])
+    assert metadata.select([0, 1, 2])[1].seq_lens == (4, 3, 5)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +93,9 @@ def test_select_describes_some_sequences() -> None:
         ({"chunk_sizes": [1]}, "chunk_sizes holds 1 values for 2 sequences"),
         ({"seq_starts": [0, 0, 0]}, "seq_starts holds 3 values"),
         ({"params": []}, "params holds 0 values"),
+        ({"slice_starts": [0]}, "slice_starts holds 1 values"),
         ({"chunk_sizes": [3, 3]}, "3 tokens at 0 do not lie in a sequence of 2"),
+        ({"chunk_sizes": [2, 1], "slice_starts": [0, 3]}, "1 tokens at 3 do not lie in a sequence of 3"),
     ],
 )
 def test_lengths_that_do_not_fit(arguments: dict[str, list[int]], message: str) -> None:
@@ -70,5 +105,5 @@ def test_lengths_that_do_not_fit(arguments: dict[str, list[int]], message: str) 
 
 def test_a_slice_without_state_is_refused() -> None:
     metadata = PoolingMetadata.create([2, 3], chunk_sizes=[1, 3])
-    with pytest.raises(ValueError, match="2 sequences have no running state"):
+    with pytest.raises(ValueError, match="1 sequences have no running state"):
         metadata.update_all(torch.zeros(4, 4))

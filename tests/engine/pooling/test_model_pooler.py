@@ -1,7 +1,5 @@
-"""The pooler of a model: every task, mixed batches, slices."""
+"""The pooler of a model: every task, mixed batches. Slices are in test_slices.py."""
 
-from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,30 +11,24 @@ from torch import Tensor
 from penstock.engine.errors import UnsupportedTaskError
 from penstock.engine.model_info import DenseSpec, ModelInfo, ModelKind
 from penstock.engine.models.base import ModelOutput
-from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
-from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata, PoolingStates, poolers
+from penstock.engine.params import PoolingTask, PoolingType
+from penstock.engine.pooling import ModelPooler, PoolingMetadata, poolers
 
-from .conftest import ATTENTION_HEAD, HIDDEN_SIZE, LENGTHS, NUM_HEADS, PoolAll, TinyModel, make_info
-
-SEQUENCE_TYPES = [t for t in PoolingType if not t.is_token_level]
-DENSE = (DenseSpec(folder="2_Dense", in_features=HIDDEN_SIZE, out_features=10, bias=True, activation="Tanh"),)
-
-
-def resolved(info: ModelInfo, task: PoolingTask, **fields: Any) -> PoolingParams:
-    return PoolingParams(**fields).resolved(task, info)
-
-
-def dense_chain(in_features: int = HIDDEN_SIZE, out_features: int = 10) -> torch.nn.Module:
-    torch.manual_seed(5)
-    return torch.nn.Sequential(torch.nn.Linear(in_features, out_features), torch.nn.Tanh()).requires_grad_(False)
-
-
-def assert_same(left: PoolerOutput, right: PoolerOutput, atol: float = 1e-6) -> None:
-    for a, b in zip(left.to_numpy(), right.to_numpy(), strict=True):
-        assert a.keys() == b.keys()
-        for name in a:
-            np.testing.assert_allclose(a[name], b[name], atol=atol, rtol=0)
-
+from .conftest import (
+    ATTENTION_HEAD,
+    DENSE,
+    HIDDEN_SIZE,
+    LENGTHS,
+    NUM_HEADS,
+    SEQUENCE_TYPES,
+    PoolAll,
+    TinyModel,
+    assert_same,
+    dense_chain,
+    embedding_cases,
+    make_info,
+    resolved,
+)
 
 # One task --------------------------------------------------------------------------------------------------------
 
@@ -220,13 +212,6 @@ def test_no_embedding_is_an_error(pool_all: PoolAll) -> None:
 # A result never depends on its batch -----------------------------------------------------------------------------
 
 
-def embedding_cases() -> Iterator[tuple[ModelInfo, list[torch.nn.Module]]]:
-    for pooling_type in SEQUENCE_TYPES:
-        yield make_info(sequence_pooling=(pooling_type,)), []
-    yield make_info(sequence_pooling=(PoolingType.CLS, PoolingType.WEIGHTED_MEAN)), []
-    yield make_info(dense=DENSE), [dense_chain()]
-
-
 @pytest.mark.parametrize(("info", "dense"), list(embedding_cases()))
 def test_mixed_tasks_and_params_equal_alone(info: ModelInfo, dense: list[torch.nn.Module], pool_all: PoolAll) -> None:
     width = info.embedding_size
@@ -246,133 +231,6 @@ def test_mixed_tasks_and_params_equal_alone(info: ModelInfo, dense: list[torch.n
         assert alone.keys() == together[i].keys()
         for name, array in alone.items():
             np.testing.assert_allclose(together[i][name], array, atol=1e-6)
-
-
-# Slices ----------------------------------------------------------------------------------------------------------
-
-
-def run_slices(
-    pooler: ModelPooler,
-    output: ModelOutput,
-    params: Sequence[PoolingParams],
-    token_ids: Tensor,
-    chunk_size: int,
-    skip_tokens: Tensor | None,
-) -> PoolerOutput:
-    """Pools LENGTHS in batches that hold the next `chunk_size` tokens of every sequence that is not complete."""
-    bounds = [0, *np.cumsum(LENGTHS).tolist()]
-    starts = [0] * len(LENGTHS)
-    states: list[PoolingStates | None] = [None] * len(LENGTHS)
-    finished: dict[int, Any] = {}
-    while len(finished) < len(LENGTHS):
-        running = [i for i in range(len(LENGTHS)) if i not in finished]
-        sizes = [min(chunk_size, LENGTHS[i] - starts[i]) for i in running]
-        places = [slice(bounds[i] + starts[i], bounds[i] + starts[i] + n) for i, n in zip(running, sizes, strict=True)]
-        metadata = PoolingMetadata.create(
-            [LENGTHS[i] for i in running],
-            [params[i] for i in running],
-            chunk_sizes=sizes,
-            seq_starts=[starts[i] for i in running],
-            states=[states[i] for i in running],
-            token_ids=torch.cat([token_ids[p] for p in places]),
-            skip_tokens=None if skip_tokens is None else skip_tokens[running],
-        )
-        attention = output.attention_weights
-        part = ModelOutput(
-            hidden_states=torch.cat([output.hidden_states[p] for p in places]),
-            attention_weights=None if attention is None else torch.cat([attention[p] for p in places]),
-        )
-        arrays = pooler.pool(part, metadata).to_numpy()
-        assert metadata.cursors is not None
-        assert metadata.states is not None
-        incomplete = metadata.get_incomplete_indices()
-        for place, i in enumerate(running):
-            starts[i], states[i] = metadata.cursors[place].start, metadata.states[place]
-            assert (arrays[place] == {}) is (place in incomplete)
-            if arrays[place]:
-                finished[i] = arrays[place]
-
-    class Finished(PoolerOutput):
-        def to_numpy(self) -> list[Any]:
-            return [finished[i] for i in range(len(LENGTHS))]
-
-    return Finished(len(LENGTHS), [])
-
-
-@pytest.mark.parametrize("chunk_size", [1, 7, 64])
-@pytest.mark.parametrize("with_skip", [False, True])
-@pytest.mark.parametrize(("info", "dense"), list(embedding_cases()))
-def test_sliced_embeddings_equal_unsliced(
-    info: ModelInfo,
-    dense: list[torch.nn.Module],
-    chunk_size: int,
-    with_skip: bool,
-    pool_all: PoolAll,
-    hidden_states: Tensor,
-    attention_weights: Tensor,
-    token_ids: Tensor,
-) -> None:
-    skip_tokens = torch.tensor([0, 1, 3, 40, 2, 0], dtype=torch.int32) if with_skip else None
-    params = [
-        resolved(info, task, dimensions=d, normalize=n)
-        for task, d, n in zip(
-            [PoolingTask.EMBED, PoolingTask.EMBED, PoolingTask.TOKEN_EMBED] * 2,
-            [None, 5, 3, None, 2, None],
-            [True, False, True, True, True, False],
-            strict=True,
-        )
-    ]
-    pooler = ModelPooler(info, TinyModel(), dense)
-    output = ModelOutput(hidden_states=hidden_states, attention_weights=attention_weights)
-    sliced = run_slices(pooler, output, params, token_ids, chunk_size, skip_tokens)
-    assert_same(sliced, pool_all(pooler, params, skip_tokens=skip_tokens), atol=1e-5)
-
-
-@pytest.mark.parametrize(("chunk_size", "pooling_type"), list(product([1, 7, 64], SEQUENCE_TYPES)))
-def test_sliced_classes_equal_unsliced(
-    chunk_size: int,
-    pooling_type: PoolingType,
-    pool_all: PoolAll,
-    hidden_states: Tensor,
-    attention_weights: Tensor,
-    token_ids: Tensor,
-) -> None:
-    info = make_info(ModelKind.SEQUENCE_CLASSIFIER, sequence_pooling=(pooling_type,))
-    params = [resolved(info, PoolingTask.CLASSIFY, use_activation=i % 2 == 0) for i in range(len(LENGTHS))]
-    pooler = ModelPooler(info, TinyModel())
-    sliced = run_slices(
-        pooler,
-        ModelOutput(hidden_states=hidden_states, attention_weights=attention_weights),
-        params,
-        token_ids,
-        chunk_size,
-        None,
-    )
-    assert_same(sliced, pool_all(pooler, params), atol=1e-5)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 7, 64])
-def test_sliced_steps_equal_unsliced(
-    chunk_size: int, pool_all: PoolAll, hidden_states: Tensor, token_ids: Tensor
-) -> None:
-    info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=PoolingType.STEP)
-    tags = [3, None, 3, 3, None, 3]
-    params = [
-        resolved(info, PoolingTask.TOKEN_CLASSIFY, step_tag_id=tag, returned_token_ids=(1, 2) if i % 2 else None)
-        for i, tag in enumerate(tags)
-    ]
-    pooler = ModelPooler(info, TinyModel())
-    sliced = run_slices(pooler, ModelOutput(hidden_states=hidden_states), params, token_ids, chunk_size, None)
-    assert_same(sliced, pool_all(pooler, params), atol=1e-5)
-
-
-def test_models_that_pool_by_themselves_take_no_slices(hidden_states: Tensor) -> None:
-    info = make_info(ModelKind.SEQUENCE_CLASSIFIER, sequence_pooling=(PoolingType.CLS,))
-    params = [resolved(info, PoolingTask.CLASSIFY)]
-    metadata = PoolingMetadata.create([9], params, chunk_sizes=[4])
-    output = ModelOutput(hidden_states=hidden_states[:4], logits=torch.zeros(1, 5))
-    with pytest.raises(ValueError, match="cannot run on slices"):
-        ModelPooler(info, TinyModel()).pool(output, metadata)
 
 
 # Off the device --------------------------------------------------------------------------------------------------

@@ -27,24 +27,76 @@ def test_slices_finish_to_the_whole(
     states = PoolingStates.initialize(12, [pooling_type])
     for start in range(0, len(hidden), chunk_size):
         part = slice(start, start + chunk_size)
-        states.update(hidden[part], weights[part], skip_tokens=skip_tokens)
+        states.update(hidden[part], weights[: part.stop], skip_tokens=skip_tokens)
     skip = torch.tensor([skip_tokens], dtype=torch.int32)
     metadata = PoolingMetadata.create([len(hidden)], skip_tokens=skip)
     whole = PoolerFactory.create(pooling_type).pool(hidden, metadata, weights[:, None])
     torch.testing.assert_close(states.finalize(), whole[0], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
+@pytest.mark.parametrize("skip_tokens", [0, 25])
+def test_rows_that_come_again_are_left_out(pooling_type: PoolingType, skip_tokens: int) -> None:
+    hidden, weights = rows()
+    once, again = (PoolingStates.initialize(12, [pooling_type]) for _ in range(2))
+    once.update(hidden, weights, skip_tokens=skip_tokens)
+    for start, end in ((0, 20), (5, 15), (0, 30), (30, 50), (49, 65)):
+        again.update(hidden[start:end], weights[:end], slice_start=start, skip_tokens=skip_tokens)
+        assert again.num_tokens == max(end, 20)
+    torch.testing.assert_close(again.finalize(), once.finalize(), atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("pooling_type", TOKEN_TYPES)
-def test_token_level_states_keep_copies_of_all_rows(pooling_type: PoolingType) -> None:
-    hidden, _ = rows()
-    buffer = torch.empty(30, 12)
+def test_token_level_states_count_and_keep_nothing(pooling_type: PoolingType) -> None:
     states = PoolingStates.initialize(12, [pooling_type])
+    for part in rows()[0].split(30):
+        states.update(part)
+    assert states.is_token_level
+    assert (states.num_tokens, states.running, states.rows) == (65, {}, [])
+    with pytest.raises(ValueError, match=f"{pooling_type} pooling go out with their slices"):
+        states.finalize()
+
+
+def test_attention_keeps_copies_of_its_rows_in_their_type() -> None:
+    hidden, weights = rows(dtype=torch.bfloat16)
+    buffer = torch.empty(30, 12, dtype=torch.bfloat16)
+    states = PoolingStates.initialize(12, [PoolingType.ATTENTION])
     for part in hidden.split(30):
         buffer[: len(part)] = part
-        states.update(buffer[: len(part)], token_ids=torch.arange(len(part)))
-    assert states.is_token_level
-    torch.testing.assert_close(states.finalize(), hidden, atol=0, rtol=0)
-    assert torch.cat(states.token_ids).tolist() == [*range(30), *range(30), *range(5)]
+        states.update(buffer[: len(part)], weights if len(part) == 5 else None)
+    kept = torch.cat(states.rows)
+    assert kept.dtype is torch.bfloat16
+    assert torch.equal(kept, hidden)
+    expected = (weights[:, None] * hidden.float()).sum(0) / weights.sum()
+    torch.testing.assert_close(states.finalize(), expected, atol=1e-6, rtol=1e-6)
+    states.update(hidden[:0])
+    with pytest.raises(ValueError, match="needs the attention weights"):
+        states.finalize()
+    states.update(hidden[:0], weights[:60])
+    with pytest.raises(ValueError, match=r"weights \[60\] do not fit 65 tokens"):
+        states.finalize()
+
+
+def test_only_last_may_leave_tokens_out() -> None:
+    hidden, _ = rows()
+    last = PoolingStates.initialize(12, [PoolingType.LAST])
+    last.update(hidden[:4], slice_start=10)
+    last.update(hidden[5:9], slice_start=40, skip_tokens=43)
+    assert last.num_tokens == 44
+    assert torch.equal(last.finalize(), hidden[8])
+    with pytest.raises(ValueError, match="MEAN pooling needs every row, but a slice begins at 10 and 0 tokens"):
+        PoolingStates.initialize(12, [PoolingType.MEAN]).update(hidden, slice_start=10)
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    hidden, weights = rows()
+    states = PoolingStates.initialize(12, [PoolingType.MAX, PoolingType.MEAN, PoolingType.ATTENTION])
+    states.update(hidden[:40])
+    copy = states.copy()
+    copy.update(torch.full((25, 12), 9.0), weights)
+    states.update(hidden[40:], weights)
+    torch.testing.assert_close(states.finalize()[:24], torch.cat([hidden.amax(0), hidden.mean(0)]))
+    assert copy.finalize()[0] == 9
 
 
 def test_types_are_concatenated_in_order() -> None:

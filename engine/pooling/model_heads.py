@@ -1,0 +1,68 @@
+"""The heads of one served model: from pooled rows, or token rows, to the blocks of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..model_info import ModelInfo
+from ..models.base import PackedModel
+from ..params import PoolingParams
+from .factory import PoolerFactory
+from .groups import OutputGroup
+from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, RowMap
+from .metadata import PoolingMetadata
+from .output import OutputBlock
+
+
+class ModelHeads:
+    """Embeds, classifies and picks token rows. Stateless.
+
+    Args:
+        info: The resolved model.
+        model: Gives the class logits of classifiers.
+        dense: The Dense modules of an embedding model, in order, float32.
+    """
+
+    def __init__(self, info: ModelInfo, model: PackedModel, dense: Sequence[RowMap] = ()) -> None:
+        self._token_pooler = PoolerFactory.create_token(info.token_pooling)
+        self._embedding_head = EmbeddingPoolerHead(dense)
+        # A Dense that takes concatenated rows cannot take a token's.
+        fits_tokens = bool(dense) and info.dense[0].in_features == info.hidden_size
+        self._token_embedding_head = EmbeddingPoolerHead(dense if fits_tokens else ())
+        self._classifier_head = ClassifierPoolerHead(info, model.classify)
+        self._token_classifier_head = ClassifierPoolerHead(info, model.classify_tokens)
+
+    def from_rows(
+        self, group: OutputGroup, rows: Tensor, params: Sequence[PoolingParams], indices: Sequence[int] | None
+    ) -> OutputBlock:
+        """Answers a sequence-level task from pooled rows [N, W] of the sequences `indices` (None: all)."""
+        if group.name == "scores":
+            return OutputBlock(name=group.name, values=self._classifier_head(rows, params), indices=indices)
+        values, widths = self._embedding_head(rows, params)
+        return OutputBlock(name=group.name, values=values, indices=indices, widths=widths)
+
+    def from_logits(
+        self, group: OutputGroup, logits: Tensor, params: Sequence[PoolingParams], indices: Sequence[int] | None
+    ) -> OutputBlock:
+        """Answers a classification from logits [N, C] of the sequences `indices` (None: all)."""
+        values = self._classifier_head.activate(logits, params)
+        return OutputBlock(name=group.name, values=values, indices=indices)
+
+    def from_tokens(
+        self, group: OutputGroup, hidden_states: Tensor, metadata: PoolingMetadata, indices: Sequence[int] | None
+    ) -> OutputBlock:
+        """Answers a token-level task from all rows [T, D] of the sequences that `metadata` describes.
+
+        In a batch of slices these are the rows of the slices: what comes of them goes out at once, even if it is
+        nothing, in [0, W].
+        """
+        if group.name == "token_embeddings":
+            row_lens = metadata.seq_lens
+            values, widths = self._token_embedding_head(hidden_states, metadata.params, row_lens)
+            return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens, widths=widths)
+        rows, row_lens = self._token_pooler.select(metadata)
+        kept = hidden_states if rows is None else hidden_states[rows]
+        values = self._token_classifier_head(kept, metadata.params, row_lens, group.columns)
+        return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens)

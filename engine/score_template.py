@@ -1,0 +1,113 @@
+"""The prompt around a query and a document, for rerankers that were trained on one. Plain text, no tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any, Final
+
+_FIELDS: Final = ("instruction", "query", "document")
+_KEYS: Final = ("parts", "instruction", "instruction_format")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreTemplate:
+    """How a reranker reads a query and a document as one sequence.
+
+    The parts are tokenized one by one, with the special tokens that they spell and no others, and joined. What is too
+    long loses tokens of the document.
+
+    Attributes:
+        parts: Format strings. Among them all {query} and {document} stand once, {instruction} at most once.
+        instruction: Stands at {instruction} where the request gives none.
+        instruction_format: Stands there where the request gives one; a format string with {instruction}.
+        stripped: Those of the three whose surrounding white space is removed first.
+    """
+
+    parts: tuple[str, ...]
+    instruction: str = ""
+    instruction_format: str = "{instruction}"
+    stripped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that says what is wrong."""
+        names = [name for part in self.parts for name in fields_of(part)]
+        for name in _FIELDS:
+            if names.count(name) > 1 or (name != "instruction" and name not in names):
+                raise ValueError(f"parts hold {{{name}}} {names.count(name)} times; they must hold it once.")
+        if fields_of(self.instruction_format) != ("instruction",):
+            raise ValueError(f"instruction_format is {self.instruction_format!r}; it must hold {{instruction}} once.")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ScoreTemplate:
+        """Builds a template from plain values: `parts`, a list of texts, and the other two.
+
+        Raises:
+            ValueError: An unknown key, a value of the wrong type, or a wrong template.
+        """
+        unknown = sorted(set(values) - set(_KEYS))
+        if unknown:
+            raise ValueError(f"unknown key {unknown[0]!r}; known are {', '.join(_KEYS)}.")
+        parts = values.get("parts")
+        if not isinstance(parts, list | tuple) or not parts or not all(isinstance(part, str) for part in parts):
+            raise ValueError(f"parts is {parts!r}; it must be a list of texts.")
+        for key in _KEYS[1:]:
+            if not isinstance(values.get(key, ""), str):
+                raise ValueError(f"{key} is {values[key]!r}; it must be a text.")
+        return cls(**{**values, "parts": tuple(parts)})
+
+    @property
+    def takes_instruction(self) -> bool:
+        """Whether there is a place for the instruction."""
+        return any("instruction" in fields_of(part) for part in self.parts)
+
+    def instructed(self, instruction: str | None) -> str:
+        """Returns what stands at {instruction}; None or an empty text takes the template's own."""
+        if not instruction:
+            return self.instruction
+        return self.instruction_format.format(instruction=self.cleaned("instruction", instruction))
+
+    def cleaned(self, field: str, text: str) -> str:
+        """Returns a text as it stands at `field`."""
+        return text.strip() if field in self.stripped else text
+
+    def filled(self, part: str, query: str, document: str, instruction: str | None) -> str:
+        """Returns a part with its fields filled in."""
+        return part.format(
+            instruction=self.instructed(instruction),
+            query=self.cleaned("query", query),
+            document=self.cleaned("document", document),
+        )
+
+
+def fields_of(part: str) -> tuple[str, ...]:
+    """Returns the names of the fields in a format string.
+
+    Raises:
+        ValueError: It is broken, or holds anything but plain {instruction}, {query} and {document}.
+    """
+    names = []
+    for _, name, spec, conversion in Formatter().parse(part):
+        if name is None:
+            continue
+        if name not in _FIELDS or spec or conversion:
+            shown = ", ".join(f"{{{field}}}" for field in _FIELDS)
+            raise ValueError(f"{part!r} holds the field {{{name}}}; known are {shown}. Write {{{{ for a brace.")
+        names.append(name)
+    return tuple(names)
+
+
+def split_at(part: str, field: str) -> tuple[str, str]:
+    """Returns the format strings before and after a field that the part holds once."""
+    before, after = "", ""
+    is_past = False
+    for literal, name, _, _ in Formatter().parse(part):
+        shown = escaped(literal) + ("" if name in (None, field) else f"{{{name}}}")
+        before, after = (before, after + shown) if is_past else (before + shown, after)
+        is_past = is_past or name == field
+    return before, after
+
+
+def escaped(text: str) -> str:
+    """Returns a text as a format string without fields."""
+    return text.replace("{", "{{").replace("}", "}}")

@@ -1,0 +1,51 @@
+"""What the kernels over packed sequences check alike."""
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether the kernels for CUDA can be imported."""
+    return find_spec("triton") is not None
+
+
+def check_rows(x: Tensor, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> None:
+    """Checks that the rows of `x` are floats and as many as the sequences say.
+
+    Raises:
+        ValueError: They are not; the message says what they are.
+    """
+    if x.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
+    if cu_seqlens.shape != (len(seq_lens) + 1,) or cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"cu_seqlens must be int32 [{len(seq_lens) + 1}], got {describe(cu_seqlens)}")
+    if sum(seq_lens) != x.shape[0] or min(seq_lens, default=0) < 0:
+        raise ValueError(f"seq_lens must sum to the {x.shape[0]} rows of x, got a sum of {sum(seq_lens)}")
+
+
+def check_tensor(
+    name: str, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Checks shape, dtype and device of an argument; one that is None passes.
+
+    Raises:
+        ValueError: One is not as asked for; the message names the argument.
+    """
+    if value is None:
+        return
+    if value.shape != shape or value.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype} {list(shape)}, got {describe(value)}")
+    if value.device != device:
+        raise ValueError(f"{name} must be on {device} like x, got {value.device}")
+
+
+def describe(tensor: Tensor) -> str:
+    """Dtype and shape, for messages."""
+    return f"{tensor.dtype} {list(tensor.shape)}"

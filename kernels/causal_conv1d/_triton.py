@@ -1,0 +1,161 @@
+"""The causal convolution on CUDA: one program per tile of rows of one sequence and block of channels.
+
+Letters beside those of the layer: C channels, W columns of the weight. A tile is `BLOCK_ROWS` rows of one sequence.
+"""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_ROWS = 16
+BLOCK_CHANNELS = 128
+
+
+@triton.jit
+def find_tile(cu_seqlens_ptr, tile, num_seqs, SIZE: tl.constexpr):
+    """(Sequence n, its first row, first row of the tile, row after the sequence's last).
+
+    The tiles of sequence n begin at number cu_seqlens[n] // SIZE + n. No two sequences share a number, and
+    T // SIZE + N numbers are enough, so that the host need not know where sequences lie; a tile that begins past its
+    sequence's end belongs to nobody.
+    """
+    low = 0
+    high = num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_before = tl.load(cu_seqlens_ptr + middle) // SIZE + middle <= tile
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle - 1)
+    start = tl.load(cu_seqlens_ptr + low)
+    end = tl.load(cu_seqlens_ptr + low + 1)
+    return low, start, start + (tile - start // SIZE - low) * SIZE, end
+
+
+@triton.jit
+def _convolve_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    cu_seqlens_ptr,
+    initial_ptr,
+    y_ptr,
+    stride_row,
+    num_seqs,
+    num_channels,
+    WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    HAS_SILU: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+):
+    """y_t = activation(bias + sum_w weight_w x_{t - (WIDTH - 1) + w}) for the rows of one tile."""
+    n, start, row, end = find_tile(cu_seqlens_ptr, tl.program_id(0), num_seqs, BLOCK_ROWS)
+    if row < end:
+        rows = row + tl.arange(0, BLOCK_ROWS)
+        channels = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+        is_channel = channels < num_channels
+        mask = (rows < end)[:, None] & is_channel[None, :]
+        total = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        for w in tl.static_range(WIDTH):
+            above = rows - (WIDTH - 1) + w
+            weight = tl.load(weight_ptr + channels * WIDTH + w, mask=is_channel, other=0.0).to(tl.float32)
+            addresses = x_ptr + above.to(tl.int64)[:, None] * stride_row + channels[None, :]
+            x = tl.load(addresses, mask=mask & (above >= start)[:, None], other=0.0).to(tl.float32)
+            if HAS_INITIAL and w < WIDTH - 1:
+                column = above - start + (WIDTH - 1)
+                first = initial_ptr + (n.to(tl.int64) * num_channels + channels)[None, :] * (WIDTH - 1)
+                x += tl.load(first + column[:, None], mask=mask & (above < start)[:, None], other=0.0).to(tl.float32)
+            total += weight[None, :] * x
+        if HAS_SILU:
+            total = total / (1.0 + tl.exp(-total))
+        addresses = y_ptr + rows.to(tl.int64)[:, None] * num_channels + channels[None, :]
+        tl.store(addresses, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _final_states_kernel(
+    x_ptr,
+    cu_seqlens_ptr,
+    initial_ptr,
+    final_ptr,
+    stride_row,
+    num_channels,
+    WIDTH: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+):
+    """final[n] = the last WIDTH - 1 inputs of sequence n, oldest first."""
+    n = tl.program_id(0).to(tl.int64)
+    start = tl.load(cu_seqlens_ptr + n)
+    end = tl.load(cu_seqlens_ptr + n + 1)
+    channels = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    is_channel = channels < num_channels
+    columns = (n * num_channels + channels) * (WIDTH - 1)
+    for w in tl.static_range(WIDTH - 1):
+        row = end - (WIDTH - 1) + w
+        kept = tl.load(x_ptr + row.to(tl.int64) * stride_row + channels, mask=is_channel & (row >= start), other=0.0)
+        if HAS_INITIAL:
+            column = row - start + (WIDTH - 1)
+            kept += tl.load(initial_ptr + columns + column, mask=is_channel & (row < start), other=0.0)
+        tl.store(final_ptr + columns + w, kept, mask=is_channel)
+
+
+def causal_conv1d_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor,
+    activation: str | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Same as `causal_conv1d`. Does not synchronise host and device."""
+    num_rows, channels = x.shape
+    num_seqs, width = cu_seqlens.shape[0] - 1, weight.shape[1]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    has_initial = initial_states is not None and width > 1
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    final = torch.empty(num_seqs, channels, width - 1, dtype=x.dtype, device=x.device) if return_final_states else None
+    # Pointers that a call does not need are never read; any tensor stands in for them.
+    initial_or_any = x if initial_states is None else initial_states.contiguous()
+    cu_seqlens = cu_seqlens.contiguous()
+    channel_blocks = triton.cdiv(channels, BLOCK_CHANNELS)
+    on_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    with on_device:
+        if y.numel():
+            _convolve_kernel[(num_rows // BLOCK_ROWS + num_seqs, channel_blocks)](
+                x,
+                weight.contiguous(),
+                x if bias is None else bias.contiguous(),
+                cu_seqlens,
+                initial_or_any,
+                y,
+                x.stride(0),
+                num_seqs,
+                channels,
+                WIDTH=width,
+                HAS_BIAS=bias is not None,
+                HAS_INITIAL=has_initial,
+                HAS_SILU=activation == "silu",
+                BLOCK_ROWS=BLOCK_ROWS,
+                BLOCK_CHANNELS=BLOCK_CHANNELS,
+            )
+        if final is not None and final.numel():
+            _final_states_kernel[(num_seqs, channel_blocks)](
+                x,
+                cu_seqlens,
+                initial_or_any,
+                final,
+                x.stride(0),
+                channels,
+                WIDTH=width,
+                HAS_INITIAL=has_initial,
+                BLOCK_CHANNELS=BLOCK_CHANNELS,
+            )
+    return y, final

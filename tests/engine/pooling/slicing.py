@@ -1,0 +1,140 @@
+"""What a model and its runner do with sequences that come in slices, without either."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.engine.model_info import ModelInfo
+from penstock.engine.models.base import ModelOutput
+from penstock.engine.params import PoolingParams, PoolingTask
+from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates
+
+from .conftest import HIDDEN_SIZE, LENGTHS, NUM_HEADS, resolved
+
+NUM_SEQS = len(LENGTHS)
+ROW_BOUNDS = [0, *np.cumsum(LENGTHS).tolist()]
+
+
+class Slice(NamedTuple):
+    """Tokens start to end of a sequence."""
+
+    seq: int
+    start: int
+    end: int
+
+
+@dataclass
+class Sequences:
+    """LENGTHS as a model would see them, and what its runner keeps of them."""
+
+    pooler: ModelPooler
+    params: Sequence[PoolingParams]
+    skip_tokens: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    states: dict[int, PoolingStates] = field(default_factory=dict)
+    parts: dict[int, list[dict[str, NDArray[np.float32]]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        total = sum(LENGTHS)
+        self.hidden = torch.randn(total, HIDDEN_SIZE, generator=generator).to(self.dtype)
+        self.token_ids = torch.randint(0, 3, (total,), generator=generator)
+        logits = torch.randn(total, NUM_HEADS, generator=generator)
+        self.attention = torch.cat([part.softmax(0) for part in logits.split(LENGTHS)])
+        self.hidden, self.token_ids, self.attention = (
+            tensor.to(self.device) for tensor in (self.hidden, self.token_ids, self.attention)
+        )
+        if self.skip_tokens is not None:
+            self.skip_tokens = self.skip_tokens.to(self.device)
+
+    def whole(self) -> list[dict[str, NDArray[np.float32]]]:
+        """What the batch of whole sequences gives."""
+        metadata = PoolingMetadata.create(
+            LENGTHS, self.params, token_ids=self.token_ids, skip_tokens=self.skip_tokens, device=self.device
+        )
+        output = ModelOutput(hidden_states=self.hidden, attention_weights=self.attention)
+        return [dict(arrays) for arrays in self.pooler.pool(output, metadata).to_numpy()]
+
+    def output(self, batch: Sequence[Slice]) -> ModelOutput:
+        """What the model gives for slices. Attention weights are poison unless a slice ends its sequence."""
+        rows = torch.cat([self.hidden[ROW_BOUNDS[s.seq] + s.start : ROW_BOUNDS[s.seq] + s.end] for s in batch])
+        weights = torch.cat(
+            [
+                self.attention[ROW_BOUNDS[s.seq] : ROW_BOUNDS[s.seq] + s.end]
+                if s.end == LENGTHS[s.seq]
+                else torch.full((s.end, NUM_HEADS), float("nan"), device=self.device)
+                for s in batch
+            ]
+        )
+        return ModelOutput(hidden_states=rows, attention_weights=weights)
+
+    def metadata(self, batch: Sequence[Slice]) -> PoolingMetadata:
+        indices = [s.seq for s in batch]
+        return PoolingMetadata.create(
+            [LENGTHS[i] for i in indices],
+            [self.params[i] for i in indices],
+            chunk_sizes=[s.end - s.start for s in batch],
+            slice_starts=[s.start for s in batch],
+            states=[self.states.get(i) for i in indices],
+            token_ids=torch.cat([self.token_ids[ROW_BOUNDS[s.seq] + s.start :][: s.end - s.start] for s in batch]),
+            skip_tokens=None if self.skip_tokens is None else self.skip_tokens[indices],
+            device=self.device,
+        )
+
+    def step(self, batch: Sequence[Slice]) -> list[Any]:
+        """Runs a batch and keeps what a runner keeps; returns the arrays of each slice."""
+        metadata = self.metadata(batch)
+        arrays = self.pooler.pool(self.output(batch), metadata).to_numpy()
+        incomplete = metadata.get_incomplete_indices()
+        assert sorted(metadata.states) == incomplete
+        for place, s in enumerate(batch):
+            assert (place in incomplete) is (s.end < LENGTHS[s.seq])
+            self.states.pop(s.seq, None)
+            if place in metadata.states:
+                self.states[s.seq] = metadata.states[place]
+                assert metadata.states[place].num_tokens >= s.end
+            self.parts.setdefault(s.seq, []).append(dict(arrays[place]))
+        return arrays
+
+    def answers(self) -> list[dict[str, NDArray[np.float32]]]:
+        """The arrays of all slices, joined as a client joins them."""
+        assert not self.states
+        joined = []
+        for seq in range(NUM_SEQS):
+            names = {name for part in self.parts[seq] for name in part}
+            arrays = {n: [part[n] for part in self.parts[seq] if n in part] for n in names}
+            joined.append({n: np.concatenate(a) if n.startswith("token_") else a[0] for n, a in arrays.items()})
+            assert all(len(a) == 1 or n.startswith("token_") for n, a in arrays.items())
+        return joined
+
+
+def in_chunks(chunk_size: int) -> list[list[Slice]]:
+    """Batches of the next `chunk_size` tokens of every sequence, whole ones first as the scheduler orders them."""
+    batches = []
+    for start in range(0, max(LENGTHS), chunk_size):
+        ends = {i: min(start + chunk_size, length) for i, length in enumerate(LENGTHS) if length > start}
+        batches.append(sorted((Slice(i, start, end) for i, end in ends.items()), key=lambda s: s.end < LENGTHS[s.seq]))
+    return batches
+
+
+def run(sequences: Sequences, batches: Sequence[Sequence[Slice]], atol: float = 1e-5) -> None:
+    """Runs the batches and compares with whole sequences."""
+    for batch in batches:
+        sequences.step(batch)
+    for actual, expected in zip(sequences.answers(), sequences.whole(), strict=True):
+        assert actual.keys() == expected.keys()
+        for name, array in actual.items():
+            np.testing.assert_allclose(array, expected[name], atol=atol, rtol=0)
+
+
+def mixed_params(info: ModelInfo) -> list[PoolingParams]:
+    """Embeddings and token embeddings of several widths, normalised and not."""
+    tasks = [PoolingTask.EMBED, PoolingTask.EMBED, PoolingTask.TOKEN_EMBED] * 2
+    options = zip(tasks, [None, 5, 3, None, 2, None], [True, False, True, True, True, False], strict=True)
+    return [resolved(info, task, dimensions=d, normalize=n) for task, d, n in options]

@@ -1,0 +1,157 @@
+"""The manager without a server: chunks in, the row of the whole sequence out."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.params import PoolingType
+from penstock.engine.pooling import ChunkedPoolingManager, PoolerFactory, PoolingMetadata
+
+from .conftest import SEQUENCE_TYPES
+
+WIDTH = 12
+
+
+def rows(num_rows: int = 65, seed: int = 0) -> Tensor:
+    return torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(pooling_type: PoolingType, hidden: Tensor, weights: Tensor) -> Tensor:
+    return PoolerFactory.create(pooling_type).pool(hidden, PoolingMetadata.create([len(hidden)]), weights[:, None])[0]
+
+
+@pytest.mark.parametrize("max_chunk_size", [None, 1, 10])
+@pytest.mark.parametrize("as_numpy", [False, True], ids=["torch", "numpy"])
+@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
+def test_interleaved_sequences(pooling_type: PoolingType, as_numpy: bool, max_chunk_size: int | None) -> None:
+    sequences = {name: rows(n, n) for name, n in {"a": 65, "b": 40, "c": 1}.items()}
+    weights = torch.rand(65)
+    manager = ChunkedPoolingManager(WIDTH, max_chunk_size, pooling_type)
+    for name, hidden in sequences.items():
+        manager.start_sequence(name, len(hidden))
+    assert manager.get_pending_count() == 3
+    for start in range(0, 65, 25):
+        for name, hidden in sequences.items():
+            chunk = hidden[start : start + 25]
+            end = start + len(chunk)
+            if len(chunk):
+                given: Any = chunk.numpy() if as_numpy else chunk
+                needs_weights = pooling_type is PoolingType.ATTENTION and end == len(hidden)
+                is_complete = manager.process_chunk(name, given, weights[:end] if needs_weights else None)
+                assert is_complete is (end == len(hidden))
+    for left, (name, hidden) in zip((2, 1, 0), sequences.items(), strict=True):
+        expected = whole(pooling_type, hidden, weights[: len(hidden)])
+        torch.testing.assert_close(manager.finalize(name), expected, atol=1e-6, rtol=1e-6)
+        assert manager.get_pending_count() == left
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_float_types(dtype: torch.dtype) -> None:
+    hidden = rows().to(dtype)
+    manager = ChunkedPoolingManager(hidden_dim=WIDTH, max_chunk_size=8, strategy=PoolingType.MEAN)
+    manager.start_sequence(1, 65)
+    for part in hidden.requires_grad_().split(30):
+        manager.process_chunk(1, part)
+    pooled = manager.finalize(1)
+    assert (pooled.dtype, pooled.requires_grad) == (torch.float32, False)
+    torch.testing.assert_close(pooled, hidden.detach().float().mean(0), atol=1e-6, rtol=1e-6)
+
+
+def test_several_types_are_concatenated() -> None:
+    manager = ChunkedPoolingManager(WIDTH, strategy=(PoolingType.MAX, PoolingType.LAST))
+    manager.start_sequence("a", 65)
+    assert [manager.process_chunk("a", part) for part in rows().split(30)] == [False, False, True]
+    assert torch.equal(manager.finalize("a"), torch.cat([rows().amax(0), rows()[-1]]))
+
+
+@pytest.mark.parametrize("tag", [None, 1, 99])
+@pytest.mark.parametrize("pooling_type", [PoolingType.ALL, PoolingType.STEP])
+def test_token_rows_come_back_with_their_chunk(pooling_type: PoolingType, tag: int | None) -> None:
+    hidden, ids = rows(), np.arange(65) % 3
+    manager = ChunkedPoolingManager(WIDTH, 10, pooling_type, step_tag_id=tag)
+    manager.start_sequence("a", 65)
+    parts = []
+    for start in range(0, 65, 30):
+        buffer = hidden[start : start + 30].clone()
+        part = manager.process_chunk("a", buffer, token_ids=ids[start : start + 30])
+        assert isinstance(part, Tensor)
+        buffer.fill_(float("nan"))
+        parts.append(part)
+    parts.append(manager.finalize("a"))
+    expected = hidden if pooling_type is PoolingType.ALL or tag is None else hidden[torch.from_numpy(ids == tag)]
+    assert torch.equal(torch.cat(parts), expected)
+    assert manager.get_pending_count() == 0
+
+
+def test_steps_need_token_ids() -> None:
+    manager = ChunkedPoolingManager(WIDTH, strategy=PoolingType.STEP, step_tag_id=1)
+    manager.start_sequence("a", 65)
+    with pytest.raises(ValueError, match="STEP pooling needs the token ids"):
+        manager.process_chunk("a", rows(10))
+    with pytest.raises(ValueError, match=r"token_ids must be \[10\]"):
+        manager.process_chunk("a", rows(10), token_ids=np.ones(9, np.int64))
+
+
+def test_mistakes_are_named_and_change_nothing() -> None:
+    manager = ChunkedPoolingManager(WIDTH)
+    manager.start_sequence("a", 20)
+    manager.process_chunk("a", rows(20)[:5])
+    with pytest.raises(ValueError, match="sequence 'a' is running already"):
+        manager.start_sequence("a", 3)
+    with pytest.raises(ValueError, match="sequence 'b' has 0 tokens"):
+        manager.start_sequence("b", 0)
+    with pytest.raises(ValueError, match="a chunk of 16 rows, but 15 of 20 tokens remain"):
+        manager.process_chunk("a", rows(16))
+    with pytest.raises(ValueError, match=r"a chunk must be \[L, 12\] of a float type, got torch.float32 \[2, 3\]"):
+        manager.process_chunk("a", np.zeros((2, 3), np.float32))
+    with pytest.raises(ValueError, match=r"float type, got torch\.int64"):
+        manager.process_chunk("a", np.zeros((2, WIDTH), np.int64))
+    with pytest.raises(ValueError, match=r"attention weights must be \[15\], those of all tokens so far, got \[10\]"):
+        manager.process_chunk("a", rows(10), torch.ones(10))
+    with pytest.raises(ValueError, match="'a' is incomplete: 15 of 20 tokens remain"):
+        manager.finalize("a")
+    assert manager.process_chunk("a", rows(20)[5:]) is True
+    torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0))
+    for call in (lambda: manager.finalize("a"), lambda: manager.process_chunk("a", rows(1))):
+        with pytest.raises(KeyError, match="no sequence 'a' is running: never started, or finalized or cancelled"):
+            call()
+    with pytest.raises(ValueError, match="max_chunk_size is 0"):
+        ChunkedPoolingManager(WIDTH, 0)
+    with pytest.raises(ValueError, match="sequence-level or a single token-level one"):
+        ChunkedPoolingManager(WIDTH, strategy=(PoolingType.ALL, PoolingType.MEAN))
+
+
+def test_attention_without_its_weights_stays_until_they_come() -> None:
+    manager = ChunkedPoolingManager(WIDTH, strategy=PoolingType.ATTENTION)
+    manager.start_sequence("a", 20)
+    manager.process_chunk("a", rows(20))
+    with pytest.raises(ValueError, match="needs the attention weights"):
+        manager.finalize("a")
+    manager.process_chunk("a", rows(0), torch.full((20,), 0.05))
+    torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0), atol=1e-6, rtol=1e-6)
+
+
+def test_cancel() -> None:
+    manager = ChunkedPoolingManager(WIDTH)
+    manager.start_sequence("a", 20)
+    assert [manager.cancel("a"), manager.cancel("a"), manager.get_pending_count()] == [True, False, 0]
+    manager.start_sequence("a", 3)
+
+
+def test_threads() -> None:
+    manager = ChunkedPoolingManager(WIDTH, 3)
+
+    def one(seq: int) -> Tensor:
+        manager.start_sequence(seq, 40)
+        for part in rows(40, seq).split(7):
+            manager.process_chunk(seq, part)
+        return manager.finalize(seq)
+
+    with ThreadPoolExecutor(8) as threads:
+        for seq, pooled in enumerate(threads.map(one, range(32))):
+            torch.testing.assert_close(pooled, rows(40, seq).mean(0), atol=1e-6, rtol=1e-6)
+    assert manager.get_pending_count() == 0

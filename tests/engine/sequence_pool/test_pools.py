@@ -1,0 +1,292 @@
+"""Blocks, slots, the pool over both, and its sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, strategies as st
+
+from penstock.engine.cache_spec import CacheSpec, KvLayerSpec, SsmLayerSpec
+from penstock.engine.errors import InvalidSlot, ModelLoadError, PoolExhausted
+from penstock.engine.sequence_pool import KvCachePool, PoolPlan, SequencePool, SsmStatePool, plan_pool
+from penstock.engine.sequence_pool.free_ranges import FreeRanges
+
+KV = KvLayerSpec(num_kv_heads=2, head_size=4)
+SSM = SsmLayerSpec(conv_shape=(8, 3), ssm_shape=(2, 4, 4))
+NOT_NUMBERS = [-1, 4, True, False, 1.0, "1", None]
+
+
+def num_runs(blocks: list[int]) -> int:
+    return sum(1 for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1)
+
+
+# Free ranges
+
+
+@given(
+    size=st.integers(0, 60),
+    takes=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12))),
+    data=st.data(),
+)
+def test_ranges_are_taken_once_and_joined_again(size: int, takes: list[tuple[int, int]], data: st.DataObject) -> None:
+    ranges = FreeRanges(size)
+    taken: set[int] = set()
+    for count, num_back in takes:
+        if count <= ranges.num_free:
+            runs = ranges.take(count)
+            numbers = [number for run in runs for number in run]
+            assert len(numbers) == count
+            assert numbers == sorted(set(numbers) - taken)
+            taken.update(numbers)
+        back = data.draw(st.permutations(sorted(taken)))[:num_back]
+        for number in back:
+            ranges.add(number, number + 1)
+        taken.difference_update(back)
+        free = sorted(set(range(size)) - taken)
+        assert (ranges.num_free, ranges.num_ranges) == (len(free), num_runs(free))
+    for number in taken:
+        ranges.add(number, number + 1)
+    assert ranges.num_ranges == min(size, 1)
+    assert not size or ranges.take(size) == [range(size)]
+
+
+# Blocks
+
+
+def test_blocks_of_an_empty_pool_are_one_run() -> None:
+    pool = KvCachePool(1000, 16)
+    assert pool.alloc_many(700) == list(range(700))
+    assert pool.alloc_many(300) == list(range(700, 1000))
+
+
+def test_blocks_that_came_back_are_taken_as_one_run_again() -> None:
+    pool = KvCachePool(100, 16)
+    held = [pool.alloc_many(10) for _ in range(10)]
+    for blocks in held[1::2]:
+        pool.free_many(reversed(blocks))
+    assert num_runs(pool.alloc_many(10)) == 1
+    assert num_runs(pool.alloc_many(7)) == 1
+
+
+def test_a_single_block_comes_out_of_the_smallest_gap() -> None:
+    pool = KvCachePool(64, 16)
+    pool.alloc_many(32)
+    pool.free(5)
+    assert pool.alloc() == 5
+
+
+def test_blocks_in_pieces_are_given_in_ascending_order() -> None:
+    pool = KvCachePool(10, 16)
+    pool.alloc_many(10)
+    for block in (8, 1, 5, 3):
+        pool.free(block)
+    assert pool.alloc_many(4) == [1, 3, 5, 8]
+
+
+def test_alloc_many_takes_all_or_nothing() -> None:
+    pool = KvCachePool(4, 16)
+    with pytest.raises(PoolExhausted, match="5 blocks are wanted, but 4 of 4 are free"):
+        pool.alloc_many(5)
+    with pytest.raises(ValueError, match="count is -1"):
+        pool.alloc_many(-1)
+    assert pool.alloc_many(0) == []
+    assert (pool.num_free, pool.num_used) == (4, 0)
+
+
+def test_a_shared_block_is_free_when_all_have_freed_it() -> None:
+    pool = KvCachePool(4, 16)
+    block = pool.alloc()
+    pool.share(block)
+    assert pool.ref_count(block) == 2
+    assert pool.free(block) == 1
+    assert pool.num_used == 1
+    assert pool.free(block) == 0
+    assert (pool.num_used, pool.ref_count(block)) == (0, 0)
+
+
+@pytest.mark.parametrize("block", NOT_NUMBERS)
+def test_only_blocks_are_accepted(block: object) -> None:
+    pool = KvCachePool(4, 16)
+    pool.alloc_many(4)
+    for call in (pool.free, pool.share, pool.ref_count, lambda b: pool.free_many([b])):
+        with pytest.raises(InvalidSlot, match="is not a block; blocks are numbered 0 to 3"):
+            call(block)  # type: ignore[arg-type]
+    assert pool.num_used == 4
+
+
+def test_a_free_block_is_not_freed_or_shared() -> None:
+    pool = KvCachePool(4, 16)
+    block = pool.alloc()
+    pool.free(block)
+    for call in (pool.free, pool.share):
+        with pytest.raises(InvalidSlot, match=f"block {block} is not in use"):
+            call(block)
+    assert pool.num_free == 4
+
+
+def test_free_many_gives_back_what_lies_before_the_mistake() -> None:
+    pool = KvCachePool(8, 16)
+    pool.alloc_many(8)
+    with pytest.raises(InvalidSlot):
+        pool.free_many([2, 3, 5, 3, 6])
+    assert [pool.ref_count(b) for b in range(8)] == [1, 1, 0, 0, 1, 0, 1, 1]
+    assert pool.num_free == 3
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "share", "free", "free_many"]), st.integers(0, 9)), max_size=60))
+def test_references_are_counted(events: list[tuple[str, int]]) -> None:
+    pool = KvCachePool(16, 4)
+    held: list[int] = []
+    for name, number in events:
+        if name == "take" and number <= pool.num_free:
+            held += pool.alloc_many(number)
+        elif name == "share" and held:
+            held.append(held[number % len(held)])
+            pool.share(held[-1])
+        elif name == "free" and held:
+            pool.free(held.pop(number % len(held)))
+        elif name == "free_many":
+            pool.free_many(held[:number])
+            del held[:number]
+        counts = Counter(held)
+        assert [pool.ref_count(block) for block in range(16)] == [counts[block] for block in range(16)]
+        assert pool.num_used == len(counts) == 16 - pool.num_free
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0)])
+def test_a_pool_without_blocks_is_refused(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="it must be at least 1"):
+        KvCachePool(num_blocks, block_size)
+
+
+# Slots
+
+
+@dataclass
+class Storage:
+    conv: list[list[str]]
+    ssm: list[list[str]]
+
+
+def test_slots_belong_to_requests() -> None:
+    pool = SsmStatePool(2, Storage(conv=[["c00", "c01"], ["c10", "c11"]], ssm=[["s00", "s01"], ["s10", "s11"]]))
+    first, second = pool.alloc("a"), pool.alloc("a")
+    assert {first, second} == {0, 1}
+    slot = pool.slot(1)
+    assert slot is not None
+    assert (slot.index, slot.request_id) == (1, "a")
+    assert (slot.conv_state, slot.ssm_state) == (("c01", "c11"), ("s01", "s11"))
+    with pytest.raises(PoolExhausted, match="all 2 state slots are in use"):
+        pool.alloc("b")
+    pool.release(first)
+    assert (pool.num_free, pool.num_used) == (1, 1)
+    assert pool.slot(first) is None
+    assert pool.alloc("b") == first
+
+
+@pytest.mark.parametrize("index", NOT_NUMBERS)
+def test_only_slots_are_accepted(index: object) -> None:
+    pool = SsmStatePool(4)
+    for _ in range(4):
+        pool.alloc("a")
+    with pytest.raises(InvalidSlot, match="is not a state slot in use"):
+        pool.release(index)  # type: ignore[arg-type]
+    assert pool.slot(index) is None  # type: ignore[arg-type]
+    assert pool.num_used == 4
+
+
+def test_a_slot_is_released_once() -> None:
+    pool = SsmStatePool(2)
+    index = pool.alloc("a")
+    pool.release(index)
+    with pytest.raises(InvalidSlot):
+        pool.release(index)
+    assert pool.num_free == 2
+    with pytest.raises(ValueError, match="num_slots is 0"):
+        SsmStatePool(0)
+
+
+# Both
+
+
+def test_a_pool_of_blocks_has_no_slots() -> None:
+    pool = SequencePool(kv=KvCachePool(2, 16))
+    assert (pool.is_kv_based, pool.is_ssm) == (True, False)
+    pool.free_kv(pool.alloc_kv())
+    with pytest.raises(InvalidSlot, match="no SSM layers"):
+        pool.alloc_ssm("a")
+    with pytest.raises(InvalidSlot, match="no SSM layers"):
+        pool.release_ssm(0)
+    assert pool.ssm_slot(0) is None
+
+
+def test_a_pool_of_slots_has_no_blocks() -> None:
+    pool = SequencePool(ssm=SsmStatePool(2))
+    assert (pool.is_kv_based, pool.is_ssm) == (False, True)
+    index = pool.alloc_ssm("a")
+    slot = pool.ssm_slot(index)
+    assert slot is not None
+    assert slot.request_id == "a"
+    assert pool.ssm_slot(2) is None
+    pool.release_ssm(index)
+    with pytest.raises(InvalidSlot, match="no attention layers"):
+        pool.alloc_kv()
+    with pytest.raises(InvalidSlot, match="no attention layers"):
+        pool.free_kv(0)
+
+
+def test_a_hybrid_has_both() -> None:
+    pool = SequencePool(kv=KvCachePool(1, 16), ssm=SsmStatePool(1))
+    assert pool.is_kv_based
+    assert pool.is_ssm
+    block, index = pool.alloc_kv(), pool.alloc_ssm(7)
+    with pytest.raises(PoolExhausted):
+        pool.alloc_kv()
+    with pytest.raises(PoolExhausted):
+        pool.alloc_ssm(8)
+    pool.free_kv(block)
+    pool.release_ssm(index)
+    with pytest.raises(ValueError, match="neither was given"):
+        SequencePool()
+
+
+# Sizes
+
+BLOCK_BYTES = 2 * 2 * 4 * 2 * 16
+SLOT_BYTES = 8 * 3 * 2 + 2 * 4 * 4 * 4
+
+
+def plan(spec: CacheSpec, memory_bytes: int, max_num_seqs: int = 8) -> PoolPlan:
+    return plan_pool(spec, memory_bytes, block_size=16, itemsize=2, max_num_seqs=max_num_seqs)
+
+
+def test_all_memory_goes_to_what_the_model_has() -> None:
+    assert plan(CacheSpec(kv_layers=(KV,)), 10 * BLOCK_BYTES + 1) == PoolPlan(10, 0, 10 * BLOCK_BYTES)
+    assert plan(CacheSpec(ssm_layers=(SSM,)), 5 * SLOT_BYTES + 1) == PoolPlan(0, 5, 5 * SLOT_BYTES)
+    assert plan(CacheSpec(ssm_layers=(SSM,)), 50 * SLOT_BYTES) == PoolPlan(0, 8, 8 * SLOT_BYTES)
+
+
+@given(memory_bytes=st.integers(0, 100_000), block_size=st.integers(1, 64), max_num_seqs=st.integers(1, 64))
+def test_a_hybrid_gets_both_within_its_memory(memory_bytes: int, block_size: int, max_num_seqs: int) -> None:
+    spec = CacheSpec(kv_layers=(KV, KV), ssm_layers=(SSM,))
+    block_bytes = spec.kv_bytes_per_token(2) * block_size
+    if memory_bytes < block_bytes + SLOT_BYTES:
+        with pytest.raises(ModelLoadError, match="one sequence takes at least"):
+            plan_pool(spec, memory_bytes, block_size=block_size, itemsize=2, max_num_seqs=max_num_seqs)
+        return
+    sizes = plan_pool(spec, memory_bytes, block_size=block_size, itemsize=2, max_num_seqs=max_num_seqs)
+    assert sizes.num_blocks >= 1
+    assert 1 <= sizes.num_slots <= max_num_seqs
+    assert sizes.num_slots == 1 or sizes.num_slots * SLOT_BYTES <= memory_bytes / 4
+    assert memory_bytes - block_bytes < sizes.bytes <= memory_bytes
+
+
+def test_what_cannot_be_planned_is_said() -> None:
+    with pytest.raises(ModelLoadError, match=r"1,000 bytes.* at least 1,024 .*per block of 16 tokens"):
+        plan(CacheSpec(kv_layers=(KV, KV)), 1000)
+    with pytest.raises(ValueError, match="keeps nothing"):
+        plan(CacheSpec(), 1000)
+    with pytest.raises(ValueError, match="max_num_seqs is 0"):
+        plan(CacheSpec(kv_layers=(KV,)), 1000, max_num_seqs=0)

@@ -1,0 +1,297 @@
+"""The promise of chunked prefill: through the whole engine loop, a chunked answer equals the unchunked one.
+
+Random models with attention, with SSM layers and with both; every pooling type; chunks of 1, 7, 64 tokens and of a size
+that adapts; other requests beside them; preemption in the middle; with and without hits in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from penstock.engine.core import EngineCore
+from penstock.engine.loader import load_model
+from penstock.engine.messages import (
+    CacheUse,
+    Failed,
+    Frame,
+    FromCore,
+    Rows,
+    Submit,
+    TokenizerSpec,
+    pack_inputs,
+    unpack_rows,
+)
+from penstock.engine.model_files import resolve_model, with_device
+from penstock.engine.model_info import ModelInfo
+from penstock.engine.models.base import PackedModel
+from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
+from penstock.engine.request import TokenizedInput
+from penstock.engine.runner import ModelRunner
+from penstock.engine.sequence_pool import plan_pool
+
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 1e-5
+SHORT = (1, 5, 17, 40)
+LONG = (65, 130, 200)
+MAX_NUM_SEQS = 8
+SIZES = {
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+}
+MODELS = {
+    "llama": ("LlamaModel", SIZES),
+    "gemma2": ("Gemma2Model", SIZES | {"head_dim": 8, "sliding_window": 24, "query_pre_attn_scalar": 8}),
+    "mamba2": (
+        "Mamba2Model",
+        {
+            "vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8,
+            "head_dim": 8, "n_groups": 2, "chunk_size": 16,
+        },
+    ),
+    "bamba": (
+        "BambaModel",
+        SIZES
+        | {
+            "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+        },
+    ),
+}  # fmt: skip
+POOLING = [t for t in PoolingType if not t.is_token_level]
+
+
+@dataclasses.dataclass
+class Loaded:
+    """A model, loaded once."""
+
+    info: ModelInfo
+    model: PackedModel
+
+    def runner(self, config: EngineConfig, pooling: PoolingType | None) -> ModelRunner:
+        info = self.info if pooling is None else dataclasses.replace(self.info, sequence_pooling=(pooling,))
+        return ModelRunner(
+            info,
+            TokenizerSpec(json="", truncation_side="right", uses_token_types=False, sample_ids=(5, 6, 7)),
+            self.model,
+            (),
+            config,
+        )
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    class_name, sizes = MODELS[request.param]
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    model_class = getattr(transformers, class_name)
+    model_class(model_class.config_class(**sizes)).save_pretrained(folder)
+    info = with_device(resolve_model(EngineConfig(model=str(folder))), "cpu", "float32")
+    assert info.native
+    yield Loaded(info, load_model(info))
+    torch.set_num_threads(threads)
+
+
+class Client:
+    """Steps a core by hand and collects its answers."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        pooling: PoolingType | None = None,
+        *,
+        chunking: bool = True,
+        prefixes: bool = False,
+        kv_cache_memory: int = 64 << 20,
+        budget: int = 128,
+        chunk_size: int | None = None,
+        max_num_seqs: int = 64,
+    ) -> None:
+        config = EngineConfig(
+            model="unused",
+            scheduler=SchedulerConfig(
+                enable_chunked_prefill=chunking,
+                max_num_batched_tokens=budget,
+                chunk_size=chunk_size,
+                max_num_seqs=max_num_seqs,
+            ),
+            cache=CacheConfig(kv_cache_memory=kv_cache_memory, enable_prefix_caching=prefixes),
+        )
+        self.answers: dict[int, np.ndarray] = {}
+        self.failures: dict[int, Failed] = {}
+        self.cache_use = CacheUse(0, 0, 0, 0, 0)
+        self._parts: dict[int, list[np.ndarray]] = {}
+        self._unanswered: set[int] = set()
+        self._core = EngineCore(config, self._receive, load_runner=lambda c: loaded.runner(c, pooling))
+        self._core.load()
+        self._params = {
+            task: PoolingParams(normalize=False if task is PoolingTask.EMBED else None).resolved(task, loaded.info)
+            for task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
+        }
+
+    def submit(
+        self, *requests: tuple[int, Sequence[int]], task: PoolingTask = PoolingTask.EMBED, priority: int = 0
+    ) -> None:
+        items: list[Submit | Frame] = []
+        for request_id, tokens in requests:
+            self._unanswered.add(request_id)
+            self.answers.pop(request_id, None)
+            items.append(Submit(request_id, self._params[task], priority))
+            items.append(pack_inputs([TokenizedInput(np.asarray(tokens, np.int32))]))
+        self._core.receive(items)
+
+    def run(self, num_steps: int | None = None) -> None:
+        """Steps until everything is answered, or so often."""
+        steps = 0
+        while self._unanswered and steps != num_steps:
+            self._core.step()
+            steps += 1
+            assert steps < 2000
+
+    def _receive(self, message: FromCore, frames: list[Frame]) -> None:
+        if isinstance(message, Failed):
+            self.failures[message.request_id] = message
+            self._unanswered.remove(message.request_id)
+        elif isinstance(message, Rows):
+            self.cache_use = message.cache_use or self.cache_use
+            for header, array in zip(message.rows, unpack_rows(message.rows, frames[0]), strict=True):
+                parts = self._parts.setdefault(header.request_id, [])
+                parts.append(array if array.ndim > 1 else array[None])
+                if header.is_last:
+                    self.answers[header.request_id] = np.concatenate(self._parts.pop(header.request_id))
+                    self._unanswered.remove(header.request_id)
+
+
+@pytest.fixture
+def client(loaded: Loaded) -> Callable[..., Client]:
+    def make(pooling: PoolingType | None = None, **options: Any) -> Client:
+        return Client(loaded, pooling, **options)
+
+    return make
+
+
+def texts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    numbers = np.random.default_rng(seed)
+    return [numbers.integers(3, 200, length).tolist() for length in lengths]
+
+
+def run(client: Client, inputs: Sequence[Sequence[int]], task: PoolingTask = PoolingTask.EMBED) -> list[np.ndarray]:
+    client.submit(*enumerate(inputs), task=task)
+    client.run()
+    assert not client.failures
+    return [client.answers[i] for i in range(len(inputs))]
+
+
+def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert np.abs(a - b).max() <= TOLERANCE * max(1.0, float(np.abs(b).max()))
+
+
+def skip_without_heads(loaded: Loaded, pooling: PoolingType) -> None:
+    if pooling is PoolingType.ATTENTION and not loaded.info.num_attention_heads:
+        pytest.skip("the model has no attention heads")
+
+
+@pytest.mark.parametrize("pooling", POOLING)
+def test_every_pooling_type_at_every_chunk_size(
+    loaded: Loaded, client: Callable[..., Client], pooling: PoolingType
+) -> None:
+    skip_without_heads(loaded, pooling)
+    inputs = texts([*SHORT, *LONG])
+    expected = run(client(pooling, chunking=False), inputs)
+    for chunk_size in (1, 7, 64, None):
+        chunked = client(pooling, chunk_size=chunk_size, prefixes=chunk_size == 64)
+        assert_same(run(chunked, inputs), expected)
+        assert chunked.cache_use.num_chunks_total >= (sum(LONG) / (chunk_size or 128))
+        assert chunked.cache_use.usage == 0
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, None])
+def test_token_rows_are_streamed_in_order(client: Callable[..., Client], chunk_size: int | None) -> None:
+    inputs = texts([*SHORT, *LONG])
+    expected = run(client(chunking=False), inputs, PoolingTask.TOKEN_EMBED)
+    assert [len(rows) for rows in expected] == [*SHORT, *LONG]
+    assert_same(run(client(chunk_size=chunk_size, prefixes=True), inputs, PoolingTask.TOKEN_EMBED), expected)
+
+
+def memory_for_one(loaded: Loaded) -> int:
+    """Bytes of a pool that holds one sequence of 200 tokens, but not one of 190 beside it."""
+    spec = loaded.model.cache_spec
+    assert spec is not None
+    doubled = dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers)
+    step = doubled.ssm_bytes_per_slot(4) or 16 * doubled.kv_bytes_per_token(4)
+    for memory in range(step + 16 * doubled.kv_bytes_per_token(4), 1 << 30, step):
+        plan = plan_pool(doubled, memory, block_size=16, itemsize=4, max_num_seqs=MAX_NUM_SEQS)
+        if not spec.kv_layers or plan.num_blocks * 16 >= 200:
+            return memory
+    raise AssertionError
+
+
+@pytest.mark.parametrize("pooling", POOLING)
+@pytest.mark.parametrize("task", [PoolingTask.EMBED, PoolingTask.TOKEN_EMBED])
+def test_preemption_in_the_middle_changes_nothing(
+    loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, task: PoolingTask
+) -> None:
+    skip_without_heads(loaded, pooling)
+    inputs = texts([200, 190, *SHORT])
+    expected = run(client(pooling, chunking=False), inputs, task)
+    for prefixes in (False, True):
+        tight = client(
+            pooling, chunk_size=7, kv_cache_memory=memory_for_one(loaded), prefixes=prefixes, max_num_seqs=MAX_NUM_SEQS
+        )
+        tight.submit((0, inputs[0]), task=task, priority=1)
+        tight.run(num_steps=10)
+        tight.submit((1, inputs[1]), task=task, priority=0)
+        tight.submit(*enumerate(inputs[2:], 2), task=task)
+        tight.run()
+        assert not tight.failures
+        assert tight.cache_use.num_preemptions_total == 1
+        assert_same([tight.answers[i] for i in range(len(inputs))], expected)
+
+
+@pytest.mark.parametrize("pooling", [PoolingType.LAST, PoolingType.MEAN])
+def test_hits_in_the_prefix_cache_change_nothing(
+    loaded: Loaded, client: Callable[..., Client], pooling: PoolingType
+) -> None:
+    prefix = texts([50])[0]
+    inputs = [prefix + tail for tail in texts([1, 14, 30, 90, 150], seed=1)]
+    expected = run(client(pooling, chunking=False), inputs)
+    cached = client(pooling, prefixes=True, chunk_size=64)
+    for _ in range(3):
+        assert_same(run(cached, inputs), expected)
+    hits = cached.cache_use.prefix_hit_tokens_total
+    assert (hits > 0) is (pooling is PoolingType.LAST and not loaded.model.cache_spec.ssm_layers)  # type: ignore[union-attr]
+    rows = run(client(chunking=False), inputs, PoolingTask.TOKEN_EMBED)
+    assert_same(run(cached, inputs, PoolingTask.TOKEN_EMBED), rows)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_and_others_go_on(loaded: Loaded, client: Callable[..., Client]) -> None:
+    spec = loaded.model.cache_spec
+    assert spec is not None
+    if not spec.kv_layers:
+        pytest.skip("an SSM has no limit")
+    small = client(
+        kv_cache_memory=64 * spec.kv_bytes_per_token(4) + 8 * spec.ssm_bytes_per_slot(4), budget=32, chunk_size=8
+    )
+    small.submit(*enumerate(texts([300, 20, 40])))
+    small.run()
+    assert list(small.failures) == [0]
+    assert small.failures[0].kind == "InvalidRequestError"
+    assert "300 tokens" in small.failures[0].message
+    assert set(small.answers) == {1, 2}
