@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import statistics
 import tempfile
 import urllib.request
@@ -23,6 +22,7 @@ from typing import Any
 
 from closed_loop import Round, run_round
 from loads import LOADS
+from machine import machine
 from servers import Server
 
 
@@ -67,7 +67,7 @@ def main() -> None:
 async def measure(servers: list[Server], args: argparse.Namespace) -> dict[str, Any]:
     """Runs all rounds and returns the report."""
     report: dict[str, Any] = {
-        "machine": {"platform": platform.platform(), "cpu": _cpu_name(), "python": platform.python_version()},
+        "machine": machine(),
         "settings": {
             "rounds": args.rounds,
             "seconds": args.seconds,
@@ -121,12 +121,6 @@ def show(report: dict[str, Any]) -> None:
 def _served_name(url: str) -> str:
     with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
         return str(json.load(response)["data"][0]["id"])
-
-
-def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    return f"{sum(line.startswith('processor') for line in lines)} x {name}"
 
 
 if __name__ == "__main__":

@@ -53,6 +53,12 @@ class Server:
             raise RuntimeError(f"{self.name} has not been started")
         return sum(_resident_bytes(pid) for pid in _family(self._process.pid))
 
+    def peak_memory_bytes(self) -> int:
+        """Bytes. The most that the process and its descendants have had resident, each at its own time."""
+        if self._process is None:
+            raise RuntimeError(f"{self.name} has not been started")
+        return sum(_peak_bytes(pid) for pid in _family(self._process.pid))
+
     def stop(self) -> None:
         """Ends the process and everything that it started."""
         if self._process is None:
@@ -94,6 +100,17 @@ def _family(pid: int) -> list[int]:
     for member in family:
         family.extend(children.get(member, []))
     return family
+
+
+def _peak_bytes(pid: int) -> int:
+    """Bytes. Largest resident set size so far; 0 for a process that has ended."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return 0
+    return 0
 
 
 def _resident_bytes(pid: int) -> int:

@@ -422,6 +422,12 @@ class AsyncEngine:
     async def _run(
         self, tokenized: Sequence[TokenizedInput], params: PoolingParams, options: RequestOptions
     ) -> list[Arrays]:
+        empty = next((index for index, tokens in enumerate(tokenized) if not len(tokens)), None)
+        if empty is not None:
+            raise InvalidRequestError(
+                f"Input {empty} is empty: the tokenizer of {self.info.name} makes no token of it. Send some text.",
+                param="input",
+            )
         return await self._dispatcher.run(tokenized, params, priority=options.priority, timeout_s=options.timeout_s)
 
 

@@ -40,10 +40,13 @@ class CacheSpec:
     Attributes:
         kv_layers: Attention layers.
         ssm_layers: SSM layers.
+        shares_prefixes: Whether texts that begin alike have the same keys and values there. Not where rotary positions
+            depend on how long the whole text is.
     """
 
     kv_layers: tuple[KvLayerSpec, ...] = ()
     ssm_layers: tuple[SsmLayerSpec, ...] = ()
+    shares_prefixes: bool = True
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes that the keys and values of one token take in all layers, at `itemsize` Bytes a number."""

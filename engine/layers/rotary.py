@@ -60,6 +60,11 @@ class RotaryEmbedding:
         frequencies_J, self._factor = spec.frequencies()
         self._frequencies_J = frequencies_J.to(device)
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the angles of a token depend on how long its whole text is."""
+        return self._spec.depends_on_length
+
     def __call__(self, batch: PackedBatch) -> Rotation:
         """Returns the angles of the tokens of a batch."""
         angles_TJ = batch.positions[:, None].float() * self._frequencies(batch)

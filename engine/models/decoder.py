@@ -9,7 +9,7 @@ Shape letters: R rows, V vocabulary, D model width, I inner width of the MLP.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from .heads import decoder_head
 if TYPE_CHECKING:
     from ..packed_batch import PackedBatch
 
-_EMBEDDING = "embed_tokens.weight"
+_EMBEDDING: Final = "embed_tokens.weight"
 
 
 class DecoderLayer:
@@ -101,7 +101,10 @@ class DecoderModel(NativeModel):
         self.final_norm = _load_norm(base, "norm", config)
         self.rotary = {t: RotaryEmbedding(config.rope(t), weights.device) for t in sorted(set(config.types))}
         if info.is_causal:
-            self.cache_spec = CacheSpec(kv_layers=tuple(layer.attention.spec.kv_layer for layer in self.layers))
+            self.cache_spec = CacheSpec(
+                kv_layers=tuple(layer.attention.spec.kv_layer for layer in self.layers),
+                shares_prefixes=not any(rotary.depends_on_length for rotary in self.rotary.values()),
+            )
         head = decoder_head(weights, info, D, base.prefix + _EMBEDDING)
         if info.kind is ModelKind.TOKEN_CLASSIFIER:
             self.token_head = head

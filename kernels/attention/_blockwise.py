@@ -30,7 +30,7 @@ MIN_BLOCK_TOKENS, MAX_BLOCK_TOKENS = 64, 256
 TILE_SCORES = 1 << 20
 MIN_TILE_KEYS = 512
 # Elements of its keys.
-MAX_TILE_KEYS = 1 << 19
+MAX_TILE_KEYS = 1 << 20
 # Elements of the rows that are under way at once. They share what is read of the keys.
 MAX_SPAN = 1 << 21
 # Sizes are rounded up, since oneDNN compiles a kernel for each.

@@ -40,8 +40,8 @@ from penstock.engine.sequence_pool import plan_pool
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-5
-SHORT = (1, 5, 17, 40)
-LONG = (65, 130, 200)
+SHORT = (1, 5, 12)
+LONG = (34, 70)
 MAX_NUM_SEQS = 8
 SIZES = {
     "vocab_size": 200,
@@ -118,7 +118,7 @@ class Client:
         chunking: bool = True,
         prefixes: bool = False,
         kv_cache_memory: int = 64 << 20,
-        budget: int = 128,
+        budget: int = 32,
         chunk_size: int | None = None,
         max_num_seqs: int = 64,
     ) -> None:
@@ -218,7 +218,9 @@ def test_every_pooling_type_at_every_chunk_size(
     for chunk_size in (1, 7, 64, None):
         chunked = client(pooling, chunk_size=chunk_size, prefixes=chunk_size == 64)
         assert_same(run(chunked, inputs), expected)
-        assert chunked.cache_use.num_chunks_total >= (sum(LONG) / (chunk_size or 128))
+        assert chunked.cache_use.num_chunks_total >= sum(
+            length / (chunk_size or 32) for length in (LONG if chunk_size != 64 else LONG[1:])
+        )
         assert chunked.cache_use.usage == 0
 
 
@@ -231,14 +233,14 @@ def test_token_rows_are_streamed_in_order(client: Callable[..., Client], chunk_s
 
 
 def memory_for_one(loaded: Loaded) -> int:
-    """Bytes of a pool that holds one sequence of 200 tokens, but not one of 190 beside it."""
+    """Bytes of a pool that holds one sequence of 90 tokens, but not one of 85 beside it."""
     spec = loaded.model.cache_spec
     assert spec is not None
     doubled = dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers)
     step = doubled.ssm_bytes_per_slot(4) or 16 * doubled.kv_bytes_per_token(4)
     for memory in range(step + 16 * doubled.kv_bytes_per_token(4), 1 << 30, step):
         plan = plan_pool(doubled, memory, block_size=16, itemsize=4, max_num_seqs=MAX_NUM_SEQS)
-        if not spec.kv_layers or plan.num_blocks * 16 >= 200:
+        if not spec.kv_layers or plan.num_blocks * 16 >= 90:
             return memory
     raise AssertionError
 
@@ -249,14 +251,14 @@ def test_preemption_in_the_middle_changes_nothing(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, task: PoolingTask
 ) -> None:
     skip_without_heads(loaded, pooling)
-    inputs = texts([200, 190, *SHORT])
+    inputs = texts([90, 85, *SHORT])
     expected = run(client(pooling, chunking=False), inputs, task)
     for prefixes in (False, True):
         tight = client(
             pooling, chunk_size=7, kv_cache_memory=memory_for_one(loaded), prefixes=prefixes, max_num_seqs=MAX_NUM_SEQS
         )
         tight.submit((0, inputs[0]), task=task, priority=1)
-        tight.run(num_steps=10)
+        tight.run(num_steps=5)
         tight.submit((1, inputs[1]), task=task, priority=0)
         tight.submit(*enumerate(inputs[2:], 2), task=task)
         tight.run()
