@@ -81,7 +81,7 @@ class ModelRunner:
         self._model = model
         self._pooler = ModelPooler(info, model, dense)
         self._memory: SliceMemory | None = None
-        self._previous: torch.cuda.Event | None = None
+        self._previous: torch.Event | None = None
         if model.cache_spec is not None and (
             config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching
         ):
@@ -137,7 +137,8 @@ class ModelRunner:
                 carry_of(slices[index]).states = state
             self._memory.advance(slices)
         if self._device.type == "cuda":
-            self._previous = torch.cuda.current_stream(self._device).record_event()
+            self._previous = torch.cuda.Event()
+            self._previous.record(torch.cuda.current_stream(self._device))
         return outputs
 
     def preempt(self, slice_: SequenceSlice) -> None:
@@ -176,7 +177,9 @@ class ModelRunner:
             max_num_seqs=config.scheduler.max_num_seqs,
         )
         self._memory = SliceMemory(spec, plan, block_size=limits.block_size, dtype=dtype, device=self._device)
-        self.allocator = _allocator(plan, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching)
+        self.allocator = _allocator(
+            plan, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching and spec.shares_prefixes
+        )
 
 
 def _allocator(plan: PoolPlan, block_size: int, *, enable_prefix_caching: bool) -> SequenceAllocator:

@@ -51,18 +51,20 @@ def require_green_tests(*files: str) -> None:
         sys.exit(f"not measured: the tests in {', '.join(files)} fail")
 
 
-def alternate(candidates: dict[str, Callable[[], Any]], seconds: float, device: str) -> dict[str, float]:
+def alternate(
+    candidates: dict[str, Callable[[], Any]], seconds: float, device: str, *, num_warmups: int = 3, min_runs: int = 5
+) -> dict[str, float]:
     """Least microseconds of each candidate: what the code costs when nothing else takes the cores.
 
     They take turns, so that a slow moment slows all of them.
     """
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times_s: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(3):
+    for _ in range(num_warmups):
         for run in candidates.values():
             run()
     until_s = time.perf_counter() + seconds
-    while time.perf_counter() < until_s or len(next(iter(times_s.values()))) < 5:
+    while time.perf_counter() < until_s or len(next(iter(times_s.values()))) < min_runs:
         for name, run in candidates.items():
             wait()
             began_s = time.perf_counter()

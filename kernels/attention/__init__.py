@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ._alone import attention_blockwise, takes_blockwise
 from ._grouped import attention_grouped, takes_grouped
-from ._paged import PagedBackend, attention_paged
+from ._paged import PagedBackend, attention_paged, has_triton
 from ._plan import AttentionPlan, reach_of
 from ._reference import attention_reference
 from ._sdpa import attention_sdpa
 from ._varlen import attention_varlen, takes_varlen
 
-Backend = Literal["grouped", "blockwise", "sdpa", "varlen", "reference"]
+Backend = Literal["grouped", "blockwise", "sdpa", "varlen", "triton", "reference"]
 
 __all__ = ["AttentionPlan", "Backend", "PagedBackend", "attention", "attention_paged"]
 
@@ -96,6 +96,12 @@ def attention(
         return attention_grouped(q, k, v, scale, relative_bias, softcap, plan)
     if backend == "blockwise":
         return attention_blockwise(q, k, v, seq_lens, scale, reach, relative_bias, softcap)
+    if backend == "triton":
+        if relative_bias is not None:
+            raise ValueError("the triton backend takes no relative_bias")
+        from ._triton import attention_triton
+
+        return attention_triton(q, k, v, cu_seqlens, max(longest, 1), scale, reach, softcap)
     if softcap is not None and backend in ("sdpa", "varlen"):
         raise ValueError(f"the {backend} backend knows no softcap")
     if backend == "sdpa":
@@ -113,7 +119,7 @@ def _choose(q: Tensor, longest: int, relative_bias: Tensor | None, softcap: floa
     if takes_blockwise(q, longest, relative_bias, softcap):
         return "blockwise"
     if softcap is not None:
-        return "reference"
+        return "triton" if q.is_cuda and relative_bias is None and has_triton() else "reference"
     return "varlen" if takes_varlen(q, relative_bias) else "sdpa"
 
 

@@ -1,14 +1,17 @@
-"""Attention of slices over a paged cache: the public function, its checks, the choice of backend."""
+"""Attention of slices of sequences over a paged cache: the public function, its checks, the choice of backend."""
 
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from ._paged_cpu import attention_paged_cpu
 from ._paged_reference import attention_paged_reference
 
-PagedBackend = Literal["cpu", "triton", "reference"]
+PagedBackend = Literal["blockwise", "triton", "reference"]
 
 
 def attention_paged(
@@ -25,10 +28,107 @@ def attention_paged(
     softcap: float | None = None,
     backend: PagedBackend | None = None,
 ) -> Tensor:
-    """Causal attention of slices of sequences whose keys and values lie in blocks of a cache. Inference only."""
-    del cu_seqlens
-    left = window[0] if window is not None else -1
-    if backend not in (None, *get_args(PagedBackend)):
-        raise ValueError(f"backend must be one of {get_args(PagedBackend)}, got {backend!r}")
-    run = attention_paged_reference if backend == "reference" else attention_paged_cpu
-    return run(q, k_cache, v_cache, block_tables, seq_lens, context_lens, scale, left, softcap)
+    """Causal softmax(scale * q k^T) v of slices of sequences whose keys and values lie in blocks. Inference only.
+
+    Row i of slice n is token context_lens[n] + i of its sequence. It sees the tokens up to itself (and from its
+    position - window[0] on), all of which must be in the caches: store the slice before, with `kv_store`. Slices of one
+    sequence give the rows that `attention` gives for the whole of it, to the rounding of sums. Nothing is read that
+    the slices do not see but the rest of a token's own sequence: other blocks, and the end of the last block, may hold
+    anything, NaN included. Held to the float32 reference within 1e-5 (float32) and 3e-2 (bfloat16, float16) of the
+    largest absolute value of what is seen of `v_cache`.
+
+    Args:
+        q: [T, H, K], float32/bfloat16/float16: the rows of the slices, packed. Rows may be strided. Not modified.
+        k_cache: [P, block_size, Hkv, K], dtype and device of q, contiguous. H must be a multiple of Hkv. Not modified.
+        v_cache: As `k_cache`.
+        block_tables: [N, M], int32, on the CPU or the device of q: block_tables[n, j // block_size] is the block of
+            token j of sequence n. What follows a sequence's last block is not read. Neighbouring blocks in ascending
+            order are read fastest on CPU. Values are not checked.
+        cu_seqlens: [N+1], int32, device of q: first row of each slice, and T.
+        seq_lens: N numbers of rows on the host, equal to the differences of `cu_seqlens`. A slice may be empty.
+        context_lens: N numbers of tokens before the slice, on the host.
+        scale: Factor of the scores.
+        window: (left, right) reach in tokens; a negative number is no limit. Right is none in any case: it is causal.
+        softcap: c > 0: the scaled scores s become c * tanh(s / c) (Gemma 2). None: they stay.
+        backend: None takes "blockwise" on CPU, "triton" for CUDA tensors where it is installed, else "reference".
+
+    Returns:
+        [T, H, K], dtype and device of q, contiguous.
+
+    Raises:
+        ValueError: Shapes, dtypes, devices, strides or lengths do not fit together; the message says which and how.
+    """
+    _check(q, k_cache, v_cache, block_tables, cu_seqlens, seq_lens, context_lens, softcap)
+    left = -1 if window is None or window[0] < 0 else window[0]
+    if backend is None:
+        backend = "blockwise" if q.device.type == "cpu" else "triton" if has_triton() else "reference"
+    if backend == "triton":
+        from ._triton import attention_triton
+
+        longest = max(seq_lens, default=0)
+        if longest == 0:
+            return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return attention_triton(
+            q, k_cache, v_cache, cu_seqlens, longest, scale, (left, 0), softcap, block_tables, context_lens
+        )
+    arguments = (q, k_cache, v_cache, block_tables, seq_lens, context_lens, scale, left, softcap)
+    if backend == "blockwise":
+        return attention_paged_cpu(*arguments)
+    if backend == "reference":
+        return attention_paged_reference(*arguments)
+    raise ValueError(f"backend must be one of {get_args(PagedBackend)}, got {backend!r}")
+
+
+@cache
+def has_triton() -> bool:
+    """Whether triton is installed."""
+    return find_spec("triton") is not None
+
+
+def _check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Sequence[int],
+    context_lens: Sequence[int],
+    softcap: float | None,
+) -> None:
+    """Checks what can be checked on the host, in a few microseconds: this runs once a layer."""
+    if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape or q.shape[2] != k_cache.shape[3]:
+        raise ValueError(
+            f"q must be [T, H, K], the caches [P, block_size, Hkv, K], "
+            f"got {list(q.shape)}, {list(k_cache.shape)}, {list(v_cache.shape)}"
+        )
+    if q.shape[1] % k_cache.shape[2]:
+        raise ValueError(
+            f"the heads of q must be a multiple of those of k_cache, got {q.shape[1]} and {k_cache.shape[2]}"
+        )
+    if not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"q and the caches must share float32, bfloat16 or float16, got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}"
+        )
+    if not q.device == k_cache.device == v_cache.device == cu_seqlens.device:
+        raise ValueError(f"the caches and cu_seqlens must be on {q.device} like q")
+    if not k_cache.is_contiguous() or not v_cache.is_contiguous():
+        raise ValueError("k_cache and v_cache must be contiguous")
+    num_seqs = len(seq_lens)
+    if cu_seqlens.shape != (num_seqs + 1,) or cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"cu_seqlens must be int32 [{num_seqs + 1}], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+    if sum(seq_lens) != q.shape[0] or len(context_lens) != num_seqs or min(context_lens, default=0) < 0:
+        raise ValueError(
+            f"seq_lens must sum to the {q.shape[0]} rows of q, and context_lens be {num_seqs} numbers from 0 on, "
+            f"got a sum of {sum(seq_lens)} and {list(context_lens)}"
+        )
+    if block_tables.dim() != 2 or block_tables.shape[0] != num_seqs or block_tables.dtype != torch.int32:
+        raise ValueError(
+            f"block_tables must be int32 [{num_seqs}, M], got {block_tables.dtype} {list(block_tables.shape)}"
+        )
+    longest = max((length + past for length, past in zip(seq_lens, context_lens, strict=True)), default=0)
+    if longest > block_tables.shape[1] * k_cache.shape[1]:
+        raise ValueError(
+            f"block_tables hold {block_tables.shape[1]} blocks of {k_cache.shape[1]} tokens, too few for {longest}"
+        )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")

@@ -40,6 +40,8 @@ def _attention_kernel(
     scale,
     cap,
     IS_PAGED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -47,7 +49,7 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[rows] = softmax(scores) v. `scale` and `cap` are times log2(e); `left` and `right` negative for no limit."""
+    """out[rows] = softmax(scores) v. `scale` and `cap` are times log2(e); `left` and `right` are the reach."""
     tile = tl.program_id(0)
     n = tl.program_id(1)
     kv_head = tl.program_id(2)
@@ -73,10 +75,10 @@ def _attention_kernel(
 
         # The keys that some row of the tile sees.
         first = 0
-        if left >= 0:
+        if HAS_LEFT:
             first = tl.maximum(context_len + tile * BLOCK_M // GROUP_SIZE - left, 0)
         end = num_keys
-        if right >= 0:
+        if HAS_RIGHT:
             last_token = tl.minimum(tile * BLOCK_M + BLOCK_M, num_rows) - 1
             end = tl.minimum(context_len + last_token // GROUP_SIZE + right + 1, num_keys)
 
@@ -101,9 +103,9 @@ def _attention_kernel(
                 # tanh(x) = 1 - 2 / (exp(2 x) + 1); scores arrive divided by the cap, times 2 log2(e).
                 scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)
             is_seen = is_key[None, :]
-            if left >= 0:
+            if HAS_LEFT:
                 is_seen = is_seen & (j[None, :] >= position[:, None] - left)
-            if right >= 0:
+            if HAS_RIGHT:
                 is_seen = is_seen & (j[None, :] <= position[:, None] + right)
             scores = tl.where(is_seen, scores, float("-inf"))
 
@@ -175,6 +177,8 @@ def attention_triton(
             reach[1],
             factor,
             0.0 if softcap is None else softcap * LOG2_E,
+            HAS_LEFT=reach[0] >= 0,
+            HAS_RIGHT=reach[1] >= 0,
             IS_PAGED=block_tables is not None,
             HAS_CAP=softcap is not None,
             GROUP_SIZE=group_size,
@@ -189,9 +193,9 @@ def tile_options(head_size: int, dtype: torch.dtype) -> dict[str, int]:
     block_k = max(16, triton.next_power_of_2(head_size))
     if dtype == torch.float32:
         # Without tensor cores: small tiles.
-        block_m, block_n, num_warps = (32, 32, 4) if block_k <= 128 else (16, 16, 4)
+        block_m, block_n = (32, 32) if block_k <= 128 else (16, 16)
     elif block_k <= 64:
-        block_m, block_n, num_warps = 128, 64, 4
+        block_m, block_n = 128, 64
     else:
-        block_m, block_n, num_warps = 64, 64 if block_k <= 128 else 32, 4
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": num_warps, "num_stages": 2}
+        block_m, block_n = 64, 64 if block_k <= 128 else 32
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": 8, "num_stages": 2}

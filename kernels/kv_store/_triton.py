@@ -39,9 +39,7 @@ def _kv_store_kernel(
     tl.store(v_cache_ptr + slot * width + columns, value, mask=mask)
 
 
-def kv_store_triton(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, slots: Tensor
-) -> None:
+def kv_store_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, slots: Tensor) -> None:
     """Same as `kv_store`; does not synchronise host and device."""
     width = k.shape[1] * k.shape[2]
     on_device = torch.cuda.device(k.device) if k.is_cuda else contextlib.nullcontext()

@@ -304,3 +304,86 @@ def _make_steps(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     for which, value in enumerate((0.0, 10.0, 50.0)):
         steps[kind == which] = value
     return steps
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """Slices of sequences, (past, rows) each, over a cache in blocks. `is_quick` cases also run interpreted."""
+
+    name: str
+    slices: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 32
+    block_size: int = 4
+    is_scattered: bool = True
+    is_quick: bool = False
+
+
+PAGED_CASES = (
+    PagedCase("one_row", ((5, 1),), block_size=1, is_quick=True),
+    PagedCase("mixed", ((0, 3), (300, 1), (7, 7), (0, 0), (64, 64), (9, 0), (31, 33), (1, 1)), 6, 2),
+    PagedCase("quick", ((0, 3), (37, 1), (0, 0), (7, 14), (15, 17)), 6, 2, 16, is_quick=True),
+    PagedCase("neighbours", ((129, 40), (16, 16)), 2, 2, 64, 16, is_scattered=False),
+    PagedCase("one_head_for_all", ((70, 130), (255, 2)), 8, 1, 80, 16),
+    PagedCase("head_128", ((33, 12), (0, 65)), 4, 4, 128, 16),
+    PagedCase("head_256", ((60, 9),), 2, 1, 256, 1, is_quick=True),
+    PagedCase("long", ((700, 300), (1500, 7)), 2, 2, 64, 16),
+)
+
+
+@dataclass(frozen=True)
+class PagedInputs:
+    """Caches hold NaN wherever no token of a slice's sequence is."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_tables: Tensor
+    cu_seqlens: Tensor
+    seq_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+
+
+def make_block_table(num_blocks: int, is_scattered: bool, first: int = 1) -> Tensor:
+    """[num_blocks], int32: neighbours from `first` on, or every other place of a range, in disorder."""
+    if not is_scattered:
+        return torch.arange(first, first + num_blocks, dtype=torch.int32)
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(num_blocks))
+    return (first + 2 * order).int()
+
+
+def make_paged_inputs(
+    case: PagedCase, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> PagedInputs:
+    """The same numbers at every call."""
+    generator = torch.Generator().manual_seed(len(case.slices) * 1000 + case.head_size)
+    context_lens, seq_lens = (tuple(numbers) for numbers in zip(*case.slices, strict=True))
+    counts = [-(-(past + rows) // case.block_size) for past, rows in case.slices]
+    tables = torch.full((len(counts), max(*counts, 1) + 1), 1 << 30, dtype=torch.int32)
+    shape = (2 * sum(counts) + 2, case.block_size, case.num_kv_heads, case.head_size)
+    k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+    first = 1
+    for n, (count, (past, rows)) in enumerate(zip(counts, case.slices, strict=True)):
+        tables[n, :count] = make_block_table(count, case.is_scattered, first)
+        first += 2 * count
+        slots = (tables[n, :count, None] * case.block_size + torch.arange(case.block_size)).flatten()[: past + rows]
+        for cache in (k_cache, v_cache):
+            tokens = torch.randn(past + rows, *shape[2:], generator=generator).to(dtype)
+            cache.view(-1, *shape[2:])[slots.long()] = tokens
+    q = torch.randn(sum(seq_lens), case.num_heads, case.head_size, generator=generator).to(dtype)
+    return PagedInputs(
+        q.to(device),
+        k_cache.to(device),
+        v_cache.to(device),
+        tables,
+        make_cu_seqlens(seq_lens, device),
+        seq_lens,
+        context_lens,
+    )
+
+
+PAGED_BENCH_CASES = (
+    AttentionCase("8k", (8192,), 8, 2, 64),
+    AttentionCase("32k", (32768,), 8, 2, 64),
+)

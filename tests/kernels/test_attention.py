@@ -11,6 +11,7 @@ from penstock.kernels.attention._varlen import takes_varlen
 
 from .assertions import assert_close
 from .cases import ATTENTION_CASES, AttentionCase, AttentionInputs, make_attention_inputs, make_cu_seqlens
+from .places import IS_INTERPRETED, interpreted_only
 
 # Of the largest absolute value of v: what attention averages.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -22,6 +23,9 @@ MASKS: dict[str, dict[str, Any]] = {
     "left": {"window": (7, -1)},
     "causal_local": {"window": (40, 40), "is_causal": True},
 }
+
+CAPPED_CASES = [case for case in ATTENTION_CASES if case.name in ("odd_with_empty", "grouped_heads", "long")]
+CAPPED_CASES.append(AttentionCase("short", (3, 0, 1, 17, 20), 4, 2, 16))
 
 cases = pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
 masks = pytest.mark.parametrize("mask", MASKS)
@@ -80,6 +84,48 @@ def test_relative_bias(place: tuple[Backend, torch.device], case: AttentionCase,
     expected = attend(case, inputs, backend="reference", **options)
     actual = attend(case, inputs, backend=backend, **options)
     assert_close("attended", expected, actual, TOLERANCE[dtype], inputs.v.abs().max().item())
+
+
+@pytest.fixture(
+    params=[
+        (None, "cpu"),
+        ("grouped", "cpu"),
+        ("blockwise", "cpu"),
+        pytest.param(("triton", "cpu"), marks=interpreted_only),
+        pytest.param((None, "cuda"), marks=pytest.mark.gpu),
+    ],
+    ids=lambda place: f"{place[0]}-{place[1]}",
+)
+def capping_place(request: pytest.FixtureRequest) -> tuple[Backend | None, torch.device]:
+    """A backend that knows softcap and a device that it runs on."""
+    backend, device = request.param
+    return backend, torch.device(device)
+
+
+@dtypes
+@masks
+@pytest.mark.parametrize("case", CAPPED_CASES, ids=lambda case: case.name)
+def test_softcap(
+    capping_place: tuple[Backend | None, torch.device], case: AttentionCase, mask: str, dtype: torch.dtype
+) -> None:
+    backend, device = capping_place
+    if IS_INTERPRETED and (max(case.seq_lens) > 64 or dtype == torch.bfloat16):
+        pytest.skip("too slow for the interpreter")
+    inputs = make_attention_inputs(case, dtype, device)
+    expected = attend(case, inputs, backend="reference", softcap=3.0, **MASKS[mask])
+    actual = attend(case, inputs, backend=backend, softcap=3.0, **MASKS[mask])
+    tolerance = 1e-5 if dtype == torch.float32 else TOLERANCE[dtype]
+    assert_close("attended", expected, actual, tolerance, inputs.v.abs().max().item())
+
+
+def test_softcap_changes_scores_before_the_bias() -> None:
+    case = AttentionCase("", (3, 5), 1, 1, 8)
+    inputs = make_attention_inputs(case)
+    scores = (inputs.q[:3, 0] @ inputs.k[:3, 0].T) / 2
+    weights = torch.softmax(2 * torch.tanh(scores / 2) + inputs.relative_bias[0, :3, :3], -1)
+    for backend in (None, "reference"):
+        actual = attend(case, inputs, scale=0.5, softcap=2.0, relative_bias=inputs.relative_bias, backend=backend)
+        assert_close(str(backend), weights @ inputs.v[:3, 0], actual[:3, 0], 1e-5)
 
 
 @dtypes
@@ -276,6 +322,8 @@ def test_empty_batch(device: torch.device) -> None:
         ({"max_seqlen": 2}, "not pass max_seqlen 2"),
         ({"relative_bias": torch.ones(4, 2, 2)}, "relative_bias must be"),
         ({"backend": "flash"}, "backend must be one of"),
+        ({"softcap": -1.0}, "softcap must be positive"),
+        ({"softcap": 1.0, "backend": "sdpa"}, "sdpa backend knows no softcap"),
         ({"plan": AttentionPlan.build((3, 2), num_heads=4), "backend": "grouped"}, "plan was built for other"),
     ],
 )

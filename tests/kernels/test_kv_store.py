@@ -8,18 +8,10 @@ from torch import Tensor
 
 from penstock.kernels.kv_store import Backend, kv_store
 
-from .conftest import triton_on_cpu
+from .places import PLACES
 
 
-@pytest.fixture(
-    params=[
-        ("torch", "cpu"),
-        pytest.param(("triton", "cpu"), marks=triton_on_cpu),
-        pytest.param(("torch", "cuda"), marks=pytest.mark.gpu),
-        pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
-    ],
-    ids="-".join,
-)
+@pytest.fixture(params=PLACES, ids="-".join)
 def place(request: pytest.FixtureRequest) -> tuple[Backend, torch.device]:
     """A backend and a device that it runs on."""
     backend, device = request.param
