@@ -15,7 +15,7 @@ from .params import PoolingTask
 # fmt: off
 NATIVE_MODEL_TYPES: Final = frozenset((
     "bert", "camembert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta",
-    "gemma2", "gemma3_text", "llama", "llama_bidirec", "mistral", "phi3", "qwen2", "qwen3",
+    "gemma", "gemma2", "gemma3_text", "llama", "llama_bidirec", "mistral", "phi3", "qwen2", "qwen3",
     "bamba", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2",
 ))
 # fmt: on

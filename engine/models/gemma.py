@@ -1,6 +1,6 @@
-"""Gemma 2 and 3: local layers between global ones, norms on both sides of each block, norms that are stored less one.
+"""Gemma 1 to 3: norms that are stored less one; from 2 on, local layers between global ones and norms after each block.
 
-Sources: Gemma 2 (arXiv 2408.00118); Gemma 3 (2503.19786); Vera et al., EmbeddingGemma (2509.20354).
+Sources: Gemma (arXiv 2403.08295); Gemma 2 (2408.00118); Gemma 3 (2503.19786); Vera et al., EmbeddingGemma (2509.20354).
 """
 
 from __future__ import annotations
@@ -14,27 +14,60 @@ from .decoder_config import FULL, DecoderConfig, alternating
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma2Config(DecoderConfig):
-    """Every second layer is local; scores are capped."""
+class GemmaConfig(DecoderConfig):
+    """Everything attends to everything; embeddings are scaled."""
 
     vocab_size: int = 256_000
+    hidden_size: int = 3072
+    intermediate_size: int = 24576
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 16
+    head_dim: int | None = 256
+    hidden_act: str = "gelu_pytorch_tanh"
+    max_position_embeddings: int = 8192
+    attention_bias: bool = False
+
+    norm_offset: ClassVar[float] = 1.0
+    has_scaled_embedding: ClassVar[bool] = True
+
+    @property
+    def activation(self) -> str:
+        """The first files say "gelu" and mean its tanh approximation."""
+        return "gelu_pytorch_tanh" if self.hidden_act == "gelu" else self.hidden_act
+
+    @property
+    def qkv_bias(self) -> bool:
+        """As the file says."""
+        return self.attention_bias
+
+    @property
+    def out_bias(self) -> bool:
+        """As the file says."""
+        return self.attention_bias
+
+    @property
+    def types(self) -> list[str]:
+        """Gemma 1 knows no window."""
+        return [FULL] * self.num_hidden_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma2Config(GemmaConfig):
+    """Every second layer is local; scores are capped."""
+
     hidden_size: int = 2304
     intermediate_size: int = 9216
     num_hidden_layers: int = 26
     num_attention_heads: int = 8
     num_key_value_heads: int | None = 4
-    head_dim: int | None = 256
     hidden_activation: str = "gelu_pytorch_tanh"
-    max_position_embeddings: int = 8192
-    attention_bias: bool = False
     query_pre_attn_scalar: float = 256
     sliding_window: int | None = 4096
     attn_logit_softcapping: float | None = 50.0
 
     mlp_norm: ClassVar[str] = "pre_feedforward_layernorm"
     post_norms: ClassVar[tuple[str, ...]] = ("post_attention_layernorm", "post_feedforward_layernorm")
-    norm_offset: ClassVar[float] = 1.0
-    has_scaled_embedding: ClassVar[bool] = True
 
     @property
     def scale(self) -> float:
@@ -50,16 +83,6 @@ class Gemma2Config(DecoderConfig):
     def activation(self) -> str:
         """Under a key of its own; `hidden_act` of older files is not looked at, as in transformers."""
         return self.hidden_activation
-
-    @property
-    def qkv_bias(self) -> bool:
-        """As the file says."""
-        return self.attention_bias
-
-    @property
-    def out_bias(self) -> bool:
-        """As the file says."""
-        return self.attention_bias
 
     @property
     def types(self) -> list[str]:
@@ -105,6 +128,12 @@ class Gemma3Config(Gemma2Config):
             values |= self.rope_scaling or {}
             return self.rope_spec(values, self.rope_theta or 1_000_000.0, None)
         return self.rope_spec(values, self.rope_local_base_freq or 10_000.0, None)
+
+
+class GemmaModel(DecoderModel):
+    """Gemma 1."""
+
+    config_class = GemmaConfig
 
 
 class Gemma2Model(DecoderModel):

@@ -29,6 +29,7 @@ _FAMILIES: Final[dict[str, tuple[str, str, str]]] = {
     "mistral": ("Mistral", "llama", "MistralModel"),
     "qwen2": ("Qwen2", "qwen", "Qwen2Model"),
     "qwen3": ("Qwen3", "qwen", "Qwen3Model"),
+    "gemma": ("Gemma", "gemma", "GemmaModel"),
     "gemma2": ("Gemma2", "gemma", "Gemma2Model"),
     "gemma3_text": ("Gemma3Text", "gemma", "Gemma3Model"),
     "phi3": ("Phi3", "phi3", "Phi3Model"),

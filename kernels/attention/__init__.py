@@ -59,11 +59,13 @@ def attention(
         window: (left, right) reach of local attention, in tokens; a negative number is no limit. None is (-1, -1).
         relative_bias: [H, Lb, Lb], added to the scaled scores; Lb >= max_seqlen. A shorter sequence uses its first
             rows and columns, which is right for any bias that depends on (i, j) alone. Fastest in the dtype of q.
-        softcap: c > 0: the scaled scores s become c * tanh(s / c) before the bias and the mask (Gemma 2). None: not.
+        softcap: c > 0: the scaled scores s become c * tanh(s / c), before the bias (Gemma 2). None: they stay.
         plan: What `AttentionPlan.build` gave for the same `seq_lens`, heads, dtype and mask. Build it once per batch
             and pass it to every layer; None builds one for this call. Only the "grouped" backend reads it.
-        backend: None chooses by device and dtype: "varlen" (flash attention) for 16-bit CUDA tensors without a bias,
-            "grouped" for bfloat16 on CPU (float32: only with a bias, or a window over long sequences), else "sdpa".
+        backend: None chooses by device and dtype. On CPU: "grouped" (batched products by the plan) for bfloat16, or
+            with a bias or a cap; "blockwise" for float32 with a sequence of 256 tokens or more; else "sdpa". On CUDA:
+            "varlen" (flash attention) for 16 bits without bias and cap; "triton" with a cap and no bias; else "sdpa",
+            or "reference" with both.
 
     Returns:
         [T, H, K], dtype and device of q, contiguous.

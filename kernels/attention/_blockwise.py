@@ -33,7 +33,7 @@ MIN_TILE_KEYS = 512
 MAX_TILE_KEYS = 1 << 20
 # Elements of the rows that are under way at once. They share what is read of the keys.
 MAX_SPAN = 1 << 21
-# Sizes are rounded up, since oneDNN compiles a kernel for each.
+# Columns of a tile begin and end at multiples of this.
 COLUMN_STEP = 64
 
 
@@ -155,13 +155,13 @@ def _add_keys(blocks: list[Block], read: ReadKeys, total: int, scoring: Scoring,
     step = max(MIN_TILE_KEYS, step // COLUMN_STEP * COLUMN_STEP)
     for j0 in range(begin, end, step):
         j1 = min(j0 + step, end)
-        k3, v3 = read(j0, j1, round_up(j1 - j0, COLUMN_STEP))
+        k3, v3 = read(j0, j1, padded_columns(j1 - j0))
         for block in blocks:
             # The columns that some row of the block sees.
             seen_from = block.position - left - j0 if left >= 0 else 0
             seen_to = block.position + block.last - block.first + right - j0 if right >= 0 else j1 - j0
             c0 = max(0, seen_from) // COLUMN_STEP * COLUMN_STEP
-            c1 = min(k3.shape[1], round_up(seen_to, COLUMN_STEP))
+            c1 = min(k3.shape[1], padded_columns(seen_to))
             if c0 < min(c1, j1 - j0):
                 _add_tile(block, k3[:, c0:c1], v3[:, c0:c1], j0 + c0, j1, scoring, what)
 
@@ -205,6 +205,11 @@ def _are_in_range(blocks: list[Block]) -> bool:
 def padded_rows(num_rows: int) -> int:
     """Rows that a block of this many is computed with."""
     return round_up(num_rows, 8 if num_rows <= 32 else 32)
+
+
+def padded_columns(num_keys: int) -> int:
+    """Columns that this many keys are computed with: few sizes, since oneDNN compiles a kernel for each."""
+    return round_up(num_keys, max(COLUMN_STEP, 1 << max(0, num_keys.bit_length() - 4)))
 
 
 def round_up(number: int, step: int) -> int:

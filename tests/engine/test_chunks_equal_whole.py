@@ -31,7 +31,8 @@ from penstock.engine.messages import (
 )
 from penstock.engine.model_files import resolve_model, with_device
 from penstock.engine.model_info import ModelInfo
-from penstock.engine.models.base import PackedModel
+from penstock.engine.models.base import ModelOutput, PackedModel
+from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
 from penstock.engine.request import TokenizedInput
 from penstock.engine.runner import ModelRunner
@@ -297,3 +298,51 @@ def test_a_prompt_that_can_never_fit_is_refused_and_others_go_on(loaded: Loaded,
     assert small.failures[0].kind == "InvalidRequestError"
     assert "300 tokens" in small.failures[0].message
     assert set(small.answers) == {1, 2}
+
+
+POISON = 199
+
+
+def test_a_batch_that_fails_and_is_halved_leaves_the_others_as_they_were(
+    loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [[min(token, POISON - 1) for token in text] for text in texts([*SHORT, *LONG, 80])]
+    expected = run(client(PoolingType.MEAN, chunking=False), inputs)
+    forward = loaded.model.forward
+
+    def fail_on_poison(batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+        output = forward(batch, need_attention=need_attention)  # states are written before it fails
+        if (batch.input_ids == POISON).any():
+            raise RuntimeError("poisoned")
+        return output
+
+    monkeypatch.setattr(loaded.model, "forward", fail_on_poison)
+    fragile = client(PoolingType.MEAN, chunk_size=7)
+    poisoned = [[*inputs[-1][:40], POISON, *inputs[-1][41:]], [3, POISON, 4]]
+    fragile.submit(*enumerate([*inputs, *poisoned]))
+    fragile.run()
+    assert sorted(fragile.failures) == [len(inputs), len(inputs) + 1]
+    assert {failure.kind for failure in fragile.failures.values()} == {"ModelExecutionError"}
+    assert_same([fragile.answers[i] for i in range(len(inputs))], expected)
+    assert fragile.cache_use.usage == 0
+
+
+def test_memory_that_runs_short_makes_chunks_smaller(
+    loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = texts([*SHORT, 90, 70])
+    expected = run(client(PoolingType.MEAN, chunking=False), inputs)
+    forward = loaded.model.forward
+    sizes = []
+
+    def fail_on_many(batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+        output = forward(batch, need_attention=need_attention)
+        if batch.num_tokens > 12:
+            raise torch.OutOfMemoryError("no memory")
+        sizes.append(batch.num_tokens)
+        return output
+
+    monkeypatch.setattr(loaded.model, "forward", fail_on_many)
+    tight = client(PoolingType.MEAN)
+    assert_same(run(tight, inputs), expected)
+    assert max(sizes) <= 12

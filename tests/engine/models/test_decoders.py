@@ -81,6 +81,8 @@ CAUSAL = [
         WIDE | {"attention_bias": True, "sliding_window": 8, "use_sliding_window": True} | {"layer_types": LAYERS},
         id="qwen3-biased-layers",
     ),
+    pytest.param("Gemma", WIDE, id="gemma"),
+    pytest.param("Gemma", WIDE | {"attention_bias": True, "sliding_window": 8}, id="gemma-biased-no-window"),
     pytest.param("Gemma2", GEMMA, id="gemma2"),
     pytest.param("Gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "attention_bias": True}, id="gemma2-low-softcap"),
     pytest.param("Gemma2", GEMMA | {"attn_logit_softcapping": None}, id="gemma2-no-softcap"),
@@ -93,12 +95,13 @@ TWO_WAY = [
     pytest.param("Llama", SIZES | {"is_causal": False}, id="llama-two-way"),
     pytest.param("Mistral", SIZES | {"is_causal": False, "sliding_window": 8}, id="mistral-two-way-window"),
     pytest.param("Qwen2", QWEN_WINDOW | {"is_causal": False}, id="qwen2-two-way-window"),
+    # transformers asks one key in the mask and the other in attention.
+    pytest.param("Gemma", WIDE | {"use_bidirectional_attention": True, "is_causal": False}, id="gemma-two-way"),
     pytest.param("Gemma3Text", GEMMA3 | {"use_bidirectional_attention": True}, id="gemma3-two-way"),
 ]
 # One of each family: what does not depend on the options above is tested on these.
-PLAIN = [
-    case for case in CAUSAL if case.id in ("llama", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
-]
+FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
+PLAIN = [case for case in CAUSAL if case.id in FAMILIES]
 TRAINED = "minimind2"
 
 
@@ -252,6 +255,7 @@ def test_slices_that_end_their_sequences_tell_how_long_these_are(pack, sequences
             {"rope_theta": 500.0, "rope_local_base_freq": 50.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
             id="gemma3",
         ),
+        pytest.param("Gemma", rope({"rope_theta": 500.0}, WIDE), {"rope_theta": 500.0, "hidden_act": "gelu"}, id="gemma"),
         pytest.param(
             "Phi3",
             STRETCHED | PHI_LONG,

@@ -1,0 +1,189 @@
+"""attention_paged: every backend against the reference, slices against the whole, and memory that must not be read."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.kernels.attention import PagedBackend, attention, attention_paged
+from penstock.kernels.kv_store import kv_store
+
+from .assertions import assert_close
+from .cases import PAGED_CASES, PagedCase, PagedInputs, make_block_table, make_cu_seqlens, make_paged_inputs
+from .places import IS_INTERPRETED, interpreted_only
+
+# Of the largest absolute value of v: what attention averages.
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+MASKS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "narrow": {"window": (3, 3)},
+    "window": {"window": (100, -1)},
+    "capped": {"softcap": 5.0},
+    "capped_window": {"softcap": 5.0, "window": (40, 0)},
+}
+
+masks = pytest.mark.parametrize("mask", MASKS)
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
+
+
+@pytest.fixture(
+    params=[
+        ("blockwise", "cpu"),
+        pytest.param(("triton", "cpu"), marks=interpreted_only),
+        pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
+    ],
+    ids="-".join,
+)
+def place(request: pytest.FixtureRequest) -> tuple[PagedBackend, torch.device]:
+    """A backend and a device that it runs on."""
+    backend, device = request.param
+    return backend, torch.device(device)
+
+
+def attend(case: PagedCase, inputs: PagedInputs, **options: Any) -> torch.Tensor:
+    return attention_paged(
+        inputs.q,
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.block_tables,
+        inputs.cu_seqlens,
+        inputs.seq_lens,
+        inputs.context_lens,
+        **({"scale": case.head_size**-0.5} | options),
+    )
+
+
+def skip_slow(case: PagedCase, dtype: torch.dtype) -> None:
+    """The interpreter takes milliseconds for a row, and knows no bfloat16 products."""
+    if IS_INTERPRETED and (not case.is_quick or dtype == torch.bfloat16):
+        pytest.skip("too slow for the interpreter")
+
+
+@dtypes
+@masks
+@pytest.mark.parametrize("case", PAGED_CASES, ids=lambda case: case.name)
+def test_backend_equals_reference(
+    place: tuple[PagedBackend, torch.device], case: PagedCase, mask: str, dtype: torch.dtype
+) -> None:
+    """All of the caches that belongs to no token of a slice's sequence is NaN, and the tables end in no block."""
+    backend, device = place
+    skip_slow(case, dtype)
+    inputs = make_paged_inputs(case, dtype, device)
+    expected = attend(case, inputs, backend="reference", **MASKS[mask])
+    assert not expected.isnan().any()
+    actual = attend(case, inputs, backend=backend, **MASKS[mask])
+    assert actual.dtype == dtype
+    assert actual.is_contiguous()
+    assert_close("attended", expected, actual, TOLERANCE[dtype], inputs.v_cache.nan_to_num().abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("mask", ["all", "window", "capped"])
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 100])
+@pytest.mark.parametrize("is_scattered", [False, True], ids=["neighbours", "scattered"])
+def test_slices_equal_the_whole(
+    device: torch.device, dtype: torch.dtype, mask: str, chunk_size: int, is_scattered: bool
+) -> None:
+    length, block_size = (60 if chunk_size == 1 else 300), 16
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(length, heads, 32, generator=generator).to(dtype).to(device) for heads in (4, 2, 2))
+    options: dict[str, Any] = {"scale": 0.2} | MASKS[mask]
+    cu_seqlens = make_cu_seqlens((length,), device)
+    whole = attention(q, k, v, cu_seqlens, [length], max_seqlen=length, is_causal=True, **options)
+    table = make_block_table(-(-length // block_size), is_scattered)
+    slots = (table[:, None].long() * block_size + torch.arange(block_size)).flatten()[:length].to(device)
+    k_cache, v_cache = (torch.full((64, block_size, 2, 32), float("nan"), dtype=dtype, device=device) for _ in "kv")
+    for start in range(0, length, chunk_size):
+        rows = slice(start, min(start + chunk_size, length))
+        count = rows.stop - rows.start
+        kv_store(k[rows], v[rows], k_cache, v_cache, rows=None, slots=slots[rows])
+        actual = attention_paged(
+            q[rows], k_cache, v_cache, table[None], make_cu_seqlens((count,), device), [count], [start], **options
+        )
+        assert_close(f"rows from {start}", whole[rows], actual, TOLERANCE[dtype], v.abs().max().item())
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@dtypes
+@masks
+def test_poisoned_sequence_touches_no_other(
+    place: tuple[PagedBackend, torch.device], mask: str, dtype: torch.dtype, poison: float
+) -> None:
+    backend, device = place
+    case = PagedCase("", ((9, 5), (20, 3), (0, 13), (34, 1)), 4, 2, 16, is_quick=poison != poison)
+    skip_slow(case, dtype)
+    inputs = make_paged_inputs(case, dtype, device)
+    expected = attend(case, inputs, backend="reference", **MASKS[mask])
+    scale = inputs.v_cache.nan_to_num().abs().max().item()
+    for n in (1, 2):
+        blocks = inputs.block_tables[n, : -(-sum(case.slices[n]) // case.block_size)].long().to(device)
+        inputs.k_cache[blocks], inputs.v_cache[blocks] = poison, poison
+        inputs.q[inputs.cu_seqlens[n] : inputs.cu_seqlens[n + 1]] = poison
+    actual = attend(case, inputs, backend=backend, **MASKS[mask])
+    for n in (0, 3):
+        rows = slice(inputs.cu_seqlens[n], inputs.cu_seqlens[n + 1])
+        assert_close(f"sequence {n}", expected[rows], actual[rows], TOLERANCE[dtype], scale)
+    assert not actual[inputs.cu_seqlens[1] : inputs.cu_seqlens[2]].isfinite().any()
+
+
+@pytest.mark.parametrize("factor", [40.0, -40.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=lambda dtype: str(dtype)[6:])
+def test_scores_beyond_the_range_of_exp(
+    place: tuple[PagedBackend, torch.device], dtype: torch.dtype, factor: float
+) -> None:
+    backend, device = place
+    case = PagedCase("", ((30, 9), (600, 300)), is_quick=False)
+    skip_slow(case, dtype)
+    inputs = make_paged_inputs(case, dtype, device)
+    inputs.q.copy_(inputs.q.abs() * factor)
+    inputs.k_cache.copy_(inputs.k_cache.abs())
+    for window in (None, (50, 0)):
+        expected = attend(case, inputs, backend="reference", window=window)
+        actual = attend(case, inputs, backend=backend, window=window)
+        # Scores of hundreds: their own rounding decides between neighbours.
+        tolerance = 1e-4 if dtype == torch.float32 else 0.2
+        assert_close("attended", expected, actual, tolerance, inputs.v_cache.nan_to_num().abs().max().item())
+
+
+def test_table_on_the_device_and_no_slices(device: torch.device) -> None:
+    case = PAGED_CASES[1]
+    inputs = make_paged_inputs(case, torch.float32, device)
+    expected = attend(case, inputs)
+    assert torch.equal(expected, attend(case, replace(inputs, block_tables=inputs.block_tables.to(device))))
+    q = torch.empty(0, 4, 32, device=device)
+    none = torch.empty(0, 0, dtype=torch.int32)
+    cache = inputs.k_cache.new_zeros(1, 4, 2, 32)
+    assert attention_paged(q, cache, cache, none, make_cu_seqlens((), device), (), (), scale=1.0).shape == (0, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.ones(3, 4, 16)}, r"q must be \[T, H, K\]"),
+        ({"q": torch.ones(3, 3, 8)}, "heads of q must be a multiple"),
+        ({"q": torch.ones(3, 4, 8).half()}, "must share float32, bfloat16 or float16"),
+        ({"k_cache": torch.ones(4, 5, 2, 8).transpose(0, 1)}, "must be contiguous"),
+        ({"cu_seqlens": make_cu_seqlens((3,))}, r"cu_seqlens must be int32 \[3\]"),
+        ({"seq_lens": (1, 1)}, "seq_lens must sum to the 3 rows"),
+        ({"context_lens": (1,)}, "context_lens be 2 numbers"),
+        ({"context_lens": (1, -1)}, "context_lens be 2 numbers"),
+        ({"block_tables": torch.zeros(2, 3)}, r"block_tables must be int32 \[2, M\]"),
+        ({"context_lens": (0, 10)}, "too few for 12"),
+        ({"softcap": 0.0}, "softcap must be positive"),
+        ({"backend": "flash"}, "backend must be one of"),
+    ],
+)
+def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "q": torch.ones(3, 4, 8),
+        "k_cache": torch.ones(5, 4, 2, 8),
+        "v_cache": torch.ones(5, 4, 2, 8),
+        "block_tables": torch.zeros(2, 2, dtype=torch.int32),
+        "cu_seqlens": make_cu_seqlens((1, 2)),
+        "seq_lens": (1, 2),
+        "context_lens": (0, 5),
+        "scale": 1.0,
+    }
+    with pytest.raises(ValueError, match=message):
+        attention_paged(**(arguments | changes))
