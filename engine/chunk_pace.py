@@ -15,7 +15,9 @@ _IDLE_STEP_S: Final = 0.6
 """Seconds. The same while nothing else waits: what comes next waits for half of it on average."""
 _MEMORY: Final = 0.5
 """Share of the old value in the running means."""
-_MIN_TOKENS: Final = 32
+_BUSY_MIN_TOKENS: Final = 128
+"""Tokens. A forward has a cost of its own, so that smaller chunks take about as long and get less done."""
+_IDLE_MIN_TOKENS: Final = 256
 _ROUND_TO: Final = 16
 
 
@@ -24,23 +26,20 @@ class ChunkPace:
 
     Args:
         max_tokens: Tokens. Never more in one forward.
-        chunk_size: Tokens. A fixed allowance instead; None adapts.
     """
 
-    def __init__(self, max_tokens: int, chunk_size: int | None = None) -> None:
+    def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._chunk_size = chunk_size
         self._chunk_token_s: float | None = None  # of a token in a chunk
         self._whole_token_s: float | None = None  # of a token in a sequence that runs whole
 
     def allowance(self, *, others_wait: bool) -> int:
         """Returns the tokens that chunks may have in the next forward, at least 1."""
-        if self._chunk_size is not None:
-            return min(self._chunk_size, self._max_tokens)
         if self._chunk_token_s is None:
             return max(self._max_tokens // 4, 1)
-        num_tokens = int((_BUSY_STEP_S if others_wait else _IDLE_STEP_S) / self._chunk_token_s)
-        return min(max(num_tokens - num_tokens % _ROUND_TO, _MIN_TOKENS), self._max_tokens)
+        step_s, least = (_BUSY_STEP_S, _BUSY_MIN_TOKENS) if others_wait else (_IDLE_STEP_S, _IDLE_MIN_TOKENS)
+        num_tokens = int(step_s / self._chunk_token_s)
+        return min(max(num_tokens - num_tokens % _ROUND_TO, least), self._max_tokens)
 
     def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
         """Books a forward of so many tokens in chunks and in whole sequences."""
@@ -51,10 +50,6 @@ class ChunkPace:
         # NOTE: never less than half of an even share: the time of whole sequences is an estimate.
         chunk_s = max(step_s - others_s, step_s * chunk_tokens / (2 * (chunk_tokens + whole_tokens)))
         self._chunk_token_s = _mean(self._chunk_token_s, max(chunk_s / chunk_tokens, 1e-9))
-
-    def shrink(self, max_tokens: int) -> None:
-        """Lowers the limit after the device ran out of memory."""
-        self._max_tokens = max(min(self._max_tokens, max_tokens), 1)
 
 
 def _mean(old: float | None, new: float) -> float:

@@ -244,6 +244,7 @@ class ChunkedPrefillManager:
         self._metrics.completed_chunks += 1
         self._metrics.completed_tokens += chunk.num_tokens
         self._metrics.completed_requests += request.is_complete
+        request.turn = (request.turn[0] + chunk.num_tokens * self.config.token_s, request.turn[1])
         if chunk.started_s is not None:
             self._metrics.run_s += self._clock() - chunk.started_s
         self._queue.push(request)

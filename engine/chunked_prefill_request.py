@@ -22,7 +22,7 @@ class ChunkedRequest:
         prompt: Token ids, or a range where only their number is known.
         priority: Its level; higher goes first.
         arrival_s: Seconds. Monotonic time of its arrival.
-        turn: The lower, the sooner. Never changes.
+        turn: The lower, the sooner. Only changes while it is not queued.
         chunk_size: Tokens of a chunk when memory is free.
         planned_size: Tokens of a chunk as it was first cut.
         new_id: Gives the next free chunk id.

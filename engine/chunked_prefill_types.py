@@ -58,6 +58,8 @@ class ChunkedPrefillConfig:
             request asks for chunks smaller than this, theirs is the smallest size.
         is_dynamic: Whether chunks become smaller as memory runs short.
         ageing_s: Seconds of waiting that are worth one level of priority.
+        token_s: Seconds by which a request's turn is later for every token of it that ran, so that others get a turn
+            before a very long one is done; 0 runs them one after the other.
         max_retries: Failures of one chunk that are tried again; one more fails the request.
     """
 
@@ -66,6 +68,7 @@ class ChunkedPrefillConfig:
     min_chunk_size: int = 64
     is_dynamic: bool = True
     ageing_s: float = 1.0
+    token_s: float = 0.0
     max_retries: int = 2
 
     def __post_init__(self) -> None:
@@ -74,8 +77,9 @@ class ChunkedPrefillConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}.")
-        if not self.ageing_s >= 0:
-            raise ValueError(f"ageing_s is {self.ageing_s}; it must be 0 or more.")
+        for name in ("ageing_s", "token_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
 
     def smallest_chunk(self, chunk_size: int) -> int:
         """Tokens of the smallest chunk of a request that asked for chunks of `chunk_size`."""

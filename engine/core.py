@@ -51,6 +51,7 @@ class _Request:
 
     params: PoolingParams
     inputs: list[TokenizedInput]
+    sequences: list[QueuedSequence]
     num_left: int
 
 
@@ -83,6 +84,7 @@ class EngineCore:
         self._runner: ModelRunner
         self._intake: Intake
         self._stopping = False
+        self._has_released = False  # memory, without a step whose message would say so
 
     def run(self) -> None:
         """Loads the model, says so, then serves until `stop`. A model that cannot be served ends it at once."""
@@ -117,7 +119,7 @@ class EngineCore:
     def step(self) -> bool:
         """Waits for work, runs one batch and sends what came of it. Returns False when it is time to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._scheduler.has_work)
+            self._changed.wait_for(lambda: self._stopping or self._scheduler.has_work or self._has_released)
             if self._stopping:
                 return False
             batch = self._scheduler.schedule(time.monotonic())
@@ -129,11 +131,10 @@ class EngineCore:
                 if (request := self._requests.get(s.sequence.request_id)) is not None
             ]
         for slice_ in batch.preempted:
-            self._runner.preempt(slice_)
-        if work:
-            started_s = time.monotonic()
-            finished = self._execute(work)
-            self._deliver(batch, finished, time.monotonic() - started_s)
+            self._preempt(slice_)
+        started_s = time.monotonic()
+        finished = self._execute(work) if work else []
+        self._deliver(batch, finished, time.monotonic() - started_s)
         return True
 
     def receive(self, items: Sequence[Submit | Cancel | Frame]) -> None:
@@ -171,7 +172,7 @@ class EngineCore:
 
     def _submit(self, message: Submit, inputs: list[TokenizedInput], sequences: list[QueuedSequence]) -> None:
         """Queues a request. The caller holds the lock."""
-        self._requests[message.request_id] = _Request(message.params, inputs, len(inputs))
+        self._requests[message.request_id] = _Request(message.params, inputs, sequences, len(inputs))
         try:
             self._scheduler.add(sequences)
         except ValueError as error:
@@ -179,8 +180,27 @@ class EngineCore:
 
     def _cancel(self, request_id: int) -> None:
         """Forgets a request; what runs of it is thrown away. The caller holds the lock."""
-        self._scheduler.cancel(request_id)
-        self._requests.pop(request_id, None)
+        self._drop(request_id)
+
+    def _drop(self, request_id: int, *, forget: bool = False) -> bool:
+        """Ends what waits or runs of a request; False if there was no such request. The caller holds the lock."""
+        self._scheduler.cancel(request_id, forget=forget)
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        for sequence in request.sequences:
+            sequence.carry = None  # a cancelled sequence may lie in the queue for a while
+        self._has_released = self._scheduler.slicer is not None
+        return True
+
+    def _preempt(self, slice_: SequenceSlice) -> None:
+        """Saves what a sequence loses with its memory; one that cannot be saved fails by itself."""
+        try:
+            self._runner.preempt(slice_)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
+            self._report(slice_.sequence, error)
 
     def _execute(self, work: list[Work]) -> list[tuple[SequenceSlice, Outputs]]:
         """Runs a batch; on an error runs its halves, so that only the sequences at fault fail."""
@@ -230,15 +250,16 @@ class EngineCore:
         """Sends the finite outputs of live requests in one message; an output that is not finite fails its request."""
         headers: list[RowHeader] = []
         arrays = []
+        are_finite = [all(np.isfinite(array).all() for array in outputs.values()) for _, outputs in finished]
         with self._changed:
-            for slice_, outputs in finished:
+            for (slice_, outputs), is_finite in zip(finished, are_finite, strict=True):
                 sequence = slice_.sequence
                 request = self._requests.get(sequence.request_id)
                 if request is None:
                     continue
-                if not all(np.isfinite(array).all() for array in outputs.values()):
+                if not is_finite:
                     message = f"The model gave values that are not finite for input {sequence.index}."
-                    self._fail(sequence.request_id, ModelExecutionError(message))
+                    self._fail(sequence.request_id, ModelExecutionError(message), forget=True)
                     continue
                 for name, array in outputs.items():
                     headers.append(RowHeader(sequence.request_id, sequence.index, name, array.shape, slice_.is_last))
@@ -246,9 +267,13 @@ class EngineCore:
                 request.num_left -= slice_.is_last
                 if not request.num_left:
                     del self._requests[sequence.request_id]
-            self._scheduler.finish(batch, step_s)
+            self._scheduler.finish(batch)
+            for forward in self._runner.clock.take():
+                self._scheduler.record(*forward)
             cache_use = self._cache_use()
-        self._send(Rows(headers, batch.num_tokens, step_s, cache_use), [pack_rows(arrays)])
+            self._has_released = False
+        num_tokens = sum(slice_.num_tokens for slice_, _ in finished)
+        self._send(Rows(headers, num_tokens, step_s, cache_use), [pack_rows(arrays)])
 
     def _cache_use(self) -> CacheUse | None:
         """Figures of the pool. The caller holds the lock."""
@@ -263,8 +288,13 @@ class EngineCore:
             slicer.num_chunks,
         )
 
-    def _fail(self, request_id: int, error: EngineError) -> None:
-        """Ends a request with an error and drops what is left of it. The caller holds the lock."""
-        self._scheduler.cancel(request_id)
-        if self._requests.pop(request_id, None) is not None:
+    def _fail(self, request_id: int, error: EngineError, *, forget: bool = False) -> None:
+        """Ends a request with an error and drops what is left of it. The caller holds the lock.
+
+        Args:
+            request_id: The request.
+            error: What its caller is told.
+            forget: See Scheduler.cancel.
+        """
+        if self._drop(request_id, forget=forget):
             self._send(Failed(request_id, type(error).__name__, error.message), [])

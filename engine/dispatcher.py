@@ -143,14 +143,9 @@ class Dispatcher:
 
     def receive_rows(self, message: Rows, frame: Frame) -> None:
         """Books the results of one step."""
-        self.stats.num_batched_tokens_total += message.num_tokens
-        self.stats.num_steps_total += 1
-        self.stats.step_s_total += message.step_s
         self.stats.cache_use = message.cache_use
-        rate = message.num_tokens / max(message.step_s, 1e-6)
-        self._tokens_per_s = (
-            rate if not self._tokens_per_s else (_RATE_MEMORY * self._tokens_per_s + (1 - _RATE_MEMORY) * rate)
-        )
+        if message.num_tokens:
+            self._book_step(message.num_tokens, message.step_s)
         seen: set[tuple[int, int]] = set()
         for header, array in zip(message.rows, unpack_rows(message.rows, frame), strict=True):
             pending = self._pending.get(header.request_id)
@@ -163,6 +158,16 @@ class Dispatcher:
         for request_id in {request_id for request_id, _ in seen}:
             if not self._pending[request_id].num_left:
                 self._settle(request_id, None)
+
+    def _book_step(self, num_tokens: int, step_s: float) -> None:
+        """Counts a forward and lets the drain rate follow it."""
+        self.stats.num_batched_tokens_total += num_tokens
+        self.stats.num_steps_total += 1
+        self.stats.step_s_total += step_s
+        rate = num_tokens / max(step_s, 1e-6)
+        self._tokens_per_s = (
+            rate if not self._tokens_per_s else (_RATE_MEMORY * self._tokens_per_s + (1 - _RATE_MEMORY) * rate)
+        )
 
     def receive_failure(self, message: Failed) -> None:
         """Fails one request with the error that the core names."""

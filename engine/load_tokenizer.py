@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .chat_score_template import chat_score_template
+from .chat_template import chat_template_of
 from .errors import UnsupportedModelError
 from .long_text import LongText
 from .messages import TokenizerSpec
@@ -73,6 +74,7 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
         uses_token_types=uses_token_types,
         sample_ids=tuple(sample_ids),
         score_template=_score_template(tokenizer, info),
+        chat_template=chat_template_of(tokenizer),
     )
 
 

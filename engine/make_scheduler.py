@@ -42,10 +42,17 @@ def make_scheduler(
     if allocator is None:
         return Scheduler(limits, token_budget=budget, max_seq_len=info.max_model_len), info
     info = _limited(info, allocator.capacity_tokens, budget)
-    threshold = limits.chunk_size or budget // 2
-    if not limits.enable_chunked_prefill:
-        threshold = info.max_model_len
-    slicer = Slicer(allocator, threshold=threshold, max_chunk_size=budget, chunk_size=limits.chunk_size)
+    chunk_size = limits.chunk_size
+    if chunk_size is not None and chunk_size > budget:
+        logger.warning("chunk_size is %d, but a forward has %d tokens; chunks have no more.", chunk_size, budget)
+        chunk_size = budget
+    slicer = Slicer(
+        allocator,
+        threshold=(chunk_size or budget) if limits.enable_chunked_prefill else info.max_model_len,
+        max_chunk_size=budget,
+        chunk_size=chunk_size,
+        token_s=limits.max_wait_s / budget,
+    )
     return Scheduler(limits, token_budget=budget, max_seq_len=info.max_model_len, slicer=slicer), info
 
 

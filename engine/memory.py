@@ -34,4 +34,8 @@ def _cgroup_memory() -> int | None:
     if not (_CGROUP / "memory.max").is_file():
         return None
     limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    return None if limit == "max" else max(int(limit) - int(used), 0)
+    if limit == "max":
+        return None
+    # Files that were read, such as the weights, count as used until somebody needs the memory.
+    stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    return max(int(limit) - int(used) + int(stat.get("inactive_file", 0)), 0)

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .chat_template import ChatTemplate
 from .config import EngineConfig
 from .model_info import ModelInfo
 from .params import PoolingParams
@@ -33,6 +34,7 @@ class TokenizerSpec:
         uses_token_types: The model reads token type ids.
         sample_ids: Token ids of a short text, special tokens included.
         score_template: The prompt around a pair; None joins pairs with the tokenizer's own special tokens.
+        chat_template: Turns the messages of a chat into text; None where the model comes with none.
     """
 
     json: str
@@ -40,6 +42,7 @@ class TokenizerSpec:
     uses_token_types: bool
     sample_ids: tuple[int, ...] = ()
     score_template: ScoreTemplate | None = None
+    chat_template: ChatTemplate | None = None
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -113,7 +116,8 @@ class Rows(msgspec.Struct, tag=True, frozen=True):
     """Core to client: results of one step. Frame: all arrays, flattened and concatenated, float32.
 
     `num_tokens` and `step_s` tell what the step processed and how long it took; `cache_use` is None for models that
-    cannot be sliced. A step that only brings long sequences on has no rows.
+    cannot be sliced. A step that only brings long sequences on has no rows; a message without tokens is no step and only
+    tells of the cache.
     """
 
     rows: list[RowHeader]

@@ -50,6 +50,7 @@ class Sequence:
         needs_last_row: Its answer comes from the last token alone, so that what a cache holds need not run again.
         num_done: Tokens that went through the model and were pooled; they count even if their keys and values are lost.
         carry: What the model runner keeps of the sequence between two slices.
+        turn_s: Seconds. Monotonic time of its turn, which orders it against all others; set when it is queued.
     """
 
     request_id: int
@@ -62,6 +63,7 @@ class Sequence:
     needs_last_row: bool = False
     num_done: int = 0
     carry: Any = None
+    turn_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

@@ -64,3 +64,20 @@ class TokenResult:
     token_ids: list[list[int]]
     num_tokens: list[int]
     labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedText:
+    """The tokens of one text, and where they stand in it.
+
+    Attributes:
+        token_ids: Ids.
+        tokens: As the vocabulary has them, such as "##ing".
+        offsets: Characters of the text that each stands for, from and to; (0, 0) for tokens that were put around it.
+        is_special: Whether a token was put around the text.
+    """
+
+    token_ids: list[int]
+    tokens: list[str]
+    offsets: list[tuple[int, int]]
+    is_special: list[bool]

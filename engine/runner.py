@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from .cache_spec import CacheSpec
 from .config import EngineConfig
 from .errors import ModelLoadError
+from .forward_clock import ForwardClock
 from .layers.dense import Dense
 from .load_tokenizer import load_tokenizer
 from .loader import load_dense, load_model, torch_dtype
@@ -57,6 +58,7 @@ class ModelRunner:
         info: The model, on its device.
         tokenizer: For clients.
         allocator: The pool of sequences that run in slices; None where the model's cannot.
+        clock: Times of the forwards.
 
     Args:
         info: See the attribute.
@@ -81,7 +83,7 @@ class ModelRunner:
         self._model = model
         self._pooler = ModelPooler(info, model, dense)
         self._memory: SliceMemory | None = None
-        self._previous: torch.Event | None = None
+        self.clock = ForwardClock(self._device)
         if model.cache_spec is not None and (
             config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching
         ):
@@ -129,16 +131,15 @@ class ModelRunner:
             states = [None if s.sequence.carry is None else carry_of(s).states for s in slices]
             lengths = [s.sequence.num_tokens for s in slices]
             metadata = PoolingMetadata.for_batch(batch, params, prompt_lens=lengths, states=states)
-        self._wait_for_previous()
+        self.clock.begin()
         output = self._model.forward(batch, need_attention=self._pooler.needs_attention(params))
         outputs = list(self._pooler.pool(output, metadata).to_numpy())
         if self._memory is not None and cache is not None:
             for index, state in metadata.states.items():
                 carry_of(slices[index]).states = state
             self._memory.advance(slices)
-        if self._device.type == "cuda":
-            self._previous = torch.cuda.Event()
-            self._previous.record(torch.cuda.current_stream(self._device))
+        chunk_tokens = sum(s.num_tokens for s in slices if s.chunk_id is not None)
+        self.clock.end(chunk_tokens, batch.num_tokens - chunk_tokens)
         return outputs
 
     def preempt(self, slice_: SequenceSlice) -> None:
@@ -153,29 +154,29 @@ class ModelRunner:
         slices = [SequenceSlice(QueuedSequence(0, i, len(tokens), 0.0), 0, len(tokens)) for i in range(2)]
         self.execute([Work(slice_, tokens, params) for slice_ in slices])
 
-    def _wait_for_previous(self) -> None:
-        """Waits for the last forward, so that at most one is under way and the time of each can be seen."""
-        if self._previous is not None:
-            self._previous.synchronize()
-            self._previous = None
-
     def _make_pool(self, spec: CacheSpec, config: EngineConfig) -> None:
-        """Reserves the memory of sliced sequences.
+        """Reserves the memory of sliced sequences, where there is enough for any.
 
         Raises:
-            ModelLoadError: It does not suffice for anything.
+            ModelLoadError: There is not, though the operator asks for it.
         """
         dtype, limits = torch_dtype(self.info.dtype), config.cache
         memory = limits.kv_cache_memory
         if memory is None:
             memory = int(available_memory(self._device) * limits.memory_fraction)
-        plan = plan_pool(
-            dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two places; see SliceMemory
-            memory,
-            block_size=limits.block_size,
-            itemsize=dtype.itemsize,
-            max_num_seqs=config.scheduler.max_num_seqs,
-        )
+        try:
+            plan = plan_pool(
+                dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two places; see SliceMemory
+                memory,
+                block_size=limits.block_size,
+                itemsize=dtype.itemsize,
+                max_num_seqs=config.scheduler.max_num_seqs,
+            )
+        except ModelLoadError as error:
+            if limits.kv_cache_memory is not None:
+                raise
+            logger.warning("inputs do not run in chunks: %s", error.message)
+            return
         self._memory = SliceMemory(spec, plan, block_size=limits.block_size, dtype=dtype, device=self._device)
         self.allocator = _allocator(
             plan, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching and spec.shares_prefixes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from .request import SequenceSlice
 from .sequence_cache import BatchCache, KvCache, SsmStates
 from .sequence_pool import PoolPlan
 
+_NO_BLOCKS: Final = np.zeros(0, np.int64)
+
 
 @dataclass(slots=True, eq=False)
 class Carry:
@@ -23,7 +26,7 @@ class Carry:
     Attributes:
         states: Of its pooling.
         side: Which of the two places of its slot holds its SSM states.
-        saved: SSM states per layer, convolution and recurrence, while it has no slot.
+        saved: SSM states per layer, convolution and recurrence, on the host, while it has no slot.
     """
 
     states: PoolingStates | None = None
@@ -86,12 +89,15 @@ class SliceMemory:
                 carry_of(slice_).side ^= 1
 
     def save(self, slice_: SequenceSlice) -> None:
-        """Copies the states of a sequence that loses its slot, so that it can go on in another."""
+        """Copies the states of a sequence that loses its slot to the host, so that it can go on in another."""
         if self._ssm is None or self._kv is not None or slice_.allocation is None or not slice_.start:
             return
+        if carry_of(slice_).saved is not None:
+            return  # it lost the slot before it ran there: what lies in it is not its own
         place = self._place(slice_, 0)
         carry_of(slice_).saved = [
-            (conv[place].clone(), ssm[place].clone()) for conv, ssm in zip(self._ssm.conv, self._ssm.ssm, strict=True)
+            (conv[place].to("cpu", copy=True), ssm[place].to("cpu", copy=True))
+            for conv, ssm in zip(self._ssm.conv, self._ssm.ssm, strict=True)
         ]
 
     def restore(self, slices: Sequence[SequenceSlice]) -> None:
@@ -108,25 +114,24 @@ class SliceMemory:
 
     def _kv_places(self, slices: Sequence[SequenceSlice], num_fresh: int, block_size: int) -> dict[str, Tensor | None]:
         """Blocks of the sequences with a past, and the place of every row that is kept."""
-        rows, slots, tables = [], [], []
-        first_row = 0
-        for slice_ in slices:
-            if slice_.allocation is not None:
-                blocks = np.asarray(slice_.allocation.block_ids, np.int64)
-                places = np.arange(slice_.start, slice_.end)
-                slots.append(blocks[places // block_size] * block_size + places % block_size)
-                rows.append(np.arange(first_row, first_row + slice_.num_tokens))
-                if slice_.start:
-                    tables.append(blocks[: -(-slice_.end // block_size)])
-            first_row += slice_.num_tokens
-        table = np.zeros((len(slices) - num_fresh, max(map(len, tables), default=0)), np.int32)
-        for line, blocks in zip(table, tables, strict=True):
-            line[: len(blocks)] = blocks
-        num_stored = sum(map(len, rows))
+        blocks = [np.asarray(s.allocation.block_ids, np.int64) if s.allocation else _NO_BLOCKS for s in slices]
+        tables = [b[: -(-s.end // block_size)] for s, b in zip(slices[num_fresh:], blocks[num_fresh:], strict=True)]
+        table = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+        for line, ids in zip(table, tables, strict=True):
+            line[: len(ids)] = ids
+        lengths = np.array([s.num_tokens for s in slices])
+        first_rows = np.cumsum(lengths) - lengths
+        first_blocks = np.cumsum([len(b) for b in blocks]) - [len(b) for b in blocks]
+        is_kept = np.repeat([s.allocation is not None for s in slices], lengths)
+        positions = np.arange(lengths.sum()) + np.repeat([s.start for s in slices] - first_rows, lengths)
+        # Block of every row; rows that are not kept are left out below.
+        places = np.repeat(first_blocks, lengths) + positions // block_size
+        kept = np.flatnonzero(is_kept)
+        slots = np.concatenate(blocks)[places[kept]] * block_size + positions[kept] % block_size
         return {
             "block_tables": torch.from_numpy(table),
-            "store_rows": None if num_stored == first_row else self._indices(np.concatenate(rows)),
-            "store_slots": self._indices(np.concatenate(slots)),
+            "store_rows": None if len(kept) == len(positions) else self._indices(kept),
+            "store_slots": self._indices(slots),
         }
 
     def _state_places(self, slices: Sequence[SequenceSlice]) -> dict[str, Tensor | None]:

@@ -8,7 +8,7 @@ runs in one slice, after what the cache holds of it. Between two forwards nothin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from .chunk_pace import ChunkPace
 from .chunked_prefill import ChunkedPrefillConfig, ChunkedPrefillManager
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _MAX_RETRIES: Final = 8
 """Failures for want of memory that one chunk may have: each time it comes back about half as long."""
+_MIN_SHARED_BLOCKS: Final = 2
+"""Full blocks below which a short sequence leaves the prefix cache alone: there is too little to share."""
 
 Key = tuple[int, int]
 
@@ -39,23 +41,28 @@ class Slicer:
         threshold: Tokens. Longer sequences run in chunks.
         max_chunk_size: Tokens of a chunk.
         chunk_size: Tokens. A fixed size instead of one that adapts.
+        token_s: Seconds by which a sequence's turn is later for every token of it that ran.
     """
 
     def __init__(
-        self, allocator: SequenceAllocator, *, threshold: int, max_chunk_size: int, chunk_size: int | None = None
+        self,
+        allocator: SequenceAllocator,
+        *,
+        threshold: int,
+        max_chunk_size: int,
+        chunk_size: int | None = None,
+        token_s: float = 0.0,
     ) -> None:
+        self.pace = ChunkPace(max_chunk_size)
         self.num_preemptions = 0
         self.num_chunks = 0
         self._allocator = allocator
-        self._pace = ChunkPace(max_chunk_size, chunk_size)
-        self._max_chunk_size = max_chunk_size
-        self._memory_pressure = 0.0
+        self._threshold = threshold
+        self._chunk_size = chunk_size
+        self._max_chunk_size = chunk_size or max_chunk_size
         self._manager = ChunkedPrefillManager(
             ChunkedPrefillConfig(
-                chunk_size=chunk_size or max_chunk_size,
-                threshold=threshold,
-                min_chunk_size=1,
-                max_retries=_MAX_RETRIES,
+                chunk_size=max_chunk_size, min_chunk_size=1, max_retries=_MAX_RETRIES, ageing_s=0.0, token_s=token_s
             )
         )
         self._running: dict[Key, _Running] = {}
@@ -66,27 +73,27 @@ class Slicer:
         """Long sequences that have started."""
         return len(self._running)
 
-    @property
-    def usage(self) -> float:
-        """Share of the pool that is held, 0 to 1."""
-        return self._allocator.usage
+    def is_long(self, sequence: Sequence, token_budget: int) -> bool:
+        """Whether a sequence runs in chunks. One that the pool could never hold has to run whole."""
+        return sequence.num_tokens > min(self._threshold, token_budget) and self.can_hold(sequence)
 
-    def is_long(self, sequence: Sequence) -> bool:
-        """Whether the sequence must run in chunks. One that the pool could never hold has to run whole."""
-        return self._manager.should_chunk(sequence.num_tokens) and self._allocator.fits(sequence.num_tokens)
+    def can_hold(self, sequence: Sequence) -> bool:
+        """Whether the pool is large enough for a sequence."""
+        return self._allocator.fits(sequence.num_tokens)
 
-    def allowance(self, *, others_wait: bool) -> int:
+    def allowance(self, token_budget: int, *, others_wait: bool) -> int:
         """Returns the tokens that chunks may have in the next forward."""
-        return self._pace.allowance(others_wait=others_wait)
+        if self._chunk_size is not None:
+            return max(token_budget // 2, 1) if others_wait else token_budget
+        return min(self.pace.allowance(others_wait=others_wait), token_budget)
 
-    def wants(self, sequence: Sequence, allowance: int) -> bool:
-        """Whether a waiting long sequence should start now: those that run leave room, or are less urgent."""
-        if not self._running:
+    def wants(self, sequence: Sequence, max_tokens: int) -> bool:
+        """Whether a waiting long sequence should start now: those that run leave room, or their turn is later."""
+        requests = [r for key in self._running if (r := self._manager.get_request(key)) is not None]
+        if all(sequence.turn_s < request.turn[0] for request in requests):
             return True
-        if sequence.priority < min(r.sequence.priority for r in self._running.values()):
-            return True
-        requests = (self._manager.get_request(key) for key in self._running)
-        return sum(r.total_tokens - r.num_completed_tokens for r in requests if r is not None) < allowance
+        wanted = (min(r.total_tokens - r.num_completed_tokens, self._max_chunk_size) for r in requests)
+        return sum(wanted) < max_tokens
 
     def start(self, sequence: Sequence) -> bool:
         """Reserves memory for a long sequence; False if there is not enough at the moment."""
@@ -95,52 +102,71 @@ class Slicer:
             return False
         key = _key(sequence)
         self._running[key] = _Running(sequence, allocation)
-        self._manager.create_chunks(key, sequence.num_tokens, priority=-sequence.priority, arrival_s=sequence.arrival_s)
+        self._manager.create_chunks(key, sequence.num_tokens, priority=0, arrival_s=sequence.turn_s)
         # A pure SSM brings its state along, so that nothing is computed twice; see SliceMemory.save.
         first = allocation.num_cached_tokens if self._allocator.pool.kv is not None else sequence.num_done
         if first:
-            self._manager.preempt(key, resume_at=first)
+            self._manager.preempt(key, resume_at=first)  # forward: what is there already need not run
         return True
 
     def preempt_for(self, sequence: Sequence) -> list[SequenceSlice]:
-        """Takes memory from long sequences of lower priority until `sequence` can start; returns what they held.
+        """Takes memory from long sequences whose turn is later until `sequence` can start; returns what they held.
 
         None are taken if that were not enough. What was pooled of them is kept; their keys and values stay in the
         prefix cache as long as nobody needs the blocks, and are computed again where they are lost.
         """
-        lower = sorted(
-            (r for r in self._running.values() if r.sequence.priority > sequence.priority),
-            key=lambda r: (r.sequence.priority, r.sequence.arrival_s),
+        later = sorted(
+            (r for r in self._running.values() if r.sequence.turn_s > sequence.turn_s),
+            key=lambda r: r.sequence.turn_s,
         )
         victims: list[_Running] = []
         while not self._allocator.has_room(sequence.num_tokens, after=[v.allocation for v in victims]):
-            if not lower:
+            if not later:
                 return []
-            victims.append(lower.pop())
+            victims.append(later.pop())
         for victim in victims:
             self._drop(victim)
         self.num_preemptions += len(victims)
         return [SequenceSlice(v.sequence, v.sequence.num_done, 0, v.allocation) for v in victims]
 
-    def next_chunks(self, max_tokens: int) -> list[SequenceSlice]:
-        """Returns the chunks of the next forward, of one sequence or of several."""
+    def next_chunks(self, max_tokens: int, max_chunks: int, *, memory_pressure: float = 0.0) -> list[SequenceSlice]:
+        """Returns the chunks of the next forward, each of another sequence.
+
+        Args:
+            max_tokens: Tokens of all chunks together.
+            max_chunks: Chunks.
+            memory_pressure: How short memory is, 0 to 1; chunks are the smaller, the shorter it is.
+        """
         slices: list[SequenceSlice] = []
-        while max_tokens > 0:
-            chunk = self._manager.schedule_chunk(max_tokens, memory_pressure=self._memory_pressure)
+        while max_tokens > 0 and len(slices) < max_chunks:
+            chunk = self._manager.schedule_chunk(min(max_tokens, self._max_chunk_size), memory_pressure=memory_pressure)
             if chunk is None:
                 break
             self._manager.start_chunk(chunk.chunk_id)
-            running = self._running[chunk.request_id]  # type: ignore[index]
+            running = self._running[cast("Key", chunk.request_id)]
             slice_ = SequenceSlice(running.sequence, chunk.start, chunk.num_tokens, running.allocation, chunk.chunk_id)
             self._in_flight[_key(running.sequence)] = slice_
             slices.append(slice_)
             max_tokens -= chunk.num_tokens
         return slices
 
-    def whole(self, sequence: Sequence) -> SequenceSlice:
-        """Returns the one slice of a short sequence; it begins after what the prefix cache holds of it."""
+    def whole(self, sequence: Sequence, max_tokens: int | None = None) -> SequenceSlice | None:
+        """Returns the one slice of a short sequence; it begins after what the prefix cache holds of it.
+
+        Args:
+            sequence: Not long.
+            max_tokens: Tokens that there is room for. None is returned where it is longer.
+        """
+        reads_cache = (
+            sequence.needs_last_row
+            and len(sequence.block_keys) >= _MIN_SHARED_BLOCKS
+            and self._allocator.fits(sequence.num_tokens)
+        )
+        num_cached = self._allocator.find(sequence.block_keys, sequence.num_tokens - 1) if reads_cache else 0
+        if max_tokens is not None and sequence.num_tokens - num_cached > max_tokens:
+            return None
         slice_ = SequenceSlice(sequence, 0, sequence.num_tokens)
-        if sequence.needs_last_row and sequence.block_keys and self._allocator.fits(sequence.num_tokens):
+        if reads_cache:
             slice_.allocation = self._allocate(sequence)
             if slice_.allocation is not None:
                 slice_.start = slice_.allocation.num_cached_tokens
@@ -148,10 +174,10 @@ class Slicer:
                 self._in_flight[_key(sequence)] = slice_
         return slice_
 
-    def put_back(self, slice_: SequenceSlice) -> None:
-        """Undoes `whole`."""
+    def put_back(self, slice_: SequenceSlice, *, forget: bool = False) -> None:
+        """Releases what a short sequence holds; see `SequenceAllocator.release`."""
         if self._in_flight.pop(_key(slice_.sequence), None) is not None and slice_.allocation is not None:
-            self._allocator.release(slice_.allocation)
+            self._allocator.release(slice_.allocation, forget=forget)
 
     def finish(self, slice_: SequenceSlice) -> None:
         """Books a slice that ran. Does nothing for a sequence that was cancelled or is to be tried again."""
@@ -176,39 +202,31 @@ class Slicer:
         del self._in_flight[key]
         return self._manager.fail_chunk(slice_.chunk_id, error)
 
-    def cancel(self, request_id: int) -> None:
-        """Releases what a request holds."""
+    def cancel(self, request_id: int, *, forget: bool = False) -> None:
+        """Releases what a request holds; see `SequenceAllocator.release`."""
         for slice_ in [s for s in self._in_flight.values() if s.sequence.request_id == request_id]:
             if slice_.chunk_id is None:
-                self.put_back(slice_)
+                self.put_back(slice_, forget=forget)
             else:
                 del self._in_flight[_key(slice_.sequence)]
         for running in [r for r in self._running.values() if r.sequence.request_id == request_id]:
-            self._drop(running)
+            self._drop(running, forget=forget)
 
     def expired(self, now_s: float) -> list[Sequence]:
         """Returns long sequences whose deadline has passed; to end them is the caller's job (`cancel`)."""
         deadlines = ((r.sequence, r.sequence.deadline_s) for r in self._running.values())
         return [sequence for sequence, deadline_s in deadlines if deadline_s is not None and deadline_s <= now_s]
 
-    def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
-        """Books the time of a forward; see ChunkPace."""
-        self._pace.record(chunk_tokens, whole_tokens, step_s)
-
-    def shrink(self, max_tokens: int) -> None:
-        """Makes chunks smaller after the device ran out of memory."""
-        self._memory_pressure = max(self._memory_pressure, 1 - min(max_tokens / self._max_chunk_size, 1.0))
-
     def _allocate(self, sequence: Sequence) -> Allocation | None:
         readable = sequence.num_tokens - 1 if sequence.needs_last_row else sequence.num_done
         return self._allocator.allocate(_key(sequence), sequence.num_tokens, sequence.block_keys, readable)
 
-    def _drop(self, running: _Running) -> None:
+    def _drop(self, running: _Running, *, forget: bool = False) -> None:
         """Releases a long sequence, wherever it stands."""
         key = _key(running.sequence)
         del self._running[key]
         self._manager.remove_request(key)
-        self._allocator.release(running.allocation)
+        self._allocator.release(running.allocation, forget=forget)
 
 
 def _key(sequence: Sequence) -> Key:

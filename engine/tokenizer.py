@@ -11,17 +11,22 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
+from .chat_template import ChatOptions, Conversation
 from .errors import EngineUnavailableError, InvalidRequestError, RequestCancelledError, RequestTooLongError
 from .messages import TokenizerSpec
 from .pair_encoder import PairEncoder
 from .request import TokenizedInput
+from .results import TokenizedText
 from .special_tokens import SpecialTokens
+
+if TYPE_CHECKING:
+    from .chat_renderer import ChatRenderer
 
 Text = str | Sequence[int]
 T = TypeVar("T")
@@ -83,6 +88,8 @@ class TokenizerPool:
         self.special_tokens = SpecialTokens.of(self._tokenizer)
         template = spec.score_template
         self._pair_encoder = PairEncoder(self._tokenizer, template) if template is not None else None
+        self._chat_template = spec.chat_template
+        self._chat_renderer: ChatRenderer | None = None
         self._uses_token_types = spec.uses_token_types
         self._side = spec.truncation_side
         self._vocab_size = vocab_size
@@ -94,22 +101,31 @@ class TokenizerPool:
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
 
     async def encode(
-        self, inputs: Sequence[Text], truncation: Truncation, *, prompt: str = "", skip_prompt: bool = False
+        self,
+        inputs: Sequence[Text],
+        truncation: Truncation,
+        *,
+        prompt: str = "",
+        skip_prompt: bool = False,
+        add_special_tokens: bool = True,
     ) -> list[TokenizedInput]:
-        """Tokenizes texts with special tokens; token ids are checked and taken as they are.
+        """Tokenizes texts; token ids are checked and taken as they are.
 
         Args:
             inputs: Texts or lists of token ids.
             truncation: Limit and what to do above it.
             prompt: Put before every text.
             skip_prompt: Mark the prompt's tokens, leading special tokens included, to be left out of the pooling.
+            add_special_tokens: Put the tokenizer's special tokens around every text.
 
         Raises:
             RequestTooLongError: An input is above the limit and must not be cut.
             InvalidRequestError: A list of ids is empty, an id is outside the vocabulary, or the limit leaves no room.
         """
         num_chars = sum(len(item) + len(prompt) for item in inputs if isinstance(item, str))
-        return await self._run(lambda gone: self._encode(inputs, truncation, prompt, skip_prompt, gone), num_chars)
+        return await self._run(
+            lambda gone: self._encode(inputs, truncation, prompt, skip_prompt, add_special_tokens, gone), num_chars
+        )
 
     async def encode_parts(
         self, inputs: Sequence[Text], truncation: Truncation, *, prompt: str = ""
@@ -158,6 +174,34 @@ class TokenizerPool:
             )
         return await self._run(lambda gone: self._encode_pairs(pairs, truncation, gone), num_chars)
 
+    async def render_chats(self, conversations: Sequence[Conversation], options: ChatOptions) -> list[str]:
+        """Returns the text that the model's chat template makes of each chat.
+
+        Raises:
+            InvalidRequestError: The model has no chat template, or it does not take the messages.
+        """
+        if self._chat_template is None:
+            raise InvalidRequestError(
+                "The served model has no chat template, so it takes no messages; send the text as input, or add the "
+                "template to the model's folder as chat_template.jinja.",
+                param="messages",
+            )
+        if self._chat_renderer is None:
+            from .chat_renderer import ChatRenderer  # jinja2 takes its time, and few models need it
+
+            self._chat_renderer = ChatRenderer(self._chat_template)
+        renderer = self._chat_renderer
+
+        def work(gone: IsGone) -> list[str]:
+            texts = []
+            for conversation in conversations:
+                if gone():
+                    raise RequestCancelledError("The caller has gone.")
+                texts.append(renderer.render(conversation, options))
+            return texts
+
+        return await self._run(work, _LONG_JOB + 1)
+
     async def token_ids(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Returns the ids of each text, uncut."""
 
@@ -167,6 +211,20 @@ class TokenizerPool:
                 cased = self._cased(texts[first:last])
                 ids += [e.ids for e in self._tokenizer.encode_batch(cased, add_special_tokens=add_special_tokens)]
             return ids
+
+        return await self._run(work, sum(map(len, texts)))
+
+    async def token_details(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[TokenizedText]:
+        """Returns the tokens of each text with their places in it, uncut."""
+
+        def work(gone: IsGone) -> list[TokenizedText]:
+            details = []
+            for first, last in self._portions([len(text) for text in texts], gone):
+                cased = self._cased(texts[first:last])
+                for e in self._tokenizer.encode_batch(cased, add_special_tokens=add_special_tokens):
+                    is_special = [mask == 1 for mask in e.special_tokens_mask]
+                    details.append(TokenizedText(e.ids, e.tokens, e.offsets, is_special))
+            return details
 
         return await self._run(work, sum(map(len, texts)))
 
@@ -260,19 +318,26 @@ class TokenizerPool:
         return [t.lower() for t in texts] if self._do_lower_case else list(texts)
 
     def _encode(
-        self, inputs: Sequence[Text], truncation: Truncation, prompt: str, skip_prompt: bool, gone: IsGone
+        self,
+        inputs: Sequence[Text],
+        truncation: Truncation,
+        prompt: str,
+        skip_prompt: bool,
+        specials: bool,
+        gone: IsGone,
     ) -> list[TokenizedInput]:
-        skip = self._count_prefix(prompt) if prompt and skip_prompt else 0
+        skip = self._count_prefix(prompt, specials) if prompt and skip_prompt else 0
         tokenized: list[TokenizedInput] = []
         num_chars = [min(len(i), self._max_chars(truncation)) if isinstance(i, str) else 0 for i in inputs]
         for first, last in self._portions(num_chars, gone):
             part = inputs[first:last]
             texts = self._cased([prompt + item for item in part if isinstance(item, str)])
             bounded = [self._bounded(text, truncation) for text in texts]
-            encodings = iter(zip(texts, bounded, self._tokenizer.encode_batch_fast(bounded), strict=True))
+            encoded = self._tokenizer.encode_batch_fast(bounded, add_special_tokens=specials)
+            encodings = iter(zip(texts, bounded, encoded, strict=True))
             for index, item in enumerate(part, first):
                 if isinstance(item, str):
-                    tokenized.append(self._fit_text(*next(encodings), truncation, skip, index))
+                    tokenized.append(self._fit_text(*next(encodings), truncation, skip, specials, index))
                 else:
                     tokenized.append(TokenizedInput(self._fit_ids(self._checked(item), truncation, index)))
         return tokenized
@@ -313,22 +378,29 @@ class TokenizerPool:
         return text[:space] if space >= 0 else text
 
     def _fit_text(
-        self, text: str, bounded: str, encoding: Encoding, truncation: Truncation, skip: int, index: int
+        self,
+        text: str,
+        bounded: str,
+        encoding: Encoding,
+        truncation: Truncation,
+        skip: int,
+        specials: bool,
+        index: int,
     ) -> TokenizedInput:
-        """Cuts an encoding to the limit and puts the special tokens around what is left."""
+        """Cuts an encoding to the limit and puts the special tokens, where there are to be any, around the rest."""
         limit = truncation.max_num_tokens
         if bounded is not text and len(encoding) <= limit + _MIN_SHARE:
             # Words of thousands of letters: the whole text must say what fits.
-            (encoding,) = self._tokenizer.encode_batch_fast([text])
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=specials)
             bounded = text
         if len(encoding) <= limit:
-            return TokenizedInput(self._known(encoding.ids), num_prompt_tokens=min(skip, len(encoding) - 1))
+            return TokenizedInput(self._known(encoding.ids), num_prompt_tokens=max(min(skip, len(encoding) - 1), 0))
         self._refuse_unless_cut(len(encoding), truncation, index, is_whole=bounded is text)
-        room = self._room(truncation, is_pair=False)
+        room = self._room(truncation, is_pair=False) if specials else truncation.max_num_tokens
         (bare,) = self._tokenizer.encode_batch([bounded], add_special_tokens=False)
         num_cut = len(bare) - room
         bare.truncate(room, direction=truncation.side or self._side)
-        ids = self._tokenizer.post_process(bare).ids
+        ids = self._tokenizer.post_process(bare).ids if specials else bare.ids
         if skip and self.cuts_left(truncation):
             skip = max(skip - num_cut, 0) if bounded is text else 0
         return TokenizedInput(self._known(ids), num_prompt_tokens=min(skip, len(ids) - 1))
@@ -423,8 +495,8 @@ class TokenizerPool:
         boundary = encoding.type_ids.index(1) if self._uses_token_types and 1 in encoding.type_ids else 0
         return TokenizedInput(self._known(encoding.ids), boundary)
 
-    def _count_prefix(self, prompt: str) -> int:
-        (with_specials,) = self._tokenizer.encode_batch(self._cased([prompt]))
+    def _count_prefix(self, prompt: str, specials: bool) -> int:
+        (with_specials,) = self._tokenizer.encode_batch(self._cased([prompt]), add_special_tokens=specials)
         trailing = 0
         for is_special in reversed(with_specials.special_tokens_mask):
             if not is_special:

@@ -1,10 +1,4 @@
-"""The sequences that wait, in the order of their turn.
-
-The order is start-time fair: a sequence's turn comes at its arrival time plus the time that the tokens ahead of it in
-its own request would take, so that one large request and many small ones share the device. A level of priority is worth
-a fixed time of waiting. Nobody starves, because turns are finite and later arrivals have later turns.
-Source of the idea: Goyal, Vin, Cheng, "Start-time Fair Queueing", 1997.
-"""
+"""The sequences that wait, in the order of their turn."""
 
 from __future__ import annotations
 
@@ -15,16 +9,13 @@ from dataclasses import dataclass, field
 
 from .request import Sequence
 
-_PRIORITY_STEP_S = 1.0
-"""Seconds. The head start that one level of priority gives."""
-
 
 @dataclass(slots=True, order=True)
 class Entry:
     """A place in the queue.
 
     Attributes:
-        turn_s: Seconds. Monotonic time; lower goes first.
+        turn_s: Seconds. That of the sequence; lower goes first.
         tie: Order of arrival, unique.
         sequence: What waits.
     """
@@ -38,28 +29,19 @@ class WaitingQueue:
     """A heap of sequences. Not thread-safe: its owner holds a lock.
 
     Invariant: `num_seqs` and `num_tokens` count exactly what has not been taken, cancelled or expired.
-
-    Args:
-        pace_s: Seconds by which a sequence's turn is later for every `pace_tokens` ahead of it in its request.
-        pace_tokens: Tokens. See `pace_s`.
     """
 
-    def __init__(self, *, pace_s: float, pace_tokens: int) -> None:
+    def __init__(self) -> None:
         self.num_seqs = 0
         self.num_tokens = 0
-        self._delay_s_per_token = pace_s / pace_tokens
         self._heap: list[Entry] = []
         self._ties = itertools.count()
         self._waiting_of: dict[int, list[int]] = {}  # request id -> [sequences, tokens] that wait
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
-        """Queues the sequences of one request, or one that was put off: then its turn is that of its arrival."""
-        tokens_ahead = 0
-        for sequence in sequences:
-            turn_s = sequence.arrival_s + tokens_ahead * self._delay_s_per_token + sequence.priority * _PRIORITY_STEP_S
-            self.put_back([Entry(turn_s, next(self._ties), sequence)])
-            self._count(sequence, +1)
-            tokens_ahead += sequence.num_tokens
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence, at its turn."""
+        heapq.heappush(self._heap, Entry(sequence.turn_s, next(self._ties), sequence))
+        self._count(sequence, +1)
 
     def cancel(self, request_id: int) -> int:
         """Removes what waits of a request and returns the number of sequences removed."""

@@ -25,7 +25,7 @@ from .middleware import (
     StartupErrorMiddleware,
     UnexpectedErrorMiddleware,
 )
-from .routes import classify, openai, ops, rerank, score
+from .routes import classify, cohere, invocations, openai, ops, rerank, score, tei, tei_tools, tokenize, vllm
 from .settings import ServerSettings
 from .table import format_table
 from .version import penstock_version
@@ -70,7 +70,7 @@ def create_app(
     )
     app.state.context = context
     app.router.redirect_slashes = False
-    for module in (openai, rerank, score, classify, ops):
+    for module in (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools, ops):
         app.include_router(module.router)
     install_error_handlers(app)
     # The last one added sees a request first.

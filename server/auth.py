@@ -13,7 +13,7 @@ from .errors import status_response
 # Clients probe these without a key (mteb never authenticates GET /v1/models).
 OPEN_PATHS: Final = frozenset(
     {
-        *("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/version"),
+        *("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/version", "/info"),
         *("/models", "/v1/models", "/docs", "/openapi.json"),
     }
 )

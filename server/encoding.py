@@ -1,35 +1,167 @@
-"""Arrays to the wire. Floats are written by orjson from the array itself; base64 is of little-endian float32."""
+"""Arrays to the wire: JSON numbers, base64 or raw bytes, in the number format that a request asks for.
+
+JSON numbers are written by orjson from the array itself. base64 and bytes are little-endian float32 unless the request
+names another `embed_dtype` or `endianness`.
+"""
 
 from __future__ import annotations
 
 import binascii
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from functools import cache
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .quantize import Quantization, quantize
+
+Rows = NDArray[np.float32] | Sequence[NDArray[np.float32]]
+
+
+_SIGN_BIT: Final = 0x80
+
 
 class EncodingFormat(StrEnum):
-    """How a vector is written in JSON."""
+    """How vectors are written. The last four are JSON numbers of that type."""
 
     FLOAT = "float"
     BASE64 = "base64"
+    BYTES = "bytes"
+    BYTES_ONLY = "bytes_only"
+    INT8 = "int8"
+    UINT8 = "uint8"
+    BINARY = "binary"
+    UBINARY = "ubinary"
 
 
-def encode_rows(rows: NDArray[np.float32], encoding_format: EncodingFormat) -> Sequence[Any]:
-    """Returns one JSON value per row.
+class EmbedDtype(StrEnum):
+    """Number formats of base64 and bytes."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+
+
+class Endianness(StrEnum):
+    """Byte order of base64 and bytes."""
+
+    NATIVE = "native"
+    BIG = "big"
+    LITTLE = "little"
+
+
+_BYTE_ORDERS: Final[dict[Endianness, Literal["=", ">", "<"]]] = {
+    Endianness.NATIVE: "=",
+    Endianness.BIG: ">",
+    Endianness.LITTLE: "<",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """How the vectors of one answer are written.
+
+    Attributes:
+        format: FLOAT (JSON numbers), BASE64, BYTES or BYTES_ONLY.
+        quantization: Integers instead of floats.
+        dtype: Number format of floats in base64 and bytes.
+        endianness: Byte order of base64 and bytes.
+    """
+
+    format: EncodingFormat = EncodingFormat.FLOAT
+    quantization: Quantization | None = None
+    dtype: EmbedDtype = EmbedDtype.FLOAT32
+    endianness: Endianness = Endianness.LITTLE
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether the answer is a body of bytes and not JSON."""
+        return self.format in (EncodingFormat.BYTES, EncodingFormat.BYTES_ONLY)
+
+    @property
+    def element(self) -> str:
+        """The number format as a name."""
+        return self.quantization or self.dtype.value
+
+
+def encode_rows(rows: Rows, encoding: Encoding) -> list[Any]:
+    """Returns one JSON value per row: an array for orjson's OPT_SERIALIZE_NUMPY, or base64 text.
 
     Args:
-        rows: [N, D] float32.
-        encoding_format: FLOAT gives array views for orjson's OPT_SERIALIZE_NUMPY, BASE64 gives text.
+        rows: [N, D] float32, or N arrays of any shape.
+        encoding: Its format is FLOAT or BASE64.
     """
-    if encoding_format is EncodingFormat.FLOAT:
-        return list(np.ascontiguousarray(rows))
-    return [base64_row(row) for row in np.ascontiguousarray(rows, "<f4")]
+    if encoding.format is EncodingFormat.BASE64:
+        return [base64_row(row) for row in wire_rows(rows, encoding)]
+    if encoding.quantization is None:
+        return [np.ascontiguousarray(row) for row in rows]
+    return list(_quantized(rows, encoding.quantization))
 
 
-def base64_row(row: NDArray[np.float32]) -> str:
-    """Returns the base64 of a contiguous little-endian float32 row."""
-    return binascii.b2a_base64(row, newline=False).decode("ascii")
+def base64_row(row: NDArray[Any]) -> str:
+    """Returns the base64 of a contiguous row, in its type and byte order."""
+    return binascii.b2a_base64(row.data, newline=False).decode("ascii")
+
+
+def wire_rows(rows: Rows, encoding: Encoding) -> list[NDArray[Any]]:
+    """Returns contiguous rows whose memory is what base64 and bytes carry. bfloat16 and fp8 are seen as integers."""
+    if encoding.quantization is not None:
+        return [np.ascontiguousarray(row) for row in _quantized(rows, encoding.quantization)]
+    converted = [_as_dtype(row, encoding.dtype) for row in ([rows] if isinstance(rows, np.ndarray) else rows)]
+    swapped = [
+        np.ascontiguousarray(part, part.dtype.newbyteorder(_BYTE_ORDERS[encoding.endianness])) for part in converted
+    ]
+    return list(swapped[0]) if isinstance(rows, np.ndarray) else swapped
+
+
+def _quantized(rows: Rows, kind: Quantization) -> Sequence[NDArray[Any]]:
+    if isinstance(rows, np.ndarray):
+        return list(quantize(rows, kind))
+    return [quantize(np.atleast_2d(row), kind).reshape(*row.shape[:-1], -1) for row in rows]
+
+
+def _as_dtype(rows: NDArray[np.float32], dtype: EmbedDtype) -> NDArray[Any]:
+    match dtype:
+        case EmbedDtype.FLOAT32:
+            return rows.astype(np.float32, copy=False)
+        case EmbedDtype.FLOAT16:
+            return rows.astype(np.float16)
+        case EmbedDtype.BFLOAT16:
+            return _bfloat16(rows)
+        case EmbedDtype.FP8_E4M3:
+            return _float8(rows, num_mantissa_bits=3)
+        case EmbedDtype.FP8_E5M2:
+            return _float8(rows, num_mantissa_bits=2)
+
+
+def _bfloat16(rows: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Returns the upper halves of float32, rounded to the nearest, ties to even."""
+    bits = np.ascontiguousarray(rows, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _float8(rows: NDArray[np.float32], *, num_mantissa_bits: int) -> NDArray[np.uint8]:
+    """Returns the codes of the nearest float8 numbers, ties to even; what is too large becomes the largest."""
+    middles = _float8_middles(num_mantissa_bits)
+    sizes = np.abs(rows)
+    below, at_most = np.searchsorted(middles, sizes, "left"), np.searchsorted(middles, sizes, "right")
+    codes = np.where(below % 2 == 0, below, at_most)
+    return (codes | np.where(np.signbit(rows), _SIGN_BIT, 0)).astype(np.uint8)
+
+
+@cache
+def _float8_middles(num_mantissa_bits: int) -> NDArray[np.float32]:
+    """Returns the numbers half-way between neighbours among the positive finite ones, in order."""
+    num_codes = 0x7F if num_mantissa_bits == 3 else 0x7C  # e4m3 has no infinity, and one NaN; e5m2 is as IEEE 754.
+    codes = np.arange(num_codes)
+    exponents, mantissas = codes >> num_mantissa_bits, codes & ((1 << num_mantissa_bits) - 1)
+    bias = (1 << (6 - num_mantissa_bits)) - 1
+    significands = mantissas / (1 << num_mantissa_bits) + (exponents > 0)
+    values = np.ldexp(significands, np.maximum(exponents, 1) - bias).astype(np.float32)
+    middles: NDArray[np.float32] = ((values[:-1] + values[1:]) / 2).astype(np.float32)
+    return middles

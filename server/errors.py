@@ -92,14 +92,22 @@ def status_response(status: int, message: str, headers: Mapping[str, str] | None
 
 def engine_error_response(error: EngineError, request_id: str) -> Response:
     """Returns the answer to `error`; hidden messages are logged under `request_id`."""
+    kind, message = shown_error(error, request_id)
+    param = None if kind.is_hidden else error.param
+    return error_response(kind, message, param=param, headers=retry_headers(error, kind.status))
+
+
+def shown_error(error: EngineError, request_id: str) -> tuple[ErrorKind, str]:
+    """Returns the kind of `error` and what its client may read; hidden messages are logged under `request_id`."""
     kind = ERROR_KINDS.get(type(error), ERROR_KINDS[EngineError])
     if kind.is_hidden:
         logger.error("request %s: %s: %s", request_id, type(error).__name__, error.message, exc_info=error)
-        return error_response(kind, f"{HIDDEN_MESSAGE} ({request_id})")
-    return error_response(kind, error.message, param=error.param, headers=_retry_headers(error, kind.status))
+        return kind, f"{HIDDEN_MESSAGE} ({request_id})"
+    return kind, error.message
 
 
-def _retry_headers(error: EngineError, status: int) -> dict[str, str] | None:
+def retry_headers(error: EngineError, status: int) -> dict[str, str] | None:
+    """Returns the header that says when to come back, where coming back helps."""
     if isinstance(error, EngineOverloadedError):
         return {"retry-after": str(min(max(math.ceil(error.retry_after_s), 1), MAX_RETRY_AFTER_S))}
     return {"retry-after": "1"} if status == 503 else None

@@ -6,6 +6,8 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any, Final
 
+from .schemas.tagged import TAGS
+
 MAX_SHOWN_ERRORS: Final = 3
 MAX_SHOWN_CHARS: Final = 60
 
@@ -26,11 +28,11 @@ def explain(errors: Sequence[Any], body: object) -> tuple[str, str | None]:
     more = len(errors) - len(messages)
     if more > 0:
         messages.append(f"and {more} more.")
-    return " ".join(messages), _field(errors[0]["loc"][:2]) or None
+    return " ".join(messages), _field(_untagged(errors[0]["loc"])[:2]) or None
 
 
 def _sentence(error: dict[str, Any], body: object) -> str:
-    kind, field = error["type"], _field(error["loc"])
+    kind, field = error["type"], _field(_untagged(error["loc"]))
     if kind == "json_invalid":
         return f"The body is not valid JSON: {error['ctx']['error']} (byte {error['loc'][-1]})."
     if not field:
@@ -44,6 +46,11 @@ def _sentence(error: dict[str, Any], body: object) -> str:
     if kind == "value_error":
         return f"{field} {reason}."
     return f"{field}: {reason}, not {_shown(error['input'])}."
+
+
+def _untagged(loc: Sequence[str | int]) -> list[str | int]:
+    """Returns the place of an error without the dialect of the body, which pydantic puts into it."""
+    return [part for part in loc if part not in TAGS]
 
 
 def _field(loc: Sequence[str | int]) -> str:

@@ -8,6 +8,8 @@ import pytest
 
 # The tests never ask a model hub: what they need lies on disk or is made on the spot.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Read when torch is loaded. The models are tiny: two threads take many times as long as one where cores are shared.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS_VARIABLE = "PENSTOCK_TEST_MODELS"

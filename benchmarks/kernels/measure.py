@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,7 +52,7 @@ def require_green_tests(*files: str) -> None:
 
 
 def alternate(
-    candidates: dict[str, Callable[[], Any]], seconds: float, device: str, *, num_warmups: int = 3, min_runs: int = 5
+    candidates: Mapping[str, Callable[[], Any]], seconds: float, device: str, *, num_warmups: int = 3, min_runs: int = 5
 ) -> dict[str, float]:
     """Least microseconds of each candidate: what the code costs when nothing else takes the cores.
 

@@ -172,8 +172,18 @@ class SequenceAllocator:
                 allocation.twins[i] = block
         allocation.num_committed_blocks = max(allocation.num_committed_blocks, num_full)
 
-    def release(self, allocation: Allocation) -> None:
+    def find(self, keys: Sequence[bytes], readable_tokens: int) -> int:
+        """Returns how many of the first `readable_tokens` tokens the prefix cache holds; takes nothing."""
+        if self._prefixes is None or self.pool.kv is None:
+            return 0
+        return len(self._prefixes.find(keys[: readable_tokens // self.pool.kv.block_size])) * self.pool.kv.block_size
+
+    def release(self, allocation: Allocation, *, forget: bool = False) -> None:
         """Gives everything back. Blocks that were committed stay in the prefix cache until their place is needed.
+
+        Args:
+            allocation: Of a sequence that has ended.
+            forget: Keep nothing of what it computed: it may be wrong.
 
         Raises:
             InvalidSlot: The allocation has been released before.
@@ -192,6 +202,10 @@ class SequenceAllocator:
             self._prefixes.release(allocation.block_ids[i])
             if i in allocation.twins:
                 self._prefixes.release(allocation.twins[i])
+        if forget:
+            for block in allocation.block_ids[allocation.num_cached_tokens // self.pool.kv.block_size : num_committed]:
+                if self._prefixes.is_cached(block):
+                    self._prefixes.forget(block)
 
     def reset_prefixes(self) -> None:
         """Forgets every prefix that no sequence holds."""

@@ -120,6 +120,12 @@ class PrefixCache:
         if self._pool.free(block) == 1 and block in self._key_of:
             self._parked[block] = None
 
+    def forget(self, block: int) -> None:
+        """Makes a cached block unfindable and gives back the cache's reference to it."""
+        del self._block_of[self._key_of.pop(block)]
+        self._parked.pop(block, None)
+        self._pool.free(block)
+
     def evict(self, count: int) -> None:
         """Frees `count` parked blocks, those that were parked first.
 

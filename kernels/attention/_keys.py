@@ -1,7 +1,5 @@
 """Readers of keys and values for the blockwise path: from a packed batch, or from the blocks of a cache."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -18,19 +16,16 @@ def packed_reader(k: Tensor, v: Tensor) -> ReadKeys:
     return read
 
 
-def paged_reader(k_cache: Tensor, v_cache: Tensor, blocks: Sequence[int]) -> ReadKeys:
-    """Reads from the blocks of one sequence, in caches [P, block size, Hkv, K]. Nothing else of them is read."""
+def paged_reader(k_cache: Tensor, v_cache: Tensor, blocks_M: Tensor) -> ReadKeys:
+    """Reads from the blocks of one sequence, [M] int64, in caches [P, block size, Hkv, K]; nothing else of them."""
     block_size = k_cache.shape[1]
-    blocks_M = torch.tensor(blocks, dtype=torch.int64)
-    # Blocks up to which each block's run of neighbours reaches.
-    run_ends = list(range(1, len(blocks) + 1))
-    for m in range(len(blocks) - 2, -1, -1):
-        if blocks[m + 1] == blocks[m] + 1:
-            run_ends[m] = run_ends[m + 1]
+    blocks = blocks_M.tolist()
+    # Neighbours are read through a view: blocks m0 to m1 are neighbours if no jump lies between.
+    jumps = [0, *(blocks_M.diff() != 1).cumsum(0).tolist()]
 
     def read_one(name: str, cache: Tensor, first: int, last: int, num_columns: int) -> Tensor:
         m0, m1 = first // block_size, -(-last // block_size)
-        if run_ends[m0] >= m1:
+        if jumps[m1 - 1] == jumps[m0]:
             found = cache[blocks[m0] : blocks[m0] + m1 - m0]
         else:
             found = buffer("blocks_" + name, (m1 - m0, *cache.shape[1:]), cache.dtype)

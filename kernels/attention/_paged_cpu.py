@@ -25,14 +25,15 @@ def attention_paged_cpu(
     block_size, num_kv_heads = k_cache.shape[1:3]
     out = torch.empty(q.shape, dtype=q.dtype)
     scoring = Scoring(scale, (left, 0), None, softcap, q.dtype)
+    tables_NM = block_tables.long()
     start = 0
     with torch.no_grad():
-        for blocks_M, length, context_len in zip(block_tables.unbind(0), seq_lens, context_lens, strict=True):
+        for blocks_M, length, context_len in zip(tables_NM.unbind(0), seq_lens, context_lens, strict=True):
             if length == 0:
                 continue
             rows = slice(start, start + length)
             total = context_len + length
-            read = paged_reader(k_cache, v_cache, blocks_M[: -(-total // block_size)].tolist())
+            read = paged_reader(k_cache, v_cache, blocks_M[: -(-total // block_size)])
             attend_blockwise(q[rows], read, num_kv_heads, context_len, total, scoring, out[rows])
             start += length
     return out

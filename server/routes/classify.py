@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,13 +11,15 @@ from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.model_info import Activation, ModelKind
 from penstock.engine.params import PoolingTask
-from penstock.engine.results import ClassResult
+from penstock.engine.results import ClassResult, TokenResult
 
+from ..chat_input import check_inputs, run_inputs
 from ..class_answers import cohere_rows, token_rows, vllm_rows
 from ..context import ServerContext, context_of, until_client_leaves
+from ..field_names import fields_named
 from ..json_route import JsonRoute, json_response
 from ..schemas.classify import ClassifyRequest, ClassifyResponse, CohereClassifyResponse, TokenClassifyResponse
-from ..schemas.common import ERROR_RESPONSES, usage_of
+from ..schemas.common import ERROR_RESPONSES, Text, usage_of
 
 router = APIRouter(route_class=JsonRoute, tags=["classify"], responses=ERROR_RESPONSES)
 
@@ -26,17 +27,24 @@ router = APIRouter(route_class=JsonRoute, tags=["classify"], responses=ERROR_RES
 @router.post("/v1/classify", response_model=ClassifyResponse | CohereClassifyResponse | TokenClassifyResponse)
 @router.post("/classify", response_model=ClassifyResponse | CohereClassifyResponse | TokenClassifyResponse)
 async def classify(body: ClassifyRequest, request: Request) -> Response:
-    """Classifies texts. `input` gets vLLM's answer, `inputs` Cohere's; a token classifier answers per token."""
+    """Classifies texts. `input` or `messages` gets vLLM's answer, `inputs` Cohere's; some models answer per token."""
     context = context_of(request)
     engine, name = context.models.find(body.model)
-    context.check_count(body.texts(), "input" if body.inputs is None else "inputs")
+    check_inputs(context, body)
+    context.check_count(body.inputs or (), "inputs")
     context.check_count(body.labels or (), "labels")
     context.check_count(body.examples or (), "examples")
     body.check_classes()
     if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
         return await _classify_tokens(body, request, context)
     prompt_name = context.settings.default_prompt_name if engine.info.kind is ModelKind.EMBEDDING else None
-    result = await until_client_leaves(request, _classes(engine, body, context.options(prompt_name)))
+
+    async def run(texts: list[Text], options: RequestOptions) -> ClassResult:
+        return await _classes(engine, body, texts, options)
+
+    with fields_named("input" if body.inputs is None else "inputs"):
+        work = run_inputs(engine, body, context.options(prompt_name), run)
+        result = await until_client_leaves(request, work)
     num_tokens = context.metrics.count(PoolingTask.CLASSIFY, result.num_tokens)
     answer_id = f"classify-{request.scope['request_id']}"
     if body.inputs is not None:
@@ -47,21 +55,23 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     return json_response(_listed(answer_id, name, num_tokens, {"data": vllm_rows(result)}))
 
 
-def _classes(engine: AsyncEngine, body: ClassifyRequest, options: RequestOptions) -> Coroutine[Any, Any, ClassResult]:
-    """Returns the engine call that the body and the model's kind ask for."""
-    texts, params = body.texts(), body.pooling_params()
+async def _classes(
+    engine: AsyncEngine, body: ClassifyRequest, texts: list[Text], options: RequestOptions
+) -> ClassResult:
+    """Runs the engine call that the body and the model's kind ask for."""
+    params = body.pooling_params()
     if body.examples:
         examples = [(example.text, example.label) for example in body.examples]
-        return engine.few_shot(texts, examples, params, options)
+        return await engine.few_shot(texts, examples, params, options)
     if body.labels:
-        return engine.zero_shot(texts, body.labels, params, options)
+        return await engine.zero_shot(texts, body.labels, params, options)
     if engine.info.kind is ModelKind.EMBEDDING:
         raise InvalidRequestError(
             "The served model gives embeddings and has no classes of its own; name them in labels (texts, zero-shot) "
             "or show them in examples (labelled texts, few-shot).",
             param="labels",
         )
-    return engine.classify(texts, params, options)
+    return await engine.classify(texts, params, options)
 
 
 async def _classify_tokens(body: ClassifyRequest, request: Request, context: ServerContext) -> Response:
@@ -71,8 +81,11 @@ async def _classify_tokens(body: ClassifyRequest, request: Request, context: Ser
         raise UnsupportedTaskError(
             f"{name} classifies tokens: send texts as input, without labels and examples.", param="input"
         )
-    work = engine.token_classify(body.texts(), body.pooling_params(), context.options())
-    result = await until_client_leaves(request, work)
+
+    async def run(texts: list[Text], options: RequestOptions) -> TokenResult:
+        return await engine.token_classify(texts, body.pooling_params(), options)
+
+    result = await until_client_leaves(request, run_inputs(engine, body, context.options(), run))
     num_tokens = context.metrics.count(PoolingTask.TOKEN_CLASSIFY, result.num_tokens)
     pieces = await engine.detokenize(
         [[token_id] for ids in result.token_ids for token_id in ids], skip_special_tokens=False

@@ -1,4 +1,4 @@
-"""OpenAI: embeddings and models."""
+"""Embeddings, for OpenAI, Jina, Voyage and vLLM clients, and the list of models."""
 
 from __future__ import annotations
 
@@ -6,47 +6,73 @@ import time
 
 from fastapi import APIRouter, Request, Response
 
+from penstock.engine.async_engine import RequestOptions
 from penstock.engine.params import PoolingTask
+from penstock.engine.results import EmbeddingResult
 
+from ..chat_input import check_inputs, run_inputs
 from ..context import ServerContext, Target, context_of, until_client_leaves
-from ..encoding import EncodingFormat, encode_rows
+from ..field_names import fields_named
 from ..json_route import JsonRoute, json_response
-from ..schemas.common import ERROR_RESPONSES, usage_of
+from ..prompts import request_options
+from ..quantize import check_width
+from ..schemas.cohere import cohere_endpoints
+from ..schemas.common import ERROR_RESPONSES, Text, usage_of
 from ..schemas.openai import EmbeddingRequest, EmbeddingResponse, ModelCard, ModelList
+from ..vector_answer import BYTES_RESPONSE, check_bytes, vectors_response
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"], responses=ERROR_RESPONSES)
 
 
-@router.post("/v1/embeddings", response_model=EmbeddingResponse)
+@router.post("/v1/embeddings", response_model=EmbeddingResponse, responses={200: BYTES_RESPONSE})
 @router.post("/embeddings", include_in_schema=False)
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Embeds texts or token ids, one vector each, in their order."""
     context = context_of(request)
     engine, name = context.models.find(body.model)
-    context.check_count(body.input, "input")
-    options = context.options(body.prompt_name or context.settings.default_prompt_name)
-    embed = engine.embed_late if body.late_chunking else engine.embed
-    result = await until_client_leaves(request, embed(body.input, body.pooling_params(), options))
-    rows = encode_rows(result.embeddings, body.encoding_format or EncodingFormat.FLOAT)
-    return json_response(
-        {
-            "id": f"embd-{request.scope['request_id']}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": name,
-            "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)],
-            "usage": usage_of(context.metrics.count(PoolingTask.EMBED, result.num_tokens)),
-        }
+    check_inputs(context, body)
+    params, encodings = body.pooling_params(), body.encodings()
+    for encoding in encodings.values():
+        check_bytes(encoding, body.num_inputs())
+        if encoding.quantization is not None:
+            width = params.dimensions or engine.info.dimensions or engine.info.embedding_size
+            check_width(width, encoding.quantization, param=body.quantized_by())
+    options = request_options(
+        context,
+        engine.info,
+        prompt_name=body.prompt_name,
+        input_type=body.input_type,
+        task=body.task,
+        instruction=body.instruction,
     )
+    embed = engine.embed_late if body.late_chunking else engine.embed
+
+    async def run(texts: list[Text], options: RequestOptions) -> EmbeddingResult:
+        return await embed(texts, params, options)
+
+    with fields_named("input", body.field_names()):
+        result = await until_client_leaves(request, run_inputs(engine, body, options, run))
+    head = {
+        "id": f"embd-{request.scope['request_id']}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": name,
+        "usage": usage_of(context.metrics.count(PoolingTask.EMBED, result.num_tokens)),
+    }
+    return vectors_response(head, result.embeddings, encodings)
 
 
 @router.get("/v1/models", response_model=ModelList)
 @router.get("/models", include_in_schema=False)
-async def list_models(request: Request) -> Response:
-    """Lists every served name."""
+async def list_models(request: Request, endpoint: str | None = None) -> Response:
+    """Lists every served name; with `endpoint`, as Cohere's clients ask, those that serve it."""
     context = context_of(request)
-    cards = [_card(context, target) for target in context.models.names()]
-    return json_response({"object": "list", "data": cards})
+    cards = [
+        _card(context, target)
+        for target in context.models.names()
+        if endpoint is None or endpoint in cohere_endpoints(target.engine.info)
+    ]
+    return json_response({"object": "list", "data": cards, "models": cards})
 
 
 @router.get("/v1/models/{name:path}", response_model=ModelCard)
@@ -64,4 +90,7 @@ def _card(context: ServerContext, target: Target) -> dict[str, object]:
         "created": context.started_s,
         "owned_by": "penstock",
         "max_model_len": target.engine.info.max_model_len,
+        "name": target.name,
+        "endpoints": cohere_endpoints(target.engine.info),
+        "context_length": target.engine.info.max_model_len,
     }

@@ -29,6 +29,7 @@ async def live(request: Request) -> Response:
 @router.get("/health/ready", response_model=Health, responses=_UNHEALTHY)
 @router.get("/health", response_model=Health, responses=_UNHEALTHY)
 @router.get("/ping", include_in_schema=False)
+@router.post("/ping", include_in_schema=False)
 @router.head("/health/ready", include_in_schema=False)
 @router.head("/health", include_in_schema=False)
 async def ready(request: Request) -> Response:

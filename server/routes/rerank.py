@@ -1,68 +1,88 @@
-"""Rerank in the dialect that Cohere, Jina and vLLM share."""
+"""Rerank in the dialect that Cohere, Jina and vLLM share, and Voyage nearly; in TEI's where the body has `texts`."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from dataclasses import replace
+from typing import Annotated, Any, Final
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
+from pydantic import Tag
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.params import PoolingTask
 from penstock.engine.results import ScoreResult
 
 from ..context import context_of, until_client_leaves
-from ..json_route import JsonRoute, json_response
-from ..schemas.common import ERROR_RESPONSES, usage_of
+from ..cut_texts import cut_texts
+from ..json_route import json_response
+from ..schemas.common import usage_of
 from ..schemas.rerank import RerankRequest, RerankResponse
+from ..schemas.tagged import OWN, TEI, by_keys
+from ..schemas.tei import TeiRerankRequest
+from ..schemas.tei_answers import SHARED_ERROR_RESPONSES, TeiRank
+from ..tei_errors import SharedRoute
+from .tei import rerank_texts
 
-router = APIRouter(route_class=JsonRoute, tags=["rerank"], responses=ERROR_RESPONSES)
+router = APIRouter(route_class=SharedRoute, tags=["rerank"], responses=SHARED_ERROR_RESPONSES)
+
+RerankBody = Annotated[
+    Annotated[RerankRequest, Tag(OWN)] | Annotated[TeiRerankRequest, Tag(TEI)],
+    by_keys({"texts": TEI}, otherwise=OWN),
+]
 
 DOCUMENTS_PER_SEARCH_UNIT: Final = 100
 
 
-@router.post("/v2/rerank", response_model=RerankResponse)
-@router.post("/v1/rerank", response_model=RerankResponse)
-@router.post("/rerank", response_model=RerankResponse)
-async def rerank(body: RerankRequest, request: Request) -> Response:
-    """Sorts documents by their relevance to a query, best first."""
+@router.post("/v2/rerank", response_model=RerankResponse | list[TeiRank])
+@router.post("/v1/rerank", response_model=RerankResponse | list[TeiRank])
+@router.post("/rerank", response_model=RerankResponse | list[TeiRank])
+async def rerank(body: RerankBody, request: Request) -> Response:
+    """Sorts documents by their relevance to a query, best first. `texts` instead of `documents` get TEI's answer."""
+    if isinstance(body, TeiRerankRequest):
+        return await rerank_texts(body, request)
     context = context_of(request)
     engine, name = context.models.find(body.model)
     context.check_count(body.documents, "documents")
-    result = await until_client_leaves(request, _score(engine, body, context.options(instruction=body.instruction)))
-    best = np.argsort(-result.scores, kind="stable")[: body.top_n or None]
+    texts = body.texts()
+    options = replace(
+        context.options(instruction=body.wanted_instruction()),
+        priority=body.priority or 0,
+        max_pieces=body.max_chunks_per_doc or 1,
+    )
+    result = await until_client_leaves(request, _score(engine, body, texts, options))
+    best = np.argsort(-result.scores, kind="stable")[: body.num_results()]
     version = "2" if request.url.path.startswith("/v2") else "1"
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)
-    return json_response(
-        {
-            "id": f"rerank-{request.scope['request_id']}",
-            "model": name,
-            "results": [_row(body, i, score) for i, score in zip(best.tolist(), result.scores[best], strict=True)],
-            "meta": {"api_version": {"version": version}, "billed_units": {"search_units": units}},
-            "usage": usage_of(context.metrics.count(PoolingTask.SCORE, result.num_tokens)),
-        }
-    )
+    answer: dict[str, Any] = {
+        "id": f"rerank-{request.scope['request_id']}",
+        "model": name,
+        "results": [_row(body, texts, i, score) for i, score in zip(best.tolist(), result.scores[best], strict=True)],
+        "meta": {"api_version": {"version": version}, "billed_units": {"search_units": units}},
+        "usage": usage_of(context.metrics.count(PoolingTask.SCORE, result.num_tokens)),
+    }
+    if body.is_voyage():
+        answer["data"] = [_voyage_row(row) for row in answer["results"]]
+    return json_response(answer)
 
 
-async def _score(engine: AsyncEngine, body: RerankRequest, options: RequestOptions) -> ScoreResult:
-    documents = body.documents
-    if body.max_tokens_per_doc and body.max_tokens_per_doc < engine.info.max_model_len:
-        documents = await _cut(engine, documents, body.max_tokens_per_doc)
+async def _score(
+    engine: AsyncEngine, body: RerankRequest, documents: list[str], options: RequestOptions
+) -> ScoreResult:
+    documents = await cut_texts(engine, documents, body.max_tokens_per_doc)
     return await engine.score([body.query], documents, body.pooling_params(), options)
 
 
-async def _cut(engine: AsyncEngine, documents: list[str], max_num_tokens: int) -> list[str]:
-    """Returns the documents with those above `max_num_tokens` cut to it."""
-    token_ids = await engine.tokenize(documents, add_special_tokens=False)
-    too_long = [i for i, ids in enumerate(token_ids) if len(ids) > max_num_tokens]
-    cut = await engine.detokenize([token_ids[i][:max_num_tokens] for i in too_long])
-    replaced = dict(zip(too_long, cut, strict=True))
-    return [replaced.get(i, document) for i, document in enumerate(documents)]
-
-
-def _row(body: RerankRequest, index: int, score: np.float32) -> dict[str, Any]:
+def _row(body: RerankRequest, texts: list[str], index: int, score: np.float32) -> dict[str, Any]:
     row: dict[str, Any] = {"index": index, "relevance_score": score}
     if body.return_documents:
-        row["document"] = {"text": body.documents[index]}
+        sent = body.documents[index]
+        fields = sent if isinstance(sent, dict) else {}
+        has_text = isinstance(fields.get("text"), str)
+        row["document"] = fields if has_text else {**fields, "text": texts[index]}
     return row
+
+
+def _voyage_row(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "document": row["document"]["text"]} if "document" in row else row

@@ -6,9 +6,12 @@ import time
 
 from fastapi import APIRouter, Request, Response
 
+from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.params import PoolingTask
+from penstock.engine.results import ScoreResult
 
 from ..context import context_of, until_client_leaves
+from ..cut_texts import cut_texts
 from ..json_route import JsonRoute, json_response
 from ..schemas.common import ERROR_RESPONSES, usage_of
 from ..schemas.score import ScoreRequest, ScoreResponse
@@ -25,8 +28,8 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     left, right = body.sides()
     context.check_count(left, "text_1")
     context.check_count(right, "text_2")
-    work = engine.score(left, right, body.pooling_params(), context.options(instruction=body.instruction))
-    result = await until_client_leaves(request, work)
+    options = context.options(instruction=body.wanted_instruction())
+    result = await until_client_leaves(request, _score(engine, body, left, right, options))
     return json_response(
         {
             "id": f"score-{request.scope['request_id']}",
@@ -37,3 +40,11 @@ async def score(body: ScoreRequest, request: Request) -> Response:
             "usage": usage_of(context.metrics.count(PoolingTask.SCORE, result.num_tokens)),
         }
     )
+
+
+async def _score(
+    engine: AsyncEngine, body: ScoreRequest, left: list[str], right: list[str], options: RequestOptions
+) -> ScoreResult:
+    left = await cut_texts(engine, left, body.max_tokens_per_query)
+    right = await cut_texts(engine, right, body.max_tokens_per_doc)
+    return await engine.score(left, right, body.pooling_params(), options)

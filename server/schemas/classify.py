@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.params import PoolingParams
 
-from .common import Inputs, PoolingBody, Text, Usage
+from .chat import InputFields
+from .common import PoolingBody, Text, Usage
 from .rerank import ApiVersion
 from .score import Side
 
@@ -35,12 +36,12 @@ class Truncate(StrEnum):
     END = "END"
 
 
-class ClassifyRequest(PoolingBody):
+class ClassifyRequest(InputFields, PoolingBody):
     """Body of POST /classify."""
 
     model_config = ConfigDict(
         json_schema_extra={
-            "oneOf": [{"required": ["input"]}, {"required": ["inputs"]}],
+            "oneOf": [{"required": ["input"]}, {"required": ["messages"]}, {"required": ["inputs"]}],
             "examples": [
                 {"input": ["I love this.", "I hate it."], "labels": ["praise", "complaint"]},
                 {
@@ -54,30 +55,40 @@ class ClassifyRequest(PoolingBody):
         }
     )
 
-    input: Inputs | None = Field(None, description="Texts or token ids; the answer is vLLM's.")
     inputs: Side | None = Field(None, description="Texts; the answer is Cohere's.")
     labels: list[str] | None = Field(None, description="Classes for an embedding model, as texts (zero-shot).")
     examples: list[Example] | None = Field(None, description="Labelled texts for an embedding model (few-shot).")
     truncate: Truncate | None = Field(None, description="Cohere: the side that is cut; END where it is absent.")
 
     def texts(self) -> list[Text]:
-        """Returns what is to be classified.
+        """Returns the inputs that are not chats."""
+        return super().texts() if self.inputs is None else list(self.inputs)
+
+    def check_given(self) -> None:
+        """Checks that there is something to classify.
 
         Raises:
-            InvalidRequestError: Not exactly one of `input` and `inputs` is there.
+            InvalidRequestError: Not exactly one of `input`, `messages` and `inputs` is there.
         """
-        if (self.input is None) == (self.inputs is None):
-            has = "neither" if self.input is None else "both"
-            message = f"Give one of input (vLLM's answer) and inputs (Cohere's answer); the body has {has}."
-            raise InvalidRequestError(message, param="input")
-        return self.input if self.input is not None else list(self.inputs or ())
+        given = [name for name in ("input", "messages", "inputs") if getattr(self, name) is not None]
+        if len(given) != 1:
+            has = f"both {' and '.join(given)}" if given else "neither"
+            raise InvalidRequestError(
+                f"Give one of input or messages (vLLM's answer) and inputs (Cohere's answer); the body has {has}.",
+                param="input",
+            )
 
     def check_classes(self) -> None:
         """Checks the classes that come with the request.
 
         Raises:
-            InvalidRequestError: Both kinds are there, or the answer would hold too many scores.
+            InvalidRequestError: Both kinds are there, or chats, or the answer would hold too many scores.
         """
+        if self.messages is not None and (self.labels or self.examples):
+            raise InvalidRequestError(
+                "messages are for classes of the model's own; with labels or examples send texts as input.",
+                param="messages",
+            )
         if self.labels and self.examples:
             raise InvalidRequestError("Give labels (zero-shot) or examples (few-shot), not both.", param="labels")
         field = "examples" if self.examples else "labels"

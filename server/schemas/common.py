@@ -18,7 +18,7 @@ Text = str | list[int]
 def parse_inputs(value: Any) -> list[Text]:
     """Returns one entry per input for the four forms of OpenAI's `input`: str, [str], [int] and [[int]].
 
-    A flat list of ids is one input. Texts and lists of ids may be mixed in one list.
+    A flat list of ids is one input. Texts, Jina's objects `{"text": ...}` and lists of ids may be mixed in one list.
 
     Raises:
         ValueError: Anything else; the message names the entry.
@@ -34,11 +34,16 @@ def parse_inputs(value: Any) -> list[Text]:
         return value
     if kinds == {int}:
         return [value]
+    if dict in kinds:
+        value = [parse_text(entry) for entry in value]
+    inputs: list[Text] = value
     for i, entry in enumerate(value):
         is_ids = type(entry) is list and entry and set(map(type, entry)) == {int}
         if type(entry) is not str and not is_ids:
-            raise ValueError(f"must hold texts or lists of token ids; entry {i} is {_kind(entry)}")
-    return value
+            raise ValueError(
+                f'must hold texts, objects {{"text": ...}} or lists of token ids; entry {i} is {_kind(entry)}'
+            )
+    return inputs
 
 
 def parse_text(value: Any) -> Any:
@@ -84,20 +89,17 @@ def _kind(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)[:60]
 
 
-_TEXTS_SCHEMA: Final = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
-        ]
-    },
+_TEXT_SCHEMA: Final = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+    ]
 }
+_TEXTS_SCHEMA: Final = {"type": "array", "minItems": 1, "items": _TEXT_SCHEMA}
 _INPUTS_SCHEMA: Final = {
     "anyOf": [
         {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1},
         {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
         {
             "type": "array",
@@ -159,6 +161,14 @@ class PairBody(PoolingBody):
         ),
         examples=["Given a question about the law, retrieve the paragraphs that answer it"],
     )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="vLLM's other place of `instruction`, which wins; what else it holds is ignored."
+    )
+
+    def wanted_instruction(self) -> str | None:
+        """Returns the instruction of the request, in whichever place it stands."""
+        instruction = (self.chat_template_kwargs or {}).get("instruction")
+        return instruction if isinstance(instruction, str) else self.instruction
 
 
 class Usage(BaseModel):

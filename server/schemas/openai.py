@@ -1,38 +1,60 @@
-"""OpenAI's embeddings and models, as its clients send and read them."""
+"""Embeddings as OpenAI, Jina, Voyage and vLLM clients send and read them on one route, and the list of models."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from penstock.engine.errors import InvalidRequestError
 from penstock.engine.params import PoolingParams
 
-from ..encoding import EncodingFormat
-from .common import Inputs, PoolingBody, Usage, WholeNumber
+from .chat import InputFields
+from .common import PoolingBody, Usage, WholeNumber
+from .encodings import EmbeddingTypeOptions
+from .truncate import Truncate, truncated
 
 
-class EmbeddingRequest(PoolingBody):
+class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
     """Body of POST /v1/embeddings."""
 
     model_config = ConfigDict(
         json_schema_extra={
+            "oneOf": [{"required": ["input"]}, {"required": ["messages"]}],
             "examples": [
                 {"model": "all-MiniLM-L6-v2", "input": ["A gate holds the water.", "A pipe carries it."]},
                 {"input": "One text is fine too.", "encoding_format": "base64"},
                 {"input": [101, 7592, 2088, 102]},
                 {"input": ["Berlin is a city.", " It lies on the Spree."], "late_chunking": True},
-            ]
+                {"input": [{"text": "A dam."}], "task": "retrieval.passage", "embedding_type": "ubinary"},
+                {"input": ["A dam."], "input_type": "document", "output_dtype": "int8", "truncation": True},
+            ],
         }
     )
 
-    input: Inputs = Field(description="A text, a list of texts, the token ids of one text, or a list of such lists.")
-    encoding_format: EncodingFormat | None = Field(
-        None, description="'float' (default) or 'base64' (little-endian float32)."
-    )
     dimensions: WholeNumber | None = Field(None, description="Width of the embeddings (Matryoshka).")
+    output_dimension: WholeNumber | None = Field(None, description="Voyage's name of `dimensions`.")
     normalize: bool | None = Field(None, description="L2-normalise; absent: as the model does.")
+    normalized: bool | None = Field(None, description="Jina's name of `normalize`.")
+    truncate: Truncate | None = Field(
+        None,
+        description="Cut long inputs to fit: true or false, or 'NONE', 'START' or 'END', the side that is cut away.",
+    )
+    truncation: bool | None = Field(None, description="Voyage's name of `truncate`.")
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
+    input_type: str | None = Field(
+        None,
+        description=(
+            "What the texts are for: `query`, `document`, `classification`, `clustering` or `similarity`, in the words "
+            "of Voyage, Cohere or Jina, or the name of a prompt of the model. Puts the model's prompt for it before "
+            "every text, where it has one."
+        ),
+    )
+    task: str | None = Field(None, description="Jina's name of `input_type`, such as `retrieval.query`.")
+    instruction: str | None = Field(
+        None,
+        description="For queries, and models with a prompt of the form `Instruct: ...`: replaces its instruction.",
+    )
     late_chunking: bool | None = Field(
         None,
         description=(
@@ -43,9 +65,43 @@ class EmbeddingRequest(PoolingBody):
         ),
     )
 
+    return_multivector: bool | None = Field(None, description="Jina's; only false is served here.")
+
+    @field_validator("return_multivector")
+    @classmethod
+    def _refuse_multivector(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError('is true; POST /pooling with "task": "token_embed" gives a vector per token')
+        return value
+
+    def check_given(self) -> None:
+        """Checks that there is something to embed.
+
+        Raises:
+            InvalidRequestError: Not exactly one of `input` and `messages` is there, or chats that cannot be joined.
+        """
+        super().check_given()
+        if self.late_chunking and self.messages is not None:
+            raise InvalidRequestError(
+                "late_chunking joins the parts of one text; send them as input, or leave late_chunking out.",
+                param="late_chunking",
+            )
+
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
-        return super().pooling_params().clone(dimensions=self.dimensions, normalize=self.normalize)
+        dimensions = self.output_dimension if self.dimensions is None else self.dimensions
+        normalize = self.normalized if self.normalize is None else self.normalize
+        params = super().pooling_params().clone(dimensions=dimensions, normalize=normalize)
+        return truncated(params, self.truncation if self.truncate is None else self.truncate)
+
+    def field_names(self) -> dict[str, str]:
+        """Returns the engine's names of options to those that the request used."""
+        names = {}
+        if self.dimensions is None and self.output_dimension is not None:
+            names["dimensions"] = "output_dimension"
+        if self.normalize is None and self.normalized is not None:
+            names["normalize"] = "normalized"
+        return names
 
 
 class EmbeddingRow(BaseModel):
@@ -53,7 +109,9 @@ class EmbeddingRow(BaseModel):
 
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str = Field(description="Floats, or base64 of little-endian float32.")
+    embedding: list[float] | list[int] | str | dict[str, list[float] | list[int] | str] = Field(
+        description="Numbers, their base64, or both and more by name where embedding_type holds several."
+    )
 
 
 class EmbeddingResponse(BaseModel):
@@ -68,13 +126,16 @@ class EmbeddingResponse(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """One served name."""
+    """One served name. `name`, `endpoints` and `context_length` are what Cohere's clients read."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int = Field(description="Tokens. Longest input.")
+    name: str
+    endpoints: list[Literal["embed", "rerank", "classify"]]
+    context_length: int = Field(description="Tokens. Longest input.")
 
 
 class ModelList(BaseModel):
@@ -82,3 +143,4 @@ class ModelList(BaseModel):
 
     object: Literal["list"]
     data: list[ModelCard]
+    models: list[ModelCard] = Field(description="The same for Cohere's clients.")

@@ -1,15 +1,21 @@
-"""Rerank as Cohere, Jina and vLLM clients send and read it.
+"""Rerank as Cohere, Jina, vLLM and Voyage clients send and read it.
 
 Answers hold no key that Elasticsearch's strict Cohere parser does not know: `document` is there only on request.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, Final
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engine.params import PoolingParams
 
-from .common import Count, PairBody, TextOrObject, Texts, Usage
+from .common import Count, PairBody, TextOrObject, Usage
+from .contents import Documents, document_texts
+
+MAX_PRIORITY: Final = 999  # Cohere's.
+Priority = Annotated[Count, Field(le=MAX_PRIORITY)]
 
 
 class RerankRequest(PairBody):
@@ -24,27 +30,77 @@ class RerankRequest(PairBody):
                     "documents": ["A gate.", "A song.", {"text": "A dam."}],
                     "top_n": 2,
                     "return_documents": True,
-                }
+                },
+                {
+                    "query": "Who wrote about water?",
+                    "documents": [
+                        {"title": "Of dams", "author": "A. Lock"},
+                        {"title": "Of songs", "author": "B. Flat"},
+                    ],
+                    "rank_fields": ["author", "title"],
+                },
             ]
         }
     )
 
     query: TextOrObject = Field(description='The query: a text or {"text": ...}.')
-    documents: Texts = Field(description='Texts or objects {"text": ...}. Each is cut to fit.')
+    documents: Documents = Field(description='Texts or objects {"text": ...}. Each is cut to fit.')
+    rank_fields: list[str] | None = Field(
+        None, description="Fields of documents that are objects: their values are read as lines, in this order."
+    )
     top_n: Count | None = Field(None, description="Results to return; absent, 0 or more than there are documents: all.")
-    return_documents: bool | None = Field(None, description="Return the text of each document.")
+    top_k: Count | None = Field(
+        None, description="Voyage's name of `top_n`. A request that has it, be it null, gets Voyage's `data` as well."
+    )
+    truncation: bool | None = Field(
+        None, description="False refuses a document that is too long with its query; absent: it is cut to fit."
+    )
+    raw_scores: bool | None = Field(None, description="True leaves the activation out, as use_activation: false does.")
+    return_documents: bool | None = Field(
+        None, description="Return each document: its text, and what else it was sent with."
+    )
     max_tokens_per_doc: Count | None = Field(
         None, description="Tokens. Cut each document to this many first; 0 or absent: only to fit."
     )
+    max_chunks_per_doc: Count | None = Field(
+        None,
+        description=(
+            "Read a document that does not fit in up to this many pieces, of which the best counts; 0, 1 or absent: "
+            "cut it to fit."
+        ),
+    )
+    priority: Priority | None = Field(None, description="0 goes first; each step later costs a second of waiting.")
+
+    def texts(self) -> list[str]:
+        """Returns what is to be ranked of each document.
+
+        Raises:
+            InvalidRequestError: A document has no text.
+        """
+        return document_texts(self.documents, self.rank_fields)
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling. Documents are cut to fit unless the request sets a limit."""
         params = super().pooling_params()
-        return params if params.truncate_prompt_tokens is not None else params.clone(truncate_prompt_tokens=-1)
+        if self.raw_scores and params.use_activation is None:
+            params = params.clone(use_activation=False)
+        if params.truncate_prompt_tokens is not None or self.truncation is False:
+            return params
+        return params.clone(truncate_prompt_tokens=-1)
+
+    def num_results(self) -> int | None:
+        """Returns how many results to return; None: all."""
+        return self.top_n or self.top_k or None
+
+    def is_voyage(self) -> bool:
+        """Returns whether a client of Voyage asks, which sends `top_k` always."""
+        return "top_k" in self.model_fields_set
 
 
 class RerankDocument(BaseModel):
-    """A document as it was sent."""
+    """A document as it was sent; of one without `text`, what was ranked of it stands there."""
+
+    model_config = ConfigDict(extra="allow")
 
     text: str
 
@@ -55,6 +111,14 @@ class RerankResult(BaseModel):
     index: int = Field(description="Place of the document in the request.")
     relevance_score: float
     document: RerankDocument | None = Field(None, description="With return_documents only.")
+
+
+class VoyageResult(BaseModel):
+    """One document's place as Voyage writes it. Present only on request: `document`."""
+
+    index: int
+    relevance_score: float
+    document: str | None = Field(None, description="With return_documents only.")
 
 
 class ApiVersion(BaseModel):
@@ -82,5 +146,6 @@ class RerankResponse(BaseModel):
     id: str
     model: str
     results: list[RerankResult]
+    data: list[VoyageResult] | None = Field(None, description="The results again; only where the request has top_k.")
     meta: RerankMeta
     usage: Usage

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 
 from penstock.engine.errors import InvalidRequestError
 
-from .common import PairBody, Usage, parse_text, parse_texts
+from .common import Count, PairBody, Usage, parse_text, parse_texts
+from .contents import content_text
 
 _PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
@@ -23,8 +24,32 @@ def parse_side(value: Any) -> list[str]:
     return [text] if isinstance(text, str) else parse_texts(value)
 
 
+def parse_score_side(value: Any) -> list[str]:
+    """Returns the texts of one side, where vLLM's objects `{"content": [...]}` may stand for texts, too.
+
+    Raises:
+        ValueError: Anything else; the message names the entry.
+    """
+    return parse_side([_content(entry) for entry in value] if isinstance(value, list) else _content(value))
+
+
+def _content(entry: Any) -> Any:
+    return content_text(entry["content"]) if isinstance(entry, dict) and "content" in entry else entry
+
+
 _TEXT_SCHEMA: Final = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+_PART_SCHEMA: Final = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "object",
+            "properties": {"content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}},
+        },
+    ]
+}
+_SCORE_SCHEMA: Final = {"anyOf": [_PART_SCHEMA, {"type": "array", "items": _PART_SCHEMA, "minItems": 1}]}
 Side = Annotated[list[str], PlainValidator(parse_side), WithJsonSchema(_TEXT_SCHEMA)]
+ScoreSide = Annotated[list[str], PlainValidator(parse_score_side), WithJsonSchema(_SCORE_SCHEMA)]
 
 
 class ScoreRequest(PairBody):
@@ -40,13 +65,20 @@ class ScoreRequest(PairBody):
         }
     )
 
-    text_1: Side | None = Field(None, description="Queries. Together with `text_2`.")
-    text_2: Side | None = Field(None, description="Documents.")
-    queries: Side | None = Field(None, description="Other name of `text_1`. Together with `documents` or `items`.")
-    documents: Side | None = Field(None, description="Other name of `text_2`.")
-    items: Side | None = Field(None, description="Other name of `text_2`.")
-    data_1: Side | None = Field(None, description="Other name of `text_1`. Together with `data_2`.")
-    data_2: Side | None = Field(None, description="Other name of `text_2`.")
+    text_1: ScoreSide | None = Field(None, description="Queries. Together with `text_2`.")
+    text_2: ScoreSide | None = Field(None, description="Documents.")
+    queries: ScoreSide | None = Field(None, description="Other name of `text_1`. Together with `documents` or `items`.")
+    documents: ScoreSide | None = Field(None, description="Other name of `text_2`.")
+    items: ScoreSide | None = Field(None, description="Other name of `text_2`.")
+    data_1: ScoreSide | None = Field(None, description="Other name of `text_1`. Together with `data_2`.")
+    data_2: ScoreSide | None = Field(None, description="Other name of `text_2`.")
+
+    max_tokens_per_query: Count | None = Field(
+        None, description="Tokens. Cut each query to this many first; 0 or absent: leave it whole."
+    )
+    max_tokens_per_doc: Count | None = Field(
+        None, description="Tokens. Cut each document to this many first; 0 or absent: leave it whole."
+    )
 
     def sides(self) -> tuple[list[str], list[str]]:
         """Returns the texts of both sides.

@@ -1,5 +1,6 @@
 """The unmodified cohere clients, v1 and v2, against a real server."""
 
+import base64
 import warnings
 from collections.abc import Iterator
 
@@ -9,6 +10,9 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     cohere = pytest.importorskip("cohere")
+
+# The clients' own use of pydantic.
+pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
 
 MODEL = "all-MiniLM-L6-v2"
 QUERY = "What holds back the water?"
@@ -60,6 +64,54 @@ def test_rerank_options(v1, v2) -> None:
 def test_long_documents_are_cut(v2) -> None:
     answer = v2.rerank(model=MODEL, query=QUERY, documents=["water " * 5000, "bread"])
     assert answer.results[0].index == 0
+
+
+def test_long_documents_are_read_in_pieces(v1) -> None:
+    filled = 4 * (256 - 3)  # four pieces of what the model reads, less special tokens and one to spare
+    documents = ["bread " * filled + "The gate holds back the water.", "A song about the sea."]
+    cut = v1.rerank(model=MODEL, query=QUERY, documents=documents)
+    whole = v1.rerank(model=MODEL, query=QUERY, documents=documents, max_chunks_per_doc=20)
+    assert [item.index for item in cut.results] == [1, 0]
+    assert [item.index for item in whole.results] == [0, 1]
+
+
+def test_embeddings_are_those_of_sentence_transformers(v1, v2, truth) -> None:
+    vectors = truth(DOCUMENTS)
+    plain = v1.embed(texts=DOCUMENTS, model=MODEL, input_type="search_document")
+    np.testing.assert_allclose(plain.embeddings, vectors, atol=1e-5)
+    types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
+    answer = v2.embed(texts=DOCUMENTS, model=MODEL, input_type="search_document", embedding_types=types)
+    np.testing.assert_allclose(answer.embeddings.float_, vectors, atol=1e-5)
+    decoded = [np.frombuffer(base64.b64decode(row), "<f4") for row in answer.embeddings.base64]
+    np.testing.assert_allclose(decoded, vectors, atol=1e-5)
+    int8 = np.array(answer.embeddings.int8)
+    np.testing.assert_array_equal(int8 + 128, answer.embeddings.uint8)
+    cosines = (int8 * vectors).sum(1) / np.linalg.norm(int8, axis=1)
+    assert cosines.min() > 0.999
+    differing = np.bitwise_count(np.packbits(vectors > 0, axis=1) ^ np.array(answer.embeddings.ubinary, np.uint8))
+    assert differing.sum() <= 2  # a component at 0 may go either way
+    np.testing.assert_array_equal(np.array(answer.embeddings.binary) + 128, answer.embeddings.ubinary)
+
+
+def test_many_texts_in_batches_that_run_together(v1, truth) -> None:
+    texts = [f"text number {i}" for i in range(250)]
+    answer = v1.embed(texts=texts, model=MODEL, embedding_types=["float"])
+    np.testing.assert_allclose(answer.embeddings.float_, truth(texts), atol=1e-5)
+    assert answer.texts == texts
+
+
+def test_tokens_and_back(v1, v2) -> None:
+    for client in (v1, v2):
+        answer = client.tokenize(text="penstocks hold water", model=MODEL)
+        assert answer.token_strings == ["pens", "##tock", "##s", "hold", "water"]
+        assert client.detokenize(tokens=answer.tokens, model=MODEL).text == "penstocks hold water"
+    with pytest.raises(cohere.BadRequestError, match="token id 99999 is out of vocabulary"):
+        v1.detokenize(tokens=[99999], model=MODEL)
+
+
+def test_models(v1) -> None:
+    (model,) = [model for model in v1.models.list().models if model.name == MODEL]
+    assert model.endpoints == v1.models.get(MODEL).endpoints == ["embed", "rerank", "classify"]
 
 
 def test_classify_by_examples(v1) -> None:

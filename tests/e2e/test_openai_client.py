@@ -58,6 +58,25 @@ def test_extra_body_reaches_the_server(client) -> None:
     assert answer.usage.prompt_tokens == 10
 
 
+def test_integers_and_bits_arrive_as_they_are(client, truth) -> None:
+    expected = truth(TEXTS)
+    integers = vectors(client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="int8"))
+    cosines = (integers * expected).sum(axis=1) / np.linalg.norm(integers, axis=1)
+    assert cosines.min() > 0.999
+    by_jinas_name = client.embeddings.create(model=MODEL, input=TEXTS, extra_body={"embedding_type": "ubinary"})
+    bits = np.unpackbits(np.array([row.embedding for row in by_jinas_name.data], np.uint8), axis=1)
+    assert (bits == (expected > 0)).mean() > 0.999
+
+
+def test_half_precision_in_bytes(client, truth) -> None:
+    raw = client.embeddings.with_raw_response.create(
+        model=MODEL, input=TEXTS, encoding_format="bytes", extra_body={"embed_dtype": "float16"}
+    )
+    rows = np.frombuffer(raw.content, "<f2").reshape(len(TEXTS), -1)
+    np.testing.assert_allclose(rows, truth(TEXTS), atol=1e-3)
+    assert f'"shape":[{rows.shape[1]}]' in raw.headers["metadata"]
+
+
 def test_models(client) -> None:
     names = [model.id for model in client.models.list()]
     assert names == ["sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2"]

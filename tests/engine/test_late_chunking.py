@@ -145,7 +145,12 @@ async def engine(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) 
             (folder / entry.name).symlink_to(entry)
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "find this: "}}))
     config = EngineConfig(
-        model=str(folder), in_process=True, max_model_len=SIZE, hf_overrides={"is_matryoshka": True}, dtype="float32"
+        model=str(folder),
+        in_process=True,
+        max_model_len=SIZE,
+        hf_overrides={"is_matryoshka": True},
+        dtype="float32",
+        num_threads=1,
     )
     engine = await AsyncEngine.start(config)
     yield engine

@@ -187,6 +187,7 @@ async def serving(folder: Path, *, size: int | None = SIZE, max_queued_tokens: i
         model=str(folder),
         max_model_len=size,
         in_process=True,
+        num_threads=1,
         pooler_config=PoolerConfig(**{"enable_chunked_processing": True, **pooler}),
         scheduler=SchedulerConfig(max_queued_tokens=max_queued_tokens),
     )
@@ -223,8 +224,11 @@ async def test_the_embedding_is_the_weighted_mean_of_the_windows(
         with_prompt = await engine.embed([TEXT], PARAMS, RequestOptions(prompt_name="query"))
         raw = await engine.embed([TEXT], PoolingParams(normalize=False))
         as_ids = await engine.embed([[CLS, *body, SEP], [CLS, 2460, SEP]], PARAMS)
+        bare = await engine.embed([TEXT, body], PARAMS, RequestOptions(add_special_tokens=False, prompt=""))
         scores = await engine.score([TEXT], [SHORT, TEXT], PARAMS)
         assert engine.stats().num_tokens == 0
+    assert bare.embeddings[0] == pytest.approx(bare.embeddings[1], abs=1e-5)
+    assert bare.num_tokens == [len(body), len(body)]
     sequences, weights = windows_by_hand(body, [], overlap)
     expected = normalised(weights @ reference(sequences))
     assert result.embeddings[1] == pytest.approx(expected, abs=1e-5)

@@ -17,18 +17,30 @@ from penstock.engine.slicer import Slicer
 BUDGET = 32
 THRESHOLD = 16
 BLOCK = 4
-STEP_S = 0.01
+MAX_WAIT_S = 0.5
 
 
 def make(
-    num_blocks: int = 40, *, num_slots: int = 0, prefixes: bool = True, chunk_size: int | None = None
+    num_blocks: int = 40,
+    *,
+    num_slots: int = 0,
+    prefixes: bool = True,
+    chunk_size: int | None = None,
+    max_num_seqs: int = 8,
 ) -> tuple[Scheduler, SequenceAllocator]:
     pool = SequencePool(
         kv=KvCachePool(num_blocks, BLOCK) if num_blocks else None, ssm=SsmStatePool(num_slots) if num_slots else None
     )
     allocator = SequenceAllocator(pool, enable_prefix_caching=prefixes)
-    slicer = Slicer(allocator, threshold=chunk_size or THRESHOLD, max_chunk_size=BUDGET, chunk_size=chunk_size)
-    return Scheduler(SchedulerConfig(max_num_seqs=8), token_budget=BUDGET, max_seq_len=160, slicer=slicer), allocator
+    slicer = Slicer(
+        allocator,
+        threshold=chunk_size or THRESHOLD,
+        max_chunk_size=BUDGET,
+        chunk_size=chunk_size,
+        token_s=MAX_WAIT_S / BUDGET,
+    )
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_wait_s=MAX_WAIT_S)
+    return Scheduler(config, token_budget=BUDGET, max_seq_len=4000, slicer=slicer), allocator
 
 
 def sequence(
@@ -47,7 +59,7 @@ def sequence(
 
 def run(scheduler: Scheduler, now_s: float = 0.0) -> ScheduledBatch:
     batch = scheduler.schedule(now_s)
-    scheduler.finish(batch, STEP_S)
+    scheduler.finish(batch)
     return batch
 
 
@@ -96,10 +108,120 @@ def test_short_sequences_run_beside_the_chunks_of_a_long_one() -> None:
 
 
 def test_whole_sequences_that_leave_no_room_take_turns_with_chunks() -> None:
-    scheduler, _ = make(num_blocks=4)  # 16 tokens: sequences beyond that run whole
-    scheduler.max_seq_len = 64
-    scheduler.add([sequence(1, 30), sequence(2, 31), sequence(3, 32)])
-    assert [[s.num_tokens for s in b.slices] for b in run_all(scheduler)] == [[30], [31], [32]]
+    scheduler, _ = make()
+    scheduler.add([sequence(1, 150)])
+    for number in range(4):  # one above the pool runs whole, and fills a batch
+        scheduler.add([sequence(2 + number, 4 * 40 + 1)])
+    kinds = ["chunk" if s.chunk_id is not None else "whole" for b in run_all(scheduler) for s in b.slices]
+    assert kinds[:8] == ["chunk", "whole"] * 4 or kinds[:8] == ["whole", "chunk"] * 4
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_few_places_are_shared(max_num_seqs: int) -> None:
+    scheduler, _ = make(max_num_seqs=max_num_seqs)
+    scheduler.add([sequence(1, 150)])
+    scheduler.add([sequence(2, 5), sequence(3, 5)])
+    batches = run_all(scheduler)
+    assert all(len(b.slices) <= max_num_seqs for b in batches)
+    assert max(i for i, b in enumerate(batches) for s in b.slices if s.sequence.request_id > 1) <= 4
+
+
+def test_alone_a_long_sequence_fills_its_batches() -> None:
+    scheduler, _ = make(num_blocks=1000, chunk_size=BUDGET, max_num_seqs=4)
+    scheduler.add([sequence(1, 3200)])
+    assert {b.num_tokens for b in run_all(scheduler)} == {BUDGET}
+
+
+def test_beside_others_chunks_leave_half_of_a_batch() -> None:
+    scheduler, _ = make(num_blocks=1000, chunk_size=BUDGET)
+    scheduler.add([sequence(1, 3200)])
+    scheduler.add([sequence(number, 8) for number in range(2, 3)])
+    chunk, short = sorted(run(scheduler).slices, key=lambda s: s.sequence.request_id)
+    assert (chunk.num_tokens, short.num_tokens) == (BUDGET // 2, 8)
+    assert run(scheduler).num_tokens == BUDGET // 2  # whoever came a moment ago may come again
+    assert run(scheduler).num_tokens == BUDGET
+
+
+def test_a_small_fixed_chunk_size_lets_several_run_at_once() -> None:
+    scheduler, _ = make(num_blocks=1000, chunk_size=8)
+    for number in range(4):
+        scheduler.add([sequence(number, 40, text=number)])
+    assert [s.num_tokens for s in run(scheduler).slices] == [8, 8, 8, 8]
+
+
+def test_short_sequences_do_not_wait_behind_long_ones_that_wait() -> None:
+    scheduler, _ = make(num_blocks=1000)
+    scheduler.add([sequence(1, 3000)])
+    run(scheduler)
+    scheduler.add([sequence(2, 3000)])
+    scheduler.add([sequence(3, 3000)])
+    scheduler.add([sequence(4, 5)])
+    assert 4 in {s.sequence.request_id for s in run(scheduler, 0.1).slices}
+
+
+def test_a_middling_sequence_does_not_wait_for_a_giant_one() -> None:
+    scheduler, _ = make(num_blocks=1000)
+    scheduler.add([sequence(1, 3000)])
+    for number in range(10):
+        run(scheduler, 0.1 * number)
+    scheduler.add([sequence(2, 40, arrival_s=1.0)])
+    batches = run_all(scheduler)
+    assert next(i for i, b in enumerate(batches) for s in b.slices if s.sequence.request_id == 2 and s.is_last) < 12
+
+
+def test_a_steady_stream_of_the_more_urgent_does_not_starve_the_others() -> None:
+    scheduler, _ = make(num_blocks=25)
+    scheduler.add([sequence(0, 90, priority=3)])
+    now_s = 0.0
+    for number in range(1, 400):
+        now_s = 0.05 * number
+        if number % 5 == 1:  # as fast as they are done
+            scheduler.add([sequence(number, 80, arrival_s=now_s, text=number)])
+        if any(s.sequence.request_id == 0 and s.is_last for s in run(scheduler, now_s).slices):
+            break
+    else:
+        pytest.fail(f"it still waits after {now_s} s")
+
+
+def test_the_budget_comes_back_after_a_shortage() -> None:
+    scheduler, _ = make(num_blocks=1000)
+    scheduler.shrink(1)
+    assert 1 <= scheduler.token_budget < BUDGET
+    scheduler.add([sequence(1, 3000)])
+    run_all(scheduler, limit=4000)
+    assert scheduler.token_budget == BUDGET
+
+
+def test_a_whole_sequence_for_which_memory_was_short_runs_in_chunks() -> None:
+    scheduler, allocator = make()
+    scheduler.add([sequence(1, THRESHOLD)])
+    batch = scheduler.schedule(0.0)
+    (failed,) = batch.slices
+    scheduler.shrink(4)
+    assert scheduler.retry(failed, MemoryError("no memory"))
+    scheduler.finish(batch)
+    covered = spans(run_all(scheduler), 1)
+    assert covered[0][0] == 0
+    assert covered[-1][1] == THRESHOLD
+    assert len(covered) >= 4
+    assert allocator.num_allocations == 0
+
+
+def test_a_chunk_that_failed_is_not_found_by_others() -> None:
+    scheduler, allocator = make()
+    scheduler.add([sequence(1, 100)])
+    batch = scheduler.schedule(0.0)
+    assert scheduler.retry(batch.slices[0], MemoryError("no memory"))
+    scheduler.finish(batch)
+    assert allocator.prefixes is not None
+    assert allocator.prefixes.num_cached == 0
+    scheduler.cancel(1)
+    scheduler.add([sequence(2, 100)])
+    run(scheduler)
+    assert allocator.prefixes.num_cached > 0
+    scheduler.cancel(2, forget=True)
+    assert allocator.prefixes.num_cached == 0
+    assert allocator.usage == 0
 
 
 def test_the_next_long_sequence_starts_when_memory_is_there() -> None:
@@ -134,12 +256,17 @@ def test_memory_goes_to_the_more_urgent_and_the_other_goes_on_where_it_was() -> 
 
 def test_nothing_is_preempted_where_that_would_not_help() -> None:
     scheduler, _ = make(num_blocks=40)
-    scheduler.add([sequence(1, 80, priority=1)])
-    run(scheduler)
-    scheduler.add([sequence(2, 80, priority=1, arrival_s=0.1), sequence(3, 160, arrival_s=0.2)])
-    assert scheduler.slicer is not None
-    batch = run(scheduler, 0.3)
-    assert len(batch.preempted) == scheduler.slicer.num_preemptions <= 2
+    scheduler.add([sequence(1, 80, priority=-2)])  # its turn is earlier than that of the last one
+    scheduler.add([sequence(2, 80, priority=2)])
+    assert {s.sequence.request_id for s in run(scheduler).slices} == {1}
+    while {s.sequence.request_id for s in run(scheduler, 0.1).slices} != {2}:
+        pass
+    scheduler.add([sequence(4, 80, priority=-2)])
+    run(scheduler, 0.2)
+    scheduler.add([sequence(3, 160, arrival_s=0.2)])
+    for _ in range(2):
+        batch = run(scheduler, 0.3)
+        assert not batch.preempted
     run_all(scheduler)
 
 
@@ -163,7 +290,7 @@ def test_a_chunk_for_which_memory_was_short_runs_again_in_smaller_ones() -> None
     (failed,) = batch.slices
     scheduler.shrink(4)
     assert scheduler.retry(failed, MemoryError("no memory"))
-    scheduler.finish(batch, STEP_S)
+    scheduler.finish(batch)
     covered = spans(run_all(scheduler), 1)
     assert covered[0][0] == failed.start
     assert max(end - start for start, end in covered) <= 4
@@ -177,11 +304,11 @@ def test_a_chunk_that_fails_again_and_again_is_given_up() -> None:
         batch = scheduler.schedule(0.1 * attempt)
         if not scheduler.retry(batch.slices[0], MemoryError("no memory")):
             break
-        scheduler.finish(batch, STEP_S)
+        scheduler.finish(batch)
     else:
         pytest.fail("it is tried for ever")
     scheduler.cancel(1)
-    scheduler.finish(batch, STEP_S)
+    scheduler.finish(batch)
     assert not scheduler.has_work
     assert allocator.num_allocations == 0
 
@@ -195,7 +322,7 @@ def test_a_long_sequence_whose_deadline_passes_is_reported_until_it_is_cancelled
     batch = scheduler.schedule(2.0)
     assert batch.expired == [late]
     scheduler.cancel(1)
-    scheduler.finish(batch, STEP_S)
+    scheduler.finish(batch)
     assert not scheduler.has_work
     assert allocator.num_allocations == 0
 
@@ -264,7 +391,7 @@ def test_every_sequence_runs_to_its_end_once_and_nothing_leaks(
                 del live[request_id]
             else:
                 covered[request_id] = max(covered[request_id], slice_.end)
-        scheduler.finish(batch, STEP_S)
+        scheduler.finish(batch)
 
     for number, event in enumerate(events):
         now_s = 0.1 * number

@@ -189,3 +189,15 @@ async def test_one_bad_job_does_not_hurt_those_that_travel_with_it(pool: Tokeniz
 async def test_tokenize_and_decode_are_inverse(pool: TokenizerPool) -> None:
     ids = await pool.token_ids(["the quick fox"], add_special_tokens=True)
     assert await pool.decode(ids, skip_special_tokens=True) == ["the quick fox"]
+
+
+async def test_tokens_know_their_places_in_the_text(pool: TokenizerPool) -> None:
+    text = "the  quick fox"
+    (bare,) = await pool.token_details([text], add_special_tokens=False)
+    (whole,) = await pool.token_details([text], add_special_tokens=True)
+    assert [text[start:stop] for start, stop in bare.offsets] == ["the", "quick", "fox"]
+    assert [bare.token_ids] == await pool.token_ids([text], add_special_tokens=False)
+    assert [whole.token_ids] == await pool.token_ids([text], add_special_tokens=True)
+    assert [i for i, special in zip(whole.token_ids, whole.is_special, strict=True) if not special] == bare.token_ids
+    assert not any(bare.is_special)
+    assert len(whole.tokens) == len(whole.offsets) == len(whole.token_ids)

@@ -31,4 +31,4 @@ def test_triton_kernels_through_the_interpreter() -> None:
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed is not None
-    assert int(passed[1]) > 50, run.stdout[-500:]
+    assert int(passed[1]) > 30, run.stdout[-500:]

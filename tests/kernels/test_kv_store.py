@@ -34,8 +34,8 @@ def assert_same(expected: Tensor, actual: Tensor) -> None:
     assert torch.equal(expected.nan_to_num(), actual.nan_to_num())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize(("num_tokens", "num_heads", "head_size"), [(1, 1, 32), (7, 3, 80), (33, 2, 64)])
 @pytest.mark.parametrize("takes_all", [True, False], ids=["all", "rows"])
 def test_backend_equals_reference(

@@ -1,6 +1,7 @@
 """A server without a model: an engine that answers by arithmetic, behind the real application."""
 
 import asyncio
+import re
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 from penstock.engine.async_engine import RequestOptions
+from penstock.engine.chat_renderer import ChatRenderer
+from penstock.engine.chat_template import ChatOptions, ChatTemplate
 from penstock.engine.dispatcher import DispatcherStats
 from penstock.engine.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
-from penstock.engine.results import ClassResult, EmbeddingResult, ScoreResult, TokenResult
+from penstock.engine.results import ClassResult, EmbeddingResult, ScoreResult, TokenizedText, TokenResult
 from penstock.engine.supervisor import EngineState
 from penstock.server.app import create_app
 from penstock.server.context import ServedModel
@@ -24,6 +27,11 @@ WIDTH = 8
 VOCAB_SIZE = 1000
 MAX_MODEL_LEN = 64
 DEFAULTS = RequestOptions()
+CHAT_DEFAULTS = ChatOptions()
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}{{ extra }}"
+CHAT_TEMPLATE += (
+    "{% if tools %}{{ tools | length }} tools {% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 TASKS = {
     ModelKind.EMBEDDING: (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE),
     ModelKind.SEQUENCE_CLASSIFIER: (PoolingTask.CLASSIFY,),
@@ -59,6 +67,7 @@ class FakeEngine:
         self.state = EngineState.READY
         self.num_restarts = 0
         self.calls: list[tuple[str, tuple[object, ...]]] = []
+        self.chat_template: str | None = CHAT_TEMPLATE
         self.failure: Exception | None = None
         self.gate: asyncio.Event | None = None
         self.entered = asyncio.Event()
@@ -104,6 +113,11 @@ class FakeEngine:
         await self._enter("classify", inputs, params, options)
         return self._classes(inputs, self.info.labels, params)
 
+    async def classify_pairs(self, pairs, params, options=DEFAULTS):
+        params = params.resolved(PoolingTask.CLASSIFY, self.info)
+        await self._enter("classify_pairs", pairs, params, options)
+        return self._classes([" ".join(pair) for pair in pairs], self.info.labels, params)
+
     async def zero_shot(self, inputs, labels, params, options=DEFAULTS):
         await self._enter("zero_shot", inputs, labels, params, options)
         return self._classes(inputs, labels, params)
@@ -120,8 +134,35 @@ class FakeEngine:
         rows = [np.eye(width, dtype=np.float32)[np.array(row) % width] for row in ids]
         return TokenResult(rows, ids, [len(row) for row in ids], self.info.labels)
 
+    async def token_embed(self, inputs, params, options=DEFAULTS):
+        params = params.resolved(PoolingTask.TOKEN_EMBED, self.info)
+        await self._enter("token_embed", inputs, params, options)
+        counts = self._counts(inputs, params)
+        rows = [np.resize(self._vector(item), (n, WIDTH)) for item, n in zip(inputs, counts, strict=True)]
+        return TokenResult([row.astype(np.float32) for row in rows], [[1] * n for n in counts], counts)
+
+    async def render_chats(self, conversations, options=CHAT_DEFAULTS):
+        await self._enter("render_chats", conversations, options)
+        if self.chat_template is None:
+            raise InvalidRequestError("The served model has no chat template.", param="messages")
+        renderer = ChatRenderer(ChatTemplate(source=self.chat_template))
+        return [renderer.render(conversation, options) for conversation in conversations]
+
     async def tokenize(self, texts, *, add_special_tokens=True):
         return [[zlib.crc32(word.encode()) % VOCAB_SIZE for word in text.split()] for text in texts]
+
+    async def tokenize_details(self, texts, *, add_special_tokens=True):
+        await self._enter("tokenize_details", texts, add_special_tokens)
+        batches = await self.tokenize(texts, add_special_tokens=add_special_tokens)
+        return [
+            TokenizedText(
+                ids,
+                text.split(),
+                [word.span() for word in re.finditer(r"\S+", text)],
+                [False] * len(ids),
+            )
+            for ids, text in zip(batches, texts, strict=True)
+        ]
 
     async def detokenize(self, batches, *, skip_special_tokens=True):
         return [" ".join(f"t{token_id}" for token_id in ids) for ids in batches]

@@ -5,6 +5,8 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.engine.dispatcher import DispatcherStats
+from penstock.engine.messages import CacheUse
 from penstock.engine.supervisor import EngineState
 
 
@@ -55,6 +57,28 @@ async def test_metrics(client: httpx.AsyncClient) -> None:
     assert sample(text, "penstock_engine_ready", model="fake-model") == 1
 
 
+async def test_metrics_of_inputs_in_chunks(client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "penstock_engine_cache_usage{" not in (await client.get("/metrics")).text
+    use = CacheUse(
+        usage=0.25,
+        prefix_queried_tokens_total=400,
+        prefix_hit_tokens_total=96,
+        num_preemptions_total=2,
+        num_chunks_total=31,
+    )
+    monkeypatch.setattr(engine, "stats", lambda: DispatcherStats(num_requests=5, cache_use=use))
+    text = (await client.get("/metrics")).text
+    figures = {
+        "penstock_engine_cache_usage": 0.25,
+        "penstock_engine_prefix_queried_tokens_total": 400,
+        "penstock_engine_prefix_hit_tokens_total": 96,
+        "penstock_engine_preemptions_total": 2,
+        "penstock_engine_chunks_total": 31,
+        "penstock_engine_requests": 5,
+    }
+    assert {name: sample(text, name, model="fake-model") for name in figures} == figures
+
+
 async def test_two_applications_count_apart(serving, make_engine) -> None:
     async with serving(make_engine()) as first, serving(make_engine()) as second:
         await first.post("/v1/embeddings", json={"input": "a"})
@@ -66,32 +90,56 @@ async def test_version(client: httpx.AsyncClient) -> None:
     assert (await client.get("/version")).json()["version"]
 
 
+POSTS = {
+    "/v1/embeddings",
+    *("/v1/embed", "/v2/embed", "/v1/tokenize", "/v1/detokenize"),
+    *("/rerank", "/v1/rerank", "/v2/rerank"),
+    *("/score", "/v1/score", "/classify", "/v1/classify"),
+    *("/pooling", "/tokenize", "/detokenize", "/invocations"),
+    *("/embed", "/embed_all", "/embed_sparse", "/similarity", "/predict", "/decode"),
+}
+TEI_POSTS = {"/embed", "/embed_all", "/embed_sparse", "/similarity", "/predict", "/decode"}
+
+
+def names_of(schema: dict) -> list[str]:
+    """The models that a schema refers to: one, or one per dialect."""
+    return [part["$ref"].rsplit("/", 1)[-1] for part in schema.get("oneOf") or schema.get("anyOf") or [schema]]
+
+
+def examples_of(operation: dict, components: dict) -> list[dict]:
+    body = operation["requestBody"]["content"]["application/json"]["schema"]
+    if "examples" in body:
+        return body["examples"]
+    examples = {name: components["schemas"][name]["examples"] for name in names_of(body)}
+    assert all(examples.values()), examples
+    return [example for own in examples.values() for example in own]
+
+
 async def test_openapi_is_complete(client: httpx.AsyncClient) -> None:
     schema = (await client.get("/openapi.json")).json()
-    assert "422" not in orjson.dumps(schema).decode()
+    assert "HTTPValidationError" not in orjson.dumps(schema).decode()
     posts = {path: item["post"] for path, item in schema["paths"].items() if "post" in item}
-    assert set(posts) == {
-        "/v1/embeddings",
-        *("/rerank", "/v1/rerank", "/v2/rerank"),
-        *("/score", "/v1/score", "/classify", "/v1/classify"),
-    }
-    for operation in posts.values():
-        name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[-1]
-        assert schema["components"]["schemas"][name]["examples"]
+    assert set(posts) == POSTS
+    for path, operation in posts.items():
+        assert examples_of(operation, schema["components"])
         assert operation["responses"]["200"]["content"]["application/json"]["schema"]
-        error = operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
-        assert error.endswith("/ErrorBody")
+        errors = names_of(operation["responses"]["400"]["content"]["application/json"]["schema"])
+        assert ("TeiErrorBody" if path in TEI_POSTS else "ErrorBody") in errors
         assert operation["description"]
 
 
-async def test_schema_examples_are_answered(client: httpx.AsyncClient) -> None:
-    schema = (await client.get("/openapi.json")).json()
+async def test_schema_examples_are_answered(serving, make_engine) -> None:
+    engines = {"/predict": make_engine("sequence_classifier", ("good", "bad"))}
+    async with serving(make_engine()) as client:
+        schema = (await client.get("/openapi.json")).json()
     for path, item in schema["paths"].items():
         if "post" not in item:
             continue
-        name = item["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[-1]
-        for example in schema["components"]["schemas"][name]["examples"]:
-            example = {**example, "model": "alias"}
-            if isinstance(example.get("input"), list) and isinstance(example["input"][0], int):
-                example["input"] = [1, 2, 3]
-            assert (await client.post(path, json=example)).status_code == 200, (path, example)
+        async with serving(engines.get(path) or make_engine()) as client:
+            for example in examples_of(item["post"], schema["components"]):
+                example = {**example, "model": "alias"}
+                if isinstance(example.get("input"), list) and isinstance(example["input"][0], int):
+                    example["input"] = [1, 2, 3]
+                status = 424 if path == "/embed_sparse" else 200
+                response = await client.post(path, json=example)
+                assert response.status_code == status, (path, example, response.text)

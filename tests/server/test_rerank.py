@@ -51,11 +51,11 @@ async def test_every_client_gets_what_its_parser_needs(client: httpx.AsyncClient
 
 
 async def test_query_and_documents_may_be_objects(client: httpx.AsyncClient) -> None:
-    documents = [{"text": DOCUMENTS[0]}, *DOCUMENTS[1:3], {"text": DOCUMENTS[3], "title": "ignored"}]
+    documents = [{"text": DOCUMENTS[0]}, *DOCUMENTS[1:3], {"text": DOCUMENTS[3], "title": "kept"}]
     body = {"query": {"text": QUERY}, "documents": documents, "return_documents": True}
     results = (await client.post("/rerank", json=body)).json()["results"]
     assert [row["index"] for row in results] == BEST_FIRST
-    assert results[1]["document"] == {"text": DOCUMENTS[3]}
+    assert results[1]["document"] == {"text": DOCUMENTS[3], "title": "kept"}
 
 
 async def test_documents_are_cut_to_fit(client: httpx.AsyncClient, engine) -> None:
@@ -86,7 +86,6 @@ async def test_a_search_unit_is_100_documents(client: httpx.AsyncClient) -> None
 # (what, body, field, part of the message)
 WRONG_BODIES = [
     ("no documents", {"query": "a"}, "documents", "missing"),
-    ("TEI's body", {"query": "a", "texts": ["b"]}, "documents", "texts"),
     ("no query", {"documents": ["a"]}, "query", "missing"),
     ("empty documents", {"query": "a", "documents": []}, "documents", "empty list"),
     ("documents as text", {"query": "a", "documents": "b"}, "documents", "'b'"),

@@ -60,3 +60,6 @@ async def test_the_instruction_reaches_the_engine(client: httpx.AsyncClient, eng
         body = {"text_1": "a", "text_2": "b", "instruction": "Find the red one."}
         assert (await client.post(path, json=body)).status_code == 200
         assert engine.calls[-1][1][3].instruction == "Find the red one."
+        body["chat_template_kwargs"] = {"instruction": "Find the blue one."}
+        assert (await client.post(path, json=body)).status_code == 200
+        assert engine.calls[-1][1][3].instruction == "Find the blue one."

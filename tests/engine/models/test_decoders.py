@@ -31,6 +31,7 @@ STRETCHED = SIZES | {"max_position_embeddings": 256}
 QWEN_WINDOW = SIZES | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 LAYERS = ["full_attention", "sliding_attention", "full_attention"]
 GEMMA = WIDE | {"sliding_window": 8, "query_pre_attn_scalar": 24}
+GEMMA_THETA = {"rope_theta": 500.0}
 GEMMA3 = GEMMA | {"num_hidden_layers": 4, "sliding_window_pattern": 2}
 ORIGINAL = {"original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -255,7 +256,9 @@ def test_slices_that_end_their_sequences_tell_how_long_these_are(pack, sequences
             {"rope_theta": 500.0, "rope_local_base_freq": 50.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
             id="gemma3",
         ),
-        pytest.param("Gemma", rope({"rope_theta": 500.0}, WIDE), {"rope_theta": 500.0, "hidden_act": "gelu"}, id="gemma"),
+        pytest.param(
+            "Gemma", rope({"rope_theta": 500.0}, WIDE), {"rope_theta": 500.0, "hidden_act": "gelu"}, id="gemma"
+        ),
         pytest.param(
             "Phi3",
             STRETCHED | PHI_LONG,

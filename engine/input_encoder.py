@@ -1,0 +1,163 @@
+"""From what a request holds to the sequences that the model runs: prompts, limits, windows, joined texts, pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .config import EngineConfig
+from .document_pieces import Pieces
+from .errors import InvalidRequestError
+from .late_chunking import JoinedText, LateChunking, verify_late_chunking
+from .long_text import LongText, Windows
+from .model_info import ModelInfo
+from .params import PoolingParams, PoolingTask
+from .request import TokenizedInput
+from .request_options import RequestOptions
+from .tokenizer import Text, TokenizerPool, Truncation
+
+
+class InputEncoder:
+    """Encodes the inputs of one model. Safe to use from many tasks of one event loop.
+
+    Every method raises InvalidRequestError where there are no inputs, and for what TokenizerPool refuses.
+
+    Args:
+        info: The model.
+        tokenizer: Its tokenizer.
+        config: What to do with over-long inputs.
+
+    Raises:
+        ModelLoadError: Long-text mode does not fit the tokenizer.
+    """
+
+    def __init__(self, info: ModelInfo, tokenizer: TokenizerPool, config: EngineConfig) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+        self._auto_truncate = config.auto_truncate
+        self._max_queued_tokens = config.scheduler.max_queued_tokens
+        self._long_text = LongText.of(info, tokenizer.special_tokens)
+
+    async def encode(
+        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
+    ) -> list[TokenizedInput]:
+        """Returns each input as one sequence."""
+        _check_given(inputs)
+        prompt = self._prompt(options)
+        truncation = self._truncation(params, param=param)
+        skip_prompt = not self._info.include_prompt
+        return await self._tokenizer.encode(
+            inputs,
+            truncation,
+            prompt=prompt,
+            skip_prompt=skip_prompt,
+            add_special_tokens=options.add_special_tokens,
+        )
+
+    async def windows(
+        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
+    ) -> Windows:
+        """Returns inputs of the embed task; those that are longer than the model takes are cut (long_text.py)."""
+        tokenized = await self.encode(inputs, params, options, param=param)
+        if self._long_text is None or all(len(tokens) <= self._info.max_model_len for tokens in tokenized):
+            return Windows.whole(tokenized)
+        prompt_ids = await self._prompt_ids(self._prompt(options))
+        has_special = [isinstance(item, str) and options.add_special_tokens for item in inputs]
+        return self._long_text.cut(tokenized, has_special, prompt_ids)
+
+    async def pairs(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        params: PoolingParams,
+        options: RequestOptions,
+        *,
+        param: str | None,
+    ) -> list[TokenizedInput]:
+        """Returns each pair, such as a query and a document, as one sequence."""
+        _check_given(pairs)
+        truncation = self._truncation(params, param=param)
+        return await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
+
+    async def pieces(
+        self, queries: Sequence[str], documents: Sequence[str], params: PoolingParams, options: RequestOptions
+    ) -> Pieces:
+        """Cuts documents into pieces that fit beside their query or, for the embed task, by themselves."""
+        truncation = replace(self._truncation(params, param=None), cut=True)
+        if params.task is PoolingTask.EMBED:
+            taken = await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
+        else:
+            pairs = [(query, "a") for query in queries]
+            taken = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
+        rooms = [truncation.max_num_tokens - len(tokens) for tokens in taken]
+        details = await self._tokenizer.token_details(documents, add_special_tokens=False)
+        offsets = [detail.offsets for detail in details]
+        return Pieces.of(documents, offsets, rooms if len(rooms) > 1 else rooms * len(documents), options.max_pieces)
+
+    def late_chunking(self, params: PoolingParams) -> LateChunking:
+        """Returns how the inputs of a request are joined for late chunking.
+
+        Raises:
+            InvalidRequestError: The model or its tokenizer does not allow it.
+        """
+        verify_late_chunking(self._info)
+        special = self._tokenizer.special_tokens
+        if special is None:
+            raise InvalidRequestError(
+                f"late_chunking needs a tokenizer that puts special tokens around a text; that of {self._info.name} "
+                "does more to it.",
+                param="late_chunking",
+            )
+        truncation = self._truncation(params, param="input")
+        return LateChunking(
+            special=special,
+            include_prompt=self._info.include_prompt,
+            max_num_tokens=truncation.max_num_tokens,
+            cut=truncation.cut,
+            cuts_left=self._tokenizer.cuts_left(truncation),
+        )
+
+    async def join(
+        self, late: LateChunking, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
+    ) -> JoinedText:
+        """Returns all inputs as one sequence.
+
+        Raises:
+            InvalidRequestError: An input has no tokens.
+        """
+        _check_given(inputs)
+        prompt = self._prompt(options) if isinstance(inputs[0], str) else ""
+        truncation = self._truncation(params, param="input")
+        parts, is_whole = await self._tokenizer.encode_parts(inputs, truncation, prompt=prompt)
+        prompt_ids = await self._prompt_ids(prompt)
+        return late.join(parts, [isinstance(i, str) for i in inputs], prompt_ids, is_whole=is_whole)
+
+    async def _prompt_ids(self, prompt: str) -> Sequence[int]:
+        """Returns the token ids of a prompt by itself, without special tokens."""
+        return (await self._tokenizer.token_ids([prompt], add_special_tokens=False))[0] if prompt else ()
+
+    def _prompt(self, options: RequestOptions) -> str:
+        if options.prompt is not None:
+            return options.prompt
+        name = options.prompt_name or self._info.default_prompt_name
+        if name is None:
+            return ""
+        if name not in self._info.prompts:
+            known = ", ".join(self._info.prompts) or "none"
+            raise InvalidRequestError(f"prompt_name is {name!r}; the model has: {known}.", param="prompt_name")
+        return self._info.prompts[name]
+
+    def _truncation(self, params: PoolingParams, *, param: str | None) -> Truncation:
+        asked = params.truncate_prompt_tokens
+        limit, name = self._info.max_model_len, None
+        if asked is not None and asked != -1:
+            limit = asked
+        elif self._long_text is not None and params.task is PoolingTask.EMBED:
+            longest = self._info.max_embed_len
+            limit, name = (longest, "max_embed_len") if longest else (self._max_queued_tokens, "max_queued_tokens")
+        cut = asked is not None or self._auto_truncate
+        return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param, name=name)
+
+
+def _check_given(inputs: Sequence[object]) -> None:
+    if not inputs:
+        raise InvalidRequestError("Give at least one input.", param="input")

@@ -1,0 +1,148 @@
+"""Cohere: embed v1 and v2, tokenize and detokenize. Its rerank and classify share their routes with other dialects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from numpy.typing import NDArray
+
+from penstock.engine.errors import RequestTooLongError
+from penstock.engine.model_info import ModelInfo
+from penstock.engine.params import PoolingTask
+from penstock.engine.results import EmbeddingResult
+
+from ..context import context_of, until_client_leaves
+from ..encoding import base64_row
+from ..field_names import fields_named
+from ..json_route import JsonRoute, json_response
+from ..prompts import request_options
+from ..quantize import Quantization, check_width, quantize
+from ..schemas.classify import Truncate
+from ..schemas.cohere import (
+    CohereDetokenizeRequest,
+    CohereDetokenizeResponse,
+    CohereEmbedByTypeResponse,
+    CohereEmbedFloatsResponse,
+    CohereEmbedRequest,
+    CohereTokenizeRequest,
+    CohereTokenizeResponse,
+    EmbeddingType,
+)
+from ..schemas.common import ERROR_RESPONSES
+
+router = APIRouter(route_class=JsonRoute, tags=["cohere"], responses=ERROR_RESPONSES)
+
+_QUANTIZATIONS: Final[dict[EmbeddingType, Quantization]] = {
+    EmbeddingType.INT8: "int8",
+    EmbeddingType.UINT8: "uint8",
+    EmbeddingType.BINARY: "binary",
+    EmbeddingType.UBINARY: "ubinary",
+}
+_OPTIONS: Final = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
+_PHRASES: Final = {"truncate_prompt_tokens to -1": "truncate to START or END"}
+
+
+@router.post("/v2/embed", response_model=CohereEmbedByTypeResponse)
+async def embed_v2(body: CohereEmbedRequest, request: Request) -> Response:
+    """Embeds texts, one vector each, in every form that is asked for."""
+    return await embed(body, request, version="2")
+
+
+@router.post("/v1/embed", response_model=CohereEmbedFloatsResponse | CohereEmbedByTypeResponse)
+async def embed_v1(body: CohereEmbedRequest, request: Request) -> Response:
+    """Embeds texts, one vector each: as plain lists, or with `embedding_types` in every form that is asked for."""
+    return await embed(body, request, version="1")
+
+
+async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> Response:
+    """Answers an embed request.
+
+    Args:
+        body: The request.
+        request: For its client and its id.
+        version: Of Cohere's API. "1" knows an answer without types.
+    """
+    context = context_of(request)
+    engine, _ = context.models.find(body.model)
+    field = "texts" if body.texts is not None else "inputs"
+    texts = body.contents()
+    context.check_count(texts, field)
+    _check_widths(body, engine.info)
+    options = request_options(context, engine.info, input_type=body.input_type)
+    if body.priority:
+        options = replace(options, priority=body.priority)
+    with fields_named(field, _OPTIONS, _PHRASES):
+        work = engine.embed(texts, body.pooling_params(engine.info), options)
+        result = await until_client_leaves(request, work)
+    num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)
+    _check_max_tokens(body, result, field)
+    is_by_type = version != "1" or bool(body.embedding_types)
+    types = body.embedding_types or [EmbeddingType.FLOAT]
+    rows = np.ascontiguousarray(result.embeddings)
+    return json_response(
+        {
+            "response_type": "embeddings_by_type" if is_by_type else "embeddings_floats",
+            "id": f"embed-{request.scope['request_id']}",
+            "embeddings": {kind.value: _encoded(rows, kind) for kind in types} if is_by_type else rows,
+            "texts": texts,
+            "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": num_tokens}},
+        }
+    )
+
+
+@router.post("/v1/tokenize", response_model=CohereTokenizeResponse)
+async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
+    """Returns the tokens of a text, without the special ones that the model puts around it."""
+    engine, _ = context_of(request).models.find(body.model)
+    work = engine.tokenize([body.text], add_special_tokens=False)
+    (token_ids,) = await until_client_leaves(request, work)
+    pieces = await engine.detokenize([[token_id] for token_id in token_ids], skip_special_tokens=False)
+    return json_response({"tokens": token_ids, "token_strings": pieces, "meta": _version_meta()})
+
+
+@router.post("/v1/detokenize", response_model=CohereDetokenizeResponse)
+async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Response:
+    """Returns the text of tokens."""
+    engine, _ = context_of(request).models.find(body.model)
+    with fields_named("tokens"):
+        (text,) = await until_client_leaves(request, engine.detokenize([body.tokens]))
+    return json_response({"text": text, "meta": _version_meta()})
+
+
+def _check_widths(body: CohereEmbedRequest, model: ModelInfo) -> None:
+    """Refuses what cannot be packed before it costs anything."""
+    width = body.output_dimension or model.dimensions or model.embedding_size
+    for kind in body.embedding_types or ():
+        if kind in _QUANTIZATIONS:
+            check_width(width, _QUANTIZATIONS[kind], param="embedding_types")
+
+
+def _check_max_tokens(body: CohereEmbedRequest, result: EmbeddingResult, field: str) -> None:
+    """Refuses texts above `max_tokens` that must not be cut. How long they are is known with the answer only."""
+    if body.truncate is not Truncate.NONE or not body.max_tokens:
+        return
+    for i, num_tokens in enumerate(result.num_tokens):
+        if num_tokens > body.max_tokens:
+            raise RequestTooLongError(
+                f"max_tokens is {body.max_tokens}, but entry {i} of {field} has {num_tokens} tokens. "
+                "Set truncate to START or END to cut it, or allow more.",
+                num_tokens=num_tokens,
+                max_num_tokens=body.max_tokens,
+                param="max_tokens",
+            )
+
+
+def _encoded(rows: NDArray[np.float32], kind: EmbeddingType) -> NDArray[Any] | list[str]:
+    """Returns what orjson writes as one list per type."""
+    if kind is EmbeddingType.FLOAT:
+        return rows
+    if kind is EmbeddingType.BASE64:
+        return [base64_row(row) for row in np.ascontiguousarray(rows, "<f4")]
+    return quantize(rows, _QUANTIZATIONS[kind], param="embedding_types")
+
+
+def _version_meta() -> dict[str, Any]:
+    return {"api_version": {"version": "1"}}

@@ -1,0 +1,51 @@
+"""SageMaker's one route for all: the body, and where that leaves it open the model, say which other route answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Body, Request, Response
+
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.model_info import ModelKind
+
+from ..context import context_of
+from ..json_body import parsed
+from ..json_route import JsonRoute
+from ..schemas.classify import ClassifyRequest
+from ..schemas.common import ERROR_RESPONSES
+from ..schemas.openai import EmbeddingRequest
+from ..schemas.rerank import RerankRequest
+from ..schemas.score import ScoreRequest
+from ..schemas.vllm import PoolingRequest
+from . import classify, openai, rerank, score, tei_tools, vllm
+
+router = APIRouter(route_class=JsonRoute, tags=["vllm"], responses=ERROR_RESPONSES)
+
+_EXAMPLES: Final = [{"input": ["A gate holds the water."]}, {"query": "What?", "documents": ["A gate.", "A song."]}]
+_LEFT_SIDES: Final = ("text_1", "queries", "data_1")
+
+
+@router.post("/invocations", response_model=dict[str, Any] | list[Any])
+async def invocations(body: Annotated[dict[str, Any], Body(examples=_EXAMPLES)], request: Request) -> Response:
+    """Answers as the route that takes such a body: /rerank, /score, /pooling, /classify, /v1/embeddings, or TEI's."""
+    has = {key for key, value in body.items() if value is not None}
+    if has & {"inputs", "texts"}:
+        return await tei_tools.by_model(body, request)
+    if "query" in has:
+        return await rerank.rerank(parsed(RerankRequest, body), request)
+    if has.intersection(_LEFT_SIDES):
+        return await score.score(parsed(ScoreRequest, body), request)
+    if not has & {"input", "messages"}:
+        raise InvalidRequestError(
+            "The body fits no route: give input or messages, query with documents, text_1 with text_2, or inputs; "
+            f"it has {', '.join(body) or 'nothing'}.",
+            param="input",
+        )
+    if body.get("task") in ("embed", "classify", "token_embed", "token_classify"):
+        return await vllm.pooling(parsed(PoolingRequest, body), request)
+    model = body.get("model")
+    engine, _ = context_of(request).models.find(model if isinstance(model, str) else None)
+    if engine.info.kind is ModelKind.EMBEDDING:
+        return await openai.create_embeddings(parsed(EmbeddingRequest, body), request)
+    return await classify.classify(parsed(ClassifyRequest, body), request)

@@ -1,0 +1,174 @@
+"""Text Embeddings Inference (TEI): the routes that run the model. The others are in tei_tools.py."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Annotated, Final
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from pydantic import Tag
+
+from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine.errors import EngineError, InvalidRequestError, UnsupportedTaskError
+from penstock.engine.model_info import ModelKind
+from penstock.engine.params import PoolingTask
+from penstock.engine.results import ClassResult
+
+from ..context import ServerContext, context_of, until_client_leaves
+from ..field_names import fields_named
+from ..limits import check_token_values
+from ..schemas.cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
+from ..schemas.tagged import COHERE, TEI, by_keys
+from ..schemas.tei import (
+    TeiEmbedRequest,
+    TeiPredictRequest,
+    TeiRerankRequest,
+    TeiSimilarityRequest,
+    TeiTokenEmbedRequest,
+)
+from ..schemas.tei_answers import TEI_ERROR_RESPONSES, TeiPrediction, TeiSparseValue
+from ..tei_answers import prediction_rows, probabilities, rank_rows, tei_response
+from ..tei_errors import TeiRoute, tei_engine_error_response
+from . import cohere
+
+EmbedBody = Annotated[
+    Annotated[TeiEmbedRequest, Tag(TEI)] | Annotated[CohereEmbedRequest, Tag(COHERE)],
+    by_keys({"texts": COHERE}, otherwise=TEI),
+]
+router = APIRouter(route_class=TeiRoute, tags=["tei"], responses=TEI_ERROR_RESPONSES)
+
+_OPTIONS: Final = {"truncate_prompt_tokens": "truncate", "truncation_side": "truncation_direction"}
+_PHRASES: Final = {"truncate_prompt_tokens to -1": "truncate to true"}
+
+
+@router.post("/embed", response_model=list[list[float]] | CohereEmbedFloatsResponse | CohereEmbedByTypeResponse)
+async def embed(body: EmbedBody, request: Request) -> Response:
+    """Embeds texts or token ids, one vector each, in their order; a single text gets a list of one.
+
+    `texts` instead of `inputs` get Cohere's answer, as on /v1/embed.
+    """
+    if isinstance(body, CohereEmbedRequest):
+        return await cohere.embed_v1(body, request)
+    began_s, context = time.perf_counter(), context_of(request)
+    engine, _ = context.models.find(body.model)
+    context.check_count(body.inputs, "inputs")
+    with fields_named("inputs", _OPTIONS, _PHRASES):
+        work = engine.embed(body.inputs, body.pooling_params(), _options(context, body.prompt_name))
+        result = await until_client_leaves(request, work)
+    num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)
+    rows = np.ascontiguousarray(result.embeddings)
+    return tei_response(rows, engine.info, began_s, num_chars=sum(map(len, body.inputs)), num_tokens=num_tokens)
+
+
+@router.post("/embed_all", response_model=list[list[list[float]]])
+async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
+    """Embeds every token of each input, special tokens included, without pooling and normalisation."""
+    began_s, context = time.perf_counter(), context_of(request)
+    engine, _ = context.models.find(body.model)
+    context.check_count(body.inputs, "inputs")
+    params = body.pooling_params().clone(normalize=False)
+    with fields_named("inputs", _OPTIONS, _PHRASES):
+        work = engine.token_embed(body.inputs, params, _options(context, body.prompt_name))
+        result = await until_client_leaves(request, work)
+    num_tokens = context.metrics.count(PoolingTask.TOKEN_EMBED, result.num_tokens)
+    check_token_values(result.rows, num_tokens, "inputs")
+    rows = [np.ascontiguousarray(rows) for rows in result.rows]
+    return tei_response(rows, engine.info, began_s, num_chars=sum(map(len, body.inputs)), num_tokens=num_tokens)
+
+
+@router.post("/embed_sparse", response_model=list[list[TeiSparseValue]])
+async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response:
+    """Refuses: no served model gives sparse vectors."""
+    engine, _ = context_of(request).models.find(body.model)
+    raise UnsupportedTaskError(
+        f"{engine.info.name} gives no sparse vectors, as no model does that this version serves; "
+        "POST /embed gives dense ones of an embedding model."
+    )
+
+
+@router.post("/similarity", response_model=list[float])
+async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
+    """Compares a sentence with others by the cosine of their embeddings; all are read with the same prompt."""
+    began_s, context = time.perf_counter(), context_of(request)
+    engine, _ = context.models.find(body.model)
+    source, sentences = body.inputs.source_sentence, body.inputs.sentences
+    context.check_count(sentences, "inputs.sentences")
+    if engine.info.kind is not ModelKind.EMBEDDING:
+        raise UnsupportedTaskError(f"{engine.info.name} is a {engine.info.kind.value}; similarity needs embeddings.")
+    options = _options(context, body.prompt_name or engine.info.default_prompt_name)
+    if options.prompt_name is None:
+        options = replace(options, prompt="")  # Or a query prompt would stand before one side alone.
+    with fields_named("inputs", _OPTIONS, _PHRASES):
+        work = engine.score([source], sentences, body.pooling_params(), options)
+        result = await until_client_leaves(request, work)
+    num_tokens = context.metrics.count(PoolingTask.SCORE, result.num_tokens)
+    num_chars = len(source) + sum(map(len, sentences))
+    return tei_response(result.scores, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
+
+
+@router.post("/predict", response_model=list[TeiPrediction] | list[list[TeiPrediction]])
+async def predict(body: TeiPredictRequest, request: Request) -> Response:
+    """Classifies texts and pairs of texts. A list of them gets a list of lists, and so does a body of `parameters`."""
+    began_s, context = time.perf_counter(), context_of(request)
+    engine, _ = context.models.find(body.model)
+    info, entries = engine.info, body.inputs.entries
+    context.check_count(entries, "inputs")
+    if body.function_to_apply not in (None, "none", info.activation.value) and info.labels:
+        raise InvalidRequestError(
+            f"function_to_apply is {body.function_to_apply!r}, but {info.name} was trained for "
+            f"{info.activation.value!r}; leave it out, or ask for 'none' and apply it to the logits.",
+            param="function_to_apply",
+        )
+    with fields_named("inputs", _OPTIONS, _PHRASES):
+        result = await until_client_leaves(request, _classify(engine, body, context.options()))
+    num_tokens = context.metrics.count(PoolingTask.CLASSIFY, result.num_tokens)
+    scores = result.scores if body.is_raw else probabilities(result.scores, info)
+    rows = prediction_rows(scores, result.labels, body.top_k)
+    num_chars = sum(len(text) for entry in entries for text in entry)
+    is_nested = body.inputs.is_batch or body.parameters is not None
+    return tei_response(rows if is_nested else rows[0], info, began_s, num_chars=num_chars, num_tokens=num_tokens)
+
+
+async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
+    """Sorts texts by their relevance to a query, best first. Other dialects share its path: see rerank.py."""
+    try:
+        return await _rerank_texts(body, request)
+    except EngineError as error:
+        return tei_engine_error_response(error, request.scope["request_id"])
+
+
+async def _rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
+    began_s, context = time.perf_counter(), context_of(request)
+    engine, _ = context.models.find(body.model)
+    context.check_count(body.texts, "texts")
+    options = context.options(instruction=body.instruction)
+    with fields_named("texts", _OPTIONS, _PHRASES):
+        work = engine.score([body.query], body.texts, body.pooling_params(), options)
+        result = await until_client_leaves(request, work)
+    num_tokens = context.metrics.count(PoolingTask.SCORE, result.num_tokens)
+    scores = result.scores if body.raw_scores else probabilities(result.scores, engine.info)
+    rows = rank_rows(scores, body.texts if body.return_text else None, body.top_n)
+    num_chars = len(body.query) * len(body.texts) + sum(map(len, body.texts))
+    return tei_response(rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
+
+
+def _options(context: ServerContext, prompt_name: str | None) -> RequestOptions:
+    return context.options(prompt_name or context.settings.default_prompt_name)
+
+
+async def _classify(engine: AsyncEngine, body: TeiPredictRequest, options: RequestOptions) -> ClassResult:
+    """Returns the classes of texts and pairs, in their order."""
+    params, entries = body.pooling_params(), body.inputs.entries
+    texts = [i for i, entry in enumerate(entries) if len(entry) == 1]
+    pairs = [i for i, entry in enumerate(entries) if len(entry) == 2]
+    results = []
+    if texts:
+        results.append(await engine.classify([entries[i][0] for i in texts], params, options))
+    if pairs:
+        results.append(await engine.classify_pairs([(entries[i][0], entries[i][1]) for i in pairs], params, options))
+    places = np.argsort([*texts, *pairs])
+    num_tokens = [n for result in results for n in result.num_tokens]
+    scores = np.concatenate([result.scores for result in results])
+    return ClassResult(scores[places], results[0].labels, [num_tokens[i] for i in places.tolist()])

@@ -1,0 +1,151 @@
+"""Text Embeddings Inference (TEI): tokens, what is served, and the root path. The routes of the model are in tei.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Body, Request, Response
+
+from penstock.engine.errors import EngineError, InvalidRequestError, UnsupportedTaskError
+from penstock.engine.model_info import ModelInfo, ModelKind
+from penstock.engine.results import TokenizedText
+
+from ..context import context_of
+from ..field_names import fields_named
+from ..json_body import parsed
+from ..json_route import json_response
+from ..schemas.tei import (
+    TeiDecodeRequest,
+    TeiEmbedRequest,
+    TeiPredictRequest,
+    TeiRerankRequest,
+    TeiSimilarityRequest,
+    TeiTokenizeRequest,
+)
+from ..schemas.tei_answers import TEI_ERROR_RESPONSES, TeiInfo
+from ..tei_errors import TeiRoute, tei_engine_error_response
+from ..version import penstock_version
+from . import ops
+from .tei import embed, predict, rerank_texts, similarity
+
+router = APIRouter(route_class=TeiRoute, tags=["tei"], responses=TEI_ERROR_RESPONSES)
+
+MAX_TOKENIZED_CHARS: Final = 2_000_000  # In a request of /tokenize: a token is 60 bytes of JSON and more.
+_POOLING_NAMES: Final = {"LAST": "last_token"}
+
+
+@router.get("/info", response_model=TeiInfo)
+async def info(request: Request) -> Response:
+    """Describes the default model and the limits of the server."""
+    context = context_of(request)
+    (engine, name), *_ = context.models.engines()
+    model, settings = engine.info, context.settings
+    budget = settings.max_num_batched_tokens or (2048 if model.device == "cpu" else 16_384)
+    return json_response(
+        {
+            "model_id": model.name,
+            "model_sha": settings.revision,
+            "model_dtype": model.dtype,
+            "served_model_name": name,
+            "model_type": _model_type(model),
+            "max_concurrent_requests": max(settings.max_queued_tokens // model.max_model_len, 1),
+            "max_input_length": model.max_model_len,
+            "max_batch_tokens": max(budget, model.max_model_len),
+            "max_batch_requests": settings.max_num_seqs,
+            "max_client_batch_size": settings.max_inputs_per_request,
+            "auto_truncate": True,
+            "tokenization_workers": settings.tokenizer_workers,
+            "version": penstock_version(),
+            "sha": None,
+            "docker_label": None,
+        }
+    )
+
+
+@router.post("/decode", response_model=list[str])
+async def decode(body: TeiDecodeRequest, request: Request) -> Response:
+    """Returns the text of each list of token ids."""
+    context = context_of(request)
+    engine, _ = context.models.find(body.model)
+    context.check_count(body.ids, "ids")
+    with fields_named("ids"):
+        texts = await engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
+    return json_response(texts)
+
+
+async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response:
+    """Returns the tokens of each text with their places. Other dialects share its path: see tokenize.py."""
+    try:
+        return await _tokenize_texts(body, request)
+    except EngineError as error:
+        return tei_engine_error_response(error, request.scope["request_id"])
+
+
+async def _tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response:
+    context = context_of(request)
+    engine, _ = context.models.find(body.model)
+    context.check_count(body.inputs, "inputs")
+    prompt = _prompt(engine.info, body.prompt_name)
+    texts = [prompt + text for text in body.inputs]
+    num_chars = sum(map(len, texts))
+    if num_chars > MAX_TOKENIZED_CHARS:
+        raise InvalidRequestError(
+            f"inputs hold {num_chars} characters; the limit is {MAX_TOKENIZED_CHARS}. Send fewer texts at once.",
+            param="inputs",
+        )
+    tokenized = await engine.tokenize_details(texts, add_special_tokens=body.add_special_tokens is not False)
+    return json_response([_tokens(text, tokens) for text, tokens in zip(texts, tokenized, strict=True)])
+
+
+@router.post("/", include_in_schema=False)
+async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) -> Response:
+    """Answers as the Inference API: with what the body asks for, or what the served model is there for."""
+    model = body.get("model")
+    engine, name = context_of(request).models.find(model if isinstance(model, str) else None)
+    if isinstance(body.get("inputs"), dict):
+        return await similarity(parsed(TeiSimilarityRequest, body), request)
+    if "texts" in body or "query" in body:
+        return await rerank_texts(parsed(TeiRerankRequest, body), request)
+    if engine.info.kind is ModelKind.EMBEDDING:
+        return await embed(parsed(TeiEmbedRequest, body), request)
+    if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
+        raise UnsupportedTaskError(f"{name} classifies tokens; POST its texts to /classify as `input`.")
+    # Clients of the Inference API read a list of lists, for a single text too.
+    return await predict(parsed(TeiPredictRequest, {"parameters": {}, **body}), request)
+
+
+@router.get("/", include_in_schema=False)
+@router.head("/", include_in_schema=False)
+async def root(request: Request) -> Response:
+    """Tells whether the server can answer, as /health does."""
+    return await ops.ready(request)
+
+
+def _model_type(model: ModelInfo) -> dict[str, Any]:
+    if model.kind is ModelKind.EMBEDDING:
+        pooling = [_POOLING_NAMES.get(p.value, p.value.lower()) for p in model.sequence_pooling]
+        return {"embedding": {"pooling": "+".join(pooling)}}
+    classes = {
+        "id2label": {str(i): label for i, label in enumerate(model.labels)},
+        "label2id": {label: i for i, label in enumerate(model.labels)},
+    }
+    return {"reranker" if model.kind is ModelKind.CROSS_ENCODER else "classifier": classes}
+
+
+def _prompt(model: ModelInfo, name: str | None) -> str:
+    if not name:
+        return ""
+    if name not in model.prompts:
+        known = ", ".join(model.prompts) or "none"
+        raise InvalidRequestError(f"prompt_name is {name!r}; the model has: {known}.", param="prompt_name")
+    return model.prompts[name]
+
+
+def _tokens(text: str, tokenized: TokenizedText) -> list[dict[str, Any]]:
+    places = zip(tokenized.token_ids, tokenized.tokens, tokenized.offsets, tokenized.is_special, strict=True)
+    return [
+        {"id": token_id, "text": token, "special": True, "start": None, "stop": None}
+        if is_special
+        else {"id": token_id, "text": text[start:stop], "special": False, "start": start, "stop": stop}
+        for token_id, token, (start, stop), is_special in places
+    ]

@@ -1,0 +1,73 @@
+"""Text to tokens and back on the paths that vLLM, TEI and Cohere share: a key of the body tells whose it is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Tag
+
+from penstock.engine.async_engine import AsyncEngine
+
+from ..chat_input import check_messages
+from ..context import context_of, until_client_leaves
+from ..field_names import fields_named
+from ..json_route import json_response
+from ..schemas.cohere import CohereTokenizeRequest, CohereTokenizeResponse
+from ..schemas.tagged import COHERE, OWN, TEI, by_keys
+from ..schemas.tei import TeiTokenizeRequest
+from ..schemas.tei_answers import SHARED_ERROR_RESPONSES, TeiToken
+from ..schemas.vllm import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from ..tei_errors import SharedRoute
+from . import cohere, tei_tools
+
+router = APIRouter(route_class=SharedRoute, tags=["tokenize"], responses=SHARED_ERROR_RESPONSES)
+
+TokenizeBody = Annotated[
+    Annotated[TokenizeRequest, Tag(OWN)]
+    | Annotated[TeiTokenizeRequest, Tag(TEI)]
+    | Annotated[CohereTokenizeRequest, Tag(COHERE)],
+    by_keys({"inputs": TEI, "text": COHERE}, otherwise=OWN),
+]
+
+
+@router.post("/tokenize", response_model=TokenizeResponse | list[list[TeiToken]] | CohereTokenizeResponse)
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    """Returns the tokens of a text. `prompt` and `messages` get vLLM's answer, `inputs` TEI's, `text` Cohere's."""
+    match body:
+        case TeiTokenizeRequest():
+            return await tei_tools.tokenize_texts(body, request)
+        case CohereTokenizeRequest():
+            return await cohere.tokenize(body, request)
+    context = context_of(request)
+    engine, _ = context.models.find(body.model)
+    body.check_given()
+    check_messages(context, body)
+    ids, strings = await until_client_leaves(request, _tokens(engine, body))
+    return json_response(
+        {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids, "token_strs": strings}
+    )
+
+
+@router.post("/detokenize", response_model=DetokenizeResponse)
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """Returns the text of tokens, in vLLM's answer; /v1/detokenize gives Cohere's and /decode TEI's."""
+    engine, _ = context_of(request).models.find(body.model)
+    text = ""
+    if body.tokens:
+        with fields_named("tokens"):
+            (text,) = await engine.detokenize([body.tokens], skip_special_tokens=False)
+    return json_response({"prompt": text})
+
+
+async def _tokens(engine: AsyncEngine, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+    """Returns the ids and, if they are asked for, the strings of the tokens."""
+    text, adds_special = body.prompt or "", body.add_special_tokens is not False
+    if body.messages is not None:
+        (text,) = await engine.render_chats(body.messages, body.chat_options())
+        adds_special = bool(body.add_special_tokens)
+    if not body.return_token_strs:
+        (ids,) = await engine.tokenize([text], add_special_tokens=adds_special)
+        return ids, None
+    (details,) = await engine.tokenize_details([text], add_special_tokens=adds_special)
+    return details.token_ids, details.tokens

@@ -1,0 +1,102 @@
+"""vLLM: what the model makes of texts or of their tokens, and how much it has to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.params import PoolingParams, PoolingTask
+from penstock.engine.results import ClassResult, EmbeddingResult, TokenResult
+
+from ..chat_input import check_inputs, run_inputs
+from ..context import context_of, until_client_leaves
+from ..encoding import Encoding, Rows
+from ..json_route import JsonRoute, json_response
+from ..limits import check_token_values
+from ..prompts import request_options
+from ..quantize import check_width
+from ..schemas.common import ERROR_RESPONSES, Text, usage_of
+from ..schemas.vllm import Load, PoolingRequest, PoolingResponse
+from ..vector_answer import BYTES_RESPONSE, check_bytes, vectors_response
+
+router = APIRouter(route_class=JsonRoute, tags=["vllm"], responses=ERROR_RESPONSES)
+
+PoolingResult = EmbeddingResult | ClassResult | TokenResult
+
+_EMBEDS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
+
+
+@router.post("/pooling", response_model=PoolingResponse, responses={200: BYTES_RESPONSE})
+@router.post("/v1/pooling", include_in_schema=False)
+async def pooling(body: PoolingRequest, request: Request) -> Response:
+    """Answers with the numbers themselves: embeddings or class scores, of each input or of each of its tokens."""
+    context = context_of(request)
+    engine, name = context.models.find(body.model)
+    check_inputs(context, body)
+    task, encoding, params = body.pooling_task(engine.info.tasks), body.encoding(), body.pooling_params()
+    _check_encoding(encoding, task, params.dimensions or engine.info.dimensions or engine.info.embedding_size)
+    check_bytes(encoding, body.num_inputs())
+    options = context.options()
+    if task in _EMBEDS:
+        options = request_options(context, engine.info, prompt_name=body.prompt_name, input_type=body.input_type)
+    call = _calls(engine)[task]
+
+    async def run(inputs: list[Text], options: RequestOptions) -> PoolingResult:
+        return await call(inputs, params, options)
+
+    result = await until_client_leaves(request, run_inputs(engine, body, options, run))
+    if isinstance(result, TokenResult):
+        check_token_values(result.rows, sum(result.num_tokens), "input" if body.messages is None else "messages")
+    head = {
+        "id": f"pooling-{request.scope['request_id']}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": name,
+        "usage": usage_of(context.metrics.count(task, result.num_tokens)),
+    }
+    return vectors_response(head, _rows(result), {"data": encoding}, name="pooling")
+
+
+@router.get("/load", response_model=Load)
+async def load(request: Request) -> Response:
+    """Tells how many requests are under way."""
+    engines = context_of(request).models.engines()
+    return json_response({"server_load": sum(engine.stats().num_requests for engine, _ in engines)})
+
+
+def _check_encoding(encoding: Encoding, task: PoolingTask, width: int) -> None:
+    """Raises InvalidRequestError for integers where they make no sense."""
+    if encoding.quantization is None:
+        return
+    if task not in _EMBEDS:
+        raise InvalidRequestError(
+            f"encoding_format is {encoding.quantization!r}, but class scores are floats; ask for 'float' or 'base64'.",
+            param="encoding_format",
+        )
+    check_width(width, encoding.quantization, param="encoding_format")
+
+
+def _calls(
+    engine: AsyncEngine,
+) -> dict[PoolingTask, Callable[[list[Text], PoolingParams, RequestOptions], Awaitable[PoolingResult]]]:
+    return {
+        PoolingTask.EMBED: engine.embed,
+        PoolingTask.CLASSIFY: engine.classify,
+        PoolingTask.TOKEN_EMBED: engine.token_embed,
+        PoolingTask.TOKEN_CLASSIFY: engine.token_classify,
+    }
+
+
+def _rows(result: PoolingResult) -> Rows:
+    match result:
+        case EmbeddingResult():
+            return result.embeddings
+        case ClassResult():
+            return result.scores
+        case TokenResult():
+            return result.rows

@@ -1,0 +1,190 @@
+"""Cohere's embed, tokenize and detokenize, v1 and v2, as its clients send and read them.
+
+Its rerank is in rerank.py and its classify in classify.py: other dialects share their routes.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
+from penstock.engine.model_info import ModelInfo
+from penstock.engine.params import PoolingParams, PoolingTask
+
+from .classify import Truncate
+from .common import Count, RequestBody, Texts, WholeNumber
+from .contents import Contents
+from .rerank import ApiVersion, Priority
+
+_ENDPOINTS: Final = {
+    "embed": (PoolingTask.EMBED,),
+    "rerank": (PoolingTask.SCORE,),
+    "classify": (PoolingTask.CLASSIFY, PoolingTask.EMBED),  # by the classes of the model, or by examples
+}
+
+
+def cohere_endpoints(model: ModelInfo) -> list[str]:
+    """Returns Cohere's names of what the model serves."""
+    return [name for name, tasks in _ENDPOINTS.items() if any(task in model.tasks for task in tasks)]
+
+
+class EmbeddingType(StrEnum):
+    """The forms of an embedding that one request may ask for together."""
+
+    FLOAT = "float"
+    INT8 = "int8"
+    UINT8 = "uint8"
+    BINARY = "binary"
+    UBINARY = "ubinary"
+    BASE64 = "base64"
+
+
+def parse_types(value: Any) -> Any:
+    """Returns a list for a single embedding type."""
+    return [value] if isinstance(value, str) else value
+
+
+EmbeddingTypes = Annotated[list[EmbeddingType], BeforeValidator(parse_types)]
+
+
+class CohereEmbedRequest(RequestBody):
+    """Body of POST /v1/embed and /v2/embed."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": ["texts"]}, {"required": ["inputs"]}],
+            "examples": [
+                {"texts": ["A gate holds the water."], "input_type": "search_document", "embedding_types": ["float"]},
+                {"texts": ["What holds the water?"], "input_type": "search_query", "embedding_types": ["int8"]},
+            ],
+        }
+    )
+
+    texts: Texts | None = Field(None, description="Texts.")
+    inputs: Contents | None = Field(None, description="Texts as objects of contents, instead of `texts`.")
+    images: list[Any] | None = Field(None, description="Refused: the served models embed text.")
+    input_type: str | None = Field(
+        None,
+        description="What the texts are for, such as search_query or search_document: chooses the model's prompt.",
+    )
+    embedding_types: EmbeddingTypes | None = Field(
+        None, description="Forms to answer with, all from one pass. Absent: float; v1 then answers with plain lists."
+    )
+    output_dimension: WholeNumber | None = Field(None, description="Width of the embeddings (Matryoshka).")
+    truncate: Truncate | None = Field(
+        None, description="The side of an over-long text that is cut: END (default), START; NONE refuses it."
+    )
+    max_tokens: Count | None = Field(
+        None, description="Tokens. What is over-long, special tokens and prompt included; 0 or absent: the model's own."
+    )
+    priority: Priority | None = Field(None, description="0 goes first; each step later costs a second of waiting.")
+
+    def contents(self) -> list[str]:
+        """Returns what is to be embedded.
+
+        Raises:
+            UnsupportedTaskError: There are images.
+            InvalidRequestError: Not exactly one of `texts` and `inputs` is there.
+        """
+        if self.images:
+            raise UnsupportedTaskError(
+                "images are given, but the served model embeds text only; send texts.", param="images"
+            )
+        if (self.texts is None) == (self.inputs is None):
+            has = "neither" if self.texts is None else "both"
+            raise InvalidRequestError(f"Give one of texts and inputs; the body has {has}.", param="texts")
+        return self.texts if self.texts is not None else list(self.inputs or ())
+
+    def pooling_params(self, model: ModelInfo) -> PoolingParams:
+        """Returns what the request asks of pooling. As with Cohere, a text is cut to fit unless the request forbids."""
+        if self.truncate is Truncate.NONE:
+            return PoolingParams(dimensions=self.output_dimension)
+        longest = (model.max_embed_len or sys.maxsize) if model.enable_chunked_processing else model.max_model_len
+        limit = self.max_tokens if self.max_tokens and self.max_tokens < longest else -1
+        side = "left" if self.truncate is Truncate.START else "right"
+        return PoolingParams(dimensions=self.output_dimension, truncate_prompt_tokens=limit, truncation_side=side)
+
+
+class InputTokens(BaseModel):
+    """Cohere's unit: tokens as the model saw them."""
+
+    input_tokens: int
+
+
+class CohereEmbedMeta(BaseModel):
+    """Cohere's meta object."""
+
+    api_version: ApiVersion
+    billed_units: InputTokens
+
+
+class EmbeddingsByType(BaseModel):
+    """One list per form that was asked for, each with one entry per text."""
+
+    float_: list[list[float]] | None = Field(None, alias="float")
+    int8: list[list[int]] | None = None
+    uint8: list[list[int]] | None = None
+    binary: list[list[int]] | None = Field(None, description="A bit per dimension, eight to a signed byte.")
+    ubinary: list[list[int]] | None = Field(None, description="A bit per dimension, eight to an unsigned byte.")
+    base64: list[str] | None = Field(None, description="Base64 of little-endian float32.")
+
+
+class CohereEmbedByTypeResponse(BaseModel):
+    """Answer of POST /v2/embed, and of /v1/embed with `embedding_types`."""
+
+    response_type: Literal["embeddings_by_type"]
+    id: str
+    embeddings: EmbeddingsByType
+    texts: list[str]
+    meta: CohereEmbedMeta
+
+
+class CohereEmbedFloatsResponse(BaseModel):
+    """Answer of POST /v1/embed without `embedding_types`."""
+
+    response_type: Literal["embeddings_floats"]
+    id: str
+    embeddings: list[list[float]]
+    texts: list[str]
+    meta: CohereEmbedMeta
+
+
+class CohereTokenizeRequest(RequestBody):
+    """Body of POST /v1/tokenize."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"text": "A gate holds the water."}]})
+
+    text: str = Field(description="The text.")
+
+
+class CohereDetokenizeRequest(RequestBody):
+    """Body of POST /v1/detokenize."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
+
+    tokens: list[Count] = Field(description="Token ids of the served model.", min_length=1)
+
+
+class VersionMeta(BaseModel):
+    """Cohere's meta object where nothing is billed."""
+
+    api_version: ApiVersion
+
+
+class CohereTokenizeResponse(BaseModel):
+    """Answer of POST /v1/tokenize: the tokens of the text itself, without special ones around it."""
+
+    tokens: list[int]
+    token_strings: list[str]
+    meta: VersionMeta
+
+
+class CohereDetokenizeResponse(BaseModel):
+    """Answer of POST /v1/detokenize."""
+
+    text: str
+    meta: VersionMeta

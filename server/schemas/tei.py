@@ -1,0 +1,155 @@
+"""Text Embeddings Inference (TEI), as its clients and those of the Inference API send and read it.
+
+Answers are bare lists. Options may stand beside the inputs or, as the Inference API has them, in `parameters`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from penstock.engine.params import PoolingParams
+
+from .common import Count, Inputs, RequestBody, TextOrObject, Texts, WholeNumber
+from .score import Side as TextOrTexts
+from .tei_inputs import IdBatches, SequenceInputs, Side
+
+
+class TeiBody(RequestBody):
+    """Options of all routes that run the model."""
+
+    truncate: bool | None = Field(None, description="Cut over-long inputs (default); false refuses them.")
+    truncation_direction: Side | None = Field(None, description="The side that is cut away.")
+    parameters: dict[str, Any] | None = Field(None, description="The options, as the Inference API sends them.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_parameters(cls, body: Any) -> Any:
+        if not isinstance(body, dict) or not isinstance(body.get("parameters"), dict):
+            return body
+        return {**body["parameters"], **{name: value for name, value in body.items() if value is not None}}
+
+    def pooling_params(self) -> PoolingParams:
+        """Returns what the request asks of pooling."""
+        return PoolingParams(
+            truncate_prompt_tokens=None if self.truncate is False else -1, truncation_side=self.truncation_direction
+        )
+
+
+class TeiTokenEmbedRequest(TeiBody):
+    """Body of POST /embed_all and /embed_sparse."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": ["A gate holds the water."]}]})
+
+    inputs: Inputs = Field(description="A text, a list of texts, the token ids of one text, or a list of such lists.")
+    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
+
+
+class TeiEmbedRequest(TeiTokenEmbedRequest):
+    """Body of POST /embed."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"inputs": ["A gate holds the water.", "A pipe carries it."], "truncate": True},
+                {"inputs": "One text is fine too.", "normalize": False},
+            ]
+        }
+    )
+
+    normalize: bool | None = Field(None, description="L2-normalise (default), whatever the model's files say.")
+    dimensions: WholeNumber | None = Field(None, description="Width of the embeddings (Matryoshka).")
+
+    def pooling_params(self) -> PoolingParams:
+        """Returns what the request asks of pooling."""
+        return super().pooling_params().clone(dimensions=self.dimensions, normalize=self.normalize is not False)
+
+
+class TeiSentences(BaseModel):
+    """A sentence, and those that it is compared with."""
+
+    source_sentence: str
+    sentences: list[str] = Field(min_length=1)
+
+
+class TeiSimilarityRequest(TeiBody):
+    """Body of POST /similarity."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"inputs": {"source_sentence": "A gate.", "sentences": ["A dam.", "A song."]}}],
+        }
+    )
+
+    inputs: TeiSentences
+    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every sentence.")
+
+
+class TeiPredictRequest(TeiBody):
+    """Body of POST /predict."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"inputs": "I love this."},
+                {"inputs": [["I love this."], ["It rains.", "The street is wet."]], "raw_scores": True},
+            ]
+        }
+    )
+
+    inputs: SequenceInputs = Field(description="A text, a pair [text, text], or a list of [text] and [text, text].")
+    raw_scores: bool | None = Field(None, description="Answer with logits instead of probabilities.")
+    top_k: Count | None = Field(None, description="Classes to answer with, best first; 0 or absent: all.")
+    function_to_apply: Literal["sigmoid", "softmax", "none"] | None = Field(
+        None, description="What makes scores of logits: none is `raw_scores`; else only the model's own is taken."
+    )
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether logits are asked for."""
+        return bool(self.raw_scores) or self.function_to_apply == "none"
+
+    def pooling_params(self) -> PoolingParams:
+        """Returns what the request asks of pooling."""
+        return super().pooling_params().clone(use_activation=False if self.is_raw else None)
+
+
+class TeiRerankRequest(TeiBody):
+    """TEI's body of POST /rerank: with `texts` in place of `documents`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"query": "What holds back the water?", "texts": ["A gate.", "A song."], "return_text": True}]
+        }
+    )
+
+    query: TextOrObject = Field(description="The query.")
+    texts: Texts = Field(description="Texts.")
+    raw_scores: bool | None = Field(None, description="Answer with logits.")
+    return_text: bool | None = Field(None, description="Return each text.")
+    top_n: Count | None = Field(None, description="Ranks to return; absent, 0 or more than there are texts: all.")
+    instruction: str | None = Field(None, description="What to look for, for models that take an instruction.")
+
+    def pooling_params(self) -> PoolingParams:
+        """Returns what the request asks of pooling."""
+        return super().pooling_params().clone(use_activation=False if self.raw_scores else None)
+
+
+class TeiTokenizeRequest(RequestBody):
+    """TEI's body of POST /tokenize."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": "A gate holds the water."}]})
+
+    inputs: TextOrTexts = Field(description="A text or a list of texts.")
+    add_special_tokens: bool | None = Field(None, description="Put the model's special tokens around (default).")
+    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
+
+
+class TeiDecodeRequest(RequestBody):
+    """Body of POST /decode."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"ids": [7, 8, 9]}]})
+
+    ids: IdBatches = Field(description="Token ids of the served model, or a list of such lists.")
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out (default).")

@@ -1,0 +1,34 @@
+"""`truncate`, as Jina, Voyage, NVIDIA and Hugging Face clients send it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from penstock.engine.params import PoolingParams
+
+
+def parse_truncate(value: Any) -> Any:
+    """Returns true, false, "START" or "END" for what any dialect says in `truncate`; "NONE" is false."""
+    if isinstance(value, str):
+        known: dict[str, bool | str] = {"none": False, "false": False, "true": True, "start": "START", "end": "END"}
+        return known.get(value.lower(), value)
+    return value
+
+
+Truncate = Annotated[bool | Literal["START", "END"], BeforeValidator(parse_truncate)]
+
+
+def truncated(params: PoolingParams, truncate: Truncate | None) -> PoolingParams:
+    """Returns `params` with what `truncate` asks for; a truncate_prompt_tokens in them wins.
+
+    Args:
+        params: What the request asks of pooling.
+        truncate: True cuts inputs to fit, on the side that the tokenizer cuts; "START" and "END" cut there.
+    """
+    if not truncate or params.truncate_prompt_tokens is not None:
+        return params
+    sides = {"START": "left", "END": "right"}
+    side = params.truncation_side or (sides[truncate] if isinstance(truncate, str) else None)
+    return params.clone(truncate_prompt_tokens=-1, truncation_side=side)

@@ -1,0 +1,161 @@
+"""vLLM's routes for what a model makes of texts, its tokens, and its load, as vLLM's clients send and read them."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from penstock.engine.chat_template import ChatOptions
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.params import PoolingParams, PoolingTask
+
+from .chat import ChatFields, InputFields
+from .common import Count, PoolingBody, RequestBody, Usage, WholeNumber
+from .encodings import EncodingOptions
+
+_EXAMPLE_CHAT: Final[list[JsonValue]] = [{"role": "user", "content": "What holds back the water?"}]
+
+
+class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
+    """Body of POST /pooling."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": ["input"]}, {"required": ["messages"]}],
+            "examples": [
+                {"input": ["A gate holds the water."], "task": "token_embed"},
+                {"input": "A gate.", "encoding_format": "base64", "embed_dtype": "float16"},
+                {"messages": _EXAMPLE_CHAT},
+            ],
+        }
+    )
+
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = Field(
+        None,
+        description=(
+            "One vector or one row of class scores for each input, or one for each of its tokens. Absent: the first of "
+            "these that the model serves."
+        ),
+    )
+    dimensions: WholeNumber | None = Field(None, description="Width of embeddings (Matryoshka).")
+    normalize: bool | None = Field(None, description="L2-normalise embeddings; absent: as the model does.")
+    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
+    input_type: str | None = Field(
+        None, description="What the texts are for, such as `query` or `document`: chooses the model's prompt."
+    )
+    step_tag_id: Count | None = Field(None, description="STEP pooling: answer with the rows of tokens with this id.")
+    returned_token_ids: list[Count] | None = Field(None, description="STEP pooling: columns of the scores.")
+
+    def pooling_task(self, tasks: tuple[PoolingTask, ...]) -> PoolingTask:
+        """Returns the task, given those that the model serves."""
+        if self.task is not None:
+            return PoolingTask(self.task)
+        order = (PoolingTask.EMBED, PoolingTask.CLASSIFY, PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY)
+        return next(task for task in order if task in tasks)
+
+    def pooling_params(self) -> PoolingParams:
+        """Returns what the request asks of pooling."""
+        return (
+            super()
+            .pooling_params()
+            .clone(
+                dimensions=self.dimensions,
+                normalize=self.normalize,
+                step_tag_id=self.step_tag_id,
+                returned_token_ids=tuple(self.returned_token_ids) if self.returned_token_ids else None,
+            )
+        )
+
+
+class PoolingRow(BaseModel):
+    """What the model makes of one input."""
+
+    index: int
+    object: Literal["pooling"]
+    data: list[float] | list[list[float]] | list[int] | list[list[int]] | str = Field(
+        description="One row, one row per token, or the base64 of either, flattened: `bytes` tells the shape."
+    )
+
+
+class PoolingResponse(BaseModel):
+    """Answer of POST /pooling, in the order of the inputs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PoolingRow]
+    usage: Usage
+
+
+class TokenizeRequest(ChatFields):
+    """vLLM's body of POST /tokenize."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+            "examples": [
+                {"prompt": "A gate holds the water.", "return_token_strs": True},
+                {"messages": _EXAMPLE_CHAT, "add_generation_prompt": False},
+            ],
+        }
+    )
+
+    prompt: str | None = Field(None, description="The text.")
+    return_token_strs: bool | None = Field(None, description="Answer with the tokens as the vocabulary has them, too.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Tools for the chat template.")
+
+    def check_given(self) -> None:
+        """Checks that there is one text to tokenize.
+
+        Raises:
+            InvalidRequestError: Not exactly one of `prompt` and `messages` is there, or several chats are.
+        """
+        if (self.prompt is None) == (self.messages is None):
+            has = "neither" if self.prompt is None else "both"
+            raise InvalidRequestError(
+                f"Give one of prompt and messages (or TEI's inputs, or Cohere's text); the body has {has}.",
+                param="prompt",
+            )
+        if self.messages is not None and len(self.messages) > 1:
+            raise InvalidRequestError("messages holds several chats; send one.", param="messages")
+
+    def chat_options(self) -> ChatOptions:
+        """Returns how the messages are to be rendered; here the head of an answer is added unless it is refused."""
+        options = super().chat_options()
+        adds = not options.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        return ChatOptions(
+            add_generation_prompt=adds,
+            continue_final_message=options.continue_final_message,
+            arguments={**options.arguments, "tools": self.tools} if self.tools else options.arguments,
+        )
+
+
+class TokenizeResponse(BaseModel):
+    """vLLM's answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int = Field(description="Tokens. Longest input that the model takes.")
+    tokens: list[int]
+    token_strs: list[str] | None = Field(description="With return_token_strs only.")
+
+
+class DetokenizeRequest(RequestBody):
+    """Body of POST /detokenize."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
+
+    tokens: list[Count] = Field(description="Token ids of the served model.")
+
+
+class DetokenizeResponse(BaseModel):
+    """Answer of POST /detokenize."""
+
+    prompt: str = Field(description="The text, with special tokens as they are spelled.")
+
+
+class Load(BaseModel):
+    """Answer of GET /load."""
+
+    server_load: int = Field(description="Requests under way in the engines.")

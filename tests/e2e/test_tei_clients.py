@@ -1,0 +1,104 @@
+"""The unmodified huggingface_hub client, and TEI's other routes as its clients send them, against real servers."""
+
+import warnings
+
+import httpx
+import numpy as np
+import pytest
+
+hub = pytest.importorskip("huggingface_hub")
+
+TEXTS = ["A gate holds back the water.", "A song about the sea.", "A dam."]
+QUERY = "What holds back the water?"
+
+
+@pytest.fixture(autouse=True)
+def _localhost_is_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In offline mode the client refuses the local server too; these tests give it no other address."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture(params=["", "/"], ids=["root", "root with a slash"])
+def client(request, server):
+    return hub.InferenceClient(model=server.url + request.param, provider="hf-inference", token="any")
+
+
+def test_feature_extraction(client, truth) -> None:
+    vectors = client.feature_extraction(TEXTS)
+    assert vectors.dtype == np.float32
+    np.testing.assert_allclose(vectors, truth(TEXTS), atol=1e-5)
+    np.testing.assert_allclose(
+        client.feature_extraction(TEXTS[0], normalize=True, truncate=True), vectors[:1], atol=1e-5
+    )
+    long = client.feature_extraction("water " * 600, truncate=True, truncation_direction="left")
+    assert long.shape == (1, 384)
+
+
+def test_feature_extraction_errors_are_read(client) -> None:
+    with pytest.raises(hub.errors.HfHubHTTPError, match=r"maximum context length is 256 tokens.*truncate to true"):
+        client.feature_extraction("water " * 600, truncate=False)
+    with pytest.raises(hub.errors.HfHubHTTPError, match="prompt_name is 'x'"):
+        client.feature_extraction("a", prompt_name="x")
+
+
+def test_sentence_similarity(client, truth) -> None:
+    vectors = truth([QUERY, *TEXTS])
+    np.testing.assert_allclose(client.sentence_similarity(QUERY, TEXTS), vectors[1:] @ vectors[0], atol=1e-5)
+
+
+def test_endpoint_info_and_health(client) -> None:
+    info = client.get_endpoint_info()
+    assert (info["model_type"], info["max_input_length"]) == ({"embedding": {"pooling": "mean"}}, 256)
+    assert client.health_check()
+
+
+def test_rerank_as_llama_index_and_haystack_send_it(http: httpx.Client, truth) -> None:
+    vectors = truth([QUERY, *TEXTS])
+    cosines = vectors[1:] @ vectors[0]
+    ranks = http.post("/rerank", json={"query": QUERY, "texts": TEXTS}).json()
+    assert [rank["index"] for rank in ranks] == np.argsort(-cosines).tolist()
+    np.testing.assert_allclose([rank["score"] for rank in ranks], np.sort(cosines)[::-1], atol=1e-5)
+
+
+def test_tokens_and_back(http: httpx.Client) -> None:
+    text = "Größe matters, embedding too."
+    (tokens,) = http.post("/tokenize", json={"inputs": text}).json()
+    assert [tokens[0], tokens[-1]] == [
+        {"id": 101, "text": "[CLS]", "special": True, "start": None, "stop": None},
+        {"id": 102, "text": "[SEP]", "special": True, "start": None, "stop": None},
+    ]
+    inner = tokens[1:-1]
+    assert all(token["text"] == text[token["start"] : token["stop"]] for token in inner)
+    assert "".join(token["text"] for token in inner) == text.replace(" ", "")
+    ids = [token["id"] for token in tokens]
+    assert http.post("/decode", json={"ids": ids}).json() == ["große matters, embedding too."]
+    assert http.post("/decode", json={"ids": [ids], "skip_special_tokens": False}).json()[0].startswith("[CLS]")
+    rows = http.post("/embed_all", json={"inputs": text}).json()
+    assert np.shape(rows) == (1, len(ids), 384)
+    mean = np.mean(rows[0], axis=0)
+    vector = http.post("/embed", json={"inputs": text}).json()[0]
+    np.testing.assert_allclose(mean / np.linalg.norm(mean), vector, atol=1e-5)
+
+
+def test_text_classification(launch, model_folder) -> None:
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers")
+        folder = model_folder("toxicity")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        expected = model(**tokenizer("I hate you!", "You idiot.", return_tensors="pt")).logits[0].numpy()
+    server = launch(str(folder), "--dtype", "float32")
+    client = hub.InferenceClient(model=server.url, provider="hf-inference", token="any")
+    classes = client.text_classification("I hate you!")
+    assert [c.label for c in classes] == [c.label for c in sorted(classes, key=lambda c: -c.score)]
+    assert len(classes) == len(model.config.id2label)
+    assert len(client.text_classification("I hate you!", top_k=1)) == 1
+    body = {"inputs": ["I hate you!", "You idiot."], "raw_scores": True}
+    answer = httpx.post(f"{server.url}/predict", json=body, timeout=60).json()
+    found = {row["label"]: row["score"] for row in answer}
+    np.testing.assert_allclose([found[name] for name in model.config.id2label.values()], expected, atol=1e-4)
+    with pytest.raises(hub.errors.HfHubHTTPError, match="does not support the task 'embed'"):
+        hub.InferenceClient(model=f"{server.url}/embed", token="any").feature_extraction("a")
+    server.stop()
