@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engine.cache_spec import CacheSpec, SsmLayerSpec
 from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.loader import load_model
@@ -34,9 +35,10 @@ from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.base import ModelOutput, PackedModel
 from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
-from penstock.engine.request import TokenizedInput
+from penstock.engine.request import Sequence as QueuedSequence, SequenceSlice, TokenizedInput
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sequence_pool import plan_pool
+from penstock.engine.sequence_pool import Allocation, PoolPlan, plan_pool
+from penstock.engine.slice_memory import SliceMemory
 
 transformers = pytest.importorskip("transformers")
 
@@ -346,3 +348,46 @@ def test_memory_that_runs_short_makes_chunks_smaller(
     tight = client(PoolingType.MEAN)
     assert_same(run(tight, inputs), expected)
     assert max(sizes) <= 12
+
+
+def test_what_a_forward_with_nan_computed_is_not_found_by_others(
+    loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = texts([70])
+    expected = run(client(PoolingType.LAST, chunking=False), inputs)
+    forward = loaded.model.forward
+    embedding = next(v for v in vars(loaded.model).values() if isinstance(v, torch.Tensor) and v.shape[0] == 200)
+    good = embedding.clone()
+    is_broken = True
+
+    def break_down(batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+        embedding.fill_(float("nan")) if is_broken else embedding.copy_(good)
+        return forward(batch, need_attention=need_attention)
+
+    cached = client(PoolingType.LAST, prefixes=True, chunk_size=16)
+    monkeypatch.setattr(loaded.model, "forward", break_down)
+    cached.submit((0, inputs[0]))
+    cached.run()
+    assert cached.failures.pop(0).kind == "ModelExecutionError"
+    is_broken = False
+    assert_same(run(cached, inputs), expected)
+
+
+def test_saved_states_are_not_overwritten_by_what_lies_in_the_next_slot() -> None:
+    spec = CacheSpec(ssm_layers=(SsmLayerSpec((2, 3), (2, 2, 2)),))
+    memory = SliceMemory(spec, PoolPlan(0, 2, 0), block_size=16, dtype=torch.float32, device=torch.device("cpu"))
+    sequence = QueuedSequence(0, 0, 10, 0.0)
+
+    def at(slot: int) -> SequenceSlice:
+        return SequenceSlice(sequence, 4, 1, Allocation(0, 10, [], 0, slot, ()))
+
+    first = at(0)
+    cache = memory.batch_cache([first])
+    assert cache is not None
+    assert cache.ssm is not None
+    cache.ssm.conv[0].fill_(1.0)
+    memory.save(first)
+    cache.ssm.conv[0].fill_(2.0)
+    memory.save(at(1))  # it got another slot and lost that before it ran
+    memory.restore([at(1)])
+    assert cache.ssm.conv[0].unique().tolist() == [1.0, 2.0]
