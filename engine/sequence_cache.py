@@ -75,8 +75,9 @@ class BatchCache:
         whole_lens: N numbers of tokens of the whole sequences, what follows the slice included, on the host: rotary
             positions may depend on it. None where every slice ends its sequence.
         kv: Keys and values; None in a model without attention.
-        block_tables: [N - num_fresh, B] int32, on the host: block of every `block_size` tokens of the sequences with a
-            past, past and slice together, filled up with 0.
+        block_tables: [N - num_fresh, B] int32: block of every `block_size` tokens of the sequences with a past, past
+            and slice together, filled up with 0.
+        past_lens_on_device: [N - num_fresh] int32, `past_lens` beside the tensors; None lets every layer copy them.
         store_rows: [S] int64, rows of the batch whose keys and values must be kept; None where it is all of them.
         store_slots: [S] int64, block * block_size + offset of each.
         ssm: States; None in a model without SSM layers.
@@ -92,6 +93,7 @@ class BatchCache:
     whole_lens: tuple[int, ...] | None = None
     kv: KvCache | None = None
     block_tables: Tensor | None = None
+    past_lens_on_device: Tensor | None = None
     store_rows: Tensor | None = None
     store_slots: Tensor | None = None
     ssm: SsmStates | None = None

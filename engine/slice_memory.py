@@ -129,10 +129,15 @@ class SliceMemory:
         kept = np.flatnonzero(is_kept)
         slots = np.concatenate(blocks)[places[kept]] * block_size + positions[kept] % block_size
         return {
-            "block_tables": torch.from_numpy(table),
+            "block_tables": torch.from_numpy(table).to(self._device, non_blocking=True),
+            "past_lens_on_device": self._past_lens(slices[num_fresh:]),
             "store_rows": None if len(kept) == len(positions) else self._indices(kept),
             "store_slots": self._indices(slots),
         }
+
+    def _past_lens(self, slices: Sequence[SequenceSlice]) -> Tensor:
+        """[N - num_fresh] int32."""
+        return torch.tensor([s.start for s in slices], dtype=torch.int32).to(self._device, non_blocking=True)
 
     def _state_places(self, slices: Sequence[SequenceSlice]) -> dict[str, Tensor | None]:
         """Places that states are read from and written to."""

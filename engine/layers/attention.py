@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan, attention
 
+from .hidden_tokens import attend_to_visible
 from .linear import Linear
 from .rotary import Rotation
 from .rows import Rows
@@ -107,6 +108,8 @@ class SelfAttention:
             relative_bias=relative_bias,
             plan=plan,
         )
+        for hidden in rows.batch.hidden:
+            attend_to_visible(q_THK, k_THK, v_THK, attended_THK, hidden, self.window, relative_bias)
         return rows.pad(attended_THK.flatten(1))
 
     def first_token_weights(

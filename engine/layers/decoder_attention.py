@@ -181,6 +181,7 @@ class DecoderAttention:
                     plan.past_cu_seqlens,
                     plan.past_seq_lens,
                     cache.past_lens,
+                    context_lens_on_device=cache.past_lens_on_device,
                     scale=self.spec.scale,
                     window=self.spec.window,
                     softcap=self.spec.softcap,

@@ -26,6 +26,7 @@ def attention_paged(
     scale: float,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
+    context_lens_on_device: Tensor | None = None,
     backend: PagedBackend | None = None,
 ) -> Tensor:
     """Causal softmax(scale * q k^T) v of slices of sequences whose keys and values lie in blocks. Inference only.
@@ -50,6 +51,8 @@ def attention_paged(
         scale: Factor of the scores.
         window: (left, right) reach in tokens; a negative number is no limit. Right is none in any case: it is causal.
         softcap: c > 0: the scaled scores s become c * tanh(s / c) (Gemma 2). None: they stay.
+        context_lens_on_device: [N], int32, `context_lens` on the device of q, so that not every layer copies them.
+            Read by "triton" alone.
         backend: None takes "blockwise" on CPU, "triton" for CUDA tensors where it is installed, else "reference".
 
     Returns:
@@ -68,8 +71,11 @@ def attention_paged(
         longest = max(seq_lens, default=0)
         if longest == 0:
             return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if context_lens_on_device is None:
+            context_lens_on_device = torch.tensor(context_lens, dtype=torch.int32).to(q.device)
+        tables = block_tables.to(q.device)
         return attention_triton(
-            q, k_cache, v_cache, cu_seqlens, longest, scale, (left, 0), softcap, block_tables, context_lens
+            q, k_cache, v_cache, cu_seqlens, longest, scale, (left, 0), softcap, tables, context_lens_on_device
         )
     arguments = (q, k_cache, v_cache, block_tables, seq_lens, context_lens, scale, left, softcap)
     if backend == "blockwise":

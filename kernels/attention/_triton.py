@@ -7,7 +7,6 @@ keys that its rows see, `BLOCK_N` at a time, with the running maximum and sum of
 
 import contextlib
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -136,7 +135,7 @@ def attention_triton(
     reach: tuple[int, int],
     softcap: float | None,
     block_tables: Tensor | None = None,
-    context_lens: Sequence[int] = (),
+    context_lens: Tensor | None = None,
 ) -> Tensor:
     """Same as `attention` without a bias; with `block_tables`, k and v are caches: same as `attention_paged`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -146,12 +145,9 @@ def attention_triton(
     k3, v3 = (x if block_tables is None else x.flatten(0, 1) for x in (k, v))
     group_size = q.shape[1] // k3.shape[1]
     options = tile_options(head_size, q.dtype)
-    if block_tables is None:
-        # Never read.
-        tables, contexts = cu_seqlens, cu_seqlens
-    else:
-        tables = block_tables.to(q.device, non_blocking=True)
-        contexts = torch.tensor(context_lens, dtype=torch.int32).to(q.device, non_blocking=True)
+    # What a call without a cache passes is never read.
+    tables = cu_seqlens if block_tables is None else block_tables
+    contexts = cu_seqlens if context_lens is None else context_lens
     factor = scale * LOG2_E if softcap is None else 2.0 * scale / softcap * LOG2_E
     grid = (triton.cdiv(max_seqlen * group_size, options["BLOCK_M"]), num_seqs, k3.shape[1])
     on_device = torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
