@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,10 +15,10 @@ from .cache_spec import CacheSpec
 from .config import EngineConfig
 from .errors import ModelLoadError
 from .forward_clock import ForwardClock
+from .host import available_memory, usable_cores
 from .layers.dense import Dense
 from .load_tokenizer import load_tokenizer
 from .loader import load_dense, load_model, torch_dtype
-from .memory import available_memory
 from .messages import TokenizerSpec
 from .model_files import resolve_model, with_device
 from .model_info import ModelInfo
@@ -81,7 +80,7 @@ class ModelRunner:
         self.allocator: SequenceAllocator | None = None
         self._device = torch.device(info.device)
         self._model = model
-        self._pooler = ModelPooler(info, model, dense)
+        self._pooler = ModelPooler(info, model, dense, tokenizer.marks.skip_ids)
         self._memory: SliceMemory | None = None
         self.clock = ForwardClock(self._device)
         if model.cache_spec is not None and (
@@ -96,7 +95,7 @@ class ModelRunner:
         Raises:
             ModelLoadError: The model cannot be served.
         """
-        torch.set_num_threads(config.num_threads or _usable_cores())
+        torch.set_num_threads(config.num_threads or usable_cores())
         info = with_device(resolve_model(config), *_resolve_device(config))
         tokenizer = load_tokenizer(info, trust_remote_code=config.trust_remote_code)
         model = load_model(info, trust_remote_code=config.trust_remote_code)
@@ -131,6 +130,8 @@ class ModelRunner:
             states = [None if s.sequence.carry is None else carry_of(s).states for s in slices]
             lengths = [s.sequence.num_tokens for s in slices]
             metadata = PoolingMetadata.for_batch(batch, params, prompt_lens=lengths, states=states)
+        if any(w.tokens.query is not None for w in work):
+            metadata.queries = [w.tokens.query for w in work]
         self.clock.begin()
         output = self._model.forward(batch, need_attention=self._pooler.needs_attention(params))
         outputs = list(self._pooler.pool(output, metadata).to_numpy())
@@ -189,10 +190,6 @@ def _allocator(plan: PoolPlan, block_size: int, *, enable_prefix_caching: bool) 
         ssm=SsmStatePool(plan.num_slots) if plan.num_slots else None,
     )
     return SequenceAllocator(pool, enable_prefix_caching=enable_prefix_caching)
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _resolve_device(config: EngineConfig) -> tuple[str, str]:

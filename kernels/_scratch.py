@@ -7,19 +7,20 @@ import torch
 from torch import Tensor
 
 # Elements. Larger memory is not kept.
-MAX_KEPT = 1 << 22
+MAX_KEPT = 1 << 23
+_CPU = torch.device("cpu")
 
 _thread = threading.local()
 
 
-def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
     """Memory of this thread for one purpose, grown as needed; holds what the last use left.
 
     It may be written in any mode, since it is made outside inference mode. Off the CPU, where the allocator keeps
     memory itself, it is fresh.
 
     Args:
-        name: The purpose: two tensors that are needed at once have different names.
+        name: The purpose, with the operation: two tensors that are needed at once have different names.
         shape: Of the tensor.
         dtype: Of the tensor.
         device: Of the tensor.

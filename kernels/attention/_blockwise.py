@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ._buffers import buffer
+from .._scratch import scratch
 from ._scoring import Scoring
 from ._tile import Block, add_tile, raise_shift
 
@@ -88,10 +88,10 @@ def _load(
     group_size = num_heads // num_kv_heads
     sizes = [padded_rows(last - first) for first, last in bounds]
     total = sum(sizes) * num_heads
-    q_all = buffer("block_q", (total, head_size), q.dtype)
-    rows_all = buffer("block_rows", (total, head_size), torch.float32)
-    sums_all = buffer("block_sums", (total, 1), torch.float32)
-    shift_all = buffer("block_shift", (total, 1), q.dtype).zero_()
+    q_all = scratch("attention.block_q", (total, head_size), q.dtype)
+    rows_all = scratch("attention.block_rows", (total, head_size), torch.float32)
+    sums_all = scratch("attention.block_sums", (total, 1), torch.float32)
+    shift_all = scratch("attention.block_shift", (total, 1), q.dtype).zero_()
     blocks = []
     start = 0
     for (first, last), size in zip(bounds, sizes, strict=True):

@@ -10,8 +10,8 @@ the derivation and the figures.
 import torch
 from torch import Tensor
 
+from .._scratch import scratch
 from ._alone import attention_blockwise
-from ._buffers import buffer
 from ._chunks import Chunk
 from ._plan import AttentionPlan
 
@@ -97,7 +97,7 @@ def _attend_chunk(
     if chunk.rows is None:
         rows = out[chunk.start : chunk.end].unflatten(0, (chunk.num_true, chunk.seq_len))
     else:
-        rows = buffer("rows", (num_seqs, length, out.shape[1], head_size), out.dtype)
+        rows = scratch("attention.rows", (num_seqs, length, out.shape[1], head_size), out.dtype)
     _attend(chunk, q4, k4, v4, relative_bias, softcap, rows.transpose(1, 2))
 
     if chunk.is_true is not None:
@@ -111,7 +111,7 @@ def _attend_chunk(
 def _load(name: str, chunk: Chunk, part: Tensor) -> Tensor:
     """[C, n, H, length, K], contiguous: the chunk's rows of `part` [T, C, H, K], padded."""
     num_parts, num_heads, head_size = part.shape[1:]
-    loaded = buffer(name, (num_parts, chunk.num_seqs, num_heads, chunk.length, head_size), part.dtype)
+    loaded = scratch("attention." + name, (num_parts, chunk.num_seqs, num_heads, chunk.length, head_size), part.dtype)
     if chunk.rows is not None:
         rows = part.index_select(0, chunk.rows).unflatten(0, (chunk.num_seqs, chunk.length))
     else:
@@ -141,16 +141,16 @@ def _attend(
     # The query heads that share a key head become rows of one product. All these are views.
     q3 = q4.view(batch, num_rows, head_size)
     k3, v3 = k4.view(batch, length, head_size), v4.view(batch, length, head_size)
-    scores = buffer("scores", (batch, num_rows, length), q4.dtype)
+    scores = scratch("attention.scores", (batch, num_rows, length), q4.dtype)
     bias = None if relative_bias is None else relative_bias[:, :length, :length]
     _compute_scores(scores, q3, k3, bias, softcap, chunk)
 
     num_true, num_target_rows = target.shape[0], target.shape[2]
-    rows = buffer("tile", (batch, num_rows, head_size), q4.dtype)
+    rows = scratch("attention.tile", (batch, num_rows, head_size), q4.dtype)
     rows4 = rows.view(num_seqs, num_heads, length, head_size)[:num_true, :, :num_target_rows]
     if q4.dtype == torch.bfloat16 or (q4.dtype == torch.float32 and length < MIN_SOFTMAX_COLUMNS):
         scores.exp_()
-        sums = buffer("sums", (batch, num_rows, 1), q4.dtype)
+        sums = scratch("attention.sums", (batch, num_rows, 1), q4.dtype)
         torch.sum(scores, -1, keepdim=True, out=sums)
         smallest, largest = torch.aminmax(sums)
         if smallest.item() > MIN_SUM and largest.item() < MAX_SUM:
@@ -159,7 +159,7 @@ def _attend(
             torch.div(rows4, sums4, out=target)
             return
         _compute_scores(scores, q3, k3, bias, softcap, chunk)
-    weights = buffer("weights", (batch, num_rows, length), q4.dtype)
+    weights = scratch("attention.weights", (batch, num_rows, length), q4.dtype)
     torch.softmax(scores, -1, out=weights)
     torch.bmm(weights, v3, out=rows)
     target.copy_(rows4)

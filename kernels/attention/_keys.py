@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from .._scratch import scratch
 from ._blockwise import ReadKeys
-from ._buffers import buffer
 
 
 def packed_reader(k: Tensor, v: Tensor) -> ReadKeys:
@@ -28,7 +28,7 @@ def paged_reader(k_cache: Tensor, v_cache: Tensor, blocks_M: Tensor) -> ReadKeys
         if jumps[m1 - 1] == jumps[m0]:
             found = cache[blocks[m0] : blocks[m0] + m1 - m0]
         else:
-            found = buffer("blocks_" + name, (m1 - m0, *cache.shape[1:]), cache.dtype)
+            found = scratch("attention.blocks_" + name, (m1 - m0, *cache.shape[1:]), cache.dtype)
             torch.index_select(cache, 0, blocks_M[m0:m1], out=found)
         offset = m0 * block_size
         return _arrange(name, found.flatten(0, 1)[first - offset : last - offset], num_columns)
@@ -45,7 +45,7 @@ def paged_reader(k_cache: Tensor, v_cache: Tensor, blocks_M: Tensor) -> ReadKeys
 def _arrange(name: str, rows: Tensor, num_columns: int) -> Tensor:
     """[Hkv, num_columns, K], contiguous: the rows [n, Hkv, K] by head, and zeros after them."""
     num_rows, num_heads, head_size = rows.shape
-    arranged = buffer("tile_" + name, (num_heads, num_columns, head_size), rows.dtype)
+    arranged = scratch("attention.tile_" + name, (num_heads, num_columns, head_size), rows.dtype)
     arranged[:, :num_rows].copy_(rows.transpose(0, 1))
     arranged[:, num_rows:].zero_()
     return arranged

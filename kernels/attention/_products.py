@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ._buffers import buffer
+from .._scratch import scratch
 
 # Scores. A product of fewer costs less than the call: key heads share one.
 MIN_PRODUCT = {torch.float32: 1 << 15, torch.bfloat16: 1 << 20, torch.float16: 1 << 20}
@@ -23,7 +23,7 @@ def multiply(name: str, a3: Tensor, b3: Tensor) -> Tensor:
     if a3.shape[0] == 1 and a3.dtype == torch.float32 and _has_onednn():
         product: Tensor = torch.ops.mkldnn._linear_pointwise.default(a3[0], b3[0].t(), None, "none", [], "")
         return product[None]
-    out = buffer(name, (a3.shape[0], a3.shape[1], b3.shape[2]), a3.dtype)
+    out = scratch("attention." + name, (a3.shape[0], a3.shape[1], b3.shape[2]), a3.dtype)
     if a3.shape[0] == 1:
         torch.mm(a3[0], b3[0], out=out[0])
         return out

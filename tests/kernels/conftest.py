@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from penstock.kernels._scratch import forget_scratch
-from penstock.kernels.attention import _buffers
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +25,8 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
     # Buffers that kernels keep would hide that they are not written.
-    _buffers._thread.__dict__.clear()
     forget_scratch()
     yield
-    _buffers._thread.__dict__.clear()
     forget_scratch()
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from penstock.kernels.attention import AttentionPlan, Backend, _blockwise, _buffers, _chunks, _plan, attention
+from penstock.kernels import _scratch
+from penstock.kernels.attention import AttentionPlan, Backend, _blockwise, _chunks, _plan, attention
 from penstock.kernels.attention._varlen import takes_varlen
 
 from .assertions import assert_close
@@ -373,5 +374,5 @@ def test_cuda_takes_varlen_for_16_bits() -> None:
 def test_kept_buffers_are_bounded() -> None:
     case = AttentionCase("", (12, 300, 700), 12, 12, 64)
     attend(case, make_attention_inputs(case, torch.bfloat16), backend="grouped")
-    kept = _buffers._thread.__dict__["buffers"].values()
-    assert all(buffer.numel() <= _buffers.MAX_KEPT_BUFFER for buffer in kept)
+    kept = _scratch._thread.__dict__["buffers"].values()
+    assert all(buffer.numel() <= _scratch.MAX_KEPT for buffer in kept)

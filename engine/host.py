@@ -1,7 +1,8 @@
-"""How much memory a device has left."""
+"""What the machine, or the container on it, has to give: memory and processors."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -39,3 +40,14 @@ def _cgroup_memory() -> int | None:
     # Files that were read, such as the weights, count as used until somebody needs the memory.
     stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     return max(int(limit) - int(used) + int(stat.get("inactive_file", 0)), 0)
+
+
+def usable_cores() -> int:
+    """Returns the processors that this process may use, by its affinity and by the quota of the container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota_file = _CGROUP / "cpu.max"
+    if quota_file.is_file():
+        quota, period = quota_file.read_text().split()
+        if quota != "max":
+            cores = min(cores, max(math.ceil(int(quota) / int(period)), 1))
+    return cores

@@ -1,0 +1,101 @@
+"""MaxSim, the late interaction of ColBERT: for every token of a query, its largest dot product with a document's tokens.
+
+Source: Khattab and Zaharia, ColBERT (arXiv 2004.12832), equation 3. Knows nothing about requests or models.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ._reference import maxsim_reference
+from ._torch import maxsim_torch
+
+Backend = Literal["triton", "torch", "reference"]
+
+__all__ = ["Backend", "maxsim"]
+
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def maxsim(
+    queries: Tensor,
+    documents: Tensor,
+    *,
+    query_lens: Sequence[int],
+    document_lens: Sequence[int],
+    query_of: Sequence[int],
+    backend: Backend | None = None,
+) -> Tensor:
+    """Returns out[n, i] = max_j q_i . d_j over the rows d_j of document n and the rows q_i of its query.
+
+    The sum of a row is the MaxSim score of the pair; the largest of several rows, by column, is that of documents that
+    come in parts. Columns past the length of the query are 0, and so is the row of a document without rows. A NaN or an
+    infinity in one document or query never reaches the row of a pair without it.
+
+    Products and sums are float32 whatever the inputs are (no TF32). Every backend is held to the reference within 2e-6
+    times the product of the largest norms.
+
+    Args:
+        queries: [S, D], float32/bfloat16/float16: the rows of M queries end to end. Not modified.
+        documents: [R, D], dtype and device of `queries`: the rows of N documents end to end. Not modified.
+        query_lens: M lengths; they sum to S.
+        document_lens: N lengths, which may be 0; they sum to R.
+        query_of: For each document the number of its query, 0 to M-1.
+        backend: None takes "triton" for CUDA tensors where it is installed, else "torch".
+
+    Returns:
+        [N, max(query_lens)] float32.
+
+    Raises:
+        ValueError: Shapes, dtypes, devices or lengths do not fit together; the message says which.
+    """
+    _check(queries, documents, query_lens, document_lens, query_of)
+    width = max(query_lens, default=0)
+    if not document_lens or not width:
+        return queries.new_zeros((len(document_lens), width), dtype=torch.float32)
+    if backend is None:
+        backend = "triton" if queries.is_cuda and _has_triton() else "torch"
+    if backend == "triton":
+        from ._triton import maxsim_triton
+
+        return maxsim_triton(queries, documents, query_lens, document_lens, query_of)
+    if backend == "torch":
+        return maxsim_torch(queries, documents, query_lens, document_lens, query_of)
+    if backend == "reference":
+        return maxsim_reference(queries, documents, query_lens, document_lens, query_of)
+    raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _check(
+    queries: Tensor,
+    documents: Tensor,
+    query_lens: Sequence[int],
+    document_lens: Sequence[int],
+    query_of: Sequence[int],
+) -> None:
+    for name, rows, lengths in (("queries", queries, query_lens), ("documents", documents, document_lens)):
+        if rows.dim() != 2 or rows.dtype not in _FLOAT_DTYPES:
+            raise ValueError(
+                f"{name} must be [rows, D] float32, bfloat16 or float16, got {rows.dtype} {list(rows.shape)}"
+            )
+        if sum(lengths) != rows.shape[0] or min(lengths, default=0) < 0:
+            raise ValueError(f"the lengths of {name} sum to {sum(lengths)}, but there are {rows.shape[0]} rows")
+    if (queries.shape[1], queries.dtype, queries.device) != (documents.shape[1], documents.dtype, documents.device):
+        raise ValueError(
+            "queries and documents must share width, dtype and device, got "
+            f"{queries.shape[1]} {queries.dtype} {queries.device} and "
+            f"{documents.shape[1]} {documents.dtype} {documents.device}"
+        )
+    if len(query_of) != len(document_lens):
+        raise ValueError(f"query_of holds {len(query_of)} values for {len(document_lens)} documents")
+    if query_of and not 0 <= min(query_of) <= max(query_of) < len(query_lens):
+        raise ValueError(f"query_of must be within 0 and {len(query_lens) - 1}, got {min(query_of)} to {max(query_of)}")

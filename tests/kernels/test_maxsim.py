@@ -1,0 +1,111 @@
+"""kernels/maxsim: every backend against the reference, and the edges that sums rely on."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.maxsim import Backend, _torch, maxsim
+
+from .assertions import assert_close
+from .places import PLACES
+
+TOLERANCE = 2e-6
+
+
+@pytest.fixture(params=PLACES, ids="-".join)
+def place(request: pytest.FixtureRequest) -> tuple[Backend, torch.device]:
+    """A backend and a device that it runs on."""
+    backend, device = request.param
+    return backend, torch.device(device)
+
+
+def make(lengths: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(sum(lengths), width, generator=generator)
+    return torch.nn.functional.normalize(rows, dim=1).to(dtype).to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("width", [1, 72])
+@pytest.mark.parametrize(
+    ("query_lens", "document_lens", "query_of"),
+    [
+        ((1,), (1,), (0,)),
+        ((32,), (1, 150, 0, 65), (0,) * 4),
+        ((3, 70, 17), (5, 64, 66, 7), (2, 0, 0, 1)),
+        ((4, 2), (0, 0), (1, 0)),
+    ],
+    ids=["one", "one_query", "own_queries", "no_rows"],
+)
+def test_backend_equals_reference(
+    place: tuple[Backend, torch.device],
+    dtype: torch.dtype,
+    width: int,
+    query_lens: tuple[int, ...],
+    document_lens: tuple[int, ...],
+    query_of: tuple[int, ...],
+) -> None:
+    backend, device = place
+    queries = make(query_lens, width, dtype, device)
+    documents = make(document_lens, width, dtype, device, seed=1)
+    lengths = {"query_lens": query_lens, "document_lens": document_lens, "query_of": query_of}
+    expected = maxsim(queries, documents, **lengths, backend="reference")
+    actual = maxsim(queries, documents, **lengths, backend=backend)
+    assert actual.dtype == torch.float32
+    assert_close("maxsim", expected, actual, TOLERANCE, scale=1.0)
+    for n, query in enumerate(query_of):
+        assert not actual[n, query_lens[query] :].any()
+        assert document_lens[n] or not actual[n].any()
+
+
+def test_strided_rows_and_maxima_below_zero(place: tuple[Backend, torch.device]) -> None:
+    backend, device = place
+    both = make((20,), 96, torch.float32, device).abs()
+    queries, documents = both[:4, :48], -both[4:, 48:]
+    lengths = {"query_lens": (4,), "document_lens": (9, 7), "query_of": (0, 0)}
+    expected = torch.stack([(documents[a:b] @ queries.t()).amax(0) for a, b in ((0, 9), (9, 16))])
+    assert expected.max() < 0
+    assert_close("maxsim", expected, maxsim(queries, documents, **lengths, backend=backend), TOLERANCE, scale=1.0)
+
+
+def test_nan_stays_with_its_document(place: tuple[Backend, torch.device]) -> None:
+    backend, device = place
+    queries, documents = (make((n,), 40, torch.float32, device) for n in (3, 150))
+    documents[70] = float("nan")
+    lengths = {"query_lens": (3,), "document_lens": (70, 70, 10), "query_of": (0, 0, 0)}
+    out = maxsim(queries, documents, **lengths, backend=backend)
+    assert out.isnan().tolist() == [[False] * 3, [True] * 3, [False] * 3]
+
+
+def test_torch_path_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, documents = (make((n,), 24, torch.float32, torch.device("cpu")) for n in (5, 61))
+    lengths = {"query_lens": (5,), "document_lens": (9, 0, 30, 2, 20), "query_of": (0,) * 5}
+    expected = maxsim(queries, documents, **lengths, backend="reference")
+    for limit in (1, 60, 5 * 32):
+        monkeypatch.setattr(_torch, "MAX_SIMILARITIES", limit)
+        assert_close("maxsim", expected, maxsim(queries, documents, **lengths, backend="torch"), TOLERANCE)
+
+
+def test_nothing_to_compare() -> None:
+    rows = make((4,), 8, torch.float32, torch.device("cpu"))
+    assert maxsim(rows, rows[:0], query_lens=(4,), document_lens=(), query_of=()).shape == (0, 4)
+    assert maxsim(rows[:0], rows, query_lens=(0,), document_lens=(4,), query_of=(0,)).shape == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query_lens": (3,)}, "lengths of queries sum to 3, but there are 4 rows"),
+        ({"document_lens": (5, -1)}, "lengths of documents"),
+        ({"query_of": (0, 1)}, "query_of must be within 0 and 0, got 0 to 1"),
+        ({"query_of": (0,)}, "query_of holds 1 values for 2 documents"),
+        ({"documents": torch.zeros(4, 9)}, "share width, dtype and device"),
+        ({"queries": torch.zeros(4, 8, dtype=torch.int32)}, "queries must be"),
+        ({"backend": "cuda"}, "backend must be one of"),
+    ],
+)
+def test_arguments_that_do_not_fit(change: dict[str, object], message: str) -> None:
+    rows = torch.ones(4, 8)
+    arguments = {"queries": rows, "documents": rows, "query_lens": (4,), "document_lens": (2, 2), "query_of": (0, 0)}
+    with pytest.raises(ValueError, match=message):
+        maxsim(**arguments | change)
