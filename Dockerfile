@@ -14,8 +14,9 @@ FROM ${PYTHON_IMAGE} AS wheel
 ENV PYTHONSAFEPATH=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
 COPY pyproject.toml constraints.txt README.md LICENSE ./
-# What the server needs at run time, for the layers below that change less often than the sources.
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+# What the server needs at run time, traces included, for the layers below that change less often than the sources.
+RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+        print(*project['dependencies'], *project['optional-dependencies']['otel'], sep='\n')" \
         > /requirements.txt \
     && cp constraints.txt /constraints.txt \
     && pip install --constraint constraints.txt setuptools

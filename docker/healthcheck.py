@@ -1,6 +1,7 @@
 """Succeed when the server in this container is ready: its model is loaded and its engine answers."""
 
 import os
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -12,9 +13,14 @@ def main() -> int:
     Returns:
         The exit status: 0 where the answer was 200, 1 otherwise.
     """
-    url = f"http://127.0.0.1:{os.environ.get('PENSTOCK_PORT', '8000')}/health/ready"
-    # No proxy: the request never leaves the container.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    scheme = "https" if os.environ.get("PENSTOCK_SSL_CERTFILE") else "http"
+    url = f"{scheme}://127.0.0.1:{os.environ.get('PENSTOCK_PORT', '8000')}/health/ready"
+    # The certificate names another host than 127.0.0.1, and the request never leaves the container: no proxy either.
+    unverified = ssl.create_default_context()
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=unverified)
+    )
     try:
         with opener.open(url, timeout=4) as response:
             return 0 if response.status == 200 else 1

@@ -12,13 +12,16 @@ from dataclasses import replace
 
 import numpy as np
 
+from .char_admission import CharAdmission
 from .chat_template import ChatOptions, Conversation
 from .config import EngineConfig
-from .dispatcher import Arrays, Dispatcher, DispatcherStats
+from .dispatcher import Arrays, Dispatcher
+from .dispatcher_stats import DispatcherStats
 from .errors import UnsupportedTaskError
 from .input_encoder import InputEncoder
 from .label_classes import Embed, few_shot, zero_shot
-from .model_info import ModelInfo
+from .model_info import ModelInfo, ModelKind
+from .multi_vector import QUERY_PROMPTS, kept_ids
 from .params import PoolingParams, PoolingTask
 from .request import TokenizedInput
 from .request_options import DEFAULT_OPTIONS, RequestOptions
@@ -55,20 +58,26 @@ class AsyncEngine:
         self._scorer = PairScorer(info, self._encoder, self._requests)
 
     @classmethod
-    async def start(cls, config: EngineConfig, *, log_level: str = "INFO") -> AsyncEngine:
+    async def start(cls, config: EngineConfig, *, log_level: str = "INFO", log_format: str = "console") -> AsyncEngine:
         """Loads the model and returns the engine when it can serve.
+
+        Args:
+            config: What to serve.
+            log_level: Least severe level that the engine process logs.
+            log_format: Its log lines, "console" or "json"; see logs.py.
 
         Raises:
             ModelLoadError: The model cannot be served; the message says why.
         """
         dispatcher = Dispatcher(config.scheduler.max_queued_tokens)
-        supervisor = CoreSupervisor(config, dispatcher, log_level=log_level)
+        supervisor = CoreSupervisor(config, dispatcher, log_level=log_level, log_format=log_format)
         ready = await supervisor.start()
         tokenizer = TokenizerPool(
             ready.tokenizer,
             vocab_size=ready.info.vocab_size,
             do_lower_case=ready.info.do_lower_case,
             num_workers=config.tokenizer_workers,
+            admission=CharAdmission(config.max_queued_chars, dispatcher.stats.book_refusal),
         )
         return cls(config, ready.info, tokenizer, dispatcher, supervisor)
 
@@ -132,7 +141,10 @@ class AsyncEngine:
     async def token_embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> TokenResult:
-        """Embeds every token of each input. Raises as `embed`."""
+        """Embeds every token of each input; a multi-vector model leaves some out. Raises as `embed`."""
+        if self.info.multi_vector is not None:
+            is_query = options.is_query if options.is_query is not None else options.prompt_name in QUERY_PROMPTS
+            params = params.clone(is_query=is_query)
         return await self._token_level(PoolingTask.TOKEN_EMBED, "token_embeddings", inputs, params, options)
 
     async def classify(
@@ -149,7 +161,8 @@ class AsyncEngine:
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> ClassResult:
         """Gives every pair of texts, read as one sequence, a score for each class of the model. Raises as `embed`."""
-        params = params.resolved(PoolingTask.CLASSIFY, self.info)
+        is_scorer = self.info.kind is ModelKind.CROSS_ENCODER
+        params = params.resolved(PoolingTask.SCORE if is_scorer else PoolingTask.CLASSIFY, self.info)
         async with self._requests.hold(options):
             tokenized = await self._encoder.pairs(pairs, params, options, param="input")
             outputs = await self._requests.run(tokenized, params, options)
@@ -170,6 +183,9 @@ class AsyncEngine:
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> ScoreResult:
         """Scores pairs: with a cross-encoder as one joint sequence, with an embedding model by cosine.
+
+        A model with one vector per token (ColBERT) scores by MaxSim: the sum, over the vectors of the query, of their
+        largest similarity to one of the document.
 
         An instruction stands in the prompt of a reranker, or in the query prompt of an embedding model that has one.
 
@@ -248,6 +264,9 @@ class AsyncEngine:
             tokenized = await self._encoder.encode(inputs, params, options)
             outputs = await self._requests.run(tokenized, params, options)
         token_ids = [t.token_ids.tolist() for t in tokenized]
+        recipe = self.info.multi_vector
+        if task is PoolingTask.TOKEN_EMBED and recipe is not None and recipe.skips(is_query=params.is_query):
+            token_ids = [kept_ids(t.token_ids, self._tokenizer.marks.skip_ids).tolist() for t in tokenized]
         if task is PoolingTask.TOKEN_CLASSIFY and params.step_tag_id is not None:
             token_ids = [[i for i in ids if i == params.step_tag_id] for ids in token_ids]
         return TokenResult([o[name] for o in outputs], token_ids, [len(t) for t in tokenized])

@@ -88,6 +88,7 @@ class EngineConfig:
         in_process: Run the core in a thread of this process instead of a supervised one.
         num_threads: CPU threads of the forward; None takes all cores.
         tokenizer_workers: Threads that tokenize.
+        max_queued_chars: Characters that may wait for them at once; more is refused whole.
         scheduler: Batch and queue limits.
         cache: Memory of sequences that run in slices.
     """
@@ -105,6 +106,7 @@ class EngineConfig:
     in_process: bool = False
     num_threads: int | None = None
     tokenizer_workers: int = 2
+    max_queued_chars: int = 64_000_000
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
 
@@ -114,7 +116,7 @@ class EngineConfig:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
         if self.device.split(":")[0] not in DEVICES:
             raise ValueError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}.")
-        for name in ("max_model_len", "num_threads", "tokenizer_workers"):
+        for name in ("max_model_len", "num_threads", "tokenizer_workers", "max_queued_chars"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")

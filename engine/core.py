@@ -29,8 +29,10 @@ from .messages import (
     FromCore,
     LoadFailed,
     Ready,
+    RequestTime,
     RowHeader,
     Rows,
+    StepLoad,
     Submit,
     pack_rows,
     unpack_inputs,
@@ -53,6 +55,7 @@ class _Request:
     inputs: list[TokenizedInput]
     sequences: list[QueuedSequence]
     num_left: int
+    started_s: float | None = None
 
 
 class EngineCore:
@@ -115,6 +118,9 @@ class EngineCore:
         self._runner.warm_up()
         self._on_ready()
         self._send(Ready(info, self._runner.tokenizer), [])
+        if allocator is not None:
+            # So that the figures of the pool are there from the start.
+            self._send(Rows([], 0, 0.0, self._cache_use(), self._step_load(0)), [pack_rows([])])
 
     def step(self) -> bool:
         """Waits for work, runs one batch and sends what came of it. Returns False when it is time to end."""
@@ -134,7 +140,7 @@ class EngineCore:
             self._preempt(slice_)
         started_s = time.monotonic()
         finished = self._execute(work) if work else []
-        self._deliver(batch, finished, time.monotonic() - started_s)
+        self._deliver(batch, finished, started_s, time.monotonic())
         return True
 
     def receive(self, items: Sequence[Submit | Cancel | Frame]) -> None:
@@ -246,9 +252,12 @@ class EngineCore:
         with self._changed:
             self._fail(sequence.request_id, shown)
 
-    def _deliver(self, batch: ScheduledBatch, finished: list[tuple[SequenceSlice, Outputs]], step_s: float) -> None:
+    def _deliver(
+        self, batch: ScheduledBatch, finished: list[tuple[SequenceSlice, Outputs]], started_s: float, ended_s: float
+    ) -> None:
         """Sends the finite outputs of live requests in one message; an output that is not finite fails its request."""
         headers: list[RowHeader] = []
+        ended: list[RequestTime] = []
         arrays = []
         are_finite = [all(np.isfinite(array).all() for array in outputs.values()) for _, outputs in finished]
         with self._changed:
@@ -264,16 +273,26 @@ class EngineCore:
                 for name, array in outputs.items():
                     headers.append(RowHeader(sequence.request_id, sequence.index, name, array.shape, slice_.is_last))
                     arrays.append(array)
+                if request.started_s is None:
+                    request.started_s = started_s
                 request.num_left -= slice_.is_last
                 if not request.num_left:
                     del self._requests[sequence.request_id]
+                    queue_s = request.started_s - sequence.arrival_s
+                    ended.append(RequestTime(sequence.request_id, queue_s, ended_s - request.started_s))
             self._scheduler.finish(batch)
             for forward in self._runner.clock.take():
                 self._scheduler.record(*forward)
             cache_use = self._cache_use()
+            load = self._step_load(len(finished))
             self._has_released = False
         num_tokens = sum(slice_.num_tokens for slice_, _ in finished)
-        self._send(Rows(headers, num_tokens, step_s, cache_use), [pack_rows(arrays)])
+        self._send(Rows(headers, num_tokens, ended_s - started_s, cache_use, load, ended), [pack_rows(arrays)])
+
+    def _step_load(self, num_seqs: int) -> StepLoad:
+        """Figures of a step and of the queue behind it. The caller holds the lock."""
+        queue = self._scheduler
+        return StepLoad(num_seqs, queue.token_budget, queue.num_waiting, queue.num_waiting_tokens)
 
     def _cache_use(self) -> CacheUse | None:
         """Figures of the pool. The caller holds the lock."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .dispatcher_stats import DispatcherStats
 from .errors import (
     DeadlineExceededError,
     EngineError,
@@ -21,9 +24,10 @@ from .errors import (
     InvalidRequestError,
     ModelExecutionError,
 )
-from .messages import CacheUse, Cancel, Failed, Frame, RowHeader, Rows, Submit, pack_inputs, unpack_rows
+from .messages import Cancel, Failed, Frame, RequestTime, RowHeader, Rows, Submit, pack_inputs, unpack_rows
 from .params import PoolingParams
 from .request import TokenizedInput
+from .stage_times import STAGE_TIMES, Stage, StageTimes
 
 Arrays = dict[str, NDArray[np.float32]]
 Outgoing = Submit | Cancel | Frame
@@ -36,38 +40,17 @@ _RATE_MEMORY = 0.8
 """Share of the old value in the running mean of the drain rate."""
 
 
-@dataclass(slots=True)
-class DispatcherStats:
-    """Counters since the start, and what is under way.
-
-    Attributes:
-        num_requests: Requests under way.
-        num_tokens: Tokens under way.
-        num_batched_tokens_total: Tokens that went through the model.
-        num_steps_total: Forwards.
-        step_s_total: Seconds spent in them.
-        num_refused_total: Requests refused because the queue was full.
-        cache_use: Of the memory of sliced sequences; None for models that cannot be sliced.
-    """
-
-    num_requests: int = 0
-    num_tokens: int = 0
-    num_batched_tokens_total: int = 0
-    num_steps_total: int = 0
-    step_s_total: float = 0.0
-    num_refused_total: int = 0
-    cache_use: CacheUse | None = None
-
-
 @dataclass(slots=True, eq=False)
 class _Pending:
     """A request whose answer is awaited."""
 
     future: asyncio.Future[list[Arrays]]
+    client: str
     num_tokens: int
     outputs: list[Arrays] = field(default_factory=list)
     num_left: int = 0
     parts: dict[tuple[int, str], list[NDArray[np.float32]]] = field(default_factory=dict)
+    timing: RequestTime | None = None
 
     def put(self, header: RowHeader, array: NDArray[np.float32]) -> None:
         """Books one array of the answer; parts are joined when the last one is there."""
@@ -77,6 +60,13 @@ class _Pending:
             return
         parts = self.parts.pop(key, None)
         self.outputs[header.index][header.name] = array if parts is None else np.concatenate([*parts, array])
+
+    def book(self, times: StageTimes, sent_s: float) -> None:
+        """Books where the time went since the request was sent."""
+        if self.timing is not None:
+            times.add(Stage.QUEUE, sent_s, self.timing.queue_s)
+            times.add(Stage.INFERENCE, sent_s + self.timing.queue_s, self.timing.inference_s)
+        times.last_s = time.perf_counter()
 
 
 class Dispatcher:
@@ -96,6 +86,7 @@ class Dispatcher:
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count()
         self._tokens_per_s = 0.0
+        self._tokens_of: Counter[str] = Counter()  # under way, by client
 
     def connect(self, send: Send) -> None:
         """Begins to accept requests and sends them with `send`."""
@@ -109,7 +100,13 @@ class Dispatcher:
             self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
 
     async def run(
-        self, inputs: Sequence[TokenizedInput], params: PoolingParams, *, priority: int, timeout_s: float | None
+        self,
+        inputs: Sequence[TokenizedInput],
+        params: PoolingParams,
+        *,
+        priority: int,
+        timeout_s: float | None,
+        client: str = "",
     ) -> list[Arrays]:
         """Runs tokenized inputs and returns, per input, its outputs by name.
 
@@ -125,27 +122,36 @@ class Dispatcher:
         if not inputs:
             return []
         num_tokens = sum(map(len, inputs))
-        self._admit(num_tokens)
+        self._admit(num_tokens, client)
         request_id = next(self._ids)
-        pending = _Pending(asyncio.get_running_loop().create_future(), num_tokens, [{} for _ in inputs], len(inputs))
+        future = asyncio.get_running_loop().create_future()
+        pending = _Pending(future, client, num_tokens, [{} for _ in inputs], len(inputs))
         self._pending[request_id] = pending
         self.stats.num_requests += 1
         self.stats.num_tokens += num_tokens
+        self._tokens_of[client] += num_tokens
+        sent_s = time.perf_counter()
         try:
-            self._post(Submit(request_id, params, priority, timeout_s), pack_inputs(inputs))
+            self._post(Submit(request_id, params, priority, timeout_s, client), pack_inputs(inputs))
             async with asyncio.timeout(timeout_s):
-                return await pending.future
+                outputs = await pending.future
         except TimeoutError as error:
             raise DeadlineExceededError(f"The deadline of {timeout_s:g} s passed before the answer.") from error
         finally:
             if self._forget(request_id):
                 self._post(Cancel(request_id))
+        if (times := STAGE_TIMES.get()) is not None:
+            pending.book(times, sent_s)
+        return outputs
 
     def receive_rows(self, message: Rows, frame: Frame) -> None:
         """Books the results of one step."""
-        self.stats.cache_use = message.cache_use
+        self.stats.book(message)
         if message.num_tokens:
-            self._book_step(message.num_tokens, message.step_s)
+            self._follow(message.num_tokens / max(message.step_s, 1e-6))
+        for ended in message.ended:
+            if (pending := self._pending.get(ended.request_id)) is not None:
+                pending.timing = ended
         seen: set[tuple[int, int]] = set()
         for header, array in zip(message.rows, unpack_rows(message.rows, frame), strict=True):
             pending = self._pending.get(header.request_id)
@@ -159,15 +165,10 @@ class Dispatcher:
             if not self._pending[request_id].num_left:
                 self._settle(request_id, None)
 
-    def _book_step(self, num_tokens: int, step_s: float) -> None:
-        """Counts a forward and lets the drain rate follow it."""
-        self.stats.num_batched_tokens_total += num_tokens
-        self.stats.num_steps_total += 1
-        self.stats.step_s_total += step_s
-        rate = num_tokens / max(step_s, 1e-6)
-        self._tokens_per_s = (
-            rate if not self._tokens_per_s else (_RATE_MEMORY * self._tokens_per_s + (1 - _RATE_MEMORY) * rate)
-        )
+    def _follow(self, tokens_per_s: float) -> None:
+        """Lets the drain rate follow that of a forward."""
+        old = self._tokens_per_s
+        self._tokens_per_s = _RATE_MEMORY * old + (1 - _RATE_MEMORY) * tokens_per_s if old else tokens_per_s
 
     def receive_failure(self, message: Failed) -> None:
         """Fails one request with the error that the core names."""
@@ -184,7 +185,7 @@ class Dispatcher:
         if items and self._send is not None:
             self._send(items)
 
-    def _admit(self, num_tokens: int) -> None:
+    def _admit(self, num_tokens: int, client: str) -> None:
         if num_tokens > self._max_queued_tokens:
             raise InvalidRequestError(
                 f"The request has {num_tokens} tokens; the server takes at most {self._max_queued_tokens} at once. "
@@ -193,14 +194,27 @@ class Dispatcher:
             )
         if self._send is None:
             raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
-        if self.stats.num_tokens + num_tokens > self._max_queued_tokens:
-            self.stats.num_refused_total += 1
-            excess = self.stats.num_tokens + num_tokens - self._max_queued_tokens
-            raise EngineOverloadedError(
+        num_free = self._max_queued_tokens - self.stats.num_tokens - num_tokens
+        if num_free < 0:
+            raise self._overloaded(
                 f"The server has {self.stats.num_tokens} tokens under way and takes at most {self._max_queued_tokens}; "
                 f"this request has {num_tokens}. Please try again later.",
-                retry_after_s=excess / self._tokens_per_s if self._tokens_per_s else 1.0,
+                -num_free,
             )
+        # Where clients are told apart, none of them may take the room of all: at most as much as it leaves free.
+        num_own = self._tokens_of[client] if client else 0
+        if num_own and num_own + num_tokens > num_free:
+            raise self._overloaded(
+                f"Your requests under way have {num_own} tokens, this one has {num_tokens}, and the server would have "
+                f"{num_free} left for other clients. Please try again later.",
+                num_own + num_tokens - num_free,
+            )
+
+    def _overloaded(self, message: str, num_excess: int) -> EngineOverloadedError:
+        """Counts a refusal and returns it; `num_excess` tokens must leave before there is room."""
+        self.stats.book_refusal()
+        retry_after_s = num_excess / self._tokens_per_s if self._tokens_per_s else 1.0
+        return EngineOverloadedError(message, retry_after_s=retry_after_s)
 
     def _settle(self, request_id: int, error: EngineError | None) -> None:
         pending = self._pending.get(request_id)
@@ -221,4 +235,9 @@ class Dispatcher:
             return False
         self.stats.num_requests -= 1
         self.stats.num_tokens -= pending.num_tokens
+        self._tokens_of[pending.client] -= pending.num_tokens
+        if not self._tokens_of[pending.client]:
+            del self._tokens_of[pending.client]
+        if not self.stats.num_requests:
+            self.stats.num_waiting = self.stats.num_waiting_tokens = 0  # no step may follow that would say so
         return True

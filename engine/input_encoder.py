@@ -9,8 +9,10 @@ from .config import EngineConfig
 from .document_pieces import Pieces
 from .errors import InvalidRequestError
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
+from .length_limit import limit_name
 from .long_text import LongText, Windows
 from .model_info import ModelInfo
+from .multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
 from .params import PoolingParams, PoolingTask
 from .request import TokenizedInput
 from .request_options import RequestOptions
@@ -41,18 +43,25 @@ class InputEncoder:
     async def encode(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
     ) -> list[TokenizedInput]:
-        """Returns each input as one sequence."""
+        """Returns each input as one sequence; short queries of a multi-vector model are filled up."""
         _check_given(inputs)
-        prompt = self._prompt(options)
+        prompt = self._prompt(options, is_query=params.is_query)
         truncation = self._truncation(params, param=param)
         skip_prompt = not self._info.include_prompt
-        return await self._tokenizer.encode(
+        tokenized = await self._tokenizer.encode(
             inputs,
             truncation,
             prompt=prompt,
             skip_prompt=skip_prompt,
             add_special_tokens=options.add_special_tokens,
         )
+        recipe, token_id = self._info.multi_vector, self._tokenizer.marks.expansion_id
+        if recipe is None or recipe.expansion is None or token_id is None or not params.is_query:
+            return tokenized
+        return [
+            expanded(tokens, recipe.expansion, token_id) if isinstance(item, str) else tokens
+            for item, tokens in zip(inputs, tokenized, strict=True)
+        ]
 
     async def windows(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
@@ -83,7 +92,7 @@ class InputEncoder:
     ) -> Pieces:
         """Cuts documents into pieces that fit beside their query or, for the embed task, by themselves."""
         truncation = replace(self._truncation(params, param=None), cut=True)
-        if params.task is PoolingTask.EMBED:
+        if params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
             taken = await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
         else:
             pairs = [(query, "a") for query in queries]
@@ -114,6 +123,7 @@ class InputEncoder:
             max_num_tokens=truncation.max_num_tokens,
             cut=truncation.cut,
             cuts_left=self._tokenizer.cuts_left(truncation),
+            name=truncation.name,
         )
 
     async def join(
@@ -135,10 +145,13 @@ class InputEncoder:
         """Returns the token ids of a prompt by itself, without special tokens."""
         return (await self._tokenizer.token_ids([prompt], add_special_tokens=False))[0] if prompt else ()
 
-    def _prompt(self, options: RequestOptions) -> str:
+    def _prompt(self, options: RequestOptions, *, is_query: bool = False) -> str:
         if options.prompt is not None:
             return options.prompt
         name = options.prompt_name or self._info.default_prompt_name
+        if self._info.multi_vector is not None and options.prompt_name is None:
+            names = QUERY_PROMPTS if is_query else DOCUMENT_PROMPTS
+            name = next((name for name in names if name in self._info.prompts), None)
         if name is None:
             return ""
         if name not in self._info.prompts:
@@ -148,13 +161,20 @@ class InputEncoder:
 
     def _truncation(self, params: PoolingParams, *, param: str | None) -> Truncation:
         asked = params.truncate_prompt_tokens
-        limit, name = self._info.max_model_len, None
+        limit, name = self._info.max_model_len, limit_name(self._info)
         if asked is not None and asked != -1:
-            limit = asked
+            limit, name = asked, None
         elif self._long_text is not None and params.task is PoolingTask.EMBED:
             longest = self._info.max_embed_len
             limit, name = (longest, "max_embed_len") if longest else (self._max_queued_tokens, "max_queued_tokens")
         cut = asked is not None or self._auto_truncate
+        recipe = self._info.multi_vector
+        if recipe is not None:
+            own = recipe.max_num_tokens(is_query=params.is_query)
+            if own is not None and own < limit:
+                limit, name = own, "of a query" if params.is_query else "of a document"
+            # The model knows queries of one length alone.
+            cut = cut or (params.is_query and recipe.expansion is not None and recipe.expansion.is_fixed)
         return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param, name=name)
 
 

@@ -45,6 +45,7 @@ class Intake:
                 deadline_s,
                 self._keys(tokens),
                 needs_last_row,
+                client=message.client,
             )
             for index, tokens in enumerate(inputs)
         ]

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import InvalidRequestError, RequestTooLongError
+from .length_limit import worded_limit
 from .model_info import ModelInfo
 from .params import PoolingType
 from .request import TokenizedInput
@@ -70,6 +71,7 @@ class LateChunking:
         max_num_tokens: Tokens. Longest sequence.
         cut: Cut a longer one; False refuses it.
         cuts_left: Cut its beginning away, not its end.
+        name: What is behind max_num_tokens, where it is not the model's own; see length_limit.py.
     """
 
     special: SpecialTokens
@@ -77,6 +79,7 @@ class LateChunking:
     max_num_tokens: int
     cut: bool
     cuts_left: bool
+    name: str | None = None
 
     def join(
         self, parts: Sequence[NDArray[np.int32]], is_text: Sequence[bool], prompt_ids: Sequence[int], *, is_whole: bool
@@ -128,8 +131,8 @@ class LateChunking:
             return
         at_least = "" if is_whole else "at least "
         raise RequestTooLongError(
-            f"This model's maximum context length is {self.max_num_tokens} tokens, but the inputs have "
-            f"{at_least}{num_tokens} tokens together, and late_chunking runs them as one text. "
+            f"{worded_limit(self.max_num_tokens, self.name)}, but the inputs have {at_least}{num_tokens} tokens "
+            "together, and late_chunking runs them as one text. "
             "Please send fewer or shorter inputs, or set truncate_prompt_tokens to -1 to cut the text.",
             num_tokens=num_tokens,
             max_num_tokens=self.max_num_tokens,

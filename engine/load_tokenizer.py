@@ -15,6 +15,7 @@ from .model_info import ModelInfo, ModelKind
 from .model_modules import read_object
 from .score_template import ScoreTemplate
 from .special_tokens import SpecialTokens
+from .token_marks import find_marks, register_markers
 
 logger = logging.getLogger("penstock.engine")
 
@@ -31,8 +32,12 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"The tokenizer of {info.name} cannot be loaded: {error}") from error
+    except Exception as error:  # the tokenizers library raises no other class for a file that it cannot read
+        raise UnsupportedModelError(
+            f"The tokenizer of {info.name} in {info.path} cannot be loaded: {_line(error)}"
+        ) from error
+    if info.multi_vector is not None:
+        register_markers(tokenizer, info.multi_vector)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModelError(
@@ -41,7 +46,14 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
         )
     backend.no_truncation()
     backend.no_padding()
-    sample_ids = backend.encode(_SAMPLE).ids
+    try:
+        sample_ids, type_ids = backend.encode(_SAMPLE).ids, backend.encode("a", "b").type_ids
+        special_tokens = SpecialTokens.of(backend)
+    except Exception as error:  # as above
+        path = Path(info.path) / "tokenizer.json"
+        raise UnsupportedModelError(
+            f"The tokenizer of {info.name} ({path}) cannot read a text: {_line(error)}"
+        ) from error
     if set(sample_ids) <= set(tokenizer.all_special_ids):
         raise UnsupportedModelError(
             f"The tokenizer of {info.name} knows no word of {_SAMPLE!r}: {info.path} holds no tokenizer.json, "
@@ -54,15 +66,20 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
             backend.get_vocab_size(),
             info.vocab_size,
         )
+    usable_ids = tuple(token_id for token_id in sample_ids if token_id < info.vocab_size)
+    if not usable_ids:
+        raise UnsupportedModelError(
+            f"The tokenizer of {info.name} does not fit the model: it makes the ids {min(sample_ids)} to "
+            f"{max(sample_ids)} of {_SAMPLE!r}, but the model has embeddings for 0 to {info.vocab_size - 1} only."
+        )
     if sample_ids[-1] not in tokenizer.all_special_ids and _asks_for_end(info):
         logger.warning(
             "tokenizer_config.json of %s has add_eos_token, but its tokenizer.json adds no token at the end; "
             "tokenizer.json counts, as in transformers 5.",
             info.name,
         )
-    LongText.of(info, SpecialTokens.of(backend))  # refuses settings that do not fit the tokenizer
+    LongText.of(info, special_tokens)  # refuses settings that do not fit the tokenizer
     uses_token_types = "token_type_ids" in tokenizer.model_input_names and info.config.get("type_vocab_size", 2) > 1
-    type_ids = backend.encode("a", "b").type_ids
     if uses_token_types and type_ids != sorted(type_ids):
         raise UnsupportedModelError(
             f"The tokenizer of {info.name} mixes token types within a text; "
@@ -72,10 +89,16 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
         json=backend.to_str(),
         truncation_side=tokenizer.truncation_side,
         uses_token_types=uses_token_types,
-        sample_ids=tuple(sample_ids),
+        sample_ids=usable_ids,
         score_template=_score_template(tokenizer, info),
         chat_template=chat_template_of(tokenizer),
+        marks=find_marks(tokenizer, info),
     )
+
+
+def _line(error: Exception) -> str:
+    """Returns what went wrong in one line."""
+    return " ".join(str(error).split())
 
 
 def _asks_for_end(info: ModelInfo) -> bool:

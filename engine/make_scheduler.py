@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from .config import EngineConfig
+from .length_limit import KV_CACHE_SOURCE
 from .model_info import ModelInfo
 from .scheduler import Scheduler
 from .sequence_pool import SequenceAllocator
@@ -66,5 +67,5 @@ def _limited(info: ModelInfo, capacity: int | None, budget: int) -> ModelInfo:
         capacity,
         max(capacity, budget),
     )
-    sources = {**info.sources, "max_model_len": "size of the KV cache"}
+    sources = {**info.sources, "max_model_len": KV_CACHE_SOURCE}
     return replace(info, max_model_len=max(capacity, budget), sources=sources)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from .chat_template import ChatTemplate
 from .config import EngineConfig
 from .model_info import ModelInfo
+from .multi_vector import TokenMarks
 from .params import PoolingParams
 from .request import TokenizedInput
 from .score_template import ScoreTemplate
@@ -35,6 +36,7 @@ class TokenizerSpec:
         sample_ids: Token ids of a short text, special tokens included.
         score_template: The prompt around a pair; None joins pairs with the tokenizer's own special tokens.
         chat_template: Turns the messages of a chat into text; None where the model comes with none.
+        marks: The tokens of a multi-vector model's recipe.
     """
 
     json: str
@@ -43,25 +45,30 @@ class TokenizerSpec:
     sample_ids: tuple[int, ...] = ()
     score_template: ScoreTemplate | None = None
     chat_template: ChatTemplate | None = None
+    marks: TokenMarks = TokenMarks()
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Client to core, first: load this model."""
+    """Client to core, first: load this model, and log as the client does (logs.py)."""
 
     config: EngineConfig
     log_level: str = "INFO"
+    log_format: str = "console"
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """Client to core: one request.
 
-    Frame, int32: the number of inputs; length, type_boundary and num_prompt_tokens of each; the token ids of all.
+    Frame, int32: the numbers of inputs and of queries that they are compared with; length, type_boundary,
+    num_prompt_tokens, num_hidden and number of the query (-1: none) of each input; rows and columns of each query; the
+    token ids of all; the vectors of the queries, float32.
     """
 
     request_id: int
     params: PoolingParams
     priority: int = 0
     timeout_s: float | None = None
+    client: str = ""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -112,18 +119,37 @@ class CacheUse(msgspec.Struct, array_like=True, frozen=True):
     num_chunks_total: int
 
 
+class StepLoad(msgspec.Struct, array_like=True, frozen=True):
+    """What a step ran, and what it left waiting: sequences and tokens; `token_budget` is the most that it could run."""
+
+    num_seqs: int
+    token_budget: int
+    num_waiting: int
+    num_waiting_tokens: int
+
+
+class RequestTime(msgspec.Struct, array_like=True, frozen=True):
+    """Seconds that a request waited for its first forward, and from there to the end of its last."""
+
+    request_id: int
+    queue_s: float
+    inference_s: float
+
+
 class Rows(msgspec.Struct, tag=True, frozen=True):
     """Core to client: results of one step. Frame: all arrays, flattened and concatenated, float32.
 
     `num_tokens` and `step_s` tell what the step processed and how long it took; `cache_use` is None for models that
-    cannot be sliced. A step that only brings long sequences on has no rows; a message without tokens is no step and only
-    tells of the cache.
+    cannot be sliced; `ended` times the requests whose last rows these are. A step that only brings long sequences on
+    has no rows; a message without tokens is no step and only tells of the cache.
     """
 
     rows: list[RowHeader]
     num_tokens: int
     step_s: float
     cache_use: CacheUse | None = None
+    load: StepLoad | None = None
+    ended: list[RequestTime] = []
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -159,18 +185,33 @@ def decode_from_core(frame: Frame) -> FromCore:
 
 def pack_inputs(inputs: Seq[TokenizedInput]) -> Frame:
     """Returns the frame of a Submit message for `inputs`."""
-    heads = np.array([(len(i), i.type_boundary, i.num_prompt_tokens) for i in inputs], np.int32)
-    parts = [np.array([len(inputs)], np.int32), heads.ravel(), *(i.token_ids for i in inputs)]
+    queries = {id(i.query): i.query for i in inputs if i.query is not None}
+    places = {key: place for place, key in enumerate(queries)}
+    heads = [(len(i), i.type_boundary, i.num_prompt_tokens, i.num_hidden, places.get(id(i.query), -1)) for i in inputs]
+    shapes = [query.shape for query in queries.values()]
+    parts = [np.array([len(inputs), len(queries)], np.int32), np.array(heads, np.int32).ravel()]
+    parts += [np.array(shapes, np.int32).ravel(), *(i.token_ids for i in inputs)]
+    parts += [np.ascontiguousarray(query, np.float32).view(np.int32).ravel() for query in queries.values()]
     return memoryview(np.concatenate(parts, dtype=np.int32)).cast("B")
 
 
 def unpack_inputs(frame: Frame) -> list[TokenizedInput]:
     """Returns the inputs of a Submit message; their arrays are views of `frame`."""
     values = np.frombuffer(frame, np.int32)
-    start = 1 + 3 * int(values[0])
+    num_inputs, num_queries = values[:2].tolist()
+    ends = 2 + 5 * num_inputs, 2 + 5 * num_inputs + 2 * num_queries
+    heads = values[2 : ends[0]].reshape(-1, 5)
+    query_start = ends[1] + int(heads[:, 0].sum())
+    queries: list[NDArray[np.float32]] = []
+    for num_rows, width in values[ends[0] : ends[1]].reshape(-1, 2).tolist():
+        end = query_start + num_rows * width
+        queries.append(values[query_start:end].view(np.float32).reshape(num_rows, width))
+        query_start = end
+    start = ends[1]
     inputs = []
-    for length, boundary, num_prompt_tokens in values[1:start].reshape(-1, 3).tolist():
-        inputs.append(TokenizedInput(values[start : start + length], boundary, num_prompt_tokens))
+    for length, boundary, num_prompt_tokens, num_hidden, query in heads.tolist():
+        rows = queries[query] if query >= 0 else None
+        inputs.append(TokenizedInput(values[start : start + length], boundary, num_prompt_tokens, num_hidden, rows))
         start += length
     return inputs
 

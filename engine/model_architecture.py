@@ -140,6 +140,10 @@ def resolve_classes(draft: ModelDraft) -> None:
     """
     resolve_answers(draft, draft.answers)
     resolve_score_template(draft, is_pair_model=draft.fields["kind"] is ModelKind.CROSS_ENCODER)
+    for prompt in ("score_template", "pair_chat"):
+        if draft.fields[prompt] is not None:
+            # Its classes are answers to a prompt around a query and a document, which a single text does not have.
+            draft.set("tasks", (PoolingTask.SCORE,), draft.sources[prompt])
     if draft.fields["kind"] is ModelKind.EMBEDDING:
         for name, value in (("labels", ()), ("problem_type", None), ("activation", Activation.IDENTITY)):
             draft.set(name, value, "kind")

@@ -17,7 +17,9 @@ from .model_draft import ModelDraft, merged
 from .model_hub import locate_model
 from .model_info import DenseSpec, ModelInfo, ModelKind, PairChat
 from .model_limits import resolve_long_text, resolve_max_model_len
+from .model_multi_vector import read_stanford_modules, resolve_multi_vector
 from .model_modules import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules, read_object
+from .multi_vector import MultiVector
 from .params import PoolingTask, PoolingType
 from .score_template import ScoreTemplate
 
@@ -57,7 +59,7 @@ def resolve_model(config: EngineConfig) -> ModelInfo:
         ModelLoadError: The model is not found, a file is broken, or a setting does not fit the model.
     """
     root = locate_model(config.model, config.revision)
-    files = read_modules(root)
+    files = read_modules(root) or read_stanford_modules(root)
     path = root / (files.transformer_folder if files else "")
     if not (path / "config.json").is_file():
         raise ModelLoadError(f"{path} holds no config.json.")
@@ -74,6 +76,7 @@ def resolve_model(config: EngineConfig) -> ModelInfo:
     _resolve_text(draft)
     tokenizer_config = read_object(path / "tokenizer_config.json")
     draft.set("max_model_len", *resolve_max_model_len(model_config, tokenizer_config, files, config))
+    resolve_multi_vector(draft, root, tokenizer_config)
     resolve_long_text(draft)
     return ModelInfo(**draft.fields, sources=draft.sources, config=model_config)
 
@@ -117,7 +120,7 @@ def _resolve_pooling(draft: ModelDraft) -> None:
             draft.set("sequence_pooling", (pooler.pooling_type,), _POOLER_FLAG)
     if draft.fields["kind"] is ModelKind.EMBEDDING and not draft.fields["sequence_pooling"]:
         # Without a Pooling module (ColBERT) the model was trained for one vector per token.
-        draft.set("tasks", (PoolingTask.TOKEN_EMBED,), draft.sources["sequence_pooling"])
+        draft.set("tasks", (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE), draft.sources["sequence_pooling"])
 
     draft.set("include_prompt", True, "default")
     if draft.name in _INSTRUCTOR_MODELS:
@@ -257,6 +260,8 @@ def _shown(value: Any) -> str:
         return ", ".join(f"{name}: {text!r}" for name, text in value.items())
     if isinstance(value, ScoreTemplate):
         return " + ".join(map(repr, value.parts))
+    if isinstance(value, MultiVector):
+        return ", ".join(f"{name} {_shown(part)}" for name, part in dataclasses.asdict(value).items() if part)
     if isinstance(value, PairChat):
         return "chat template"
     if isinstance(value, DenseSpec):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from .multi_vector import MultiVector
 from .params import ChunkedProcessingMode, PoolingTask, PoolingType
 from .score_template import ScoreTemplate
 
@@ -114,6 +115,7 @@ class ModelInfo:
         max_embed_len: Tokens. Longest input of the embed task then; None leaves it to the queue.
         chunk_overlap: Tokens that a window shares with the one before it.
         chunked_processing_mode: How the windows are cut and averaged.
+        multi_vector: How a model with one vector per token (ColBERT) reads queries and documents; None for others.
         is_causal: Attention looks back only.
         prompts: Named prompts of the model.
         default_prompt_name: Prompt applied when a request names none.
@@ -163,6 +165,7 @@ class ModelInfo:
     max_embed_len: int | None = None
     chunk_overlap: int = 0
     chunked_processing_mode: ChunkedProcessingMode = ChunkedProcessingMode.WINDOWS
+    multi_vector: MultiVector | None = None
     is_causal: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None

@@ -38,7 +38,7 @@ _POOLING_MODES: Final = {
     "weightedmean": PoolingType.WEIGHTED_MEAN,
     "lasttoken": PoolingType.LAST,
 }
-_KNOWN_MODULES: Final = "Transformer, Pooling, Dense, Normalize, Dropout and LogitScore"
+_KNOWN_MODULES: Final = "Transformer, Pooling, Dense, Normalize, Dropout, LogitScore and MultiVectorMask"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,8 @@ class SentenceTransformersFiles:
         activation_fn: Class path of a cross-encoder's activation.
         logit_score: The LogitScore module.
         pair_chat: Pairs go through the tokenizer's chat template.
+        mask_folder: Folder of the MultiVectorMask module.
+        is_pylate: PyLate has saved the model.
     """
 
     transformer_folder: str = ""
@@ -95,6 +97,8 @@ class SentenceTransformersFiles:
     activation_fn: str | None = None
     logit_score: LogitScoreFile | None = None
     pair_chat: PairChat | None = None
+    mask_folder: str | None = None
+    is_pylate: bool = False
 
 
 def read_json(path: Path) -> Any:
@@ -153,15 +157,17 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
             files.logit_score = _read_logit_score(root, folder)
         elif kind == "Normalize":
             files.has_normalize = True
-        elif kind in ("Pooling", "Dense", "LogitScore"):
+        elif kind == "MultiVectorMask" and files.pooling is None:
+            files.mask_folder = folder
+        elif kind in ("Pooling", "Dense", "LogitScore", "MultiVectorMask"):
             raise _unsupported(root, f"places the module {entry['type']} ({folder}) where penstock cannot run it")
         elif kind != "Dropout":
             raise _unsupported(root, f"lists the module {entry['type']} ({folder}); penstock knows {_KNOWN_MODULES}")
     files.dense = tuple(_read_dense(root, folder, entry["type"], files.transformer_folder) for folder, entry in folders)
-    if files.pooling is None and any(entry["type"].startswith("pylate.") for _, entry in folders):
+    _read_settings(root, files)
+    if files.pooling is None and (files.is_pylate or any(e["type"].startswith("pylate.") for _, e in folders)):
         # PyLate normalises token vectors in `encode`, without a module that says so.
         files.has_normalize = True
-    _read_settings(root, files)
     return files
 
 
@@ -278,6 +284,7 @@ def _read_settings(root: Path, files: SentenceTransformersFiles) -> None:
         )
     files.truncate_dim = config.get("truncate_dim")
     files.activation_fn = config.get("activation_fn")
+    files.is_pylate = config.get("model_type") == "ColBERT" or "query_prefix" in config
 
 
 def _unsupported(root: Path, what: str) -> UnsupportedModelError:

@@ -14,6 +14,32 @@ from .sequence_cache import BatchCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HiddenTokens:
+    """Sequences that end with tokens which no token attends to. B sequences of one length L.
+
+    Attributes:
+        rows: [B, L] int64, their rows in the batch.
+        is_visible: [B, L] bool, False for the tokens at their ends.
+    """
+
+    rows: Tensor
+    is_visible: Tensor
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, num_hidden: np.ndarray, device: torch.device) -> list[HiddenTokens]:
+        """Returns the sequences with hidden tokens by length, given lengths [N] and numbers of hidden tokens [N]."""
+        starts = np.cumsum(lengths) - lengths
+        groups = []
+        for length in np.unique(lengths[num_hidden > 0]):
+            members = np.flatnonzero((num_hidden > 0) & (lengths == length))
+            places = np.arange(length)
+            rows = torch.from_numpy(starts[members, None] + places)
+            is_visible = torch.from_numpy(places < (length - num_hidden[members, None]))
+            groups.append(cls(rows=rows.to(device), is_visible=is_visible.to(device)))
+        return groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedBatch:
     """Inputs of one forward. T packed tokens of N sequences.
 
@@ -27,6 +53,7 @@ class PackedBatch:
         skip_tokens: [N] int32, tokens at the head of each whole sequence that pooling leaves out; None for none.
         cache: What sequences bring along from earlier slices and leave for later ones; None where all of them are whole
             and nothing is kept.
+        hidden: Whole sequences with tokens that no token attends to, by their length.
     """
 
     input_ids: Tensor
@@ -37,6 +64,7 @@ class PackedBatch:
     max_seqlen: int
     skip_tokens: Tensor | None
     cache: BatchCache | None = None
+    hidden: Sequence[HiddenTokens] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -80,6 +108,7 @@ class PackedBatch:
         def put(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
+        num_hidden = np.array([i.num_hidden for i in inputs], np.int64)
         device_cu_seqlens = put(cu_seqlens.astype(np.int32))
         return cls(
             input_ids=put(input_ids),
@@ -90,4 +119,5 @@ class PackedBatch:
             max_seqlen=max(seq_lens),
             skip_tokens=put(skips) if skips.any() else None,
             cache=cache,
+            hidden=HiddenTokens.of(lengths, num_hidden, device) if num_hidden.any() else (),
         )

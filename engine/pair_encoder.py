@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +12,8 @@ from .score_template import ScoreTemplate, fields_of, split_at
 
 Pair = tuple[str, str]
 
-# Where the query stands by itself it may take this share of what the prompt leaves, as publishers have it.
+# Of what the prompt leaves, as publishers have it that tokenize the query by itself. Others let a long query take all
+# of it, so that nothing of any document is read and all scores are the same.
 _QUERY_SHARE: Final = (3, 4)
 
 
@@ -23,10 +24,29 @@ class _Part:
     text: str
     fields: tuple[str, ...]
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether it is the same for all pairs of a request."""
-        return "query" not in self.fields and "document" not in self.fields
+
+@dataclass(frozen=True, slots=True)
+class _LocatedPart:
+    """The ids of one part, and the first and the end of the query's and the document's among them."""
+
+    ids: list[int]
+    spans: dict[str, tuple[int, int]]
+
+    def count(self, field: str) -> int:
+        """Returns how many tokens a field has here."""
+        first, last = self.spans.get(field, (0, 0))
+        return last - first
+
+    def cut(self, kept: Mapping[str, int], *, left: bool) -> list[int]:
+        """Returns the ids with no more than the kept tokens of each field; `left` cuts the document's beginning."""
+        ids = list(self.ids)
+        for field, (first, last) in sorted(self.spans.items(), key=lambda item: item[1], reverse=True):
+            num_cut = max(last - first - kept[field], 0)
+            if left and field == "document":
+                del ids[first : first + num_cut]
+            else:
+                del ids[last - num_cut : last]
+        return ids
 
 
 class PairEncoder:
@@ -60,46 +80,40 @@ class PairEncoder:
         return encoded
 
     def cut(self, pair: Pair, instruction: str | None, max_num_tokens: int, *, left: bool) -> list[int] | None:
-        """Returns the ids of a pair, cut to `max_num_tokens`: first the document on the side asked for, then the query.
+        """Returns the ids of a pair, cut to `max_num_tokens`: the document on the side asked for, the query at its end.
 
-        None where the prompt alone takes more.
+        The query may keep up to three quarters of what the prompt and its instruction, which are never cut, leave for
+        the two. The document gets the rest.
+
+        None where they leave less than a token for each.
         """
-        encoded = [self._part_ids(part, pair, instruction) for part in self._parts]
-        room = max_num_tokens - sum(len(ids) for part, ids in zip(self._parts, encoded, strict=True) if part.is_fixed)
-        if room < 0:
+        parts = [self._located(part, pair, instruction) for part in self._parts]
+        num_query, num_document = (sum(part.count(field) for part in parts) for field in ("query", "document"))
+        room = max_num_tokens - sum(len(part.ids) for part in parts) + num_query + num_document
+        if room < (num_query > 0) + (num_document > 0):
             return None
-        for i, part in enumerate(self._parts):
-            if "query" in part.fields and "document" not in part.fields:
-                encoded[i] = encoded[i][: room * _QUERY_SHARE[0] // _QUERY_SHARE[1]]
-                room -= len(encoded[i])
-        for i, part in enumerate(self._parts):
-            if "document" in part.fields:
-                cut = self._cut_document(part, pair, instruction, room, left=left)
-                if cut is None:
-                    return None
-                encoded[i] = cut
-        return [token_id for ids in encoded for token_id in ids]
+        kept = {"query": min(num_query, max(room * _QUERY_SHARE[0] // _QUERY_SHARE[1], 1))}
+        kept["document"] = min(num_document, room - kept["query"])
+        return [token_id for part in parts for token_id in part.cut(kept, left=left)]
 
-    def _cut_document(
-        self, part: _Part, pair: Pair, instruction: str | None, room: int, *, left: bool
-    ) -> list[int] | None:
-        """Cuts the part with the document; what stands before and after the document goes last, and never the end."""
-        before, after = split_at(part.text, "document")
-        head = self.template.filled(before, *pair, instruction)
-        tail = self.template.filled(after, *pair, instruction)
-        document = self.template.cleaned("document", pair[1])
-        (encoding,) = self._tokenizer.encode_batch([head + document + tail], add_special_tokens=False)
-        ids, offsets = encoding.ids, encoding.offsets
-        end_of_document = len(head) + len(document)
-        first = next((i for i, (_, end) in enumerate(offsets) if end > len(head)), len(ids))
-        last = next((i for i, (start, _) in enumerate(offsets) if start >= end_of_document), len(ids))
-        last = max(first, last)
-        head_ids, document_ids, tail_ids = ids[:first], ids[first:last], ids[last:]
-        if room < len(tail_ids):
-            return None
-        kept = max(min(room - len(head_ids) - len(tail_ids), len(document_ids)), 0)
-        document_ids = document_ids[len(document_ids) - kept :] if left else document_ids[:kept]
-        return [*head_ids[: room - len(tail_ids)], *document_ids, *tail_ids]
+    def _located(self, part: _Part, pair: Pair, instruction: str | None) -> _LocatedPart:
+        """Encodes a part and finds the query and the document in it. A token that holds a bit of either is its own."""
+        fields = [field for field in part.fields if field != "instruction"]
+        if not fields:
+            return _LocatedPart(self._part_ids(part, pair, instruction), {})
+        text = self.template.filled(part.text, *pair, instruction)
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        spans: dict[str, tuple[int, int]] = {}
+        last = 0
+        for field in fields:
+            before, _ = split_at(part.text, field)
+            begin = len(self.template.filled(before, *pair, instruction))
+            end = begin + len(self.template.cleaned(field, pair[field == "document"]))
+            own = [i for i, (start, stop) in enumerate(encoding.offsets) if i >= last and stop > begin and start < end]
+            if own:
+                spans[field] = (own[0], own[-1] + 1)
+                last = own[-1] + 1
+        return _LocatedPart(encoding.ids, spans)
 
     def _part_ids(self, part: _Part, pair: Pair, instruction: str | None) -> list[int]:
         if not part.fields:

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
 from .errors import InvalidRequestError, UnsupportedTaskError
+from .length_limit import limit_name
 
 if TYPE_CHECKING:
     from .model_info import ModelInfo
@@ -80,6 +81,8 @@ class PoolingParams:
         task: The task; filled in by the engine call.
         step_tag_id: STEP pooling: keep the rows of tokens with this id.
         returned_token_ids: STEP pooling: keep these columns of the class scores.
+        is_query: The inputs are queries of a multi-vector model; filled in by the engine call.
+        is_compared: Answer with the similarities of each input's vectors to those of its query; filled in by `score`.
     """
 
     truncate_prompt_tokens: int | None = None
@@ -90,6 +93,8 @@ class PoolingParams:
     task: PoolingTask | None = None
     step_tag_id: int | None = None
     returned_token_ids: tuple[int, ...] | None = None
+    is_query: bool = False
+    is_compared: bool = False
 
     def clone(self, **changes: Any) -> PoolingParams:
         """Returns a copy with `changes` applied."""
@@ -142,7 +147,7 @@ class PoolingParams:
                 f"truncate_prompt_tokens is {limit}; it must be -1 (the model's maximum) or at least 1.",
                 param="truncate_prompt_tokens",
             )
-        longest, name = model.max_model_len, "max_model_len"
+        longest, name = model.max_model_len, limit_name(model) or "max_model_len"
         if model.enable_chunked_processing and task in (PoolingTask.EMBED, PoolingTask.SCORE):
             longest, name = model.max_embed_len or limit, "max_embed_len"
         if limit > longest:

@@ -20,11 +20,15 @@ class TokenizedInput:
         token_ids: [L] int32, special tokens included.
         type_boundary: Index of the first token of type 1; 0 means that all tokens are of type 0.
         num_prompt_tokens: Leading tokens that pooling leaves out (0 unless the model excludes its prompt).
+        num_hidden: Trailing tokens that no token attends to, though they attend to the others (a ColBERT query).
+        query: [Q, D] float32: the vectors that those of this input are compared with (a ColBERT document).
     """
 
     token_ids: NDArray[np.int32]
     type_boundary: int = 0
     num_prompt_tokens: int = 0
+    num_hidden: int = 0
+    query: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         """Returns the number of tokens."""
@@ -32,7 +36,9 @@ class TokenizedInput:
 
     def slice(self, start: int, end: int) -> TokenizedInput:
         """Returns the tokens from `start` up to `end`, as a view; boundaries stay those of the whole input."""
-        return TokenizedInput(self.token_ids[start:end], self.type_boundary, self.num_prompt_tokens)
+        return TokenizedInput(
+            self.token_ids[start:end], self.type_boundary, self.num_prompt_tokens, self.num_hidden, self.query
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +56,8 @@ class Sequence:
         needs_last_row: Its answer comes from the last token alone, so that what a cache holds need not run again.
         num_done: Tokens that went through the model and were pooled; they count even if their keys and values are lost.
         carry: What the model runner keeps of the sequence between two slices.
-        turn_s: Seconds. Monotonic time of its turn, which orders it against all others; set when it is queued.
+        turn_s: Seconds. Monotonic time of its turn, which orders it within its client; set when it is queued.
+        client: Whose it is; clients that wait take turns.
     """
 
     request_id: int
@@ -64,6 +71,7 @@ class Sequence:
     num_done: int = 0
     carry: Any = None
     turn_s: float = 0.0
+    client: str = ""
 
 
 @dataclass(slots=True, eq=False)

@@ -80,7 +80,9 @@ class RequestRunner:
                 f"Input {empty} is empty: the tokenizer of {self._model} makes no token of it. Send some text.",
                 param="input",
             )
-        return await self._dispatcher.run(tokenized, params, priority=options.priority, timeout_s=options.timeout_s)
+        return await self._dispatcher.run(
+            tokenized, params, priority=options.priority, timeout_s=options.timeout_s, client=options.client
+        )
 
     async def embed(
         self, groups: Sequence[Windows], params: PoolingParams, options: RequestOptions

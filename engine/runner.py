@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from .cache_spec import CacheSpec
 from .config import EngineConfig
+from .describe_pool import describe_pool
 from .errors import ModelLoadError
 from .forward_clock import ForwardClock
 from .host import available_memory, usable_cores
@@ -182,6 +183,7 @@ class ModelRunner:
         self.allocator = _allocator(
             plan, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching and spec.shares_prefixes
         )
+        logger.info("%s", describe_pool(self.allocator, config.scheduler, plan.bytes))
 
 
 def _allocator(plan: PoolPlan, block_size: int, *, enable_prefix_caching: bool) -> SequenceAllocator:

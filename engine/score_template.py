@@ -15,7 +15,7 @@ class ScoreTemplate:
     """How a reranker reads a query and a document as one sequence.
 
     The parts are tokenized one by one, with the special tokens that they spell and no others, and joined. What is too
-    long loses tokens of the document.
+    long loses tokens of the document, and of the query where that takes most of the room; see PairEncoder.cut.
 
     Attributes:
         parts: Format strings. Among them all {query} and {document} stand once, {instruction} at most once.
@@ -86,13 +86,17 @@ def fields_of(part: str) -> tuple[str, ...]:
     Raises:
         ValueError: It is broken, or holds anything but plain {instruction}, {query} and {document}.
     """
+    known = f"known are {', '.join(f'{{{field}}}' for field in _FIELDS)}. Write {{{{ and }}}} for braces of the text."
+    try:
+        pieces = list(Formatter().parse(part))
+    except ValueError as error:
+        raise ValueError(f"{part!r} has a brace that begins or ends no field ({error}); {known}") from error
     names = []
-    for _, name, spec, conversion in Formatter().parse(part):
+    for _, name, spec, conversion in pieces:
         if name is None:
             continue
         if name not in _FIELDS or spec or conversion:
-            shown = ", ".join(f"{{{field}}}" for field in _FIELDS)
-            raise ValueError(f"{part!r} holds the field {{{name}}}; known are {shown}. Write {{{{ for a brace.")
+            raise ValueError(f"{part!r} holds the field {{{name}}}; {known}")
         names.append(name)
     return tuple(names)
 

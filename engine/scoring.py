@@ -1,25 +1,23 @@
-"""Scores of text pairs: with a cross-encoder as one joint sequence, with an embedding model by cosine."""
+"""Scores of text pairs: with a cross-encoder as one joint sequence, with embedding models by cosine or MaxSim."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .errors import InvalidRequestError
 from .input_encoder import InputEncoder
 from .instructions import instructed_prompt
 from .model_info import ModelInfo, ModelKind
+from .multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, late_score
 from .params import PoolingParams, PoolingTask
 from .request_options import RequestOptions
 from .request_runner import RequestRunner
 from .results import ScoreResult
 from .similarity import paired_cosine
-
-_QUERY_PROMPTS: Final = ("query", "search_query")
-_DOCUMENT_PROMPTS: Final = ("document", "passage", "corpus", "search_document")
 
 
 class PairScorer:
@@ -48,17 +46,19 @@ class PairScorer:
             raise InvalidRequestError(
                 f"{len(left)} texts cannot be paired with {len(right)}; give 1 to 1, 1 to N or N to N.", param="text_2"
             )
-        is_joint = self._info.kind is ModelKind.CROSS_ENCODER
+        is_joint, is_late = self._info.kind is ModelKind.CROSS_ENCODER, self._info.multi_vector is not None
         if is_joint:
             params = params.resolved(PoolingTask.SCORE, self._info)
         else:
             params.verify(PoolingTask.SCORE, self._info)
-            params = params.clone(use_activation=None, normalize=True).resolved(PoolingTask.EMBED, self._info)
-        score = self._score_jointly if is_joint else self._score_by_cosine
+            task = PoolingTask.TOKEN_EMBED if is_late else PoolingTask.EMBED
+            normalize = None if is_late else True
+            params = params.clone(use_activation=None, normalize=normalize).resolved(task, self._info)
+        score = self._score_jointly if is_joint else self._score_late if is_late else self._score_by_cosine
         async with self._requests.hold(options):
             if options.max_pieces == 1:
                 return await score(left, right, params, options)
-            own = options if is_joint else self._named_prompt(_DOCUMENT_PROMPTS, options)
+            own = options if is_joint else self._named_prompt(DOCUMENT_PROMPTS, options)
             pieces = await self._encoder.pieces(left, right, params, own)
             queries = left if len(left) == 1 else [left[owner] for owner in pieces.owners]
             if params.truncate_prompt_tokens is None:
@@ -78,7 +78,7 @@ class PairScorer:
         self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
         queries = await self._encoder.windows(left, params, self._query_options(options), param=None)
-        of_documents = self._named_prompt(_DOCUMENT_PROMPTS, options)
+        of_documents = self._named_prompt(DOCUMENT_PROMPTS, options)
         documents = await self._encoder.windows(right, params, of_documents, param=None)
         vectors = await self._requests.embed([queries, documents], params, options)
         num_tokens = list(documents.num_tokens)
@@ -86,11 +86,38 @@ class PairScorer:
             num_tokens[i] += of_query
         return ScoreResult(paired_cosine(*vectors), num_tokens)
 
+    async def _score_late(
+        self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
+    ) -> ScoreResult:
+        """Scores by MaxSim. Queries run first; documents are then compared where they are computed."""
+        recipe = self._info.multi_vector
+        assert recipe is not None, "only multi-vector models are scored late"
+        of_query = params.clone(is_query=True)
+        texts = list(dict.fromkeys(left))
+        queries = await self._encoder.encode(texts, of_query, self._query_options(options), param=None)
+        documents = await self._encoder.encode(right, params, self._named_prompt(DOCUMENT_PROMPTS, options), param=None)
+        outputs = await self._requests.run(queries, of_query, options)
+        rows: dict[str, NDArray[np.float32]] = {
+            text: output["token_embeddings"] for text, output in zip(texts, outputs, strict=True)
+        }
+        own = [rows[text] for text in (left if len(left) == len(right) else [left[0]] * len(right))]
+        compared = [replace(document, query=query) for document, query in zip(documents, own, strict=True)]
+        outputs = await self._requests.run(compared, params.clone(is_compared=True), options)
+        scores = [
+            late_score(output["similarities"], len(query), averages=recipe.averages)
+            for output, query in zip(outputs, own, strict=True)
+        ]
+        num_tokens = [len(document) for document in documents]
+        lengths = dict(zip(texts, map(len, queries), strict=True))
+        for place, text in enumerate(left):
+            num_tokens[place] += lengths.pop(text, 0)  # a query that several pairs share counts once
+        return ScoreResult(np.array(scores, np.float32), num_tokens)
+
     def _query_options(self, options: RequestOptions) -> RequestOptions:
         """Puts the request's instruction into the model's query prompt, or takes that prompt as it is."""
         if not options.instruction:
-            return self._named_prompt(_QUERY_PROMPTS, options)
-        names = (*_QUERY_PROMPTS, self._info.default_prompt_name or "")
+            return self._named_prompt(QUERY_PROMPTS, options)
+        names = (*QUERY_PROMPTS, self._info.default_prompt_name or "")
         return replace(options, prompt=instructed_prompt(self._info, names, options.instruction))
 
     def _named_prompt(self, names: Sequence[str], options: RequestOptions) -> RequestOptions:

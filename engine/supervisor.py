@@ -42,17 +42,18 @@ class CoreSupervisor:
         config: What to serve.
         dispatcher: Gets the core's results.
         log_level: Level of the core's log.
+        log_format: Its form, "console" or "json".
 
     Attributes:
         state: Where the engine is in its life.
         num_restarts: How often a dead core was replaced.
     """
 
-    def __init__(self, config: EngineConfig, dispatcher: Dispatcher, *, log_level: str) -> None:
+    def __init__(self, config: EngineConfig, dispatcher: Dispatcher, *, log_level: str, log_format: str) -> None:
         self.state = EngineState.STARTING
         self.num_restarts = 0
         self._config = config
-        self._start_message = Start(config, log_level)
+        self._start_message = Start(config, log_level, log_format)
         self._dispatcher = dispatcher
         self._core: CoreClient | None = None
         self._ready: asyncio.Future[Ready]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,13 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
+from .char_admission import CharAdmission
 from .chat_template import ChatOptions, Conversation
 from .errors import EngineUnavailableError, InvalidRequestError, RequestCancelledError, RequestTooLongError
+from .length_limit import worded_limit
 from .messages import TokenizerSpec
 from .pair_encoder import PairEncoder
 from .request import TokenizedInput
 from .results import TokenizedText
 from .special_tokens import SpecialTokens
+from .stage_times import STAGE_TIMES, Stage
 
 if TYPE_CHECKING:
     from .chat_renderer import ChatRenderer
@@ -60,7 +65,7 @@ class Truncation:
         cut: Cut to the limit; False refuses.
         side: "left" or "right", the side that is cut away; None means the tokenizer's own.
         param: Request field that an error names.
-        name: Setting behind the limit, where it is not the model's own.
+        name: What is behind the limit, where it is not the model's own; see length_limit.py.
     """
 
     max_num_tokens: int
@@ -75,17 +80,28 @@ class TokenizerPool:
 
     Attributes:
         special_tokens: What the tokenizer puts around a text; None where it does more to it than that.
+        marks: The tokens of a multi-vector model's recipe.
 
     Args:
         spec: The tokenizer.
         vocab_size: Token ids given by callers must be below it.
         do_lower_case: Lower-case text first (a sentence-transformers option).
         num_workers: Threads.
+        admission: Bounds the text that may wait; None takes all that comes.
     """
 
-    def __init__(self, spec: TokenizerSpec, *, vocab_size: int, do_lower_case: bool, num_workers: int) -> None:
+    def __init__(
+        self,
+        spec: TokenizerSpec,
+        *,
+        vocab_size: int,
+        do_lower_case: bool,
+        num_workers: int,
+        admission: CharAdmission | None = None,
+    ) -> None:
         self._tokenizer: Tokenizer = Tokenizer.from_str(spec.json)
         self.special_tokens = SpecialTokens.of(self._tokenizer)
+        self.marks = spec.marks
         template = spec.score_template
         self._pair_encoder = PairEncoder(self._tokenizer, template) if template is not None else None
         self._chat_template = spec.chat_template
@@ -98,6 +114,7 @@ class TokenizerPool:
         self._waiting: list[_Job] = []
         self._awaited: set[asyncio.Future[Any]] = set()
         self._num_workers = num_workers
+        self._admission = admission or CharAdmission(sys.maxsize)
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
 
     async def encode(
@@ -151,8 +168,8 @@ class TokenizerPool:
     ) -> list[TokenizedInput]:
         """Tokenizes pairs into joint sequences.
 
-        Too long a pair loses tokens of its document where the model has a prompt for pairs, else of its longer side
-        first.
+        Too long a pair loses tokens of its document where the model has a prompt for pairs, and of a query that takes
+        most of the room; else of its longer side first.
 
         Args:
             pairs: Queries and documents.
@@ -161,8 +178,8 @@ class TokenizerPool:
 
         Raises:
             RequestTooLongError: A pair is above the limit and must not be cut.
-            InvalidRequestError: The limit leaves no room for the prompt or special tokens, or the model's prompt has
-                no place for an instruction.
+            InvalidRequestError: The limit leaves no room beside the prompt, its instruction or special tokens, or the
+                model's prompt has no place for an instruction.
         """
         num_chars = sum(len(first) + len(second) for first, second in pairs)
         encoder = self._pair_encoder
@@ -256,9 +273,17 @@ class TokenizerPool:
 
         Going to a thread and back takes longer than to tokenize a short text, and requests that travel together can
         run as one batch.
+
+        Raises:
+            EngineOverloadedError: Too much text waits already.
         """
         if self._is_closed:
             raise EngineUnavailableError("The server is shutting down.")
+        with self._admission.hold(num_chars):
+            return await self._run_admitted(work, num_chars)
+
+    async def _run_admitted(self, work: Callable[[IsGone], T], num_chars: int) -> T:
+        began_s = time.perf_counter()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if not self._waiting:
@@ -269,6 +294,9 @@ class TokenizerPool:
             return await future
         finally:
             self._awaited.discard(future)
+            if (times := STAGE_TIMES.get()) is not None:
+                times.last_s = time.perf_counter()
+                times.add(Stage.TOKENIZATION, began_s, times.last_s - began_s)
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Deals what waits out to the workers."""
@@ -294,6 +322,8 @@ class TokenizerPool:
                 done.append((job.future, job.work(job.future.done), None))
             except Exception as error:  # noqa: BLE001 - it is raised again where the job was asked for
                 done.append((job.future, None, error))
+            except BaseException as error:  # noqa: BLE001 - a panic in the tokenizers library; its text may hold the input
+                done.append((job.future, None, RuntimeError(f"the tokenizer failed: {type(error).__name__}")))
         with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits
             loop.call_soon_threadsafe(_settle, done)
 
@@ -457,7 +487,7 @@ class TokenizerPool:
                     self._refuse_unless_cut(len(ids), truncation, index)
                     cut = encoder.cut(cased[index], instruction, limit, left=left)
                     if cut is None:
-                        raise _no_room(limit, "the prompt around a query and a document alone takes more")
+                        raise _no_room_for_pair(encoder, instruction, limit)
                     ids = cut
                 tokenized.append(TokenizedInput(self._known(ids)))
         return tokenized
@@ -521,10 +551,8 @@ class TokenizerPool:
         if truncation.cut:
             return
         limit, at_least = truncation.max_num_tokens, "" if is_whole else "at least "
-        name = f" ({truncation.name})" if truncation.name else ""
         raise RequestTooLongError(
-            f"This model's maximum context length is {limit} tokens{name}, "
-            f"but input {index} has {at_least}{num_tokens} tokens. "
+            f"{worded_limit(limit, truncation.name)}, but input {index} has {at_least}{num_tokens} tokens. "
             "Please reduce the length of the input prompt, or set truncate_prompt_tokens to -1 to cut it.",
             num_tokens=num_tokens,
             max_num_tokens=limit,
@@ -537,6 +565,17 @@ def _no_room(limit: int, why: str) -> InvalidRequestError:
         f"The limit is {limit} tokens, but {why}; allow more with truncate_prompt_tokens or --max-model-len.",
         param="truncate_prompt_tokens",
     )
+
+
+def _no_room_for_pair(encoder: PairEncoder, instruction: str | None, limit: int) -> InvalidRequestError:
+    """Returns the error for a prompt that leaves no room for a token of the query and one of the document."""
+    if instruction and encoder.cut(("a", "a"), None, limit, left=False) is not None:
+        return InvalidRequestError(
+            f"The instruction leaves no room for a query and a document: all three and the prompt around them may have "
+            f"{limit} tokens together. Please shorten it.",
+            param="instruction",
+        )
+    return _no_room(limit, "the prompt around a query and a document leaves them no room")
 
 
 def _settle(done: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:

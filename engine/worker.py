@@ -8,16 +8,19 @@ Start. End of standard input means that the parent has gone, however it went.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import zmq
 
 from .core import EngineCore
+from .logs import configure_logging
 from .messages import Cancel, Frame, FromCore, Start, Stop, Submit, decode_to_core, encode
 
 logger = logging.getLogger("penstock.engine")
@@ -27,7 +30,8 @@ def main() -> None:
     """Runs the process until Stop arrives or the parent ends."""
     inbox_endpoint, outbox_endpoint = sys.argv[1:3]
 
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    endpoints = (inbox_endpoint, outbox_endpoint)
+    threading.Thread(target=_end_with_parent, args=endpoints, name="parent-watch", daemon=True).start()
     context = zmq.Context()
     inbox = context.socket(zmq.PULL)
     outbox = context.socket(zmq.PUSH)
@@ -39,7 +43,7 @@ def main() -> None:
     start = decode_to_core(inbox.recv())
     if not isinstance(start, Start):
         raise TypeError(f"the first message must be Start, not {type(start).__name__}")
-    logging.basicConfig(level=start.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging(start.log_level, start.log_format)
     # Failed messages of submit() come from the receiving thread, results from the device thread.
     sending = threading.Lock()
 
@@ -92,10 +96,18 @@ def _items(frames: Iterable[Frame]) -> Iterator[Submit | Cancel | Frame]:
             yield next(rest)
 
 
-def _end_with_parent() -> None:
-    """Blocks until the parent's end of standard input closes, then ends the process at once."""
+def _end_with_parent(*endpoints: str) -> None:
+    """Blocks until the parent's end of standard input closes, then ends the process at once.
+
+    A parent that was killed has left its sockets behind: they go too, with their folder, and nothing else in it.
+    """
     while os.read(sys.stdin.fileno(), 1):
         pass
+    paths = [Path(endpoint.removeprefix("ipc://")) for endpoint in endpoints]
+    with contextlib.suppress(OSError):  # the parent has removed them itself, as it does where it ends in peace
+        for path in paths:
+            path.unlink(missing_ok=True)
+        paths[0].parent.rmdir()
     os._exit(0)
 
 

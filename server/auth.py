@@ -1,13 +1,13 @@
-"""API keys. Off without keys; then any Authorization header is ignored."""
+"""Who may ask for data: requests that carry an API key. Off without keys; then any Authorization header is ignored."""
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .api_keys import ApiKeys
 from .errors import status_response
 
 # Clients probe these without a key (mteb never authenticates GET /v1/models).
@@ -21,33 +21,40 @@ OPEN_PREFIXES: Final = ("/v1/models/", "/models/", "/docs/")
 
 
 class AuthMiddleware:
-    """Lets a request through that carries one of the keys as `Bearer KEY`, as `KEY`, or as `api-key: KEY`."""
+    """Lets a request through that carries one of the keys as `Bearer KEY`, as `KEY`, or as `api-key: KEY`.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    It leaves the identity of the client in scope["api_client"].
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self.app = app
-        self.keys = tuple(key.encode() for key in keys)
+        self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers 401 to requests for data without a key."""
-        if scope["type"] != "http" or is_open(scope["path"]) or self._is_allowed(scope["headers"]):
+        if scope["type"] != "http" or is_open(scope["method"], scope["path"]):
+            await self.app(scope, receive, send)
+            return
+        client = self.keys.client_of(_offers(scope["headers"]))
+        if client is not None:
+            scope["api_client"] = client
             await self.app(scope, receive, send)
             return
         message = "The API key is missing or wrong; send it as the header 'Authorization: Bearer KEY'."
         response = status_response(401, message, {"www-authenticate": "Bearer"})
         await response(scope, receive, send)
 
-    def _is_allowed(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        offered = []
-        for name, value in headers:
-            if name == b"authorization":
-                scheme, _, rest = value.strip().partition(b" ")
-                offered.append(rest.strip() if scheme.lower() == b"bearer" else value.strip())
-            elif name == b"api-key":
-                offered.append(value.strip())
-        # NOTE: every key is compared with every offer, so that the time does not tell which one matched.
-        return sum(hmac.compare_digest(key, offer) for key in self.keys for offer in offered) > 0
+
+def is_open(method: str, path: str) -> bool:
+    """True for what needs no key: the paths above, and the root path unless something is posted to it."""
+    return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES) or (path == "/" and method in ("GET", "HEAD"))
 
 
-def is_open(path: str) -> bool:
-    """True for paths that need no key."""
-    return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
+def _offers(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    """Yields what may be a key."""
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, rest = value.strip().partition(b" ")
+            yield rest.strip() if scheme.lower() == b"bearer" else value.strip()
+        elif name == b"api-key":
+            yield value.strip()

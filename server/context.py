@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
 from fastapi import Request
+from starlette.types import Scope
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.errors import InvalidRequestError, ModelNotFoundError, RequestCancelledError
+from penstock.engine.errors import (
+    EngineUnavailableError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    RequestCancelledError,
+)
+from penstock.engine.supervisor import EngineState
 
 from .metrics import Metrics
+from .request_limits import RequestLimits, limits_of
 from .settings import ServerSettings
 
 T = TypeVar("T")
@@ -41,14 +50,20 @@ class Target(NamedTuple):
 
 
 class ModelTable:
-    """Served names to engines. The first model answers requests that name none."""
+    """Served names to engines; some may still be loading. The first model answers requests that name none."""
 
     def __init__(self) -> None:
         self._targets: dict[str, Target] = {}
         self._shown: list[Target] = []
+        self._expected: list[tuple[str, ...]] = []
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Announces a model; until `add`, requests for it are told to come back."""
+        self._expected.append(tuple(names))
 
     def add(self, names: Sequence[str], engine: AsyncEngine) -> None:
         """Serves `engine` under `names`; the first one is shown."""
+        self._expected = [expected for expected in self._expected if expected[0] != names[0]]
         self._shown.append(Target(engine, names[0]))
         self._targets.update({name: Target(engine, name) for name in names})
 
@@ -56,23 +71,34 @@ class ModelTable:
         """Returns the engine for the model that a request names.
 
         Raises:
+            EngineUnavailableError: It is being loaded.
             ModelNotFoundError: No model has this name; the message lists those that are served.
         """
-        if not name:
+        if not name and self._shown:
             return self._shown[0]
-        target = self._targets.get(name)
-        if target is None:
-            served = ", ".join(self._targets)
-            raise ModelNotFoundError(f"The model {name!r} does not exist; this server has {served}.", param="model")
-        return target
+        target = self._targets.get(name or "")
+        if target is not None:
+            return target
+        expected = [each for names in self._expected for each in names]
+        if not name or name in expected:
+            raise EngineUnavailableError("The model is being loaded. Please try again in a moment.")
+        served = ", ".join([*self._targets, *expected])
+        raise ModelNotFoundError(f"The model {name!r} does not exist; this server has {served}.", param="model")
 
     def names(self) -> list[Target]:
-        """Returns every served name with its engine."""
+        """Returns every served name with its engine. Raises EngineUnavailableError while all are being loaded."""
+        if not self._targets:
+            self.find(None)
         return list(self._targets.values())
 
     def engines(self) -> list[Target]:
-        """Returns every engine once, with its shown name."""
+        """Returns every engine that has been loaded once, with its shown name."""
         return list(self._shown)
+
+    def states(self) -> dict[str, EngineState]:
+        """Returns where each model is in its life, by its shown name."""
+        states = {name: engine.state for engine, name in self._shown}
+        return states | {names[0]: EngineState.STARTING for names in self._expected}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +110,14 @@ class ServerContext:
         metrics: Counters of this application.
         models: Served names to engines.
         started_s: Unix time of the start.
+        scope: The request that is answered with it; None in `app.state`.
     """
 
     settings: ServerSettings
     metrics: Metrics
     models: ModelTable
     started_s: int
+    scope: Scope | None = None
 
     def check_count(self, inputs: Sized, param: str) -> None:
         """Raises InvalidRequestError if a request holds more inputs than the server takes."""
@@ -97,16 +125,35 @@ class ServerContext:
         if len(inputs) > limit:
             raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
 
-    def options(self, prompt_name: str | None = None, instruction: str | None = None) -> RequestOptions:
-        """Returns the engine options of a request."""
-        timeout_s = self.settings.request_timeout_s or None
-        return RequestOptions(timeout_s=timeout_s, prompt_name=prompt_name, instruction=instruction)
+    def options(
+        self, prompt_name: str | None = None, instruction: str | None = None, *, priority: int | None = None
+    ) -> RequestOptions:
+        """Returns the engine options of a request: what its dialect says, and what its headers do.
+
+        Args:
+            prompt_name: See RequestOptions.
+            instruction: See RequestOptions.
+            priority: From the body, which wins over the header; None where it says nothing.
+
+        Raises:
+            InvalidRequestError: A header is wrong.
+        """
+        limits = RequestLimits() if self.scope is None else limits_of(self.scope)
+        longest_s = self.settings.request_timeout_s or math.inf
+        timeout_s = min(longest_s, limits.timeout_s or math.inf)
+        return RequestOptions(
+            timeout_s=None if timeout_s == math.inf else timeout_s,
+            priority=limits.priority if priority is None else priority,
+            client=limits.client,
+            prompt_name=prompt_name,
+            instruction=instruction,
+        )
 
 
 def context_of(request: Request) -> ServerContext:
-    """Returns the state of the application that serves `request`."""
+    """Returns the state of the application that serves `request`, for this request."""
     context: ServerContext = request.app.state.context
-    return context
+    return replace(context, scope=request.scope)
 
 
 async def until_client_leaves(request: Request, work: Coroutine[Any, Any, T]) -> T:

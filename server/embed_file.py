@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.errors import EngineError, InvalidRequestError, RequestTooLongError
+from penstock.engine.logs import configure_logging
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.params import PoolingParams, PoolingTask
 
@@ -26,7 +27,6 @@ from .embed_input import BadRowError, InputFile, Row, open_input
 from .embed_journal import Journal
 from .embed_output import Writer, write_output, writer_for
 from .flags import flag_of
-from .logs import configure_logging
 from .settings import EmbedSettings
 
 
@@ -66,7 +66,8 @@ async def _run(source: InputFile, output: Path, write: Writer, settings: EmbedSe
     num_rows = source.check()
     if not num_rows:
         raise BadRowError(f"{source.path} holds no rows")
-    engine = await AsyncEngine.start(settings.engine_config(model), log_level=settings.log_level.upper())
+    config, log_level = settings.engine_config(model), settings.log_level.upper()
+    engine = await AsyncEngine.start(config, log_level=log_level, log_format=settings.log_format)
     try:
         _check_options(settings, engine.info)
         identity = {"input": source.digest(), "model": _model_digest(engine.info), **_options(settings)}

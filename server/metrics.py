@@ -1,23 +1,31 @@
-"""Prometheus metrics of one application, in a registry of its own, and the middleware that fills them."""
+"""Prometheus metrics of one application, in a registry of its own."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.dispatcher_stats import DispatcherStats
+from penstock.engine.stage_times import Stage
+from penstock.engine.step_histogram import StepHistogram
 from penstock.engine.supervisor import EngineState
 
+from .timing import REQUEST, RequestRecord
+
 _LATENCY_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_STAGE_BUCKETS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, *_LATENCY_BUCKETS_S)
 _ENGINE_GAUGES: Final = {
     "num_requests": ("penstock_engine_requests", "Requests under way in the engine."),
     "num_tokens": ("penstock_engine_queued_tokens", "Tokens under way in the engine, waiting or running."),
+    "num_waiting": ("penstock_engine_waiting_inputs", "Inputs that no forward had begun when the last one ended."),
+    "num_waiting_tokens": ("penstock_engine_waiting_tokens", "Tokens of these inputs."),
+    "token_budget": ("penstock_engine_token_budget", "The most tokens in one forward; lowered when memory is short."),
 }
 _ENGINE_COUNTERS: Final = {
     "num_batched_tokens_total": ("penstock_engine_batched_tokens", "Tokens that went through the model."),
@@ -25,7 +33,12 @@ _ENGINE_COUNTERS: Final = {
     "step_s_total": ("penstock_engine_step_seconds", "Seconds spent in forwards."),
     "num_refused_total": ("penstock_engine_refused_requests", "Requests refused because the queue was full."),
 }
-
+_ENGINE_HISTOGRAMS: Final = {
+    "step_tokens": ("penstock_engine_batch_tokens", "Tokens of a forward."),
+    "step_seqs": ("penstock_engine_batch_inputs", "Inputs of a forward, or chunks of them."),
+    "step_fill": ("penstock_engine_batch_fill", "Tokens of a forward as a share of the most in one, 0 to 1."),
+    "step_seconds": ("penstock_engine_step_duration_seconds", "Seconds of a forward."),
+}
 _CACHE_GAUGES: Final = {
     "usage": ("penstock_engine_cache_usage", "Share of the memory for inputs in chunks that is held, 0 to 1."),
 }
@@ -63,20 +76,38 @@ class Metrics:
             buckets=_LATENCY_BUCKETS_S,
             registry=self._registry,
         )
+        self._stages = Histogram(
+            "penstock_stage_duration_seconds",
+            "Seconds that requests which were answered spent in tokenization, queue, inference and encoding.",
+            ("route", "task", "stage"),
+            buckets=_STAGE_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._stage_children: dict[tuple[str, str], dict[Stage, Histogram]] = {}
         self._inputs = Counter("penstock_inputs", "Texts, documents or pairs.", ("task",), registry=self._registry)
         self._tokens = Counter("penstock_tokens", "Tokens of inputs.", ("task",), registry=self._registry)
 
     def count(self, task: str, num_tokens: Sequence[int]) -> int:
         """Books the inputs of a finished request and returns the sum of its tokens."""
         total = sum(num_tokens)
+        if (record := REQUEST.get()) is not None:
+            record.task, record.num_inputs, record.num_tokens = task, len(num_tokens), total
         self._inputs.labels(task).inc(len(num_tokens))
         self._tokens.labels(task).inc(total)
         return total
 
-    def observe(self, route: str, status: int, seconds: float) -> None:
+    def observe(self, record: RequestRecord) -> None:
         """Books one answer."""
-        self._requests.labels(route, str(status)).inc()
-        self._latency.labels(route).observe(seconds)
+        self._requests.labels(record.route, str(record.status)).inc()
+        self._latency.labels(record.route).observe(record.seconds)
+        if record.task is None or not record.is_answered:
+            return
+        children = self._stage_children.get((record.route, record.task))
+        if children is None:
+            children = {stage: self._stages.labels(record.route, record.task, stage) for stage in Stage}
+            self._stage_children[record.route, record.task] = children
+        for stage, seconds in record.stage_seconds.items():
+            children[stage].observe(seconds)
 
     def exposition(self) -> bytes:
         """Returns all figures in Prometheus' text format."""
@@ -95,6 +126,7 @@ class _EngineCollector(Collector):
         cache_uses = [(use, model) for s, model in stats if (use := s.cache_use) is not None]
         yield from _families(GaugeMetricFamily, _ENGINE_GAUGES, stats)
         yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, stats)
+        yield from _histograms(stats)
         yield from _families(GaugeMetricFamily, _CACHE_GAUGES, cache_uses)
         yield from _families(CounterMetricFamily, _CACHE_COUNTERS, cache_uses)
         ready = GaugeMetricFamily("penstock_engine_ready", "1 where the engine can serve.", labels=("model",))
@@ -119,29 +151,12 @@ def _families(
         yield metric
 
 
-class MetricsMiddleware:
-    """Books route, status and duration of every answer. Unknown paths are one route, so that they cost no memory."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self.app = app
-        self.metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on and books its answer."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        began_s = time.perf_counter()
-        status = 500
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, send_and_note)
-        finally:
-            route = getattr(scope.get("route"), "path", "other")
-            self.metrics.observe(route, status, time.perf_counter() - began_s)
+def _histograms(figures: Sequence[tuple[DispatcherStats, str]]) -> Iterable[Metric]:
+    """Yields one family per histogram of forwards, with one of each model."""
+    for field, (name, text) in _ENGINE_HISTOGRAMS.items():
+        metric = HistogramMetricFamily(name, text, labels=("model",))
+        for stats, model in figures:
+            histogram: StepHistogram = getattr(stats, field)
+            buckets = [("+Inf" if bound == inf else str(bound), count) for bound, count in histogram.cumulative()]
+            metric.add_metric((model,), buckets, histogram.total)
+        yield metric

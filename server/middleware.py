@@ -9,13 +9,12 @@ import asyncio
 import logging
 import random
 import re
-import sys
 from typing import Final
 
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.engine.errors import EngineUnavailableError, ModelLoadError
+from penstock.engine.errors import EngineUnavailableError
 
 from .errors import HIDDEN_MESSAGE, engine_error_response, status_response
 
@@ -144,24 +143,3 @@ class BodyLimitMiddleware:
 
     def _message(self) -> str:
         return f"The body is larger than this server takes ({self.max_body_bytes} bytes); send fewer inputs at once."
-
-
-class StartupErrorMiddleware:
-    """Makes one line of the traceback that starlette reports when a model cannot be loaded."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Replaces the message of a failed start by the message of the error that the operator can act on."""
-        if scope["type"] != "lifespan":
-            await self.app(scope, receive, send)
-            return
-
-        async def send_line(message: Message) -> None:
-            error = sys.exception()
-            if message["type"] == "lifespan.startup.failed" and isinstance(error, ModelLoadError):
-                message["message"] = error.message
-            await send(message)
-
-        await self.app(scope, receive, send_line)

@@ -47,6 +47,7 @@ def request_options(
     input_type: str | None = None,
     task: str | None = None,
     instruction: str | None = None,
+    priority: int | None = None,
 ) -> RequestOptions:
     """Returns the options of an embed call. Absent and empty are one; of several, the first below counts.
 
@@ -57,6 +58,7 @@ def request_options(
         input_type: What the texts are for, as Cohere and Voyage say it.
         task: The same, as Jina says it.
         instruction: Replaces the instruction in the model's query prompt.
+        priority: From the body.
 
     Raises:
         InvalidRequestError: A purpose that is not known, an instruction for a model that takes none or for documents.
@@ -74,10 +76,13 @@ def request_options(
                 param="instruction",
             )
         names = (name,) if name else (*_named(info, ("query",)), info.default_prompt_name or "")
-        return replace(context.options(), prompt=instructed_prompt(info, names, instruction))
+        prompt = instructed_prompt(info, names, instruction)
+        return replace(context.options(priority=priority), prompt=prompt, is_query=True)
     if name is None and not role:
         name = context.settings.default_prompt_name
-    return context.options(name)
+    options = context.options(name, priority=priority)
+    role = role or (_role(name) if name else ())
+    return replace(options, is_query=role[-1] == "query") if role else options
 
 
 def find_prompt(info: ModelInfo, purpose: str, *, param: str) -> tuple[str | None, Role]:

@@ -6,11 +6,14 @@ import functools
 import gc
 import logging
 import math
+import os
 import re
 import signal
 import socket
+import ssl
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 import uvicorn
@@ -18,13 +21,14 @@ import uvicorn
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ModelLoadError
+from penstock.engine.logs import configure_logging
 from penstock.engine.model_files import resolve_model
 
-from .app import check_prompt_name, create_app
+from .app import create_app
 from .command_errors import UsageError
 from .context import ServedModel
-from .logs import configure_logging
 from .settings import ServerSettings, unknown_variables
+from .startup import check_prompt_name
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +38,7 @@ KEEP_ALIVE_S: Final = 120  # Above the idle time of every client's pool (Go: 90 
 
 
 def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
-    """Serves until SIGTERM or SIGINT, then lets running requests finish.
+    """Serves until SIGTERM, SIGINT or SIGHUP, then lets running requests finish.
 
     Args:
         settings: What the operator asked for.
@@ -42,23 +46,40 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
         names: Served names, the shown one first.
 
     Raises:
-        UsageError: The address cannot be bound, or the model's files refuse; found before the model is loaded.
-        SystemExit: SIGTERM came (0), or the model cannot be loaded (not 0); the log has said why.
+        UsageError: The address cannot be bound, or a file refuses: the model's, the certificate, the keys. Found before
+            the model is loaded.
+        SystemExit: SIGTERM or SIGHUP came (0), or the model cannot be loaded (not 0); the log has said why.
     """
     configure_logging(settings.log_level, settings.log_format)
     for variable in unknown_variables():
         logger.warning("the environment variable %s is not known and has no effect", variable)
     config = settings.engine_config(model, names[0])
     check_model(config, settings.default_prompt_name)
+    check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     listener = bound_socket(settings.host, settings.port)
-    start = functools.partial(AsyncEngine.start, config, log_level=settings.log_level.upper())
+    log_level, log_format = settings.log_level.upper(), settings.log_format
+    start = functools.partial(AsyncEngine.start, config, log_level=log_level, log_format=log_format)
+    failures: list[Exception] = []
+
+    def give_up(error: Exception) -> None:
+        if isinstance(error, ModelLoadError):
+            logger.error("%s", error.message)
+        elif isinstance(error, OSError):
+            logger.error("the engine could not be started: %s", error)
+        else:
+            logger.error("the engine could not be started", exc_info=error)
+        failures.append(error)
+        server.should_exit = True
+
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app([ServedModel(names, start)], settings, on_ready=_freeze),
+            create_app([ServedModel(names, start)], settings, on_ready=_freeze, on_failure=give_up),
             loop="uvloop",
             http="httptools",
             ws="none",
             lifespan="on",
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
             access_log=False,
             log_config=None,
             server_header=False,
@@ -69,9 +90,23 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
     )
     # uvicorn raises the signal again when it has shut down; a stop on request is no failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    _stop_on_hangup(server)
     server.run(sockets=[listener])
-    if not server.started:
+    if failures or not server.started:
         raise SystemExit(START_FAILED)
+
+
+def _stop_on_hangup(server: uvicorn.Server) -> None:
+    """Takes a closed terminal as SIGTERM. What was started to outlive its terminal (nohup) ignores it, and goes on."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return
+
+    def stop(_: int, frame: FrameType | None) -> None:
+        if not server.should_exit:
+            logger.warning("SIGHUP: the terminal was closed; the server finishes what it runs and stops")
+        server.handle_exit(signal.SIGTERM, frame)
+
+    signal.signal(signal.SIGHUP, stop)
 
 
 def check_model(config: EngineConfig, default_prompt_name: str | None) -> None:
@@ -88,8 +123,27 @@ def check_model(config: EngineConfig, default_prompt_name: str | None) -> None:
         raise UsageError(error.message) from error
 
 
+def check_certificate(certificate: Path | None, key: Path | None) -> None:
+    """Raises UsageError if the server could not speak TLS with these files."""
+    if certificate is None:
+        if key is not None:
+            raise UsageError("--ssl-keyfile: needs --ssl-certfile beside it")
+        return
+    for flag, file in (("--ssl-certfile", certificate), ("--ssl-keyfile", key)):
+        if file is not None and not os.access(file, os.R_OK):
+            raise UsageError(f"{flag}: {file} cannot be read")
+    try:
+        # The empty password keeps OpenSSL from asking the terminal for one.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as error:  # ssl.SSLError is one
+        files = certificate if key is None else f"{certificate} and {key}"
+        raise UsageError(
+            f"--ssl-certfile, --ssl-keyfile: {files} are no PEM certificate with its key, unencrypted: {error}"
+        ) from error
+
+
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound but does not listen: clients are refused until the model is loaded.
+    """Returns a socket that is bound but does not listen yet.
 
     Raises:
         UsageError: The address is in use or is none of this machine's.

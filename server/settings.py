@@ -8,15 +8,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, NonNegativeFloat, PlainValidator, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ByteSize,
+    Field,
+    NonNegativeFloat,
+    PlainValidator,
+    PositiveInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.params import PoolerConfig
 
 ENV_PREFIX: Final = "PENSTOCK_"
+_ORIGIN: Final = re.compile(r"https?://[^\s/?#@]+")
 
 
 def _pooler_config(value: object) -> PoolerConfig:
@@ -55,10 +69,27 @@ def _keys(value: object) -> object:
     return keys
 
 
+def _size(value: object, parse: ValidatorFunctionWrapHandler) -> object:
+    try:
+        return parse(value)
+    except ValidationError as error:
+        raise ValueError("must be a size such as 2GiB or 500MB") from error
+
+
+def _origins(value: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuses what no browser sends as an Origin: it would never match."""
+    for origin in value:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"{origin!r} is no origin; write it as https://host or http://host:port, or * for all")
+    return value
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
+Origins = Annotated[Names, AfterValidator(_origins)]
 Keys = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_keys)]
 Seconds = Annotated[NonNegativeFloat, Field(allow_inf_nan=False)]
-Bytes = Annotated[ByteSize, Field(gt=0)]
+Bytes = Annotated[ByteSize, WrapValidator(_size), Field(gt=0)]
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
 
@@ -82,14 +113,25 @@ class EngineSettings(BaseSettings):
     max_queued_tokens: PositiveInt = Field(
         4_000_000, description="Tokens that may wait or run at once; requests beyond are refused whole with 429."
     )
+    max_queued_chars: PositiveInt = Field(
+        64_000_000, description="Characters that may wait for tokenization; requests beyond are refused whole with 429."
+    )
     enable_chunked_prefill: bool = Field(
         True, description="Cut long inputs of models that look back only into chunks, so that short ones need not wait."
     )
     chunk_size: PositiveInt | None = Field(
-        None, description="Tokens of a chunk; default: adapts to the speed of the device and to what else waits."
+        None,
+        description=(
+            "Tokens of a chunk of models that look back only; default: adapts to the speed of the device and to what "
+            "else waits."
+        ),
     )
     kv_cache_memory: Bytes | None = Field(
-        None, description="Memory for inputs that run in chunks and for cached prefixes, such as 2GiB or 500MB."
+        None,
+        description=(
+            "Memory of models that look back only, for inputs that run in chunks and for cached prefixes, such as 2GiB "
+            "or 500MB. Where it holds fewer tokens than the model's longest input, inputs are limited to what it holds."
+        ),
     )
     cache_memory_fraction: float = Field(
         0.25, gt=0, le=1, description="Share of the free memory that it takes where --kv-cache-memory is not given."
@@ -144,6 +186,7 @@ class EngineSettings(BaseSettings):
             in_process=self.in_process,
             num_threads=self.num_threads,
             tokenizer_workers=self.tokenizer_workers,
+            max_queued_chars=self.max_queued_chars,
             scheduler=scheduler,
             cache=cache,
         )
@@ -160,13 +203,29 @@ class ServerSettings(EngineSettings):
     api_key: Keys = Field(
         (), repr=False, description="Keys that data routes require, separated by commas. Default: open."
     )
+    api_key_file: Path | None = Field(
+        None, description="File of more keys, one a line; # begins a comment line. It is read again when it changes."
+    )
+    cors_origins: Origins = Field(
+        (), description="Origins whose web pages may call the server, such as https://app.example.com; *: all."
+    )
+    ssl_certfile: Path | None = Field(
+        None, description="PEM file of the certificate and its chain: the server then speaks HTTPS."
+    )
+    ssl_keyfile: Path | None = Field(
+        None, description="PEM file of its private key, without a password; default: in --ssl-certfile."
+    )
     max_body_bytes: PositiveInt = Field(64 * 1024 * 1024, description="Bytes. Largest request body.")
     max_inputs_per_request: PositiveInt = Field(4096, description="Texts, documents or pairs in one request.")
     request_timeout_s: Seconds = Field(
         600.0, description="Seconds after which a request is given up with 504; 0: never."
     )
     drain_timeout_s: Seconds = Field(
-        30.0, description="Seconds that running requests get to finish after SIGTERM; 0: none."
+        30.0, description="Seconds that running requests get to finish after SIGTERM or SIGHUP; 0: none."
+    )
+    access_log: bool = Field(False, description="Log a line for each request, with the time of its stages.")
+    otlp_traces_endpoint: Url | None = Field(
+        None, description="OpenTelemetry collector that gets traces (extra `otel`), such as http://localhost:4318."
     )
     default_prompt_name: str | None = Field(
         None,

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from fastapi import Response
 from numpy.typing import NDArray
 
 from penstock.engine.model_info import Activation, ModelInfo, ModelKind
+from penstock.engine.stage_times import STAGE_TIMES, Stage
 
 from .json_route import json_response
 
 Scores = NDArray[np.float32]
+
+_STAGE_HEADERS: Final = {
+    "x-tokenization-time": Stage.TOKENIZATION,
+    "x-queue-time": Stage.QUEUE,
+    "x-inference-time": Stage.INFERENCE,
+}
 
 
 def probabilities(scores: Scores, model: ModelInfo) -> Scores:
@@ -47,7 +54,7 @@ def rank_rows(scores: Scores, texts: Sequence[str] | None, top_n: int | None) ->
 
 
 def tei_response(content: Any, model: ModelInfo, began_s: float, *, num_chars: int, num_tokens: int) -> Response:
-    """Returns an answer with TEI's headers, as far as one side of the engine can know them.
+    """Returns an answer with TEI's headers.
 
     Args:
         content: For JSON.
@@ -57,14 +64,22 @@ def tei_response(content: Any, model: ModelInfo, began_s: float, *, num_chars: i
         num_tokens: Tokens of the inputs.
     """
     compute_ms = _elapsed_ms(began_s)
+    times = STAGE_TIMES.get()
+    stages = {} if times is None else times.seconds()
     response = json_response(content)
     response.headers["x-compute-type"] = "cpu" if model.device == "cpu" else "gpu"
     response.headers["x-compute-time"] = compute_ms
     response.headers["x-compute-characters"] = str(num_chars)
     response.headers["x-compute-tokens"] = str(num_tokens)
+    for name, stage in _STAGE_HEADERS.items():
+        response.headers[name] = _milliseconds(stages.get(stage, 0.0))
     response.headers["x-total-time"] = _elapsed_ms(began_s)
     return response
 
 
 def _elapsed_ms(began_s: float) -> str:
-    return str(round((time.perf_counter() - began_s) * 1000))
+    return _milliseconds(time.perf_counter() - began_s)
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(round(1000 * seconds))

@@ -9,9 +9,12 @@ from typing import Any, Final
 from fastapi import Response
 
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.model_info import ModelInfo
+from penstock.engine.params import PoolingParams
 
 from .encoding import Encoding, EncodingFormat, Rows, encode_rows, wire_rows
 from .json_route import json_response
+from .quantize import check_width
 
 MAX_METADATA_ROWS: Final = 512  # A header of 64 KiB is the most that Python's http.client takes; a row is about 110 B.
 BYTES_RESPONSE: Final[dict[str, Any]] = {
@@ -60,6 +63,28 @@ def check_bytes(encoding: Encoding, num_rows: int) -> None:
             f"clients take for up to {MAX_METADATA_ROWS}; send fewer inputs, or ask for 'bytes_only' or 'base64'.",
             param="encoding_format",
         )
+
+
+def check_encodings(
+    encodings: Mapping[str, Encoding], num_rows: int, model: ModelInfo, params: PoolingParams, *, quantized_by: str
+) -> None:
+    """Checks how a request for embeddings wants them written.
+
+    Args:
+        encodings: See `vectors_response`.
+        num_rows: Inputs.
+        model: That embeds them.
+        params: Of the request.
+        quantized_by: Field that asks for integers.
+
+    Raises:
+        InvalidRequestError: See `check_bytes` and `check_width`.
+    """
+    for encoding in encodings.values():
+        check_bytes(encoding, num_rows)
+        if encoding.quantization is not None:
+            width = params.dimensions or model.dimensions or model.embedding_size
+            check_width(width, encoding.quantization, param=quantized_by)
 
 
 def _bytes_response(head: Mapping[str, Any], rows: Rows, encoding: Encoding) -> Response:

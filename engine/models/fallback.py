@@ -76,6 +76,11 @@ class TransformersModel(PackedModel):
     """
 
     def __init__(self, info: ModelInfo, *, trust_remote_code: bool = False) -> None:
+        recipe = info.multi_vector
+        if recipe is not None and recipe.expansion is not None and not recipe.expansion.attends:
+            raise UnsupportedModelError(
+                f"{info.name} fills queries up with tokens that the others must not attend to; it needs a native family."
+            )
         self._name = info.name
         self._device = torch.device(info.device)
         self._use(load_pretrained(info, trust_remote_code=trust_remote_code), gives_logits=False)

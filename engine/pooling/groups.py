@@ -28,13 +28,15 @@ class OutputGroup(NamedTuple):
     def of(cls, params: PoolingParams) -> OutputGroup:
         """Returns where a sequence with these parameters belongs; they must be resolved."""
         assert params.task is not None, "PoolingParams.resolved sets the task"
+        if params.is_compared:
+            return cls("similarities", None)
         columns = params.returned_token_ids if params.task is PoolingTask.TOKEN_CLASSIFY else None
         return cls(_OUTPUT_NAMES[params.task], columns)
 
     @property
     def is_token_level(self) -> bool:
         """True where the result holds a row per token."""
-        return self.name in ("token_embeddings", "token_scores")
+        return self.name in ("token_embeddings", "token_scores", "similarities")
 
 
 def by_group(params: Sequence[PoolingParams]) -> dict[OutputGroup, list[int] | None]:

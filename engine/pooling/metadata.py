@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..params import PoolingParams, PoolingType
@@ -31,6 +32,8 @@ class PoolingMetadata:
         token_ids: [T] int64, for STEP; None where nobody needs them.
         skip_tokens: [N] int32, tokens at the head of each whole sequence that are left out; None where there are none.
         slices: Which parts of their sequences the batch holds; None where it holds whole sequences only.
+        queries: Per sequence [Q, W] float32 on the host: the vectors that its own are compared with, if any; None where
+            no sequence has some.
     """
 
     params: Sequence[PoolingParams]
@@ -39,6 +42,7 @@ class PoolingMetadata:
     token_ids: Tensor | None = None
     skip_tokens: Tensor | None = None
     slices: BatchSlices | None = None
+    queries: Sequence[NDArray[np.float32] | None] | None = None
 
     @classmethod
     def for_batch(
@@ -227,6 +231,7 @@ class PoolingMetadata:
             cu_seqlens=cu_seqlens_of(lengths, device),
             token_ids=None if self.token_ids is None else self.token_ids[rows],
             skip_tokens=None if skip_tokens is None else skip_tokens[torch.from_numpy(picked).to(device)],
+            queries=None if self.queries is None else [self.queries[i] for i in indices],
         )
 
     def _running(self) -> BatchSlices:

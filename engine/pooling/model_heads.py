@@ -12,6 +12,7 @@ from ..params import PoolingParams
 from .factory import PoolerFactory
 from .groups import OutputGroup
 from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, RowMap
+from .late_interaction import VectorFilter, compare
 from .metadata import PoolingMetadata
 from .output import OutputBlock
 
@@ -23,9 +24,13 @@ class ModelHeads:
         info: The resolved model.
         model: Gives the class logits of classifiers.
         dense: The Dense modules of an embedding model, in order, float32.
+        skip_ids: Tokens whose vectors a multi-vector model leaves out.
     """
 
-    def __init__(self, info: ModelInfo, model: PackedModel, dense: Sequence[RowMap] = ()) -> None:
+    def __init__(
+        self, info: ModelInfo, model: PackedModel, dense: Sequence[RowMap] = (), skip_ids: Sequence[int] = ()
+    ) -> None:
+        self._vector_filter = VectorFilter(info.multi_vector, skip_ids)
         self._token_pooler = PoolerFactory.create_token(info.token_pooling)
         self._embedding_head = EmbeddingPoolerHead(dense)
         # A Dense that takes concatenated rows cannot take a token's.
@@ -58,9 +63,12 @@ class ModelHeads:
         In a batch of slices these are the rows of the slices: what comes of them goes out at once, even if it is
         nothing, in [0, W].
         """
-        if group.name == "token_embeddings":
-            row_lens = metadata.seq_lens
-            values, widths = self._token_embedding_head(hidden_states, metadata.params, row_lens)
+        if group.name in ("token_embeddings", "similarities"):
+            rows, row_lens = self._vector_filter.select(metadata)
+            kept = hidden_states if rows is None else hidden_states[rows]
+            values, widths = self._token_embedding_head(kept, metadata.params, row_lens)
+            if group.name == "similarities":
+                values, row_lens, widths = compare(values, row_lens, metadata.queries or ())
             return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens, widths=widths)
         rows, row_lens = self._token_pooler.select(metadata)
         kept = hidden_states if rows is None else hidden_states[rows]

@@ -30,12 +30,15 @@ class ModelPooler:
         info: The resolved model.
         model: Gives the class logits of classifiers.
         dense: The Dense modules of an embedding model, in order, float32.
+        skip_ids: Tokens whose vectors a multi-vector model leaves out.
 
     Raises:
         ValueError: ATTENTION pooling with a head that the model does not have.
     """
 
-    def __init__(self, info: ModelInfo, model: PackedModel, dense: Sequence[RowMap] = ()) -> None:
+    def __init__(
+        self, info: ModelInfo, model: PackedModel, dense: Sequence[RowMap] = (), skip_ids: Sequence[int] = ()
+    ) -> None:
         self._hidden_size = info.hidden_size
         self._sequence_types = info.sequence_pooling
         self._token_type = info.token_pooling
@@ -48,7 +51,7 @@ class ModelPooler:
         self._attention = next((p for p in self._poolers if isinstance(p, AttentionWeightedPooler)), None)
         # Without a projection, cut and normalisation are part of the pooling kernel.
         self._fused = self._poolers[0] if len(self._poolers) == 1 and not dense else None
-        self._heads = ModelHeads(info, model, dense)
+        self._heads = ModelHeads(info, model, dense, skip_ids)
 
     def needs_attention(self, params: Sequence[PoolingParams]) -> bool:
         """Whether a batch with these resolved parameters needs the model's attention weights."""

@@ -51,7 +51,8 @@ def plan_pool(spec: CacheSpec, memory_bytes: int, *, block_size: int, itemsize: 
     if memory_bytes < block_bytes + slot_bytes:
         raise ModelLoadError(
             f"The pool has {max(memory_bytes, 0):,} bytes, but one sequence takes at least {block_bytes + slot_bytes:,}"
-            f" ({block_bytes:,} per block of {block_size} tokens, {slot_bytes:,} per state). Give it more memory."
+            f" ({block_bytes:,} per block of {block_size} tokens, {slot_bytes:,} per state). "
+            "Give it more with --kv-cache-memory."
         )
     num_slots = 0
     if slot_bytes:

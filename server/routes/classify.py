@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
-from penstock.engine.model_info import Activation, ModelKind
+from penstock.engine.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.params import PoolingTask
 from penstock.engine.results import ClassResult, TokenResult
 
@@ -18,6 +18,7 @@ from ..class_answers import cohere_rows, token_rows, vllm_rows
 from ..context import ServerContext, context_of, until_client_leaves
 from ..field_names import fields_named
 from ..json_route import JsonRoute, json_response
+from ..prompts import request_options
 from ..schemas.classify import ClassifyRequest, ClassifyResponse, CohereClassifyResponse, TokenClassifyResponse
 from ..schemas.common import ERROR_RESPONSES, Text, usage_of
 
@@ -35,15 +36,19 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     context.check_count(body.labels or (), "labels")
     context.check_count(body.examples or (), "examples")
     body.check_classes()
+    _check_model(engine.info, body)
     if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
         return await _classify_tokens(body, request, context)
-    prompt_name = context.settings.default_prompt_name if engine.info.kind is ModelKind.EMBEDDING else None
+    is_embedding = engine.info.kind is ModelKind.EMBEDDING
+    options = context.options(priority=body.priority)
+    if is_embedding:
+        options = request_options(context, engine.info, instruction=body.instruction, priority=body.priority)
 
     async def run(texts: list[Text], options: RequestOptions) -> ClassResult:
         return await _classes(engine, body, texts, options)
 
     with fields_named("input" if body.inputs is None else "inputs"):
-        work = run_inputs(engine, body, context.options(prompt_name), run)
+        work = run_inputs(engine, body, options, run)
         result = await until_client_leaves(request, work)
     num_tokens = context.metrics.count(PoolingTask.CLASSIFY, result.num_tokens)
     answer_id = f"classify-{request.scope['request_id']}"
@@ -53,6 +58,25 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
         meta = {"api_version": {"version": "1"}, "billed_units": {"classifications": len(rows)}}
         return json_response({"id": answer_id, "classifications": rows, "meta": meta})
     return json_response(_listed(answer_id, name, num_tokens, {"data": vllm_rows(result)}))
+
+
+def _check_model(model: ModelInfo, body: ClassifyRequest) -> None:
+    """Refuses what the served model could only answer without what it was trained to read.
+
+    Raises:
+        UnsupportedTaskError: It reads pairs in a prompt of its own, which no single text has.
+        InvalidRequestError: It classifies texts as they are, without an instruction.
+    """
+    if PoolingTask.SCORE in model.tasks and PoolingTask.CLASSIFY not in model.tasks and not model.embedding_size:
+        raise UnsupportedTaskError(
+            f"{model.name} scores a query with a document in a prompt made for the two, so it has no classes for "
+            "single texts; send query and documents to /rerank, or pairs to /score.",
+            param="input" if body.inputs is None else "inputs",
+        )
+    if body.instruction and model.kind is not ModelKind.EMBEDDING:
+        raise InvalidRequestError(
+            f"{model.name} classifies texts without an instruction; leave instruction out.", param="instruction"
+        )
 
 
 async def _classes(
@@ -85,7 +109,7 @@ async def _classify_tokens(body: ClassifyRequest, request: Request, context: Ser
     async def run(texts: list[Text], options: RequestOptions) -> TokenResult:
         return await engine.token_classify(texts, body.pooling_params(), options)
 
-    result = await until_client_leaves(request, run_inputs(engine, body, context.options(), run))
+    result = await until_client_leaves(request, run_inputs(engine, body, context.options(priority=body.priority), run))
     num_tokens = context.metrics.count(PoolingTask.TOKEN_CLASSIFY, result.num_tokens)
     pieces = await engine.detokenize(
         [[token_id] for ids in result.token_ids for token_id in ids], skip_special_tokens=False

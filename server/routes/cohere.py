@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -71,9 +70,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     texts = body.contents()
     context.check_count(texts, field)
     _check_widths(body, engine.info)
-    options = request_options(context, engine.info, input_type=body.input_type)
-    if body.priority:
-        options = replace(options, priority=body.priority)
+    options = request_options(context, engine.info, input_type=body.input_type, priority=body.priority)
     with fields_named(field, _OPTIONS, _PHRASES):
         work = engine.embed(texts, body.pooling_params(engine.info), options)
         result = await until_client_leaves(request, work)

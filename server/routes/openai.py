@@ -15,28 +15,26 @@ from ..context import ServerContext, Target, context_of, until_client_leaves
 from ..field_names import fields_named
 from ..json_route import JsonRoute, json_response
 from ..prompts import request_options
-from ..quantize import check_width
 from ..schemas.cohere import cohere_endpoints
 from ..schemas.common import ERROR_RESPONSES, Text, usage_of
-from ..schemas.openai import EmbeddingRequest, EmbeddingResponse, ModelCard, ModelList
-from ..vector_answer import BYTES_RESPONSE, check_bytes, vectors_response
+from ..schemas.openai import EmbeddingRequest, EmbeddingResponse, ModelCard, ModelList, MultiVectorResponse
+from ..vector_answer import BYTES_RESPONSE, check_encodings, vectors_response
+from .multi_vector import create_multi_vectors
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"], responses=ERROR_RESPONSES)
 
 
-@router.post("/v1/embeddings", response_model=EmbeddingResponse, responses={200: BYTES_RESPONSE})
+@router.post("/v1/embeddings", response_model=EmbeddingResponse | MultiVectorResponse, responses={200: BYTES_RESPONSE})
 @router.post("/embeddings", include_in_schema=False)
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
-    """Embeds texts or token ids, one vector each, in their order."""
+    """Embeds texts or token ids, one vector each, in their order; with `return_multivector` as /v1/multi-vector."""
+    if body.return_multivector:
+        return await create_multi_vectors(body, request)
     context = context_of(request)
     engine, name = context.models.find(body.model)
     check_inputs(context, body)
     params, encodings = body.pooling_params(), body.encodings()
-    for encoding in encodings.values():
-        check_bytes(encoding, body.num_inputs())
-        if encoding.quantization is not None:
-            width = params.dimensions or engine.info.dimensions or engine.info.embedding_size
-            check_width(width, encoding.quantization, param=body.quantized_by())
+    check_encodings(encodings, body.num_inputs(), engine.info, params, quantized_by=body.quantized_by())
     options = request_options(
         context,
         engine.info,
@@ -44,6 +42,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
         input_type=body.input_type,
         task=body.task,
         instruction=body.instruction,
+        priority=body.priority,
     )
     embed = engine.embed_late if body.late_chunking else engine.embed
 

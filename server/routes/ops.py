@@ -22,7 +22,7 @@ _UNHEALTHY: Final[dict[int | str, dict[str, Any]]] = {503: {"model": Health, "de
 @router.get("/health/live", response_model=Health, responses=_UNHEALTHY)
 @router.head("/health/live", include_in_schema=False)
 async def live(request: Request) -> Response:
-    """200 while the process works: an engine that is being restarted does not count, one that was given up does."""
+    """200 while the process works: an engine that is being loaded does not count, one that was given up does."""
     return _health(request, (EngineState.STARTING, EngineState.READY, EngineState.DRAINING))
 
 
@@ -50,8 +50,8 @@ async def get_version() -> Response:
 
 
 def _health(request: Request, good: Collection[EngineState]) -> Response:
-    states = {name: engine.state for engine, name in context_of(request).models.engines()}
-    is_good = bool(states) and all(state in good for state in states.values())
+    states = context_of(request).models.states()
+    is_good = all(state in good for state in states.values())
     response = json_response({"status": "ok" if is_good else "unavailable", "engines": states})
     response.status_code = 200 if is_good else 503
     return response

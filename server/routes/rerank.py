@@ -47,8 +47,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     context.check_count(body.documents, "documents")
     texts = body.texts()
     options = replace(
-        context.options(instruction=body.wanted_instruction()),
-        priority=body.priority or 0,
+        context.options(instruction=body.wanted_instruction(), priority=body.priority),
         max_pieces=body.max_chunks_per_doc or 1,
     )
     result = await until_client_leaves(request, _score(engine, body, texts, options))

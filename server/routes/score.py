@@ -28,7 +28,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     left, right = body.sides()
     context.check_count(left, "text_1")
     context.check_count(right, "text_2")
-    options = context.options(instruction=body.wanted_instruction())
+    options = context.options(instruction=body.wanted_instruction(), priority=body.priority)
     result = await until_client_leaves(request, _score(engine, body, left, right, options))
     return json_response(
         {

@@ -1,4 +1,4 @@
-"""Text Embeddings Inference (TEI): tokens, what is served, and the root path. The routes of the model are in tei.py."""
+"""Text Embeddings Inference (TEI): tokens, what is served, and POST /. The routes of the model are in tei.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from ..schemas.tei import (
 from ..schemas.tei_answers import TEI_ERROR_RESPONSES, TeiInfo
 from ..tei_errors import TeiRoute, tei_engine_error_response
 from ..version import penstock_version
-from . import ops
 from .tei import embed, predict, rerank_texts, similarity
 
 router = APIRouter(route_class=TeiRoute, tags=["tei"], responses=TEI_ERROR_RESPONSES)
@@ -38,7 +37,7 @@ _POOLING_NAMES: Final = {"LAST": "last_token"}
 async def info(request: Request) -> Response:
     """Describes the default model and the limits of the server."""
     context = context_of(request)
-    (engine, name), *_ = context.models.engines()
+    engine, name = context.models.find(None)
     model, settings = engine.info, context.settings
     budget = settings.max_num_batched_tokens or (2048 if model.device == "cpu" else 16_384)
     return json_response(
@@ -112,13 +111,6 @@ async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) ->
         raise UnsupportedTaskError(f"{name} classifies tokens; POST its texts to /classify as `input`.")
     # Clients of the Inference API read a list of lists, for a single text too.
     return await predict(parsed(TeiPredictRequest, {"parameters": {}, **body}), request)
-
-
-@router.get("/", include_in_schema=False)
-@router.head("/", include_in_schema=False)
-async def root(request: Request) -> Response:
-    """Tells whether the server can answer, as /health does."""
-    return await ops.ready(request)
 
 
 def _model_type(model: ModelInfo) -> dict[str, Any]:

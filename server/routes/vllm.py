@@ -41,9 +41,15 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
     task, encoding, params = body.pooling_task(engine.info.tasks), body.encoding(), body.pooling_params()
     _check_encoding(encoding, task, params.dimensions or engine.info.dimensions or engine.info.embedding_size)
     check_bytes(encoding, body.num_inputs())
-    options = context.options()
+    options = context.options(priority=body.priority)
     if task in _EMBEDS:
-        options = request_options(context, engine.info, prompt_name=body.prompt_name, input_type=body.input_type)
+        options = request_options(
+            context,
+            engine.info,
+            prompt_name=body.prompt_name,
+            input_type=body.input_type,
+            priority=body.priority,
+        )
     call = _calls(engine)[task]
 
     async def run(inputs: list[Text], options: RequestOptions) -> PoolingResult:

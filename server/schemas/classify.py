@@ -58,6 +58,10 @@ class ClassifyRequest(InputFields, PoolingBody):
     inputs: Side | None = Field(None, description="Texts; the answer is Cohere's.")
     labels: list[str] | None = Field(None, description="Classes for an embedding model, as texts (zero-shot).")
     examples: list[Example] | None = Field(None, description="Labelled texts for an embedding model (few-shot).")
+    instruction: str | None = Field(
+        None,
+        description="For embedding models with a prompt of the form `Instruct: ...`: replaces its instruction.",
+    )
     truncate: Truncate | None = Field(None, description="Cohere: the side that is cut; END where it is absent.")
 
     def texts(self) -> list[Text]:

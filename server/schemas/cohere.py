@@ -16,9 +16,9 @@ from penstock.engine.model_info import ModelInfo
 from penstock.engine.params import PoolingParams, PoolingTask
 
 from .classify import Truncate
-from .common import Count, RequestBody, Texts, WholeNumber
+from .common import PRIORITY, Count, Priority, RequestBody, Texts, WholeNumber
 from .contents import Contents
-from .rerank import ApiVersion, Priority
+from .rerank import ApiVersion
 
 _ENDPOINTS: Final = {
     "embed": (PoolingTask.EMBED,),
@@ -81,7 +81,7 @@ class CohereEmbedRequest(RequestBody):
     max_tokens: Count | None = Field(
         None, description="Tokens. What is over-long, special tokens and prompt included; 0 or absent: the model's own."
     )
-    priority: Priority | None = Field(None, description="0 goes first; each step later costs a second of waiting.")
+    priority: Priority | None = PRIORITY
 
     def contents(self) -> list[str]:
         """Returns what is to be embedded.

@@ -12,6 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 
 from penstock.engine.params import PoolingParams
 
+from ..request_limits import MAX_PRIORITY
+
 Text = str | list[int]
 
 
@@ -114,6 +116,13 @@ TextOrObject = Annotated[str, BeforeValidator(parse_text)]
 Texts = Annotated[list[str], PlainValidator(parse_texts), WithJsonSchema(_TEXTS_SCHEMA)]
 WholeNumber = Annotated[int, BeforeValidator(parse_whole_number)]
 Count = Annotated[int, Field(ge=0), BeforeValidator(parse_whole_number)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), BeforeValidator(parse_whole_number)]
+PRIORITY: Final[Any] = Field(
+    None,
+    description=(
+        "Lower goes first; a level is worth a second of waiting. Absent: what the header x-priority says, otherwise 0."
+    ),
+)
 
 
 class RequestBody(BaseModel):
@@ -140,6 +149,7 @@ class PoolingBody(RequestBody):
     use_activation: bool | None = Field(
         None, description="Classes and scores: apply the activation. Embeddings: newer name of `normalize`."
     )
+    priority: Priority | None = PRIORITY
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""

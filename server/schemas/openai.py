@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.params import PoolingParams
@@ -65,14 +65,9 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
         ),
     )
 
-    return_multivector: bool | None = Field(None, description="Jina's; only false is served here.")
-
-    @field_validator("return_multivector")
-    @classmethod
-    def _refuse_multivector(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError('is true; POST /pooling with "task": "token_embed" gives a vector per token')
-        return value
+    return_multivector: bool | None = Field(
+        None, description="Jina's: answer with a vector per token, in `embeddings` in place of `embedding`."
+    )
 
     def check_given(self) -> None:
         """Checks that there is something to embed.
@@ -85,6 +80,11 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
             raise InvalidRequestError(
                 "late_chunking joins the parts of one text; send them as input, or leave late_chunking out.",
                 param="late_chunking",
+            )
+        if self.late_chunking and self.return_multivector:
+            raise InvalidRequestError(
+                "late_chunking gives one vector for each input, return_multivector one for each token; ask for one.",
+                param="return_multivector",
             )
 
     def pooling_params(self) -> PoolingParams:
@@ -112,6 +112,27 @@ class EmbeddingRow(BaseModel):
     embedding: list[float] | list[int] | str | dict[str, list[float] | list[int] | str] = Field(
         description="Numbers, their base64, or both and more by name where embedding_type holds several."
     )
+
+
+class MultiVectorRow(BaseModel):
+    """The vectors of one input, in the order of its tokens."""
+
+    object: Literal["embeddings"]
+    index: int
+    embeddings: list[list[float]] | list[list[int]] | str | dict[str, list[list[float]] | list[list[int]] | str] = Field(
+        description="A row per token, the base64 of all rows, or both and more by name."
+    )
+
+
+class MultiVectorResponse(BaseModel):
+    """Answer of POST /v1/multi-vector."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[MultiVectorRow]
+    usage: Usage
 
 
 class EmbeddingResponse(BaseModel):

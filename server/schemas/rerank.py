@@ -5,17 +5,12 @@ Answers hold no key that Elasticsearch's strict Cohere parser does not know: `do
 
 from __future__ import annotations
 
-from typing import Annotated, Final
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engine.params import PoolingParams
 
 from .common import Count, PairBody, TextOrObject, Usage
 from .contents import Documents, document_texts
-
-MAX_PRIORITY: Final = 999  # Cohere's.
-Priority = Annotated[Count, Field(le=MAX_PRIORITY)]
 
 
 class RerankRequest(PairBody):
@@ -69,7 +64,6 @@ class RerankRequest(PairBody):
             "cut it to fit."
         ),
     )
-    priority: Priority | None = Field(None, description="0 goes first; each step later costs a second of waiting.")
 
     def texts(self) -> list[str]:
         """Returns what is to be ranked of each document.

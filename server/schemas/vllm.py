@@ -48,11 +48,11 @@ class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
     returned_token_ids: list[Count] | None = Field(None, description="STEP pooling: columns of the scores.")
 
     def pooling_task(self, tasks: tuple[PoolingTask, ...]) -> PoolingTask:
-        """Returns the task, given those that the model serves."""
+        """Returns the task, given those that the model serves; one that it refuses where it has none of this route."""
         if self.task is not None:
             return PoolingTask(self.task)
         order = (PoolingTask.EMBED, PoolingTask.CLASSIFY, PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY)
-        return next(task for task in order if task in tasks)
+        return next((task for task in order if task in tasks), PoolingTask.CLASSIFY)
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""

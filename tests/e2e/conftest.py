@@ -56,7 +56,8 @@ def wait_until_ready(server: Server) -> None:
             if httpx.get(f"{server.url}/health/ready", timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
-            time.sleep(0.1)
+            pass
+        time.sleep(0.1)
     server.process.kill()
     server.process.wait()
     pytest.fail(f"the server was not ready after {START_TIMEOUT_S} s:\n{server.log.read_text()}")

@@ -1,5 +1,6 @@
 """How a server starts, fails to start, and stops."""
 
+import json
 import os
 import signal
 import socket
@@ -68,16 +69,59 @@ def test_requests_that_outlast_the_drain_time_are_told_so(drain_timeout_s: str, 
     assert "Traceback" not in server.log.read_text()
 
 
-def test_a_server_that_is_killed_leaves_no_engine_behind(launch, default_model) -> None:
-    server = launch("--dtype", "float32")
+def test_a_closed_terminal_stops_the_server_in_peace(launch, default_model, tmp_path_factory) -> None:
+    folder = tmp_path_factory.mktemp("t")  # short: the path of a socket has at most 107 letters
+    flags = ("--max-num-batched-tokens", "64", "--log-format", "json")  # a budget that the engine process warns of
+    server = launch(*flags, TMPDIR=str(folder))
+    children = children_of(server.process.pid)
+    assert list(folder.iterdir())
+    answers = []
+
+    def ask() -> None:
+        body = {"input": [f"a text that takes a while {i} " * 20 for i in range(50)]}
+        answers.append(httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=120).status_code)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.3)
+    server.process.send_signal(signal.SIGHUP)
+    server.process.send_signal(signal.SIGHUP)  # the kernel's and the shell's
+    asking.join(120)
+    assert answers == [200]
+    assert server.process.wait(60) == 0
+    assert not any(exists(child) for child in children)
+    assert not list(folder.iterdir())
+    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert sum("SIGHUP" in line["message"] for line in lines) == 1
+    (budget,) = (line for line in lines if "max_num_batched_tokens is 64" in line["message"])
+    assert (budget["logger"], budget["level"]) == ("penstock.engine", "warning")
+
+
+def test_a_server_that_ignores_hangups_goes_on(launch, default_model) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
+    try:
+        server = launch()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    server.process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert httpx.get(f"{server.url}/health/ready").status_code == 200
+    assert server.stop() == 0
+
+
+def test_a_server_that_is_killed_leaves_nothing_behind(launch, default_model, tmp_path_factory) -> None:
+    folder = tmp_path_factory.mktemp("t")
+    server = launch("--dtype", "float32", TMPDIR=str(folder))
     children = children_of(server.process.pid)
     assert children
+    assert list(folder.iterdir())
     server.process.kill()
     server.process.wait()
     give_up_s = time.monotonic() + 30
     while any(exists(child) for child in children):
         assert time.monotonic() < give_up_s, "the engine process outlived its server"
         time.sleep(0.1)
+    assert not list(folder.iterdir())
 
 
 def test_a_model_that_is_none_ends_in_a_line(run, tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from penstock.engine import errors
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.params import PoolingParams
+from penstock.engine.stage_times import STAGE_TIMES, Stage, StageTimes
 from penstock.engine.supervisor import EngineState
 
 TEXTS = ["", "a", "The quick brown fox.", "naïve café — 東京 🚀", *("word " * n for n in (3, 31, 64, 200))]
@@ -26,6 +28,7 @@ def config(request: pytest.FixtureRequest, minilm_folder: Path) -> EngineConfig:
     return EngineConfig(
         model=str(minilm_folder),
         in_process=request.param == "in_process",
+        num_threads=1,
         scheduler=SchedulerConfig(max_num_batched_tokens=512, max_queued_tokens=20_000),
     )
 
@@ -205,3 +208,28 @@ async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, in_process
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(errors.ModelLoadError, match=str(tmp_path)):
         await AsyncEngine.start(EngineConfig(model=str(tmp_path), in_process=in_process))
+
+
+async def test_the_stages_of_a_request_fit_into_its_time(engine: AsyncEngine) -> None:
+    alone, crowded = StageTimes(), StageTimes()
+    token = STAGE_TIMES.set(alone)
+    began_s = time.perf_counter()
+    await engine.embed(TEXTS, PARAMS)
+    total_s = time.perf_counter() - began_s
+    STAGE_TIMES.set(None)
+    work = asyncio.gather(*(engine.embed(["word " * 200], PARAMS) for _ in range(8)))
+    await asyncio.sleep(0)
+    STAGE_TIMES.set(crowded)
+    await engine.embed(["word " * 200], PARAMS)
+    STAGE_TIMES.reset(token)
+    await work
+    seconds = alone.seconds()
+    assert list(seconds) == [Stage.TOKENIZATION, Stage.QUEUE, Stage.INFERENCE]
+    assert all(spent >= 0 for spent in seconds.values())
+    assert seconds[Stage.INFERENCE] > 0
+    assert sum(seconds.values()) <= total_s
+    assert set(crowded.seconds()) == set(seconds)
+    stats = engine.stats()
+    assert stats.step_tokens.total == stats.num_batched_tokens_total
+    assert stats.step_seconds.cumulative()[-1][1] == stats.num_steps_total
+    assert (stats.num_waiting, stats.token_budget) == (0, 512)

@@ -9,9 +9,22 @@ import pytest
 
 from penstock.engine import errors
 from penstock.engine.dispatcher import Dispatcher, Outgoing
-from penstock.engine.messages import Cancel, Failed, Frame, RowHeader, Rows, Submit, pack_rows, unpack_inputs
+from penstock.engine.messages import (
+    Cancel,
+    Failed,
+    Frame,
+    RequestTime,
+    RowHeader,
+    Rows,
+    StepLoad,
+    Submit,
+    pack_rows,
+    unpack_inputs,
+)
 from penstock.engine.params import PoolingParams
 from penstock.engine.request import TokenizedInput
+from penstock.engine.stage_times import STAGE_TIMES, Stage, StageTimes
+from penstock.engine.step_histogram import StepHistogram
 
 
 class Core:
@@ -140,3 +153,49 @@ async def test_what_one_turn_of_the_loop_submits_is_sent_together(dispatcher: Di
     assert (core.num_sends, len(core.sent)) == (1, 5)
     core.answer(*((i, 0, float(i)) for i in range(5)))
     assert [(await task)[0]["embedding"][0] for task in tasks] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+async def test_a_request_learns_where_its_time_went(dispatcher: Dispatcher, core: Core) -> None:
+    times, others = StageTimes(), StageTimes()
+    token = STAGE_TIMES.set(times)
+    first = await begin(dispatcher, 3, 4)
+    STAGE_TIMES.set(others)
+    second = await begin(dispatcher, 5)
+    STAGE_TIMES.reset(token)
+    core.answer((0, 0, 0.0))
+    headers = [RowHeader(request_id, index, "embedding", (1,)) for request_id, index in ((0, 1), (1, 0))]
+    ended = [RequestTime(0, 0.25, 2.0), RequestTime(1, 0.5, 1.0), RequestTime(99, 1.0, 1.0)]
+    dispatcher.receive_rows(Rows(headers, 9, 0.5, ended=ended), pack_rows([np.zeros(1, np.float32)] * 2))
+    await first
+    await second
+    assert times.seconds() == {Stage.QUEUE: 0.25, Stage.INFERENCE: 2.0}
+    assert others.seconds() == {Stage.QUEUE: 0.5, Stage.INFERENCE: 1.0}
+    queue, inference = times.entries
+    assert inference.began_s == queue.began_s + 0.25
+    assert times.last_s is not None
+    assert times.last_s >= queue.began_s
+
+
+async def test_forwards_and_the_queue_behind_them_are_counted(dispatcher: Dispatcher, core: Core) -> None:
+    stats = dispatcher.stats
+    task = await begin(dispatcher, 50)
+    dispatcher.receive_rows(Rows([], 32, 0.25, load=StepLoad(2, 64, 5, 400)), b"")
+    assert (stats.num_waiting, stats.num_waiting_tokens, stats.token_budget) == (5, 400, 64)
+    dispatcher.receive_rows(Rows([], 0, 0.0, load=StepLoad(0, 64, 4, 300)), b"")  # no forward
+    assert (stats.num_waiting, stats.num_waiting_tokens, stats.num_steps_total) == (4, 300, 1)
+    histograms = (stats.step_tokens, stats.step_seqs, stats.step_fill, stats.step_seconds)
+    assert [h.total for h in histograms] == [32, 2, 0.5, 0.25]
+    assert [h.cumulative()[-1] for h in histograms] == [(float("inf"), 1)] * 4
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)
+    dispatcher.receive_rows(Rows([], 8, 0.1, load=StepLoad(1, 64, 5, 400)), b"")  # sent before the core knew
+    assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)
+
+
+def test_a_histogram_counts_up_to_and_with_its_bounds() -> None:
+    histogram = StepHistogram((1, 10))
+    for value in (0, 1, 1.5, 10, 11):
+        histogram.observe(value)
+    assert histogram.cumulative() == [(1.0, 2), (10.0, 4), (float("inf"), 5)]
+    assert histogram.total == 23.5

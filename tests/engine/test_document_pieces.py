@@ -90,7 +90,8 @@ def save(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Calla
 
 @asynccontextmanager
 async def started(folder: Path) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(EngineConfig(model=str(folder), in_process=True, max_model_len=MAX_MODEL_LEN))
+    config = EngineConfig(model=str(folder), in_process=True, num_threads=1, max_model_len=MAX_MODEL_LEN)
+    engine = await AsyncEngine.start(config)
     try:
         yield engine
     finally:

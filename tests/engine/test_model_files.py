@@ -166,7 +166,7 @@ def test_model_without_pooling_gives_token_vectors_only(tmp_path: Path) -> None:
         "1_Dense/config.json": {"in_features": 32, "out_features": 8, "bias": False},
     }
     info = resolve(write(tmp_path, files))
-    assert info.tasks == (PoolingTask.TOKEN_EMBED,)
+    assert info.tasks == (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE)
     assert (info.sequence_pooling, info.embedding_size, info.normalize) == ((), 8, True)
     assert info.dense[0].activation == "Identity"
 

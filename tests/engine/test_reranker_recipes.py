@@ -65,7 +65,7 @@ def test_published_checkpoints_are_known_by_name(
     known = recipe_named(recipe)
     assert known is not None
     assert info.kind is ModelKind.CROSS_ENCODER
-    assert info.tasks == (PoolingTask.CLASSIFY, PoolingTask.SCORE)
+    assert info.tasks == (PoolingTask.SCORE,)
     assert (info.sequence_pooling, info.activation) == ((PoolingType.LAST,), Activation.SIGMOID)
     assert (info.classifier_tokens, info.classifier_method, info.labels) == (tokens, known.method, labels)
     assert (info.score_template, info.pair_chat) == (known.template, None)

@@ -251,11 +251,25 @@ async def test_the_prompt_stays_whole_where_the_query_does_not_fit(mxbai: Publis
             asked = PoolingParams(truncate_prompt_tokens=limit)
             result = await engine.score(["water " * 500], ["a dam " * 500], asked)
             assert result.num_tokens == [limit]
-            with pytest.raises(InvalidRequestError, match="prompt around a query and a document alone takes more"):
+            with pytest.raises(InvalidRequestError, match="prompt around a query and a document leaves them no room"):
                 await engine.score(["a"], ["b"], PoolingParams(truncate_prompt_tokens=20))
             with pytest.raises(InvalidRequestError, match="maximum context length is 640"):
                 await engine.score(["a"], ["water " * 900], PoolingParams())
             assert whole.num_tokens[0] < limit
+
+
+async def test_a_query_that_fills_the_prompt_leaves_room_for_the_documents(qwen3: Published) -> None:
+    documents = ["a dam of stone", "the cat of the king", "water " * 400]
+    limit = len(qwen3.ids(qwen3.tokenizer, "", "", ASKED, None)) + 60
+    asked = RAW.clone(truncate_prompt_tokens=limit)
+    async with serving(qwen3.folder) as engine:
+        for query in ("water " * 500, "water " * 57):
+            result = await engine.score([query], documents, asked, RequestOptions(instruction=ASKED))
+            assert len(set(result.scores.tolist())) == len(documents)
+            assert max(result.num_tokens) == limit
+        with pytest.raises(InvalidRequestError, match="instruction leaves no room") as caught:
+            await engine.score(["a"], documents, asked, RequestOptions(instruction="water " * 500))
+        assert caught.value.param == "instruction"
 
 
 async def test_the_left_side_of_a_document_may_be_cut(mxbai: Published) -> None:

@@ -20,6 +20,7 @@ JOINT = ScoreTemplate(parts=("sys", "{instruction} q {query} d {document} end", 
 SPLIT = ScoreTemplate(
     parts=("sys", "{instruction}q {query}", "sep", "d {document}", "suf"), instruction_format="i {instruction} "
 )
+LAST = ScoreTemplate(parts=("sys", "d {document}", "q {query}", "{instruction} end"), instruction="find")
 WORDS = ["sys", "suf", "sep", "find", "q", "d", "i", "end", *"abcdefghij", *map(str, range(30))]
 
 Messages = list[dict[str, Any]]
@@ -52,7 +53,9 @@ def words(tokenizer: Tokenizer, ids: list[int] | None) -> str:
         (("{query:>9} {document}",), "the field {query}"),
         (("{query.real} {document}",), "the field {query.real}"),
         (("{query} {document} {instruction} {instruction}",), "{instruction} 2 times"),
-        (("{query} {document",), "expected '}'"),
+        (("{query} {document",), "'{query} {document' has a brace that begins or ends no field"),
+        (("{query} {document}", 'json: {"a"'), "known are {instruction}, {query}, {document}. Write {{ and }} for"),
+        (("{query} {document} }",), "has a brace that begins or ends no field (Single '}'"),
     ],
 )
 def test_wrong_templates_are_refused(parts: tuple[str, ...], message: str) -> None:
@@ -186,16 +189,14 @@ def test_parts_are_joined_without_other_special_tokens(tokenizer: Tokenizer) -> 
     [
         (JOINT, 10, False, "sys find q a b d 0 1 end suf"),
         (JOINT, 10, True, "sys find q a b d 8 9 end suf"),
-        (JOINT, 8, False, "sys find q a b d end suf"),
-        (JOINT, 6, False, "sys find q a end suf"),  # no document is left to cut
-        (JOINT, 3, True, "sys end suf"),
+        (JOINT, 9, False, "sys find q a b d 0 end suf"),
+        (JOINT, 8, False, "sys find q a d 0 end suf"),  # three quarters of the room may be the query's
         (SPLIT, 10, False, "sys q a b sep d 0 1 2 suf"),
         (SPLIT, 10, True, "sys q a b sep d 7 8 9 suf"),
-        (SPLIT, 7, False, "sys q a b sep d suf"),
-        (SPLIT, 5, False, "sys q sep d suf"),  # three quarters of what is left may be the query's
+        (SPLIT, 7, False, "sys q a sep d 0 suf"),
     ],
 )
-def test_the_document_is_cut_first_and_the_end_never(
+def test_the_document_is_cut_and_then_the_query_and_the_prompt_never(
     template: ScoreTemplate, limit: int, left: bool, expected: str, tokenizer: Tokenizer
 ) -> None:
     pair = ("a b", " ".join(map(str, range(10))))
@@ -203,6 +204,30 @@ def test_the_document_is_cut_first_and_the_end_never(
     assert words(tokenizer, encoder.cut(pair, None, limit, left=left)) == expected
     (uncut,) = encoder.encode([pair], None)
     assert encoder.cut(pair, None, len(uncut), left=left) == uncut
+
+
+@pytest.mark.parametrize(
+    ("template", "limit", "expected"),
+    [
+        (JOINT, 14, "sys find q 0 1 2 3 4 5 d a b end suf"),  # frame of 6
+        (JOINT, 11, "sys find q 0 1 2 d a b end suf"),
+        (SPLIT, 11, "sys q 0 1 2 3 sep d a b suf"),  # frame of 5
+        (LAST, 11, "sys d a b q 0 1 2 3 find end"),
+    ],
+)
+@pytest.mark.parametrize("left", [False, True])
+def test_a_long_query_leaves_room_for_the_document(
+    template: ScoreTemplate, limit: int, expected: str, left: bool, tokenizer: Tokenizer
+) -> None:
+    query = " ".join(map(str, range(30)))
+    encoder = PairEncoder(tokenizer, template)
+    assert words(tokenizer, encoder.cut((query, "a b"), None, limit, left=left)) == expected
+    cut = [encoder.cut((query, document), None, limit, left=left) for document in ("c", "e")]
+    assert cut[0] != cut[1]
+    frame = len(encoder.encode([("", "")], None)[0])
+    assert encoder.cut((query, ""), None, frame + 1, left=left) is not None
+    assert encoder.cut((query, "a"), None, frame + 2, left=left) is not None
+    assert encoder.cut((query, "a"), None, frame + 1, left=left) is None
 
 
 def test_a_limit_below_the_prompt_leaves_nothing(tokenizer: Tokenizer) -> None:
@@ -226,6 +251,9 @@ async def test_the_pool_cuts_or_refuses_pairs_by_their_template(tokenizer: Token
         with pytest.raises(InvalidRequestError, match="The limit is 2 tokens, but the prompt around") as caught:
             await pool.encode_pairs(pairs, Truncation(max_num_tokens=2, cut=True))
         assert caught.value.param == "truncate_prompt_tokens"
+        with pytest.raises(InvalidRequestError, match="instruction leaves no room for a query and") as caught:
+            await pool.encode_pairs(pairs, Truncation(max_num_tokens=9, cut=True), instruction="g g g g g")
+        assert caught.value.param == "instruction"
     finally:
         pool.close()
     plain = TokenizerSpec(json=tokenizer.to_str(), truncation_side="right", uses_token_types=False)

@@ -44,7 +44,7 @@ async def until(condition: object, timeout_s: float = 30.0) -> None:
 
 @pytest.fixture
 async def engine(minilm_folder: Path) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder)))
+    engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), num_threads=1))
     yield engine
     await engine.close()
 
@@ -65,7 +65,7 @@ async def test_a_killed_worker_fails_its_requests_and_is_replaced(engine: AsyncE
 
 async def test_closing_leaves_no_process_behind(minilm_folder: Path) -> None:
     before = set(children(os.getpid()))
-    engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder)))
+    engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), num_threads=1))
     (worker,) = set(children(os.getpid())) - before
     await engine.close()
     assert not Path(f"/proc/{worker}").exists()
@@ -116,7 +116,7 @@ async def test_messages_that_cannot_be_read_cost_the_worker_and_not_the_client(
 async def test_an_engine_thread_that_fails_is_replaced(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.engine.core import EngineCore
 
-    engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), in_process=True))
+    engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), in_process=True, num_threads=1))
     deliver = EngineCore._deliver
 
     def fail_once(core: EngineCore, *arguments: object) -> None:

@@ -235,6 +235,7 @@ def serving() -> Serving:
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://test") as client,
         ):
+            await app.state.startup.wait()
             yield client
 
     return serve

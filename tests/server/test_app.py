@@ -1,14 +1,29 @@
 """The life of the engines behind the application."""
 
+import asyncio
 import subprocess
 import sys
 
+import httpx
 import pytest
 
 from penstock.engine.errors import ModelLoadError
 from penstock.server.app import create_app
 from penstock.server.context import ServedModel
 from penstock.server.settings import ServerSettings
+
+STARTING = {
+    "/v1/embeddings": {"input": "a"},
+    "/v2/embed": {"texts": ["a"], "model": "a", "input_type": "classification", "embedding_types": ["float"]},
+    "/rerank": {"query": "a", "documents": ["b"], "model": "b"},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/classify": {"input": "a"},
+    "/embed": {"inputs": "a"},
+    "/pooling": {"input": "a"},
+    "/tokenize": {"prompt": "a"},
+    "/v1/models": None,
+    "/info": None,
+}
 
 
 async def test_the_engine_is_drained_and_closed(serving, engine) -> None:
@@ -39,33 +54,68 @@ async def test_a_second_model_that_cannot_load_closes_the_first(engine) -> None:
         raise ModelLoadError("no such model")
 
     app = create_app([ServedModel(("a",), start), ServedModel(("b",), fail)], ServerSettings())
-    with pytest.raises(ModelLoadError):
-        async with app.router.lifespan_context(app):
-            pass
+    async with app.router.lifespan_context(app):
+        with pytest.raises(ModelLoadError):
+            await app.state.startup.wait()
     assert engine.is_closed
 
 
-async def test_a_failed_start_is_reported_in_one_line() -> None:
+async def test_a_failed_start_is_handed_to_whoever_serves() -> None:
     async def fail():
         raise ModelLoadError("The folder x is not a model.")
 
-    app = create_app([ServedModel(("a",), fail)], ServerSettings())
-    sent = []
+    failures = []
+    app = create_app([ServedModel(("a",), fail)], ServerSettings(), on_failure=failures.append)
+    async with app.router.lifespan_context(app):
+        with pytest.raises(ModelLoadError):
+            await app.state.startup.wait()
+    assert [error.message for error in failures] == ["The folder x is not a model."]
 
-    async def receive() -> dict:
-        return {"type": "lifespan.startup"}
 
-    async def send(message: dict) -> None:
-        sent.append(message)
+async def test_while_a_model_is_loaded_the_server_is_alive_and_asks_to_come_back(engine) -> None:
+    may_load = asyncio.Event()
 
-    with pytest.raises(ModelLoadError):
-        await app({"type": "lifespan", "state": {}}, receive, send)
-    assert sent == [{"type": "lifespan.startup.failed", "message": "The folder x is not a model."}]
+    async def start():
+        await may_load.wait()
+        return engine
+
+    app = create_app([ServedModel(("a", "b"), start)], ServerSettings())
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+    ):
+        live, ready = await client.get("/health/live"), await client.get("/health/ready")
+        assert (live.status_code, ready.status_code) == (200, 503)
+        assert live.json()["engines"] == ready.json()["engines"] == {"a": "starting"}
+        assert (await client.get("/metrics")).status_code == 200
+        for path, body in STARTING.items():
+            response = await (client.get(path) if body is None else client.post(path, json=body))
+            assert (response.status_code, response.headers["retry-after"]) == (503, "1"), path
+            assert "being loaded" in response.text
+        assert (await client.post("/v1/embeddings", json={"input": "a", "model": "c"})).status_code == 404
+        may_load.set()
+        await app.state.startup.wait()
+        assert (await client.get("/health/ready")).status_code == 200
+        assert (await client.post("/v1/embeddings", json={"input": "a", "model": "b"})).status_code == 200
+
+
+async def test_a_server_that_stops_while_it_loads_waits_for_nothing() -> None:
+    was_cancelled = False
+
+    async def start():
+        nonlocal was_cancelled
+        try:
+            await asyncio.Event().wait()
+        finally:
+            was_cancelled = True
+
+    app = create_app([ServedModel(("a",), start)], ServerSettings())
+    async with app.router.lifespan_context(app):
+        await asyncio.sleep(0)
+    assert was_cancelled
 
 
 async def test_two_models_in_one_table(make_engine) -> None:
-    import httpx
-
     async def start_first():
         return make_engine(name="one")
 
@@ -77,6 +127,7 @@ async def test_two_models_in_one_table(make_engine) -> None:
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
     ):
+        await app.state.startup.wait()
         assert (await client.post("/v1/embeddings", json={"input": "a", "model": "uno"})).status_code == 200
         assert (await client.post("/classify", json={"input": "a", "model": "two"})).status_code == 200
         assert (await client.post("/v1/embeddings", json={"input": "a"})).json()["model"] == "one"

@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from penstock.engine.model_info import Activation
+from penstock.engine.params import PoolingTask
 
 EXAMPLES = [{"text": "where is it", "label": "shipping"}, {"text": "money back", "label": "refund"}]
 
@@ -146,3 +147,39 @@ async def test_wrong_bodies(client: httpx.AsyncClient, body: dict, param: str, p
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert part in response.json()["message"]
+
+
+async def test_a_reranker_with_a_prompt_of_its_own_sends_single_texts_elsewhere(serving, make_engine) -> None:
+    engine = make_engine("cross_encoder", ("yes",), tasks=(PoolingTask.SCORE,), embedding_size=0)
+    async with serving(engine) as client:
+        for body, param in (({"input": "a"}, "input"), ({"inputs": ["a"]}, "inputs")):
+            response = await client.post("/classify", json=body)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert (error["code"], error["param"]) == ("unsupported_task", param)
+            assert "/rerank" in error["message"]
+            assert "/score" in error["message"]
+        response = await client.post("/pooling", json={"input": "a"})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported_task")
+        assert (await client.post("/rerank", json={"query": "a", "documents": ["a"]})).status_code == 200
+    assert [name for name, _ in engine.calls] == ["score"]
+
+
+@pytest.mark.parametrize("kind", ["sequence_classifier", "cross_encoder", "token_classifier"])
+async def test_an_instruction_is_not_silently_ignored(serving, make_engine, kind: str) -> None:
+    async with serving(make_engine(kind, ("a", "b"))) as client:
+        response = await client.post("/classify", json={"input": "good", "instruction": "Find praise."})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "instruction"
+        assert (await client.post("/classify", json={"input": "good", "instruction": ""})).status_code == 200
+
+
+async def test_an_instruction_stands_in_the_prompt_of_an_embedding_model(serving, make_engine, client) -> None:
+    body = {"input": "good", "labels": ["praise", "blame"], "instruction": "Find praise."}
+    response = await client.post("/classify", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "instruction")
+    engine = make_engine(prompts={"query": "Instruct: Find it.\nQuery: "})
+    async with serving(engine) as instructed:
+        assert (await instructed.post("/classify", json=body)).status_code == 200
+    (call,) = engine.calls
+    assert call[1][-1].prompt == "Instruct: Find praise.\nQuery: "

@@ -19,7 +19,7 @@ TEXTS = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
 def fake(engine, monkeypatch: pytest.MonkeyPatch, tmp_path):
     """The command on the fake engine; `engine.calls` holds what was embedded."""
 
-    async def start(config, *, log_level):
+    async def start(config, *, log_level, log_format):
         return engine
 
     engine.info = type(engine.info)(**{**_fields(engine.info), "path": str(tmp_path)})

@@ -9,6 +9,8 @@ import pytest
 from penstock.server.schemas.openai import EmbeddingRequest
 from penstock.server.schemas.rerank import RerankRequest
 
+from .conftest import FakeEngine, Serving
+
 TEXTS = ["hello world", "goodbye"]
 DOCUMENTS = ["one red", "one two three red", "blue", "one two red"]
 QUERY = "one two three red"
@@ -115,7 +117,7 @@ WRONG_BODIES = [
     ({"input": "a", "truncate": "MIDDLE"}, "truncate", "'MIDDLE'"),
     ({"input": [{"image": "http://x/a.png"}]}, "input", "entry 0 is an object"),
     ({"input": ["a", {"text": 5}]}, "input", "entry 1 is an object"),
-    ({"input": "a", "return_multivector": True}, "return_multivector", "token_embed"),
+    ({"input": "a", "return_multivector": True, "late_chunking": True}, "return_multivector", "ask for one"),
     ({"input": "a", "instruction": "Find"}, "instruction", "takes no instruction"),
     ({"input": "word " * 100, "truncation": False}, "input", "maximum context length"),
 ]
@@ -164,3 +166,35 @@ def test_raw_scores_have_no_activation(raw_scores, use_activation) -> None:
 async def test_a_wrong_top_k(client: httpx.AsyncClient, top_k: object) -> None:
     response = await client.post("/rerank", json={"query": QUERY, "documents": DOCUMENTS, "top_k": top_k})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "top_k")
+
+
+@pytest.mark.parametrize("path", ["/v1/multi-vector", "/v1/embeddings"])
+async def test_a_vector_per_token(client: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
+    """What api.jina.ai's examples for jina-colbert-v2 send, and the field that they read."""
+    body = {"model": "alias", "dimensions": 8, "input_type": "query", "embedding_type": "float", "input": TEXTS}
+    if path.endswith("embeddings"):
+        body["return_multivector"] = True
+    response = await client.post(path, json=body)
+    assert response.status_code == 200
+    answer = response.json()
+    assert [row["index"] for row in answer["data"]] == list(range(len(TEXTS)))
+    assert all(len(vector) == 8 for row in answer["data"] for vector in row["embeddings"])
+    assert answer["usage"]["total_tokens"] == sum(len(row["embeddings"]) for row in answer["data"])
+    name, (_, _, options) = engine.calls[-1]
+    assert (name, options.is_query, options.prompt_name) == ("token_embed", True, "query")
+
+
+@pytest.mark.parametrize(("input_type", "is_query"), [("document", False), ("retrieval.query", True), (None, None)])
+async def test_the_side_of_a_text_reaches_models_without_prompts(
+    serving: Serving, make_engine: type[FakeEngine], input_type: str | None, is_query: bool | None
+) -> None:
+    engine = make_engine(prompts={})
+    async with serving(engine) as client:
+        await client.post("/v1/multi-vector", json={"input": TEXTS, "input_type": input_type})
+    assert engine.calls[-1][1][2].is_query is is_query
+
+
+async def test_vectors_in_base64(client: httpx.AsyncClient) -> None:
+    body = {"input": "one two", "embedding_type": "base64"}
+    (row,) = (await client.post("/v1/multi-vector", json=body)).json()["data"]
+    assert len(base64.b64decode(row["embeddings"])) == 4 * 8 * 4

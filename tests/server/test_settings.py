@@ -67,6 +67,7 @@ def test_everything_reaches_the_engine() -> None:
             "max_num_batched_tokens": "99",
             "max_num_seqs": "7",
             "max_queued_tokens": "1000",
+            "max_queued_chars": "2000",
             "enable_chunked_prefill": False,
             "chunk_size": "64",
             "kv_cache_memory": "2GiB",
@@ -87,6 +88,7 @@ def test_everything_reaches_the_engine() -> None:
     scheduler = config.scheduler
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, scheduler.max_queued_tokens) == (99, 7, 1000)
     assert (scheduler.enable_chunked_prefill, scheduler.chunk_size) == (False, 64)
+    assert config.max_queued_chars == 2000
     cache = config.cache
     assert (cache.kv_cache_memory, cache.memory_fraction, cache.block_size) == (2 * 1024**3, 0.5, 8)
     assert type(cache.kv_cache_memory) is int
@@ -111,10 +113,15 @@ WRONG_VALUES = [
     ("api_key", ",", "holds no key"),
     ("max_body_bytes", "0", "greater than 0"),
     ("chunk_size", "0", "greater than 0"),
-    ("kv_cache_memory", "2 apples", "byte unit"),
+    ("kv_cache_memory", "2 apples", "must be a size such as 2GiB or 500MB"),
+    ("kv_cache_memory", "foo", "must be a size such as 2GiB or 500MB"),
+    ("kv_cache_memory", "-5GB", "must be a size such as 2GiB or 500MB"),
     ("kv_cache_memory", "0", "greater than 0"),
     ("cache_memory_fraction", "1.5", "less than or equal to 1"),
     ("log_level", "loud", "'debug'"),
+    ("cors_origins", "example.com", "is no origin"),
+    ("cors_origins", "https://example.com/", "is no origin"),
+    ("cors_origins", "*,http://a b", "is no origin"),
 ]
 
 

@@ -284,7 +284,7 @@ def test_a_hybrid_gets_both_within_its_memory(memory_bytes: int, block_size: int
 
 
 def test_what_cannot_be_planned_is_said() -> None:
-    with pytest.raises(ModelLoadError, match=r"1,000 bytes.* at least 1,024 .*per block of 16 tokens"):
+    with pytest.raises(ModelLoadError, match=r"1,000 bytes.* at least 1,024 .*per block of 16 .*--kv-cache-memory"):
         plan(CacheSpec(kv_layers=(KV, KV)), 1000)
     with pytest.raises(ValueError, match="keeps nothing"):
         plan(CacheSpec(), 1000)

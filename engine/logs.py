@@ -1,4 +1,7 @@
-"""Log lines for people (console) or for machines (json). No secret and no input text is ever logged."""
+"""Log lines for people (console) or for machines (json), alike in the server and in the engine process.
+
+No secret and no input text is ever logged.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import orjson
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message and, where there is one, the exception."""
+    """One JSON object a line: time, level, logger, message, the record's `fields`, and an exception if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns the line of `record`."""
@@ -20,13 +23,14 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return orjson.dumps(line).decode()
 
 
 def configure_logging(level: str, line_format: str) -> None:
-    """Sends all loggers, uvicorn's too, to stderr.
+    """Sends all loggers, those of libraries too, to stderr.
 
     Args:
         level: Least severe level that is logged, such as "info".

