@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .char_admission import CharAdmission
 from .chat_template import ChatOptions, Conversation
@@ -26,12 +28,23 @@ from .params import PoolingParams, PoolingTask
 from .request import TokenizedInput
 from .request_options import DEFAULT_OPTIONS, RequestOptions
 from .request_runner import RequestRunner
-from .results import ClassResult, EmbeddingResult, ScoreResult, TokenizedText, TokenResult
+from .results import (
+    ClassResult,
+    CombinedResult,
+    EmbeddingResult,
+    ScoreResult,
+    SparseResult,
+    TokenizedText,
+    TokenResult,
+)
 from .scoring import PairScorer
+from .sparse import SparseVector
 from .supervisor import CoreSupervisor, EngineState
 from .tokenizer import Text, TokenizerPool
 
 __all__ = ["AsyncEngine", "RequestOptions"]
+
+_COMBINED: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
 
 
 class AsyncEngine:
@@ -142,10 +155,54 @@ class AsyncEngine:
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> TokenResult:
         """Embeds every token of each input; a multi-vector model leaves some out. Raises as `embed`."""
-        if self.info.multi_vector is not None:
-            is_query = options.is_query if options.is_query is not None else options.prompt_name in QUERY_PROMPTS
-            params = params.clone(is_query=is_query)
+        params = self._for_vectors(params, options)
         return await self._token_level(PoolingTask.TOKEN_EMBED, "token_embeddings", inputs, params, options)
+
+    async def sparse_embed(
+        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
+    ) -> SparseResult:
+        """Embeds each input into a sparse vector over the vocabulary (sparse.py). Raises as `embed`."""
+        params = params.resolved(PoolingTask.SPARSE_EMBED, self.info)
+        async with self._requests.hold(options):
+            tokenized = await self._encoder.encode(inputs, params, options)
+            outputs = await self._requests.run(tokenized, params, options)
+        return SparseResult([SparseVector.of(output["sparse"]) for output in outputs], [len(t) for t in tokenized])
+
+    async def embed_combined(
+        self,
+        inputs: Sequence[Text],
+        tasks: Sequence[PoolingTask],
+        params: PoolingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> CombinedResult:
+        """Answers several of EMBED, TOKEN_EMBED and SPARSE_EMBED from one forward. Raises as `embed`."""
+        if set(tasks) == {PoolingTask.EMBED}:
+            dense = await self.embed(inputs, params, options)
+            return CombinedResult(dense.num_tokens, dense.embeddings)
+        # Those that take parameters come first: the others would refuse them.
+        first, *others = [task for task in _COMBINED if task in tasks]
+        if others and self.info.is_causal:
+            raise UnsupportedTaskError(
+                f"{self.info.name} reads long inputs in chunks, which give one output at a time; ask for one.",
+                param="outputs",
+            )
+        for task in others:
+            asked = params if task is not PoolingTask.SPARSE_EMBED else PoolingParams()
+            asked.verify(task, self.info)
+        params = self._for_vectors(params.resolved(first, self.info).clone(also=tuple(others)), options)
+        async with self._requests.hold(options):
+            whole = params.clone(task=PoolingTask.TOKEN_EMBED)  # not in windows: only embeddings can be averaged
+            tokenized = await self._encoder.encode(inputs, whole, options)
+            outputs = await self._requests.run(tokenized, params, options)
+        wanted = (first, *others)
+        has_vectors = PoolingTask.TOKEN_EMBED in wanted
+        return CombinedResult(
+            num_tokens=[len(t) for t in tokenized],
+            embeddings=np.stack([o["embedding"] for o in outputs]) if PoolingTask.EMBED in wanted else None,
+            sparse=[SparseVector.of(o["sparse"]) for o in outputs] if PoolingTask.SPARSE_EMBED in wanted else None,
+            vectors=[o["token_embeddings"] for o in outputs] if has_vectors else None,
+            token_ids=[self._with_vectors(t.token_ids, params).tolist() for t in tokenized] if has_vectors else None,
+        )
 
     async def classify(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
@@ -263,13 +320,29 @@ class AsyncEngine:
         async with self._requests.hold(options):
             tokenized = await self._encoder.encode(inputs, params, options)
             outputs = await self._requests.run(tokenized, params, options)
-        token_ids = [t.token_ids.tolist() for t in tokenized]
-        recipe = self.info.multi_vector
-        if task is PoolingTask.TOKEN_EMBED and recipe is not None and recipe.skips(is_query=params.is_query):
-            token_ids = [kept_ids(t.token_ids, self._tokenizer.marks.skip_ids).tolist() for t in tokenized]
+        if task is PoolingTask.TOKEN_EMBED:
+            token_ids = [self._with_vectors(t.token_ids, params).tolist() for t in tokenized]
+        else:
+            token_ids = [t.token_ids.tolist() for t in tokenized]
         if task is PoolingTask.TOKEN_CLASSIFY and params.step_tag_id is not None:
             token_ids = [[i for i in ids if i == params.step_tag_id] for ids in token_ids]
         return TokenResult([o[name] for o in outputs], token_ids, [len(t) for t in tokenized])
+
+    def _with_vectors(self, token_ids: NDArray[np.int32], params: PoolingParams) -> NDArray[np.int32]:
+        """Returns the ids of the tokens that have a vector in an answer for tokens."""
+        recipe, heads = self.info.multi_vector, self.info.token_heads
+        if heads is not None and heads.vectors_file is not None:
+            return token_ids[1:]
+        if recipe is not None and recipe.skips(is_query=params.is_query):
+            return kept_ids(token_ids, self._tokenizer.marks.skip_ids)
+        return token_ids
+
+    def _for_vectors(self, params: PoolingParams, options: RequestOptions) -> PoolingParams:
+        """Says which side of a multi-vector model's recipe the inputs are read by."""
+        if self.info.multi_vector is None:
+            return params
+        is_query = options.prompt_name in QUERY_PROMPTS if options.is_query is None else options.is_query
+        return params.clone(is_query=is_query)
 
     def _classes(self, tokenized: Sequence[TokenizedInput], outputs: Sequence[Arrays]) -> ClassResult:
         scores = np.stack([output["scores"] for output in outputs])

@@ -18,7 +18,7 @@ from .waiting_queue import Entry, WaitingQueue
 class ClientShares:
     """What the clients have had of the device. Shared by the queues of one scheduler; its owner holds a lock.
 
-    Invariant: among clients that wait without a pause, tokens differ by no more than what was taken of one at once.
+    Invariant: among clients that wait without a pause, tokens differ by no more than the largest window and batch.
     """
 
     def __init__(self) -> None:

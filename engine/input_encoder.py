@@ -92,7 +92,7 @@ class InputEncoder:
     ) -> Pieces:
         """Cuts documents into pieces that fit beside their query or, for the embed task, by themselves."""
         truncation = replace(self._truncation(params, param=None), cut=True)
-        if params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
+        if params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED):
             taken = await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
         else:
             pairs = [(query, "a") for query in queries]

@@ -21,7 +21,9 @@ from .layers.rows import limit_kept_kernels
 from .layers.weights import Weights
 from .model_info import ModelInfo
 from .models.base import PackedModel
+from .models.masked_lm import VocabularyHead
 from .models.registry import find_model_class, has_own_code
+from .sparse import SparseKind
 
 logger = logging.getLogger("penstock.engine")
 
@@ -51,6 +53,8 @@ def load_model(info: ModelInfo, *, trust_remote_code: bool = False) -> PackedMod
     model_class = find_model_class(info.architecture, info.model_type, info.config)
     with open_checkpoint(Path(info.path)) as checkpoint, torch.no_grad():
         model = model_class(info, Weights(checkpoint, torch_dtype(info.dtype), torch.device(info.device)))
+        if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
+            model.vocabulary_head = VocabularyHead(Weights(checkpoint, torch.float32, torch.device(info.device)), info)
         if unused := checkpoint.unused():
             logger.debug("%s: %d tensors of the checkpoint are not used: %s", info.name, len(unused), ", ".join(unused))
     return model

@@ -7,7 +7,7 @@ Nothing here is pickled. The same structs are passed by reference when the core 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -45,7 +45,7 @@ class TokenizerSpec:
     sample_ids: tuple[int, ...] = ()
     score_template: ScoreTemplate | None = None
     chat_template: ChatTemplate | None = None
-    marks: TokenMarks = TokenMarks()
+    marks: TokenMarks = field(default_factory=TokenMarks)
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):

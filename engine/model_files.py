@@ -17,11 +17,13 @@ from .model_draft import ModelDraft, merged
 from .model_hub import locate_model
 from .model_info import DenseSpec, ModelInfo, ModelKind, PairChat
 from .model_limits import resolve_long_text, resolve_max_model_len
-from .model_multi_vector import read_stanford_modules, resolve_multi_vector
 from .model_modules import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules, read_object
+from .model_multi_vector import read_stanford_modules, resolve_multi_vector
+from .model_sparse import resolve_sparse
 from .multi_vector import MultiVector
 from .params import PoolingTask, PoolingType
 from .score_template import ScoreTemplate
+from .sparse import SparsePooling, TokenHeads
 
 __all__ = [
     "DECODER_MODEL_TYPES",
@@ -76,6 +78,7 @@ def resolve_model(config: EngineConfig) -> ModelInfo:
     _resolve_text(draft)
     tokenizer_config = read_object(path / "tokenizer_config.json")
     draft.set("max_model_len", *resolve_max_model_len(model_config, tokenizer_config, files, config))
+    resolve_sparse(draft, root)
     resolve_multi_vector(draft, root, tokenizer_config)
     resolve_long_text(draft)
     return ModelInfo(**draft.fields, sources=draft.sources, config=model_config)
@@ -260,7 +263,7 @@ def _shown(value: Any) -> str:
         return ", ".join(f"{name}: {text!r}" for name, text in value.items())
     if isinstance(value, ScoreTemplate):
         return " + ".join(map(repr, value.parts))
-    if isinstance(value, MultiVector):
+    if isinstance(value, MultiVector | SparsePooling | TokenHeads):
         return ", ".join(f"{name} {_shown(part)}" for name, part in dataclasses.asdict(value).items() if part)
     if isinstance(value, PairChat):
         return "chat template"

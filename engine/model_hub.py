@@ -13,7 +13,10 @@ from .errors import ModelLoadError
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DESCRIPTION_FILES: Final = ("config.json", "modules.json")
-_ALLOW: Final = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
+_ALLOW: Final = (
+    *("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"),
+    *("artifact.metadata", "sparse_linear.pt", "colbert_linear.pt"),
+)
 _IGNORE: Final = ("onnx/*", "openvino/*", "original/*", "consolidated*", "*.onnx.json", "*.tflite")
 _WITHOUT_WEIGHTS: Final = ("_Pooling", "_Normalize", "_Dropout")
 

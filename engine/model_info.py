@@ -13,6 +13,7 @@ from typing import Any
 from .multi_vector import MultiVector
 from .params import ChunkedProcessingMode, PoolingTask, PoolingType
 from .score_template import ScoreTemplate
+from .sparse import SparsePooling, TokenHeads
 
 
 class ModelKind(StrEnum):
@@ -116,6 +117,8 @@ class ModelInfo:
         chunk_overlap: Tokens that a window shares with the one before it.
         chunked_processing_mode: How the windows are cut and averaged.
         multi_vector: How a model with one vector per token (ColBERT) reads queries and documents; None for others.
+        sparse: How it makes sparse vectors; None where it makes none.
+        token_heads: Heads for each token beside the sentence embedding; None for none.
         is_causal: Attention looks back only.
         prompts: Named prompts of the model.
         default_prompt_name: Prompt applied when a request names none.
@@ -166,6 +169,8 @@ class ModelInfo:
     chunk_overlap: int = 0
     chunked_processing_mode: ChunkedProcessingMode = ChunkedProcessingMode.WINDOWS
     multi_vector: MultiVector | None = None
+    sparse: SparsePooling | None = None
+    token_heads: TokenHeads | None = None
     is_causal: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None

@@ -38,7 +38,7 @@ _POOLING_MODES: Final = {
     "weightedmean": PoolingType.WEIGHTED_MEAN,
     "lasttoken": PoolingType.LAST,
 }
-_KNOWN_MODULES: Final = "Transformer, Pooling, Dense, Normalize, Dropout, LogitScore and MultiVectorMask"
+_KNOWN_MODULES: Final = "Transformer, Pooling, Dense, Normalize, Dropout, LogitScore, MultiVectorMask and SpladePooling"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,7 @@ class SentenceTransformersFiles:
         pair_chat: Pairs go through the tokenizer's chat template.
         mask_folder: Folder of the MultiVectorMask module.
         is_pylate: PyLate has saved the model.
+        splade_folder: Folder of the SpladePooling module.
     """
 
     transformer_folder: str = ""
@@ -99,6 +100,7 @@ class SentenceTransformersFiles:
     pair_chat: PairChat | None = None
     mask_folder: str | None = None
     is_pylate: bool = False
+    splade_folder: str | None = None
 
 
 def read_json(path: Path) -> Any:
@@ -146,7 +148,7 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
     for place, entry in enumerate(entries):
         kind, folder = entry["type"].rsplit(".", 1)[-1], _checked_folder(root, entry.get("path", ""))
         if place == 0:
-            if kind != "Transformer":
+            if kind not in ("Transformer", "MLMTransformer"):
                 raise _unsupported(root, f"starts with the module {entry['type']}; penstock needs a Transformer first")
             _read_transformer(root, folder, files)
         elif kind == "Pooling" and files.pooling is None and not folders and not files.has_normalize:
@@ -157,9 +159,11 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
             files.logit_score = _read_logit_score(root, folder)
         elif kind == "Normalize":
             files.has_normalize = True
+        elif kind == "SpladePooling" and place == 1:
+            files.splade_folder = folder
         elif kind == "MultiVectorMask" and files.pooling is None:
             files.mask_folder = folder
-        elif kind in ("Pooling", "Dense", "LogitScore", "MultiVectorMask"):
+        elif kind in ("Pooling", "Dense", "LogitScore", "MultiVectorMask", "SpladePooling"):
             raise _unsupported(root, f"places the module {entry['type']} ({folder}) where penstock cannot run it")
         elif kind != "Dropout":
             raise _unsupported(root, f"lists the module {entry['type']} ({folder}); penstock knows {_KNOWN_MODULES}")

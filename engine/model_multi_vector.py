@@ -16,8 +16,9 @@ from .errors import ModelLoadError, UnsupportedModelError
 from .model_draft import ModelDraft
 from .model_info import DenseSpec, ModelKind
 from .model_limits import resolve_max_model_len
-from .model_modules import SETTINGS_FILE, SentenceTransformersFiles, read_object
+from .model_modules import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_object
 from .multi_vector import DOCUMENT, QUERY, MultiVector, QueryExpansion
+from .params import PoolingTask
 
 METADATA_FILE: Final = "artifact.metadata"
 _STANFORD: Final = "HF_ColBERT"
@@ -73,7 +74,8 @@ def resolve_multi_vector(draft: ModelDraft, root: Path, tokenizer_config: dict[s
     """
     draft.set("multi_vector", None, "default")
     files = draft.files
-    if draft.fields["kind"] is not ModelKind.EMBEDDING or draft.fields["sequence_pooling"] or files is None:
+    gives_vectors = PoolingTask.TOKEN_EMBED in draft.fields["tasks"] and not draft.fields["sequence_pooling"]
+    if draft.fields["kind"] is not ModelKind.EMBEDDING or not gives_vectors or files is None:
         return
     recipe, prompts, source = _read(draft, root, files)
     if recipe.expansion is not None and not recipe.expansion.attends and not _hides(draft):
@@ -107,7 +109,10 @@ def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tu
     """Returns the recipe, the prompts that it adds, and the file that it was read from."""
     settings = read_object(root / SETTINGS_FILE)
     averages = str(settings.get("similarity_fn_name")).lower() == "meanmaxsim"
-    if _STANFORD in (draft.config.get("architectures") or ()):
+    if not (root / MODULES_FILE).is_file():
+        for name, own_source in draft.sources.items():
+            if own_source.startswith(MODULES_FILE):  # the modules are what such a folder means
+                draft.sources[name] = draft.source_of("architectures")
         recipe, prompts = _read_stanford(read_object(root / METADATA_FILE))
         return recipe, prompts, METADATA_FILE
     module = read_object(root / files.transformer_source) if files.transformer_source else {}

@@ -85,10 +85,12 @@ class TokenMarks:
     Attributes:
         expansion_id: Id of the token behind short queries; None where there is none.
         skip_ids: Ids whose vectors are left out.
+        unweighted_ids: Ids that have no weight in a sparse vector made of token weights.
     """
 
     expansion_id: int | None = None
     skip_ids: tuple[int, ...] = ()
+    unweighted_ids: tuple[int, ...] = ()
 
 
 def expanded(tokens: TokenizedInput, expansion: QueryExpansion, token_id: int) -> TokenizedInput:

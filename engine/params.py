@@ -29,6 +29,7 @@ class PoolingTask(StrEnum):
     SCORE = "score"
     TOKEN_EMBED = "token_embed"
     TOKEN_CLASSIFY = "token_classify"
+    SPARSE_EMBED = "sparse_embed"
 
 
 class PoolingType(StrEnum):
@@ -63,6 +64,7 @@ VALID_PARAMETERS: Final[dict[PoolingTask, frozenset[str]]] = {
     PoolingTask.CLASSIFY: frozenset({"use_activation"}),
     PoolingTask.SCORE: frozenset({"use_activation"}),
     PoolingTask.TOKEN_CLASSIFY: frozenset({"use_activation", "step_tag_id", "returned_token_ids"}),
+    PoolingTask.SPARSE_EMBED: frozenset(),
 }
 _TASK_PARAMETERS: Final = ("dimensions", "normalize", "use_activation", "step_tag_id", "returned_token_ids")
 
@@ -82,6 +84,7 @@ class PoolingParams:
         step_tag_id: STEP pooling: keep the rows of tokens with this id.
         returned_token_ids: STEP pooling: keep these columns of the class scores.
         is_query: The inputs are queries of a multi-vector model; filled in by the engine call.
+        also: Further tasks that the same forward answers; filled in by the engine call.
         is_compared: Answer with the similarities of each input's vectors to those of its query; filled in by `score`.
     """
 
@@ -94,6 +97,7 @@ class PoolingParams:
     step_tag_id: int | None = None
     returned_token_ids: tuple[int, ...] | None = None
     is_query: bool = False
+    also: tuple[PoolingTask, ...] = ()
     is_compared: bool = False
 
     def clone(self, **changes: Any) -> PoolingParams:
@@ -211,6 +215,8 @@ class PoolingParams:
             return self.clone(
                 task=task, normalize=normalize, use_activation=normalize, dimensions=self.dimensions or model.dimensions
             )
+        if task is PoolingTask.SPARSE_EMBED:
+            return self.clone(task=task)
         use_activation = model.use_activation if self.use_activation is None else self.use_activation
         return self.clone(
             task=task,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .sparse import SparseVector
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingResult:
@@ -64,6 +66,38 @@ class TokenResult:
     token_ids: list[list[int]]
     num_tokens: list[int]
     labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseResult:
+    """One sparse vector per input.
+
+    Attributes:
+        vectors: Over the vocabulary.
+        num_tokens: Tokens of each input after truncation.
+    """
+
+    vectors: list[SparseVector]
+    num_tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CombinedResult:
+    """Several outputs of one forward; what was not asked for is None.
+
+    Attributes:
+        num_tokens: Tokens of each input after truncation.
+        embeddings: [N, D] float32.
+        sparse: One sparse vector per input.
+        vectors: [L_i, D] float32 each: a row per token.
+        token_ids: The ids that the rows of `vectors` stand for.
+    """
+
+    num_tokens: list[int]
+    embeddings: NDArray[np.float32] | None = None
+    sparse: list[SparseVector] | None = None
+    vectors: list[NDArray[np.float32]] | None = None
+    token_ids: list[list[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

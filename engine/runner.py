@@ -18,6 +18,7 @@ from .errors import ModelLoadError
 from .forward_clock import ForwardClock
 from .host import available_memory, usable_cores
 from .layers.dense import Dense
+from .load_token_heads import load_token_maps
 from .load_tokenizer import load_tokenizer
 from .loader import load_dense, load_model, torch_dtype
 from .messages import TokenizerSpec
@@ -26,7 +27,7 @@ from .model_info import ModelInfo
 from .models.base import PackedModel
 from .packed_batch import PackedBatch
 from .params import PoolingParams
-from .pooling import ModelPooler, PoolingMetadata
+from .pooling import ModelPooler, PoolingMetadata, TokenMaps
 from .request import Sequence as QueuedSequence, SequenceSlice, TokenizedInput
 from .sequence_pool import KvCachePool, PoolPlan, SequenceAllocator, SequencePool, SsmStatePool, plan_pool
 from .slice_memory import SliceMemory, carry_of
@@ -66,6 +67,7 @@ class ModelRunner:
         model: With its weights.
         dense: The Dense modules that follow the pooling.
         config: Limits of the pool.
+        maps: Heads for single tokens; None for none.
     """
 
     def __init__(
@@ -75,13 +77,14 @@ class ModelRunner:
         model: PackedModel,
         dense: Sequence[Dense],
         config: EngineConfig,
+        maps: TokenMaps | None = None,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
         self.allocator: SequenceAllocator | None = None
         self._device = torch.device(info.device)
         self._model = model
-        self._pooler = ModelPooler(info, model, dense, tokenizer.marks.skip_ids)
+        self._pooler = ModelPooler(info, model, dense, maps or TokenMaps())
         self._memory: SliceMemory | None = None
         self.clock = ForwardClock(self._device)
         if model.cache_spec is not None and (
@@ -100,7 +103,7 @@ class ModelRunner:
         info = with_device(resolve_model(config), *_resolve_device(config))
         tokenizer = load_tokenizer(info, trust_remote_code=config.trust_remote_code)
         model = load_model(info, trust_remote_code=config.trust_remote_code)
-        return cls(info, tokenizer, model, load_dense(info), config)
+        return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
 
     @torch.inference_mode()
     def execute(self, work: Sequence[Work]) -> list[Outputs]:

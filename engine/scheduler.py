@@ -2,7 +2,8 @@
 
 The order is start-time fair: a sequence's turn comes at its arrival time plus the time that the tokens ahead of it in
 its own request would take, so that one large request and many small ones share the device. A level of priority is worth
-a fixed time of waiting. Nobody starves, because turns are finite and later arrivals have later turns.
+a fixed time of waiting. Nobody starves, because turns are finite and later arrivals have later turns. Where clients are
+told apart, all this holds within each of them, and those that wait get the same number of tokens (fair_queue.py).
 Source of the idea: Goyal, Vin, Cheng, "Start-time Fair Queueing", 1997.
 
 Among whole sequences whose turn is near, those of similar length go together (attention over equal lengths is one
@@ -18,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from .config import SchedulerConfig
+from .fair_queue import ClientShares, FairQueue
 from .request import Sequence, SequenceSlice
 from .slicer import Slicer
-from .waiting_queue import Entry, WaitingQueue
+from .waiting_queue import Entry
 
 _WINDOW: Final = 4
 """Steps. How far ahead sequences of similar length are looked for, in tokens; half as far in sequences."""
@@ -77,8 +79,9 @@ class Scheduler:
         self.slicer = slicer
         self._full_budget = self.token_budget
         self._good_steps = 0
-        self._whole = WaitingQueue()
-        self._long = WaitingQueue()
+        shares = ClientShares()
+        self._whole = FairQueue(shares)
+        self._long = FairQueue(shares)
         self._last_num_whole = 0  # whole sequences in the last batch
 
     @property
@@ -200,16 +203,17 @@ class Scheduler:
             if not slicer.wants(entry.sequence, max_tokens):
                 self._long.put_back(entries)
                 break
-            if slicer.start(entry.sequence):
-                self._long.take(entry)
-                continue
-            self._long.put_back(entries)
-            preempted = slicer.preempt_for(entry.sequence)
-            if not preempted:
+            has_started = slicer.start(entry.sequence)
+            if not has_started:
+                preempted = slicer.preempt_for(entry.sequence)
+                has_started = bool(preempted) and slicer.start(entry.sequence)
+                batch.preempted += preempted
+                for slice_ in preempted:
+                    self._long.add(slice_.sequence)
+            if not has_started:
+                self._long.put_back(entries)
                 break  # those behind it wait too, or it might never find enough memory
-            batch.preempted += preempted
-            for slice_ in preempted:
-                self._long.add(slice_.sequence)
+            self._long.take(entry)
         batch.slices += slicer.next_chunks(
             max_tokens, max_chunks, memory_pressure=1 - self.token_budget / self._full_budget
         )

@@ -18,6 +18,7 @@ from .request_options import RequestOptions
 from .request_runner import RequestRunner
 from .results import ScoreResult
 from .similarity import paired_cosine
+from .sparse import SparseVector
 
 
 class PairScorer:
@@ -47,14 +48,20 @@ class PairScorer:
                 f"{len(left)} texts cannot be paired with {len(right)}; give 1 to 1, 1 to N or N to N.", param="text_2"
             )
         is_joint, is_late = self._info.kind is ModelKind.CROSS_ENCODER, self._info.multi_vector is not None
+        is_sparse = PoolingTask.EMBED not in self._info.tasks and self._info.sparse is not None
         if is_joint:
             params = params.resolved(PoolingTask.SCORE, self._info)
         else:
             params.verify(PoolingTask.SCORE, self._info)
-            task = PoolingTask.TOKEN_EMBED if is_late else PoolingTask.EMBED
-            normalize = None if is_late else True
+            task = PoolingTask.TOKEN_EMBED if is_late else PoolingTask.SPARSE_EMBED if is_sparse else PoolingTask.EMBED
+            normalize = True if task is PoolingTask.EMBED else None
             params = params.clone(use_activation=None, normalize=normalize).resolved(task, self._info)
-        score = self._score_jointly if is_joint else self._score_late if is_late else self._score_by_cosine
+        if is_joint:
+            score = self._score_jointly
+        elif is_late:
+            score = self._score_late
+        else:
+            score = self._score_by_sparse_vectors if is_sparse else self._score_by_cosine
         async with self._requests.hold(options):
             if options.max_pieces == 1:
                 return await score(left, right, params, options)
@@ -85,6 +92,26 @@ class PairScorer:
         for i, of_query in enumerate(queries.num_tokens):
             num_tokens[i] += of_query
         return ScoreResult(paired_cosine(*vectors), num_tokens)
+
+    async def _score_by_sparse_vectors(
+        self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
+    ) -> ScoreResult:
+        recipe = self._info.sparse
+        assert recipe is not None, "only models with sparse vectors are scored by them"
+        queries = await self._encoder.encode(left, params, self._query_options(options), param=None)
+        of_documents = self._named_prompt(DOCUMENT_PROMPTS, options)
+        documents = await self._encoder.encode(right, params, of_documents, param=None)
+        outputs = await self._requests.run([*queries, *documents], params, options)
+        vectors = [SparseVector.of(output["sparse"]) for output in outputs]
+        own = vectors[: len(left)] if len(left) == len(right) else [vectors[0]] * len(right)
+        scores = [
+            query.similarity(document, is_cosine=recipe.is_cosine)
+            for query, document in zip(own, vectors[len(left) :], strict=True)
+        ]
+        num_tokens = [len(document) for document in documents]
+        for place, query in enumerate(queries):
+            num_tokens[place] += len(query)
+        return ScoreResult(np.array(scores, np.float32), num_tokens)
 
     async def _score_late(
         self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions

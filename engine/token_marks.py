@@ -40,6 +40,9 @@ def find_marks(tokenizer: Any, info: ModelInfo) -> TokenMarks:
         UnsupportedModelError: The tokenizer does not have the expansion token, or fills up on the left.
     """
     recipe = info.multi_vector
+    if info.token_heads is not None:
+        own = (tokenizer.cls_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+        return TokenMarks(unweighted_ids=tuple(sorted({i for i in own if i is not None})))
     if recipe is None:
         return TokenMarks()
     expansion_id = None if recipe.expansion is None else _expansion_id(tokenizer, recipe.expansion, info)
@@ -49,7 +52,7 @@ def find_marks(tokenizer: Any, info: ModelInfo) -> TokenMarks:
 def _expansion_id(tokenizer: Any, expansion: QueryExpansion, info: ModelInfo) -> int:
     if tokenizer.padding_side != "right":
         raise UnsupportedModelError(
-            f"{info.name} fills queries up on the left, for which penstock has no code ({info.sources['multi_vector']})."
+            f"{info.name} fills queries up on the left, which penstock does not ({info.sources['multi_vector']})."
         )
     if expansion.token is not None:
         found = tokenizer.get_vocab().get(expansion.token)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from .request import Sequence
@@ -29,13 +28,16 @@ class WaitingQueue:
     """A heap of sequences. Not thread-safe: its owner holds a lock.
 
     Invariant: `num_seqs` and `num_tokens` count exactly what has not been taken, cancelled or expired.
+
+    Args:
+        ties: Numbers of entries; queues whose entries come together take them from one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ties: Iterator[int]) -> None:
         self.num_seqs = 0
         self.num_tokens = 0
         self._heap: list[Entry] = []
-        self._ties = itertools.count()
+        self._ties = ties
         self._waiting_of: dict[int, list[int]] = {}  # request id -> [sequences, tokens] that wait
 
     def add(self, sequence: Sequence) -> None:

@@ -24,6 +24,7 @@ from .observers import Observers
 from .routes import (
     classify,
     cohere,
+    encode,
     invocations,
     multi_vector,
     openai,
@@ -86,6 +87,7 @@ def create_app(
     app.router.redirect_slashes = False
     for module in (openai, multi_vector, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools):
         app.include_router(module.router)
+    app.include_router(encode.router)
     app.include_router(ops.router)
     app.include_router(playground.router)
     install_error_handlers(app)

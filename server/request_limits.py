@@ -66,8 +66,8 @@ def _level(text: str) -> int:
         level = MAX_PRIORITY + 1
     if abs(level) > MAX_PRIORITY:
         raise InvalidRequestError(
-            f"The header x-priority is {text[:40]!r}; it must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}, "
-            "of which the lower goes first.",
+            f"The header x-priority is {text[:40]!r}; it must be a whole number from -{MAX_PRIORITY} to "
+            f"{MAX_PRIORITY}, of which the lower goes first.",
             param="x-priority",
         )
     return level

@@ -11,6 +11,7 @@ from fastapi import Response
 from numpy.typing import NDArray
 
 from penstock.engine.model_info import Activation, ModelInfo, ModelKind
+from penstock.engine.sparse import SparseVector
 from penstock.engine.stage_times import STAGE_TIMES, Stage
 
 from .json_route import json_response
@@ -51,6 +52,14 @@ def rank_rows(scores: Scores, texts: Sequence[str] | None, top_n: int | None) ->
         for row in rows:
             row["text"] = texts[row["index"]]
     return rows
+
+
+def sparse_rows(vectors: Sequence[SparseVector]) -> list[list[dict[str, Any]]]:
+    """Returns the entries of sparse vectors that are not zero."""
+    return [
+        [{"index": i, "value": value} for i, value in zip(vector.indices.tolist(), vector.values, strict=True)]
+        for vector in vectors
+    ]
 
 
 def tei_response(content: Any, model: ModelInfo, began_s: float, *, num_chars: int, num_tokens: int) -> Response:

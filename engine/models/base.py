@@ -48,12 +48,14 @@ class PackedModel(ABC):
         cache_spec: What must be kept of a sequence from slice to slice; None where sequences cannot be sliced.
         sequence_head: Pooled rows [N, D] to logits [N, num_labels]; None where the checkpoint has no such head.
         token_head: Hidden states [T, D] to logits [T, num_labels]; None where the checkpoint has no such head.
+        vocabulary_head: Hidden states [R, D] to logits over the vocabulary [R, V]; None unless ModelInfo.sparse asks.
     """
 
     hidden_size: int
     cache_spec: CacheSpec | None = None
     sequence_head: Head | None = None
     token_head: Head | None = None
+    vocabulary_head: Head | None = None
 
     @abstractmethod
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:

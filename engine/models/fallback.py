@@ -79,7 +79,7 @@ class TransformersModel(PackedModel):
         recipe = info.multi_vector
         if recipe is not None and recipe.expansion is not None and not recipe.expansion.attends:
             raise UnsupportedModelError(
-                f"{info.name} fills queries up with tokens that the others must not attend to; it needs a native family."
+                f"{info.name} hides the tokens behind short queries from the others, which only native families can."
             )
         self._name = info.name
         self._device = torch.device(info.device)

@@ -40,6 +40,8 @@ _FAMILIES: Final[dict[str, tuple[str, str, str]]] = {
     "bamba": ("Bamba", "bamba", "BambaModel"),
     "granitemoehybrid": ("GraniteMoeHybrid", "granite_hybrid", "GraniteHybridModel"),
 }
+# Class names of bare models: transformers' for any family, and that of Stanford's ColBERT.
+_BARE: Final = ("AutoModel", "HF_ColBERT")
 # A checkpoint saved with one of the other heads is loaded without it.
 _SUFFIXES: Final = (
     "Model",
@@ -78,7 +80,7 @@ def find_model_class(architecture: str, model_type: str, config: Mapping[str, An
     target = NATIVE_ARCHITECTURES.get(architecture)
     if target is None and model_type in _FAMILIES and not has_own_code(architecture, config):
         target = _FAMILIES[model_type][1:]
-        if architecture != "AutoModel":
+        if architecture not in _BARE:
             logger.warning("The architecture %r is not known; it is loaded as %s.", architecture, target[1])
     if target is None:
         own_code = (

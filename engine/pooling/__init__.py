@@ -6,6 +6,7 @@ from .cut import Cut
 from .factory import PoolerFactory
 from .heads import ClassifierPoolerHead, EmbeddingPoolerHead
 from .metadata import PoolingMetadata
+from .model_heads import TokenMaps
 from .model_pooler import ModelPooler
 from .output import OutputBlock, PoolerOutput
 from .poolers import (
@@ -46,6 +47,7 @@ __all__ = [
     "PoolingStates",
     "SequencePooler",
     "StepPooler",
+    "TokenMaps",
     "TokenPooler",
     "WeightedMeanPooler",
 ]

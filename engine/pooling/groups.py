@@ -15,6 +15,7 @@ _OUTPUT_NAMES: Final = {
     PoolingTask.SCORE: "scores",
     PoolingTask.TOKEN_EMBED: "token_embeddings",
     PoolingTask.TOKEN_CLASSIFY: "token_scores",
+    PoolingTask.SPARSE_EMBED: "sparse",
 }
 
 
@@ -33,19 +34,24 @@ class OutputGroup(NamedTuple):
         columns = params.returned_token_ids if params.task is PoolingTask.TOKEN_CLASSIFY else None
         return cls(_OUTPUT_NAMES[params.task], columns)
 
+    @classmethod
+    def all_of(cls, params: PoolingParams) -> tuple[OutputGroup, ...]:
+        """Returns where a sequence belongs by all of its tasks."""
+        return cls.of(params), *(cls(_OUTPUT_NAMES[task], None) for task in params.also)
+
     @property
     def is_token_level(self) -> bool:
-        """True where the result holds a row per token."""
-        return self.name in ("token_embeddings", "token_scores", "similarities")
+        """True where the result is made of the rows of every token, not of a pooled one."""
+        return self.name in ("token_embeddings", "token_scores", "similarities", "sparse")
 
 
 def by_group(params: Sequence[PoolingParams]) -> dict[OutputGroup, list[int] | None]:
-    """Returns the sequences of a batch by group; None where all are of one."""
-    group_by_id = {id(p): OutputGroup.of(p) for p in distinct(params)}
-    groups = set(group_by_id.values())
-    if len(groups) == 1:
-        return dict.fromkeys(groups)
+    """Returns the sequences of a batch by group, in which one may be several times; None stands for all of them."""
+    groups_by_id = {id(p): OutputGroup.all_of(p) for p in distinct(params)}
+    if len(set(groups_by_id.values())) == 1:
+        return dict.fromkeys(next(iter(groups_by_id.values())))
     indices: dict[OutputGroup, list[int]] = defaultdict(list)
     for index, p in enumerate(params):
-        indices[group_by_id[id(p)]].append(index)
+        for group in groups_by_id[id(p)]:
+            indices[group].append(index)
     return dict(indices)

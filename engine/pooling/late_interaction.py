@@ -15,6 +15,7 @@ from ..multi_vector import MultiVector
 from ..params import PoolingParams
 from .cut import distinct
 from .metadata import PoolingMetadata
+from .packing import prefix_sums, ranges
 
 
 class VectorFilter:
@@ -23,10 +24,12 @@ class VectorFilter:
     Args:
         recipe: Of the model; None keeps all.
         skip_ids: Token ids that are left out.
+        drops_first: The first token of every sequence is left out, too.
     """
 
-    def __init__(self, recipe: MultiVector | None, skip_ids: Sequence[int]) -> None:
+    def __init__(self, recipe: MultiVector | None, skip_ids: Sequence[int], *, drops_first: bool = False) -> None:
         self._recipe = recipe
+        self._drops_first = drops_first
         self._skip_ids = torch.tensor(skip_ids, dtype=torch.int64)
 
     def select(self, metadata: PoolingMetadata) -> tuple[Tensor | None, tuple[int, ...]]:
@@ -35,6 +38,11 @@ class VectorFilter:
         Raises:
             ValueError: Some may have to go and the batch has no token ids.
         """
+        if self._drops_first:
+            bounds = prefix_sums(metadata.seq_lens)
+            rows = ranges(np.minimum(bounds[:-1] + 1, bounds[1:]), bounds[1:])
+            kept = torch.from_numpy(rows).to(metadata.cu_seqlens.device, non_blocking=True)
+            return kept, tuple(max(length - 1, 0) for length in metadata.seq_lens)
         skips = {id(p): self._skips(p) for p in distinct(metadata.params)}
         if not any(skips.values()):
             return None, metadata.seq_lens

@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from torch import Tensor
 
 from ..model_info import ModelInfo
 from ..models.base import PackedModel
 from ..params import PoolingParams
+from ..sparse import SparseKind
 from .factory import PoolerFactory
 from .groups import OutputGroup
 from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, RowMap
 from .late_interaction import VectorFilter, compare
 from .metadata import PoolingMetadata
 from .output import OutputBlock
+from .sparse import SparsePooler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMaps:
+    """What a model has for single tokens, apart from class scores.
+
+    Attributes:
+        vectors: Maps token rows [R, D] to vectors, of all tokens but the first; None where the Dense modules do.
+        weights: Maps token rows [T, D] to weights [T, 1] of sparse vectors.
+        skip_ids: Tokens that have no vector.
+        unweighted_ids: Tokens that have no weight.
+    """
+
+    vectors: RowMap | None = None
+    weights: RowMap | None = None
+    skip_ids: tuple[int, ...] = ()
+    unweighted_ids: tuple[int, ...] = ()
+
+
+NO_TOKEN_MAPS: Final = TokenMaps()
 
 
 class ModelHeads:
@@ -24,18 +48,24 @@ class ModelHeads:
         info: The resolved model.
         model: Gives the class logits of classifiers.
         dense: The Dense modules of an embedding model, in order, float32.
-        skip_ids: Tokens whose vectors a multi-vector model leaves out.
+        maps: Heads for single tokens, and the tokens that they leave out.
     """
 
     def __init__(
-        self, info: ModelInfo, model: PackedModel, dense: Sequence[RowMap] = (), skip_ids: Sequence[int] = ()
+        self, info: ModelInfo, model: PackedModel, dense: Sequence[RowMap] = (), maps: TokenMaps = NO_TOKEN_MAPS
     ) -> None:
-        self._vector_filter = VectorFilter(info.multi_vector, skip_ids)
+        self._vector_filter = VectorFilter(info.multi_vector, maps.skip_ids, drops_first=maps.vectors is not None)
+        self._sparse_pooler: SparsePooler | None = None
+        if info.sparse is not None:
+            head = model.vocabulary_head if info.sparse.kind is SparseKind.VOCABULARY_LOGITS else maps.weights
+            assert head is not None, "the loader reads the head that ModelInfo names"
+            self._sparse_pooler = SparsePooler(info.sparse, head, info.vocab_size, maps.unweighted_ids)
         self._token_pooler = PoolerFactory.create_token(info.token_pooling)
         self._embedding_head = EmbeddingPoolerHead(dense)
         # A Dense that takes concatenated rows cannot take a token's.
         fits_tokens = bool(dense) and info.dense[0].in_features == info.hidden_size
-        self._token_embedding_head = EmbeddingPoolerHead(dense if fits_tokens else ())
+        own = (maps.vectors,) if maps.vectors is not None else dense if fits_tokens else ()
+        self._token_embedding_head = EmbeddingPoolerHead(own)
         self._classifier_head = ClassifierPoolerHead(info, model.classify)
         self._token_classifier_head = ClassifierPoolerHead(info, model.classify_tokens)
 
@@ -63,6 +93,10 @@ class ModelHeads:
         In a batch of slices these are the rows of the slices: what comes of them goes out at once, even if it is
         nothing, in [0, W].
         """
+        if group.name == "sparse":
+            assert self._sparse_pooler is not None, "PoolingParams.verify refuses tasks that the model lacks"
+            values, row_lens = self._sparse_pooler.pool(hidden_states, metadata)
+            return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens)
         if group.name in ("token_embeddings", "similarities"):
             rows, row_lens = self._vector_filter.select(metadata)
             kept = hidden_states if rows is None else hidden_states[rows]

@@ -16,7 +16,7 @@ from .factory import PoolerFactory
 from .groups import OutputGroup, by_group
 from .heads import RowMap
 from .metadata import PoolingMetadata
-from .model_heads import ModelHeads
+from .model_heads import NO_TOKEN_MAPS, ModelHeads, TokenMaps
 from .output import OutputBlock, PoolerOutput
 from .packing import rows_between
 from .poolers import AttentionWeightedPooler
@@ -30,14 +30,14 @@ class ModelPooler:
         info: The resolved model.
         model: Gives the class logits of classifiers.
         dense: The Dense modules of an embedding model, in order, float32.
-        skip_ids: Tokens whose vectors a multi-vector model leaves out.
+        maps: Heads for single tokens, and the tokens that they leave out.
 
     Raises:
         ValueError: ATTENTION pooling with a head that the model does not have.
     """
 
     def __init__(
-        self, info: ModelInfo, model: PackedModel, dense: Sequence[RowMap] = (), skip_ids: Sequence[int] = ()
+        self, info: ModelInfo, model: PackedModel, dense: Sequence[RowMap] = (), maps: TokenMaps = NO_TOKEN_MAPS
     ) -> None:
         self._hidden_size = info.hidden_size
         self._sequence_types = info.sequence_pooling
@@ -51,13 +51,13 @@ class ModelPooler:
         self._attention = next((p for p in self._poolers if isinstance(p, AttentionWeightedPooler)), None)
         # Without a projection, cut and normalisation are part of the pooling kernel.
         self._fused = self._poolers[0] if len(self._poolers) == 1 and not dense else None
-        self._heads = ModelHeads(info, model, dense, skip_ids)
+        self._heads = ModelHeads(info, model, dense, maps)
 
     def needs_attention(self, params: Sequence[PoolingParams]) -> bool:
         """Whether a batch with these resolved parameters needs the model's attention weights."""
         if self._attention is None:
             return False
-        return any(not OutputGroup.of(p).is_token_level for p in distinct(params))
+        return any(not group.is_token_level for p in distinct(params) for group in OutputGroup.all_of(p))
 
     def pool(self, output: ModelOutput, metadata: PoolingMetadata) -> PoolerOutput:
         """Answers every sequence of a batch.

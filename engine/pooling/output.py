@@ -19,7 +19,7 @@ class OutputBlock:
     """Results of one kind for some sequences of a batch.
 
     Attributes:
-        name: "embedding", "scores", "token_embeddings", "token_scores" or "similarities".
+        name: "embedding", "scores", "token_embeddings", "token_scores", "similarities" or "sparse".
         values: [N, W] float32, a row per sequence; or [R, W], token rows.
         indices: The sequences that they belong to, in order; None means all of the batch.
         row_lens: Token rows of each sequence in this batch; None for a row per sequence.

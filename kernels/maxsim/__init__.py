@@ -1,4 +1,4 @@
-"""MaxSim, the late interaction of ColBERT: for every token of a query, its largest dot product with a document's tokens.
+"""MaxSim, the late interaction of ColBERT: for each token of a query, the largest dot product with a document's tokens.
 
 Source: Khattab and Zaharia, ColBERT (arXiv 2004.12832), equation 3. Knows nothing about requests or models.
 """

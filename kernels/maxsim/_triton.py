@@ -11,8 +11,9 @@ from torch import Tensor
 
 # tl.dot takes no fewer rows or columns than 16.
 MIN_BLOCK_Q = 16
-MAX_BLOCK_Q = 64
-BLOCK_R = 64
+# Blocks of 64 rows or query tokens spill registers in float32.
+MAX_BLOCK_Q = 32
+BLOCK_R = 32
 BLOCK_D = 32
 
 

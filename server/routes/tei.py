@@ -29,7 +29,7 @@ from ..schemas.tei import (
     TeiTokenEmbedRequest,
 )
 from ..schemas.tei_answers import TEI_ERROR_RESPONSES, TeiPrediction, TeiSparseValue
-from ..tei_answers import prediction_rows, probabilities, rank_rows, tei_response
+from ..tei_answers import prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
 from ..tei_errors import TeiRoute, tei_engine_error_response
 from . import cohere
 
@@ -64,11 +64,16 @@ async def embed(body: EmbedBody, request: Request) -> Response:
 
 @router.post("/embed_all", response_model=list[list[list[float]]])
 async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
-    """Embeds every token of each input, special tokens included, without pooling and normalisation."""
+    """Embeds every token of each input, special tokens included, without pooling and normalisation.
+
+    A model that was trained for vectors of tokens (ColBERT) answers with those.
+    """
     began_s, context = time.perf_counter(), context_of(request)
     engine, _ = context.models.find(body.model)
     context.check_count(body.inputs, "inputs")
-    params = body.pooling_params().clone(normalize=False)
+    info, params = engine.info, body.pooling_params()
+    if info.multi_vector is None and info.token_heads is None:
+        params = params.clone(normalize=False)
     with fields_named("inputs", _OPTIONS, _PHRASES):
         work = engine.token_embed(body.inputs, params, _options(context, body.prompt_name))
         result = await until_client_leaves(request, work)
@@ -80,12 +85,16 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
 
 @router.post("/embed_sparse", response_model=list[list[TeiSparseValue]])
 async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response:
-    """Refuses: no served model gives sparse vectors."""
-    engine, _ = context_of(request).models.find(body.model)
-    raise UnsupportedTaskError(
-        f"{engine.info.name} gives no sparse vectors, as no model does that this version serves; "
-        "POST /embed gives dense ones of an embedding model."
-    )
+    """Embeds each input into a sparse vector over the vocabulary, with a model that gives some (SPLADE, bge-m3)."""
+    began_s, context = time.perf_counter(), context_of(request)
+    engine, _ = context.models.find(body.model)
+    context.check_count(body.inputs, "inputs")
+    with fields_named("inputs", _OPTIONS, _PHRASES):
+        work = engine.sparse_embed(body.inputs, body.pooling_params(), _options(context, body.prompt_name))
+        result = await until_client_leaves(request, work)
+    num_tokens = context.metrics.count(PoolingTask.SPARSE_EMBED, result.num_tokens)
+    rows = sparse_rows(result.vectors)
+    return tei_response(rows, engine.info, began_s, num_chars=sum(map(len, body.inputs)), num_tokens=num_tokens)
 
 
 @router.post("/similarity", response_model=list[float])

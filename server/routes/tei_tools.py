@@ -8,6 +8,7 @@ from fastapi import APIRouter, Body, Request, Response
 
 from penstock.engine.errors import EngineError, InvalidRequestError, UnsupportedTaskError
 from penstock.engine.model_info import ModelInfo, ModelKind
+from penstock.engine.params import PoolingTask
 from penstock.engine.results import TokenizedText
 
 from ..context import context_of
@@ -20,12 +21,13 @@ from ..schemas.tei import (
     TeiPredictRequest,
     TeiRerankRequest,
     TeiSimilarityRequest,
+    TeiTokenEmbedRequest,
     TeiTokenizeRequest,
 )
 from ..schemas.tei_answers import TEI_ERROR_RESPONSES, TeiInfo
 from ..tei_errors import TeiRoute, tei_engine_error_response
 from ..version import penstock_version
-from .tei import embed, predict, rerank_texts, similarity
+from .tei import embed, embed_sparse, predict, rerank_texts, similarity
 
 router = APIRouter(route_class=TeiRoute, tags=["tei"], responses=TEI_ERROR_RESPONSES)
 
@@ -105,6 +107,8 @@ async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) ->
         return await similarity(parsed(TeiSimilarityRequest, body), request)
     if "texts" in body or "query" in body:
         return await rerank_texts(parsed(TeiRerankRequest, body), request)
+    if PoolingTask.EMBED not in engine.info.tasks and engine.info.sparse is not None:
+        return await embed_sparse(parsed(TeiTokenEmbedRequest, body), request)
     if engine.info.kind is ModelKind.EMBEDDING:
         return await embed(parsed(TeiEmbedRequest, body), request)
     if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
@@ -116,6 +120,8 @@ async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) ->
 def _model_type(model: ModelInfo) -> dict[str, Any]:
     if model.kind is ModelKind.EMBEDDING:
         pooling = [_POOLING_NAMES.get(p.value, p.value.lower()) for p in model.sequence_pooling]
+        if not pooling:
+            pooling = ["splade" if model.sparse is not None else "none"]
         return {"embedding": {"pooling": "+".join(pooling)}}
     classes = {
         "id2label": {str(i): label for i, label in enumerate(model.labels)},

@@ -114,12 +114,15 @@ class EmbeddingRow(BaseModel):
     )
 
 
+Rows = list[list[float]] | list[list[int]] | str
+
+
 class MultiVectorRow(BaseModel):
     """The vectors of one input, in the order of its tokens."""
 
     object: Literal["embeddings"]
     index: int
-    embeddings: list[list[float]] | list[list[int]] | str | dict[str, list[list[float]] | list[list[int]] | str] = Field(
+    embeddings: Rows | dict[str, Rows] = Field(
         description="A row per token, the base64 of all rows, or both and more by name."
     )
 

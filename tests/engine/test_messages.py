@@ -72,6 +72,19 @@ def test_inputs_survive_their_frames(lengths: list[int]) -> None:
         assert (got.type_boundary, got.num_prompt_tokens) == (sent.type_boundary, sent.num_prompt_tokens)
 
 
+def test_queries_of_inputs_survive_and_are_sent_once() -> None:
+    queries = [np.random.default_rng(n).normal(size=(n, 4)).astype(np.float32) for n in (3, 7)]
+    order = [queries[0], None, queries[1], queries[0]]
+    inputs = [TokenizedInput(np.arange(2, dtype=np.int32), num_hidden=i, query=q) for i, q in enumerate(order)]
+    frame = bytes(m.pack_inputs(inputs))
+    received = m.unpack_inputs(frame)
+    assert [got.num_hidden for got in received] == [0, 1, 2, 3]
+    for got, query in zip(received, order, strict=True):
+        assert got.query is None if query is None else np.array_equal(got.query, query)
+    assert received[0].query is received[3].query
+    assert len(frame) == 4 * (2 + 5 * 4 + 2 * 2 + 2 * 4 + (3 + 7) * 4)
+
+
 def test_rows_of_any_shape_survive_their_frame() -> None:
     arrays = [np.arange(4.0), np.ones((2, 3)), np.zeros((0, 5)), np.array([7.0])]
     headers = [m.RowHeader(i, 0, "x", a.shape) for i, a in enumerate(arrays)]

@@ -30,7 +30,14 @@ WIDTH = 12
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "[unused1]"]
 WORDS = [*"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"), *".,!?-[]", "dam", "gate"]
 QUERIES = ["what dam", "a gate, or a dam?"]
-DOCUMENTS = ["the dam holds.", "a gate - opens! and shuts.", "...", "song", "dam gate dam gate what is it, a dam or a gate"]
+DOCUMENTS = [
+    "the dam holds.",
+    "a gate - opens! and shuts.",
+    "...",
+    "song",
+    "dam gate dam gate what is it, a dam or a gate",
+]
+TEXTS = [*QUERIES, *DOCUMENTS[:2]]
 IDENTITY = "torch.nn.modules.linear.Identity"
 
 
@@ -144,7 +151,8 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "modernbert_min": lambda folder: write_sentence_transformers(
         folder, "ModernBertModel", {"strategy": "min", "length": 8}, skiplist_words=["-"]
     ),
-    "mpnet_plain": lambda folder: write_sentence_transformers(folder, "MPNetModel", None),
+    "mpnet": lambda folder: write_sentence_transformers(folder, "MPNetModel", {"strategy": "fixed", "length": 10}),
+    "roberta_plain": lambda folder: write_sentence_transformers(folder, "RobertaModel", None),
 }
 
 
@@ -162,7 +170,7 @@ def peer(folder: Path) -> Any:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder: Path) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(EngineConfig(model=str(folder), in_process=True))
+    engine = await AsyncEngine.start(EngineConfig(model=str(folder), in_process=True, num_threads=1))
     yield engine
     await engine.close()
 
@@ -186,11 +194,11 @@ async def test_vectors_of_queries_and_documents(engine: AsyncEngine, peer: Any) 
 async def test_queries_and_documents_in_one_batch_give_what_they_give_alone(engine: AsyncEngine) -> None:
     asks = [
         engine.token_embed([text], PARAMS.clone(truncate_prompt_tokens=-1), RequestOptions(is_query=is_query))
-        for text in (*QUERIES, *DOCUMENTS)
+        for text in TEXTS
         for is_query in (True, False)
     ]
     together = await asyncio.gather(*asks)
-    for i, text in enumerate((*QUERIES, *DOCUMENTS)):
+    for i, text in enumerate(TEXTS):
         for place, is_query in enumerate((True, False)):
             options = RequestOptions(prompt_name="query" if is_query else "document")
             if options.prompt_name not in engine.info.prompts:
@@ -238,6 +246,16 @@ async def test_token_ids_are_taken_as_they_are(engine: AsyncEngine) -> None:
     assert result.num_tokens == [4]
 
 
+async def test_half_precision_is_near(engine: AsyncEngine, folder: Path) -> None:
+    half = await AsyncEngine.start(EngineConfig(model=str(folder), in_process=True, num_threads=1, dtype="bfloat16"))
+    options = RequestOptions(is_query=True)
+    params = PARAMS.clone(truncate_prompt_tokens=-1)
+    expected, actual = [await e.token_embed(QUERIES, params, options) for e in (engine, half)]
+    await half.close()
+    for own, other in zip(actual.rows, expected.rows, strict=True):
+        assert np.abs(own - other).max() < 0.1
+
+
 async def test_recipes_and_their_sources(tmp_path: Path) -> None:
     stanford = resolve_model(EngineConfig(model=str(write_stanford(tmp_path / "a"))))
     assert stanford.multi_vector is not None
@@ -254,13 +272,21 @@ async def test_recipes_and_their_sources(tmp_path: Path) -> None:
         markers=("[unused0]", "[unused1]"),
     )
     assert pylate.max_model_len == 24
+    config = tmp_path / "b" / "config.json"  # a folder of Stanford's that PyLate has saved
+    write_json(config, json.loads(config.read_text()) | {"architectures": ["HF_ColBERT"]})
+    assert resolve_model(EngineConfig(model=str(tmp_path / "b"))).multi_vector == pylate.multi_vector
 
 
 @pytest.mark.parametrize(
     ("name", "change", "error", "message"),
     [
         ("config_sentence_transformers.json", {"query_length": 0}, errors.ModelLoadError, "query_length is 0"),
-        ("config_sentence_transformers.json", {"document_length": "x"}, errors.ModelLoadError, "document_length is 'x'"),
+        (
+            "config_sentence_transformers.json",
+            {"document_length": "x"},
+            errors.ModelLoadError,
+            "document_length is 'x'",
+        ),
         ("sentence_bert_config.json", {"query_expansion": {"strategy": "odd"}}, errors.ModelLoadError, "'fixed' or"),
         (
             "config.json",

@@ -34,3 +34,14 @@ def test_packing_lays_sequences_end_to_end(lengths: list[int], with_types: bool)
     assert (batch.skip_tokens is None) == (not any(skips))
     if batch.skip_tokens is not None:
         assert batch.skip_tokens.tolist() == skips
+
+
+def test_hidden_tokens_are_grouped_by_length() -> None:
+    lengths, hidden = [4, 3, 4, 6, 4], [2, 1, 0, 0, 3]
+    inputs = [TokenizedInput(np.arange(n, dtype=np.int32), num_hidden=h) for n, h in zip(lengths, hidden, strict=True)]
+    three, four = PackedBatch.build(inputs, torch.device("cpu")).hidden
+    assert three.rows.tolist() == [[4, 5, 6]]
+    assert three.is_visible.tolist() == [[True, True, False]]
+    assert four.rows.tolist() == [[0, 1, 2, 3], [17, 18, 19, 20]]
+    assert four.is_visible.tolist() == [[True, True, False, False], [True, False, False, False]]
+    assert not PackedBatch.build(inputs[2:4], torch.device("cpu")).hidden

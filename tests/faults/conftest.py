@@ -57,7 +57,7 @@ class Server:
 
     def num_files(self) -> int:
         """Open files of the server process, connections included."""
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""

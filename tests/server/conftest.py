@@ -17,7 +17,16 @@ from penstock.engine.dispatcher import DispatcherStats
 from penstock.engine.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
-from penstock.engine.results import ClassResult, EmbeddingResult, ScoreResult, TokenizedText, TokenResult
+from penstock.engine.results import (
+    ClassResult,
+    CombinedResult,
+    EmbeddingResult,
+    ScoreResult,
+    SparseResult,
+    TokenizedText,
+    TokenResult,
+)
+from penstock.engine.sparse import SparseVector
 from penstock.engine.supervisor import EngineState
 from penstock.server.app import create_app
 from penstock.server.context import ServedModel
@@ -140,6 +149,28 @@ class FakeEngine:
         counts = self._counts(inputs, params)
         rows = [np.resize(self._vector(item), (n, WIDTH)) for item, n in zip(inputs, counts, strict=True)]
         return TokenResult([row.astype(np.float32) for row in rows], [[1] * n for n in counts], counts)
+
+    async def sparse_embed(self, inputs, params, options=DEFAULTS):
+        params = params.resolved(PoolingTask.SPARSE_EMBED, self.info)
+        await self._enter("sparse_embed", inputs, params, options)
+        return SparseResult(self._sparse(inputs), self._counts(inputs, params))
+
+    async def embed_combined(self, inputs, tasks, params, options=DEFAULTS):
+        for task in tasks:
+            (PoolingParams() if task is PoolingTask.SPARSE_EMBED else params).verify(task, self.info)
+        await self._enter("embed_combined", inputs, tuple(tasks), params, options)
+        counts = self._counts(inputs, params)
+        vectors = [np.resize(self._vector(item), (n, WIDTH)) for item, n in zip(inputs, counts, strict=True)]
+        return CombinedResult(
+            counts,
+            np.stack([self._vector(i) for i in inputs]).astype(np.float32) if PoolingTask.EMBED in tasks else None,
+            self._sparse(inputs) if PoolingTask.SPARSE_EMBED in tasks else None,
+            [rows.astype(np.float32) for rows in vectors] if PoolingTask.TOKEN_EMBED in tasks else None,
+        )
+
+    def _sparse(self, inputs):
+        words = [len(set(item.split())) if isinstance(item, str) else len(set(item)) for item in inputs]
+        return [SparseVector(np.arange(n, dtype=np.int32), np.full(n, 0.5, np.float32)) for n in words]
 
     async def render_chats(self, conversations, options=CHAT_DEFAULTS):
         await self._enter("render_chats", conversations, options)

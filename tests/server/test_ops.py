@@ -91,7 +91,7 @@ async def test_version(client: httpx.AsyncClient) -> None:
 
 
 POSTS = {
-    "/v1/embeddings",
+    *("/v1/embeddings", "/v1/multi-vector", "/v1/encode"),
     *("/v1/embed", "/v2/embed", "/v1/tokenize", "/v1/detokenize"),
     *("/rerank", "/v1/rerank", "/v2/rerank"),
     *("/score", "/v1/score", "/classify", "/v1/classify"),

@@ -12,6 +12,9 @@ from penstock.engine.errors import (
     ModelExecutionError,
 )
 from penstock.engine.model_info import Activation
+from penstock.engine.multi_vector import MultiVector
+from penstock.engine.params import PoolingTask
+from penstock.engine.sparse import SparseKind, SparsePooling
 
 TEXTS = ["one red", "one two three red", "blue"]
 QUERY = "one two three red"
@@ -318,7 +321,7 @@ WRONG_BODIES = [
     ("in parameters", "/", {"inputs": "a", "parameters": {"normalize": "x"}}, 422, "Validation", "normalize", "'x'"),
     ("unknown model", "/embed", {"inputs": "a", "model": "b"}, 404, "Validation", "model", "alias"),
     ("model of no name", "/", {"inputs": "a", "model": 7}, 422, "Validation", "model", "7"),
-    ("sparse", "/embed_sparse", {"inputs": "a"}, 424, "Backend", None, "sparse"),
+    ("sparse", "/embed_sparse", {"inputs": "a"}, 424, "Backend", "task", "sparse"),
     ("classes of an embedder", "/predict", {"inputs": "a"}, 424, "Backend", "task", "embed"),
     ("no texts", "/", {"query": "a"}, 422, "Validation", "texts", "missing"),
     ("empty texts", "/rerank", {"query": "a", "texts": []}, 400, "Empty", "texts", "empty list"),
@@ -421,3 +424,31 @@ async def test_a_token_classifier_refuses_the_root_path(serving, make_engine) ->
         assert (response.status_code, checked(response)["error_type"]) == (424, "Backend")
         body = {"inputs": {"source_sentence": "a", "sentences": ["b"]}}
         assert (await client.post("/similarity", json=body)).status_code == 424
+
+
+SPLADE = {
+    "sparse": SparsePooling(kind=SparseKind.VOCABULARY_LOGITS),
+    "tasks": (PoolingTask.SPARSE_EMBED, PoolingTask.SCORE),
+    "sequence_pooling": (),
+}
+
+
+@pytest.mark.parametrize("path", ["/embed_sparse", "/"])
+async def test_embed_sparse_gives_the_entries_that_are_not_zero(serving, make_engine, path: str) -> None:
+    engine = make_engine(**SPLADE)
+    async with serving(engine) as client:
+        response = await client.post(path, json={"inputs": ["one two", "three"]})
+        info = (await client.get("/info")).json()
+    assert response.status_code == 200
+    rows = response.json()
+    assert [len(row) for row in rows] == [2, 1]
+    assert all(set(entry) == {"index", "value"} and entry["value"] > 0 for row in rows for entry in row)
+    assert response.headers["x-compute-tokens"] == "7"
+    assert info["model_type"] == {"embedding": {"pooling": "splade"}}
+
+
+async def test_vectors_of_tokens_are_those_that_the_model_was_trained_for(serving, make_engine) -> None:
+    engine = make_engine(multi_vector=MultiVector(), tasks=(PoolingTask.TOKEN_EMBED, PoolingTask.SCORE))
+    async with serving(engine) as client:
+        assert (await client.post("/embed_all", json={"inputs": ["a b"]})).status_code == 200
+    assert engine.calls[-1][1][1].normalize is True

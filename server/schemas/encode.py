@@ -1,0 +1,110 @@
+"""Several outputs of one forward: penstock's own request, for which no other dialect has a shape."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.model_info import ModelInfo
+from penstock.engine.params import PoolingParams, PoolingTask
+
+from ..encoding import Encoding
+from .chat import InputFields
+from .common import PoolingBody, Usage, WholeNumber
+from .encodings import EncodingOptions
+
+Output = Literal["dense", "sparse", "multi_vector"]
+
+TASKS: Final[dict[Output, PoolingTask]] = {
+    "dense": PoolingTask.EMBED,
+    "sparse": PoolingTask.SPARSE_EMBED,
+    "multi_vector": PoolingTask.TOKEN_EMBED,
+}
+
+
+class EncodeRequest(EncodingOptions, InputFields, PoolingBody):
+    """Body of POST /v1/encode."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": ["input"]}, {"required": ["messages"]}],
+            "examples": [
+                {"input": ["A gate holds the water."]},
+                {"input": ["A dam."], "outputs": ["dense", "multi_vector"], "input_type": "document"},
+            ],
+        }
+    )
+
+    outputs: list[Output] | None = Field(
+        None,
+        min_length=1,
+        description="What to answer with, all from one forward. Absent: all that the model was trained to give.",
+    )
+    dimensions: WholeNumber | None = Field(None, description="Width of dense and multi_vector (Matryoshka).")
+    normalize: bool | None = Field(None, description="L2-normalise dense and multi_vector; absent: as the model does.")
+    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
+    input_type: str | None = Field(
+        None, description="What the texts are for, such as `query` or `document`, in the words of any dialect."
+    )
+    instruction: str | None = Field(None, description="Replaces the instruction of the model's query prompt.")
+
+    def wanted(self, model: ModelInfo) -> list[Output]:
+        """Returns the outputs to answer with."""
+        if self.outputs is not None:
+            return list(dict.fromkeys(self.outputs))
+        heads = model.token_heads
+        has_vectors = model.multi_vector is not None or (heads is not None and heads.vectors_file is not None)
+        given: dict[Output, bool] = {
+            "dense": PoolingTask.EMBED in model.tasks,
+            "sparse": model.sparse is not None,
+            "multi_vector": has_vectors,
+        }
+        return [output for output, is_given in given.items() if is_given] or ["dense"]
+
+    def row_encoding(self) -> Encoding:
+        """Returns how dense vectors and those of tokens are written.
+
+        Raises:
+            InvalidRequestError: As bytes, which carry one output alone; or fields that contradict each other.
+        """
+        encoding = self.encoding()
+        if encoding.is_bytes:
+            raise InvalidRequestError(
+                f"encoding_format is {encoding.format.value!r}, which carries one output; ask for 'float' or 'base64'.",
+                param="encoding_format",
+            )
+        return encoding
+
+    def pooling_params(self) -> PoolingParams:
+        """Returns what the request asks of pooling."""
+        return super().pooling_params().clone(dimensions=self.dimensions, normalize=self.normalize)
+
+
+class SparseRow(BaseModel):
+    """A sparse vector: what is not listed is 0."""
+
+    indices: list[int] = Field(description="Token ids, in ascending order.")
+    values: list[float]
+
+
+class EncodeRow(BaseModel):
+    """The outputs of one input. Present only on request: each of them."""
+
+    object: Literal["encoding"]
+    index: int
+    dense: list[float] | list[int] | str | None = None
+    sparse: SparseRow | None = None
+    multi_vector: list[list[float]] | list[list[int]] | str | None = Field(None, description="A row per token.")
+
+
+class EncodeResponse(BaseModel):
+    """Answer of POST /v1/encode, in the order of the inputs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[EncodeRow]
+    usage: Usage

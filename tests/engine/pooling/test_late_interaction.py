@@ -1,0 +1,122 @@
+"""Vectors of tokens: which are left out, how they compare with a query's, and several outputs of one batch."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.models.base import ModelOutput
+from penstock.engine.multi_vector import MultiVector, late_score
+from penstock.engine.params import PoolingParams, PoolingTask
+from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates, TokenMaps
+
+from .conftest import HIDDEN_SIZE, LENGTHS, TinyModel, make_info
+
+SKIP_IDS = (3, 5)
+NUM_SEQS = len(LENGTHS)
+
+
+@pytest.fixture
+def token_ids() -> Tensor:
+    ids = torch.randint(0, 8, (sum(LENGTHS),), generator=torch.Generator().manual_seed(2))
+    ids[0] = SKIP_IDS[0]  # the first document has no vector
+    return ids
+
+
+def make_pooler(*, skips_queries: bool = False) -> tuple[ModelPooler, PoolingParams]:
+    recipe = MultiVector(skip_words=("x",), skips_queries=skips_queries)
+    info = make_info(sequence_pooling=(), multi_vector=recipe, embedding_size=HIDDEN_SIZE, normalize=True)
+    params = PoolingParams().resolved(PoolingTask.TOKEN_EMBED, info)
+    return ModelPooler(info, TinyModel(), maps=TokenMaps(skip_ids=SKIP_IDS)), params
+
+
+def kept_rows(hidden_states: Tensor, token_ids: Tensor) -> list[Tensor]:
+    kept = [
+        rows[~torch.isin(ids, torch.tensor(SKIP_IDS))]
+        for rows, ids in zip(hidden_states.split(LENGTHS), token_ids.split(LENGTHS), strict=True)
+    ]
+    return [torch.nn.functional.normalize(rows, dim=1) for rows in kept]
+
+
+def test_tokens_are_left_out_of_documents_alone(hidden_states: Tensor, token_ids: Tensor) -> None:
+    pooler, document = make_pooler()
+    params = [document, document.clone(is_query=True)] * (NUM_SEQS // 2)
+    metadata = PoolingMetadata.create(LENGTHS, params, token_ids=token_ids)
+    arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
+    for i, expected in enumerate(kept_rows(hidden_states, token_ids)):
+        if i % 2:
+            assert len(arrays[i]["token_embeddings"]) == LENGTHS[i]
+        else:
+            np.testing.assert_allclose(arrays[i]["token_embeddings"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("cuts", [(), (10,), (4, 5, 30)], ids=str)
+def test_slices_of_documents_compare_like_whole_ones(
+    hidden_states: Tensor, token_ids: Tensor, cuts: tuple[int, ...]
+) -> None:
+    pooler, params = make_pooler()
+    params = params.clone(is_compared=True)
+    generator = torch.Generator().manual_seed(5)
+    queries = [torch.randn(n, HIDDEN_SIZE, generator=generator).numpy() for n in (4, 9)]
+    own = [queries[i % 2] for i in range(NUM_SEQS)]
+    rows, ids = hidden_states.split(LENGTHS), token_ids.split(LENGTHS)
+    parts: list[list[np.ndarray]] = [[] for _ in LENGTHS]
+    states: list[PoolingStates | None] = [None] * NUM_SEQS
+    for start, end in zip((0, *cuts), (*cuts, max(LENGTHS)), strict=True):
+        members = [i for i, length in enumerate(LENGTHS) if length > start]
+        ends = [min(end, LENGTHS[i]) for i in members]
+        metadata = PoolingMetadata.create(
+            [LENGTHS[i] for i in members],
+            [params] * len(members),
+            chunk_sizes=[last - start for last in ends],
+            slice_starts=[start] * len(members),
+            states=[states[i] for i in members],
+            token_ids=torch.cat([ids[i][start:last] for i, last in zip(members, ends, strict=True)]),
+        )
+        metadata.queries = [own[i] for i in members]
+        packed = torch.cat([rows[i][start:last] for i, last in zip(members, ends, strict=True)])
+        output = pooler.pool(ModelOutput(hidden_states=packed), metadata)
+        for place, i in enumerate(members):
+            parts[i].append(output.to_numpy()[place]["similarities"])
+            states[i] = metadata.states.get(place)
+    for i, vectors in enumerate(kept_rows(hidden_states, token_ids)):
+        similarities = np.concatenate(parts[i])
+        assert similarities.shape[1] == len(own[i])
+        expected = float((torch.from_numpy(own[i]) @ vectors.T).amax(1).sum()) if len(vectors) else 0.0
+        assert abs(late_score(similarities, len(own[i]), averages=False) - expected) < 1e-4
+        assert abs(late_score(similarities, len(own[i]), averages=True) - expected / len(own[i])) < 1e-4
+
+
+def test_compared_documents_share_a_batch_with_others(hidden_states: Tensor, token_ids: Tensor) -> None:
+    pooler, params = make_pooler()
+    mixed = [params.clone(is_compared=True), params] * (NUM_SEQS // 2)
+    metadata = PoolingMetadata.create(LENGTHS, mixed, token_ids=token_ids)
+    query = np.ones((2, HIDDEN_SIZE), np.float32)
+    metadata.queries = [query, None] * (NUM_SEQS // 2)
+    arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
+    names = [sorted(own) for own in arrays]
+    assert names == [["similarities"], ["token_embeddings"]] * (NUM_SEQS // 2)
+    assert [arrays[i]["similarities"].shape for i in (0, 2)] == [(0, 2), (1, 2)]
+
+
+def test_a_document_without_its_query_is_an_error(hidden_states: Tensor, token_ids: Tensor) -> None:
+    pooler, params = make_pooler()
+    metadata = PoolingMetadata.create(LENGTHS, [params.clone(is_compared=True)] * NUM_SEQS, token_ids=token_ids)
+    metadata.queries = [None] * NUM_SEQS
+    with pytest.raises(ValueError, match="needs the vectors of a query"):
+        pooler.pool(ModelOutput(hidden_states=hidden_states), metadata)
+
+
+def test_one_sequence_may_have_several_outputs(hidden_states: Tensor) -> None:
+    info = make_info()
+    pooler = ModelPooler(info, TinyModel())
+    embed = PoolingParams().resolved(PoolingTask.EMBED, info)
+    both = embed.clone(also=(PoolingTask.TOKEN_EMBED,))
+    alone = pooler.pool(ModelOutput(hidden_states=hidden_states), PoolingMetadata.create(LENGTHS, [embed] * NUM_SEQS))
+    for params in ([both] * NUM_SEQS, [both, embed] * (NUM_SEQS // 2)):
+        metadata = PoolingMetadata.create(LENGTHS, params)
+        arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
+        for i, own in enumerate(arrays):
+            np.testing.assert_allclose(own["embedding"], alone.get_embedding(i), atol=1e-6)
+            assert ("token_embeddings" in own) == (params[i] is both)
+            assert len(own.get("token_embeddings", range(LENGTHS[i]))) == LENGTHS[i]
