@@ -56,7 +56,6 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
     config = settings.engine_config(model, names[0])
     check_model(config, settings.default_prompt_name)
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
-    listener = bound_socket(settings.host, settings.port)
     log_level, log_format = settings.log_level.upper(), settings.log_format
     start = functools.partial(AsyncEngine.start, config, log_level=log_level, log_format=log_format)
     failures: list[Exception] = []
@@ -71,9 +70,11 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
         failures.append(error)
         server.should_exit = True
 
+    app = create_app([ServedModel(names, start)], settings, on_ready=_freeze, on_failure=give_up)
+    listener = bound_socket(settings.host, settings.port)
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app([ServedModel(names, start)], settings, on_ready=_freeze, on_failure=give_up),
+            app,
             loop="uvloop",
             http="httptools",
             ws="none",

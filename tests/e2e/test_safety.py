@@ -100,6 +100,7 @@ def test_live_then_ready_then_guarded_then_silent(starting, keys: Path, log: Pat
     for body in (b'{"input": "' + BODY["input"].encode(), b'{"input": {"text": "' + BODY["input"].encode() + b'"}}'):
         assert client.post("/v1/embeddings", content=body, headers={"api-key": "third-secret"}).status_code == 400
 
+    client.close()  # over TLS a connection that the client keeps open outlasts a server that wants to close it
     process.terminate()
     assert process.wait(60) == 0
     text = log.read_text()
