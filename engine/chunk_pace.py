@@ -11,13 +11,13 @@ from typing import Final
 
 _BUSY_STEP_S: Final = 0.15
 """Seconds. Time of the long prompts' share of a forward while others wait."""
-_IDLE_STEP_S: Final = 0.6
+_IDLE_STEP_S: Final = 1.0
 """Seconds. The same while nothing else waits: what comes next waits for half of it on average."""
 _MEMORY: Final = 0.5
 """Share of the old value in the running means."""
 _BUSY_MIN_TOKENS: Final = 128
 """Tokens. A forward has a cost of its own, so that smaller chunks take about as long and get less done."""
-_IDLE_MIN_TOKENS: Final = 256
+_IDLE_MIN_TOKENS: Final = 512
 _ROUND_TO: Final = 16
 
 

@@ -23,13 +23,13 @@ def test_a_chunk_takes_about_a_fixed_time(token_s: float) -> None:
     busy = settle(ChunkPace(MAX_TOKENS), token_s, others_wait=True)
     alone = settle(ChunkPace(MAX_TOKENS), token_s, others_wait=False)
     assert 0.1 <= busy * token_s <= 0.15
-    assert alone == MAX_TOKENS or 0.5 <= alone * token_s <= 0.6
+    assert alone == MAX_TOKENS or 0.9 <= alone * token_s <= 1.0
     assert alone > busy
 
 
 def test_a_slow_device_still_moves_on_and_a_fast_one_keeps_to_the_limit() -> None:
     assert settle(ChunkPace(MAX_TOKENS), 1.0, others_wait=True) == 128
-    assert settle(ChunkPace(MAX_TOKENS), 1.0, others_wait=False) == 256
+    assert settle(ChunkPace(MAX_TOKENS), 1.0, others_wait=False) == 512
     assert settle(ChunkPace(MAX_TOKENS), 1e-7, others_wait=False) == MAX_TOKENS
     assert settle(ChunkPace(5), 1e-7, others_wait=False) == 5
 
@@ -52,4 +52,4 @@ def test_a_fixed_cost_of_a_forward_does_not_make_chunks_ever_smaller() -> None:
     for _ in range(50):
         num_tokens = pace.allowance(others_wait=False)
         pace.record(num_tokens, 0, 0.5 + num_tokens * 1e-4)
-    assert pace.allowance(others_wait=False) >= 256
+    assert pace.allowance(others_wait=False) >= 512
