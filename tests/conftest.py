@@ -13,13 +13,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS_VARIABLE = "PENSTOCK_TEST_MODELS"
+# Taken out of the environment: servers that tests start warn of variables that no setting reads.
+NAMED_MODELS = os.environ.pop(MODELS_VARIABLE, None)
 
 
 def model_roots() -> list[Path]:
     """Folders that may hold trained models: those in PENSTOCK_TEST_MODELS (separated by `:`), or the usual places."""
-    named = os.environ.get(MODELS_VARIABLE)
-    if named:
-        return [Path(part).expanduser() for part in named.split(os.pathsep) if part]
+    if NAMED_MODELS:
+        return [Path(part).expanduser() for part in NAMED_MODELS.split(os.pathsep) if part]
     return [ROOT.parent / "shared", ROOT.parent / "shared" / "models", Path("~/.cache/penstock-models").expanduser()]
 
 
