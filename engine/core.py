@@ -151,7 +151,7 @@ class EngineCore:
         """
         rest = iter(items)
         now_s = time.monotonic()
-        changes: list[Callable[[], None]] = []
+        changes: list[Callable[[], object]] = []
         for item in rest:
             if isinstance(item, Submit):
                 frame = next(rest, None)
@@ -162,7 +162,7 @@ class EngineCore:
                 sequences = self._intake.sequences(item, inputs, now_s)
                 changes.append(partial(self._submit, item, inputs, sequences))
             elif isinstance(item, Cancel):
-                changes.append(partial(self._cancel, item.request_id))
+                changes.append(partial(self._drop, item.request_id))
             else:
                 raise TypeError("a frame without its Submit message")
         with self._changed:
@@ -184,12 +184,8 @@ class EngineCore:
         except ValueError as error:
             self._fail(message.request_id, InvalidRequestError(f"The request cannot run: {error}", param="input"))
 
-    def _cancel(self, request_id: int) -> None:
-        """Forgets a request; what runs of it is thrown away. The caller holds the lock."""
-        self._drop(request_id)
-
     def _drop(self, request_id: int, *, forget: bool = False) -> bool:
-        """Ends what waits or runs of a request; False if there was no such request. The caller holds the lock."""
+        """Forgets a request; what runs of it is thrown away. False if there was none. The caller holds the lock."""
         self._scheduler.cancel(request_id, forget=forget)
         request = self._requests.pop(request_id, None)
         if request is None:

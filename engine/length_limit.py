@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .model_info import ModelInfo
 
 KV_CACHE_SOURCE: Final = "size of the KV cache"
-"""Source of a max_model_len that is lower than the model's own: a sequence must find room in the pool (memory.py)."""
+"""Source of a max_model_len that is lower than the model's own: a sequence must find room in the pool."""
 
 
 def limit_name(info: ModelInfo) -> str | None:

@@ -8,7 +8,7 @@ Shape letters: T packed tokens in R rows, V vocabulary, D model width.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, Generic, TypeVar
 
@@ -41,7 +41,7 @@ _EMBEDDING: Final = "embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HybridConfig(DecoderConfig):
+class HybridConfig(DecoderConfig, ABC):
     """The values of config.json that every hybrid has.
 
     Attributes:
@@ -59,9 +59,9 @@ class HybridConfig(DecoderConfig):
     mlp_norm: ClassVar[str] = "pre_ff_layernorm"
 
     @property
+    @abstractmethod
     def attention_layers(self) -> frozenset[int]:
         """Numbers of the layers that have attention."""
-        raise NotImplementedError
 
     @property
     def has_rotary(self) -> bool:

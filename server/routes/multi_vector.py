@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import time
-
 from fastapi import APIRouter, Request, Response
 
 from penstock.engine.async_engine import RequestOptions
 from penstock.engine.params import PoolingTask
 from penstock.engine.results import TokenResult
 
-from ..chat_input import check_inputs, run_inputs
-from ..context import context_of, until_client_leaves
+from ..chat_input import run_inputs
+from ..context import until_client_leaves
+from ..embedding_call import EmbeddingCall
 from ..field_names import fields_named
 from ..json_route import JsonRoute
 from ..limits import check_token_values
-from ..prompts import request_options
-from ..schemas.common import ERROR_RESPONSES, Text, usage_of
+from ..schemas.common import ERROR_RESPONSES, Text
 from ..schemas.openai import EmbeddingRequest, MultiVectorResponse
-from ..vector_answer import BYTES_RESPONSE, check_encodings, vectors_response
+from ..vector_answer import BYTES_RESPONSE, vectors_response
 
 router = APIRouter(route_class=JsonRoute, tags=["jina"], responses=ERROR_RESPONSES)
 
@@ -30,32 +28,13 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     `input_type` tells a model that reads queries and documents differently (ColBERT) which they are; without it they
     are documents.
     """
-    context = context_of(request)
-    engine, name = context.models.find(body.model)
-    check_inputs(context, body)
-    params, encodings = body.pooling_params(), body.encodings()
-    check_encodings(encodings, body.num_inputs(), engine.info, params, quantized_by=body.quantized_by())
-    options = request_options(
-        context,
-        engine.info,
-        prompt_name=body.prompt_name,
-        input_type=body.input_type,
-        task=body.task,
-        instruction=body.instruction,
-        priority=body.priority,
-    )
+    call = EmbeddingCall.of(body, request)
 
     async def run(texts: list[Text], options: RequestOptions) -> TokenResult:
-        return await engine.token_embed(texts, params, options)
+        return await call.engine.token_embed(texts, call.params, options)
 
     with fields_named("input", body.field_names()):
-        result = await until_client_leaves(request, run_inputs(engine, body, options, run))
+        result = await until_client_leaves(request, run_inputs(call.engine, body, call.options, run))
     check_token_values(result.rows, sum(result.num_tokens), "input" if body.messages is None else "messages")
-    head = {
-        "id": f"embd-{request.scope['request_id']}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": name,
-        "usage": usage_of(context.metrics.count(PoolingTask.TOKEN_EMBED, result.num_tokens)),
-    }
-    return vectors_response(head, result.rows, encodings, name="embeddings")
+    head = call.head(request, PoolingTask.TOKEN_EMBED, result.num_tokens)
+    return vectors_response(head, result.rows, call.encodings, name="embeddings")

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import time
-
 from fastapi import APIRouter, Request, Response
 
 from penstock.engine.async_engine import RequestOptions
 from penstock.engine.params import PoolingTask
 from penstock.engine.results import EmbeddingResult
 
-from ..chat_input import check_inputs, run_inputs
+from ..chat_input import run_inputs
 from ..context import ServerContext, Target, context_of, until_client_leaves
+from ..embedding_call import EmbeddingCall
 from ..field_names import fields_named
 from ..json_route import JsonRoute, json_response
-from ..prompts import request_options
 from ..schemas.cohere import cohere_endpoints
-from ..schemas.common import ERROR_RESPONSES, Text, usage_of
+from ..schemas.common import ERROR_RESPONSES, Text
 from ..schemas.openai import EmbeddingRequest, EmbeddingResponse, ModelCard, ModelList, MultiVectorResponse
-from ..vector_answer import BYTES_RESPONSE, check_encodings, vectors_response
+from ..vector_answer import BYTES_RESPONSE, vectors_response
 from .multi_vector import create_multi_vectors
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"], responses=ERROR_RESPONSES)
@@ -30,35 +28,16 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     """Embeds texts or token ids, one vector each, in their order; with `return_multivector` as /v1/multi-vector."""
     if body.return_multivector:
         return await create_multi_vectors(body, request)
-    context = context_of(request)
-    engine, name = context.models.find(body.model)
-    check_inputs(context, body)
-    params, encodings = body.pooling_params(), body.encodings()
-    check_encodings(encodings, body.num_inputs(), engine.info, params, quantized_by=body.quantized_by())
-    options = request_options(
-        context,
-        engine.info,
-        prompt_name=body.prompt_name,
-        input_type=body.input_type,
-        task=body.task,
-        instruction=body.instruction,
-        priority=body.priority,
-    )
-    embed = engine.embed_late if body.late_chunking else engine.embed
+    call = EmbeddingCall.of(body, request)
+    embed = call.engine.embed_late if body.late_chunking else call.engine.embed
 
     async def run(texts: list[Text], options: RequestOptions) -> EmbeddingResult:
-        return await embed(texts, params, options)
+        return await embed(texts, call.params, options)
 
     with fields_named("input", body.field_names()):
-        result = await until_client_leaves(request, run_inputs(engine, body, options, run))
-    head = {
-        "id": f"embd-{request.scope['request_id']}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": name,
-        "usage": usage_of(context.metrics.count(PoolingTask.EMBED, result.num_tokens)),
-    }
-    return vectors_response(head, result.embeddings, encodings)
+        result = await until_client_leaves(request, run_inputs(call.engine, body, call.options, run))
+    head = call.head(request, PoolingTask.EMBED, result.num_tokens)
+    return vectors_response(head, result.embeddings, call.encodings)
 
 
 @router.get("/v1/models", response_model=ModelList)
