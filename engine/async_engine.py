@@ -40,7 +40,8 @@ from .results import (
 from .scoring import PairScorer
 from .sparse import SparseVector
 from .supervisor import CoreSupervisor, EngineState
-from .tokenizer import Text, TokenizerPool
+from .text_encoder import Text
+from .tokenizer import TokenizerPool
 
 __all__ = ["AsyncEngine", "RequestOptions"]
 
@@ -82,7 +83,7 @@ class AsyncEngine:
         Raises:
             ModelLoadError: The model cannot be served; the message says why.
         """
-        dispatcher = Dispatcher(config.scheduler.max_queued_tokens)
+        dispatcher = Dispatcher(config.scheduler.max_queued_tokens, config.scheduler.max_queue_s)
         supervisor = CoreSupervisor(config, dispatcher, log_level=log_level, log_format=log_format)
         ready = await supervisor.start()
         tokenizer = TokenizerPool(

@@ -21,7 +21,8 @@ class SchedulerConfig:
     Attributes:
         max_num_batched_tokens: Tokens in one forward; None takes 2,048 on CPU and 16,384 on CUDA.
         max_num_seqs: Sequences in one forward.
-        max_queued_tokens: Tokens that may wait or run at once; more is refused whole.
+        max_queued_tokens: Tokens that wait or run, from which on requests are refused; a request may have no more.
+        max_queue_s: Seconds that they take, from which on requests are refused.
         max_wait_s: Seconds after which a waiting sequence goes before better-fitting ones.
         enable_chunked_prefill: Cut long sequences of models that look back only into chunks, one forward each.
         chunk_size: Tokens of a chunk; None lets it follow the time that a forward takes and what else waits.
@@ -30,6 +31,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = None
     max_num_seqs: int = 512
     max_queued_tokens: int = 4_000_000
+    max_queue_s: float = 60.0
     max_wait_s: float = 0.5
     enable_chunked_prefill: bool = True
     chunk_size: int | None = None
@@ -42,6 +44,8 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
         if self.max_wait_s < 0:
             raise ValueError(f"max_wait_s is {self.max_wait_s}; it must be 0 or more.")
+        if not self.max_queue_s > 0:
+            raise ValueError(f"max_queue_s is {self.max_queue_s}; it must be above 0.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,25 +1,25 @@
 """Admits requests, hands them to the core and turns its messages into answers.
 
-Lives on one event loop. Admission is by tokens and honest: a request is taken whole or refused whole.
+Lives on one event loop. A request is taken whole or refused whole; see admission.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .admission import Admission
 from .dispatcher_stats import DispatcherStats
 from .errors import (
     DeadlineExceededError,
     EngineError,
-    EngineOverloadedError,
     EngineUnavailableError,
     InvalidRequestError,
     ModelExecutionError,
@@ -36,8 +36,6 @@ Send = Callable[[list[Outgoing]], None]
 _FAILURES: dict[str, type[EngineError]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
 }
-_RATE_MEMORY = 0.8
-"""Share of the old value in the running mean of the drain rate."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,18 +73,17 @@ class Dispatcher:
     What one turn of the event loop submits is sent together, so that it can run as one batch.
 
     Args:
-        max_queued_tokens: Tokens that may be under way at once.
+        max_queued_tokens: Tokens under way from which on requests are refused.
+        max_queue_s: Seconds that they take, from which on requests are refused.
     """
 
-    def __init__(self, max_queued_tokens: int) -> None:
+    def __init__(self, max_queued_tokens: int, max_queue_s: float = math.inf) -> None:
         self.stats = DispatcherStats()
-        self._max_queued_tokens = max_queued_tokens
+        self._admission = Admission(self.stats, max_queued_tokens, max_queue_s)
         self._send: Send | None = None
         self._outgoing: list[Outgoing] = []
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count()
-        self._tokens_per_s = 0.0
-        self._tokens_of: Counter[str] = Counter()  # under way, by client
 
     def connect(self, send: Send) -> None:
         """Begins to accept requests and sends them with `send`."""
@@ -98,6 +95,10 @@ class Dispatcher:
         self._outgoing.clear()
         for request_id in list(self._pending):
             self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
+
+    def check_room(self, client: str) -> None:
+        """Raises EngineOverloadedError if a request of `client` would be refused now."""
+        self._admission.check(client)
 
     async def run(
         self,
@@ -113,8 +114,8 @@ class Dispatcher:
         Cancelling the awaiting task cancels the request in the core.
 
         Raises:
-            EngineOverloadedError: The queue cannot take the whole request now.
-            InvalidRequestError: It never could.
+            EngineOverloadedError: Too much is under way; see Admission.
+            InvalidRequestError: The request is larger than any may be.
             EngineUnavailableError: No core is connected, or it died.
             DeadlineExceededError: `timeout_s` passed.
             ModelExecutionError: The model failed on an input.
@@ -122,14 +123,13 @@ class Dispatcher:
         if not inputs:
             return []
         num_tokens = sum(map(len, inputs))
-        self._admit(num_tokens, client)
+        if self._send is None:
+            raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
+        self._admission.enter(num_tokens, client)
         request_id = next(self._ids)
         future = asyncio.get_running_loop().create_future()
         pending = _Pending(future, client, num_tokens, [{} for _ in inputs], len(inputs))
         self._pending[request_id] = pending
-        self.stats.num_requests += 1
-        self.stats.num_tokens += num_tokens
-        self._tokens_of[client] += num_tokens
         sent_s = time.perf_counter()
         try:
             self._post(Submit(request_id, params, priority, timeout_s, client), pack_inputs(inputs))
@@ -147,8 +147,8 @@ class Dispatcher:
     def receive_rows(self, message: Rows, frame: Frame) -> None:
         """Books the results of one step."""
         self.stats.book(message)
-        if message.num_tokens:
-            self._follow(message.num_tokens / max(message.step_s, 1e-6))
+        if message.num_tokens and message.load is not None and message.load.num_waiting:
+            self._admission.follow(message.num_tokens, message.step_s)
         for ended in message.ended:
             if (pending := self._pending.get(ended.request_id)) is not None:
                 pending.timing = ended
@@ -165,11 +165,6 @@ class Dispatcher:
             if not self._pending[request_id].num_left:
                 self._settle(request_id, None)
 
-    def _follow(self, tokens_per_s: float) -> None:
-        """Lets the drain rate follow that of a forward."""
-        old = self._tokens_per_s
-        self._tokens_per_s = _RATE_MEMORY * old + (1 - _RATE_MEMORY) * tokens_per_s if old else tokens_per_s
-
     def receive_failure(self, message: Failed) -> None:
         """Fails one request with the error that the core names."""
         self._settle(message.request_id, _FAILURES.get(message.kind, ModelExecutionError)(message.message))
@@ -184,37 +179,6 @@ class Dispatcher:
         items, self._outgoing = self._outgoing, []
         if items and self._send is not None:
             self._send(items)
-
-    def _admit(self, num_tokens: int, client: str) -> None:
-        if num_tokens > self._max_queued_tokens:
-            raise InvalidRequestError(
-                f"The request has {num_tokens} tokens; the server takes at most {self._max_queued_tokens} at once. "
-                "Split it into smaller requests.",
-                param="input",
-            )
-        if self._send is None:
-            raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
-        num_free = self._max_queued_tokens - self.stats.num_tokens - num_tokens
-        if num_free < 0:
-            raise self._overloaded(
-                f"The server has {self.stats.num_tokens} tokens under way and takes at most {self._max_queued_tokens}; "
-                f"this request has {num_tokens}. Please try again later.",
-                -num_free,
-            )
-        # Where clients are told apart, none of them may take the room of all: at most as much as it leaves free.
-        num_own = self._tokens_of[client] if client else 0
-        if num_own and num_own + num_tokens > num_free:
-            raise self._overloaded(
-                f"Your requests under way have {num_own} tokens, this one has {num_tokens}, and the server would have "
-                f"{num_free} left for other clients. Please try again later.",
-                num_own + num_tokens - num_free,
-            )
-
-    def _overloaded(self, message: str, num_excess: int) -> EngineOverloadedError:
-        """Counts a refusal and returns it; `num_excess` tokens must leave before there is room."""
-        self.stats.book_refusal()
-        retry_after_s = num_excess / self._tokens_per_s if self._tokens_per_s else 1.0
-        return EngineOverloadedError(message, retry_after_s=retry_after_s)
 
     def _settle(self, request_id: int, error: EngineError | None) -> None:
         pending = self._pending.get(request_id)
@@ -233,11 +197,7 @@ class Dispatcher:
         pending = self._pending.pop(request_id, None)
         if pending is None:
             return False
-        self.stats.num_requests -= 1
-        self.stats.num_tokens -= pending.num_tokens
-        self._tokens_of[pending.client] -= pending.num_tokens
-        if not self._tokens_of[pending.client]:
-            del self._tokens_of[pending.client]
+        self._admission.leave(pending.num_tokens, pending.client)
         if not self.stats.num_requests:
             self.stats.num_waiting = self.stats.num_waiting_tokens = 0  # no step may follow that would say so
         return True

@@ -41,9 +41,11 @@ class RequestRunner:
 
         Raises:
             EngineUnavailableError: The engine is not ready.
+            EngineOverloadedError: Too much is under way.
             DeadlineExceededError: The deadline passed inside.
         """
         self._ensure_ready()
+        self._dispatcher.check_room(options.client)
         self._num_requests += 1
         self._idle.clear()
         try:

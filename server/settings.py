@@ -7,6 +7,7 @@ PENSTOCK_MAX_MODEL_LEN. A flag wins over a variable, a variable over the default
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -111,7 +112,15 @@ class EngineSettings(BaseSettings):
     )
     max_num_seqs: PositiveInt = Field(512, description="Sequences in one forward.")
     max_queued_tokens: PositiveInt = Field(
-        4_000_000, description="Tokens that may wait or run at once; requests beyond are refused whole with 429."
+        4_000_000,
+        description="Tokens that wait or run, from which on requests are refused with 429. No request may have more.",
+    )
+    max_queue_s: Seconds = Field(
+        60.0,
+        description=(
+            "Seconds that what waits or runs takes, from which on requests are refused with 429, unless there are "
+            "fewer than 16; 0: never."
+        ),
     )
     max_queued_chars: PositiveInt = Field(
         64_000_000, description="Characters that may wait for tokenization; requests beyond are refused whole with 429."
@@ -163,6 +172,7 @@ class EngineSettings(BaseSettings):
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             max_queued_tokens=self.max_queued_tokens,
+            max_queue_s=self.max_queue_s or math.inf,
             enable_chunked_prefill=self.enable_chunked_prefill,
             chunk_size=self.chunk_size,
         )

@@ -85,16 +85,20 @@ async def test_answers_come_in_the_order_of_inputs_however_steps_fall(dispatcher
     assert all(isinstance(m, Submit) for m in core.sent)
 
 
-async def test_a_request_is_admitted_whole_or_refused_whole(dispatcher: Dispatcher, core: Core) -> None:
+async def test_a_request_is_taken_whole_or_refused_whole(dispatcher: Dispatcher, core: Core) -> None:
     await begin(dispatcher, 60)
-    core.answer((99, 0, 0.0))  # a step of 10 tokens in 0.1 s tells the drain rate
-    with pytest.raises(errors.EngineOverloadedError, match="60 tokens under way") as refused:
-        await dispatcher.run(tokens(30, 30), PoolingParams(), priority=0, timeout_s=None)
-    assert refused.value.retry_after_s == pytest.approx(0.2)
-    assert len(core.sent) == 1
-    assert dispatcher.stats.num_refused_total == 1
-    await begin(dispatcher, 40)
+    dispatcher.check_room("")
+    await begin(dispatcher, 30, 30)
     assert len(core.sent) == 2
+    with pytest.raises(errors.EngineOverloadedError, match="120 tokens under way"):
+        await dispatcher.run(tokens(1), PoolingParams(), priority=0, timeout_s=None)
+    with pytest.raises(errors.EngineOverloadedError, match="120 tokens under way"):
+        dispatcher.check_room("")
+    assert len(core.sent) == 2
+    assert dispatcher.stats.num_refused_total == 2
+    core.answer((0, 0, 0.0))
+    await begin(dispatcher, 40)
+    assert len(core.sent) == 3
 
 
 async def test_a_request_that_could_never_be_admitted_is_the_callers_mistake(
@@ -102,6 +106,18 @@ async def test_a_request_that_could_never_be_admitted_is_the_callers_mistake(
 ) -> None:
     with pytest.raises(errors.InvalidRequestError, match="101 tokens; the server takes at most 100"):
         await dispatcher.run(tokens(101), PoolingParams(), priority=0, timeout_s=None)
+
+
+async def test_forwards_that_leave_something_waiting_tell_how_fast_tokens_go(dispatcher: Dispatcher) -> None:
+    Core(dispatcher)
+    await begin(dispatcher, 60)
+    await begin(dispatcher, 50)
+    for num_waiting, step_s in ((1, 0.1), (0, 10.0)):  # 100 tokens a second; the other says nothing
+        load = StepLoad(1, 100, num_waiting, num_waiting)
+        dispatcher.receive_rows(Rows([], 10, step_s, load=load), pack_rows([]))
+    with pytest.raises(errors.EngineOverloadedError) as refused:
+        dispatcher.check_room("")
+    assert refused.value.retry_after_s == pytest.approx(0.11)
 
 
 async def test_cancelling_the_caller_cancels_the_request(dispatcher: Dispatcher, core: Core) -> None:

@@ -1,5 +1,7 @@
 """Flags, variables and defaults become one checked Settings object."""
 
+import math
+
 import pytest
 
 from penstock.engine.config import DTYPES
@@ -67,6 +69,7 @@ def test_everything_reaches_the_engine() -> None:
             "max_num_batched_tokens": "99",
             "max_num_seqs": "7",
             "max_queued_tokens": "1000",
+            "max_queue_s": "2.5",
             "max_queued_chars": "2000",
             "enable_chunked_prefill": False,
             "chunk_size": "64",
@@ -87,6 +90,8 @@ def test_everything_reaches_the_engine() -> None:
     assert (config.auto_truncate, config.trust_remote_code, config.in_process) == (True, True, True)
     scheduler = config.scheduler
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, scheduler.max_queued_tokens) == (99, 7, 1000)
+    assert scheduler.max_queue_s == 2.5
+    assert load(ServerSettings, {"max_queue_s": "0"}).engine_config("m").scheduler.max_queue_s == math.inf
     assert (scheduler.enable_chunked_prefill, scheduler.chunk_size) == (False, 64)
     assert config.max_queued_chars == 2000
     cache = config.cache
