@@ -26,13 +26,17 @@ class Pieces:
     Attributes:
         texts: All pieces, in the order of the documents.
         owners: The document that each piece belongs to.
+        cut_document: The first document that is not in its pieces as a whole; None where there is none.
     """
 
     texts: list[str]
     owners: list[int]
+    cut_document: int | None = None
 
     @classmethod
-    def of(cls, documents: Sequence[str], offsets: Sequence[Offsets], rooms: Sequence[int], limit: int) -> Pieces:
+    def of(
+        cls, documents: Sequence[str], offsets: Sequence[Offsets], rooms: Sequence[int], limit: int, *, spare: int = 0
+    ) -> Pieces:
         """Cuts documents.
 
         Args:
@@ -40,14 +44,19 @@ class Pieces:
             offsets: Where the tokens of each stand, from and to.
             rooms: Tokens that a piece of each may have; below MIN_ROOM the document is left whole.
             limit: Pieces of a document at most.
+            spare: Tokens that the pieces of a document leave free, since each may have some more by itself.
         """
         texts: list[str] = []
         owners: list[int] = []
+        cut_document: int | None = None
         for i, (document, places, room) in enumerate(zip(documents, offsets, rooms, strict=True)):
-            pieces = split_text(document, places, room, limit) if room >= MIN_ROOM else [document]
-            texts += pieces
-            owners += [i] * len(pieces)
-        return cls(texts, owners)
+            is_whole = room < MIN_ROOM or len(places) <= room
+            pieces = [document] if is_whole else split_text(document, places, room - spare, limit + 1)
+            if len(pieces) > limit and cut_document is None:
+                cut_document = i
+            texts += pieces[:limit]
+            owners += [i] * len(pieces[:limit])
+        return cls(texts, owners, cut_document)
 
     def join(self, result: ScoreResult) -> ScoreResult:
         """Returns the best score and the tokens of all pieces for each document."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from .config import EngineConfig
 from .document_pieces import Pieces
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, RequestTooLongError
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
 from .length_limit import limit_name
 from .long_text import LongText, Windows
@@ -16,7 +17,12 @@ from .multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
 from .params import PoolingParams, PoolingTask
 from .request import TokenizedInput
 from .request_options import RequestOptions
-from .tokenizer import Text, TokenizerPool, Truncation
+from .text_encoder import Text
+from .tokenizer import TokenizerPool
+from .truncation import Truncation
+
+_SPARE_TOKENS: Final = 4
+"""A piece of a text may have this many tokens more by itself; pieces that must not be cut leave room for them."""
 
 
 class InputEncoder:
@@ -90,7 +96,11 @@ class InputEncoder:
     async def pieces(
         self, queries: Sequence[str], documents: Sequence[str], params: PoolingParams, options: RequestOptions
     ) -> Pieces:
-        """Cuts documents into pieces that fit beside their query or, for the embed task, by themselves."""
+        """Cuts documents into pieces that fit beside their query or, for the embed task, by themselves.
+
+        Raises:
+            RequestTooLongError: A document does not fit into the pieces and must not be cut.
+        """
         truncation = replace(self._truncation(params, param=None), cut=True)
         if params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED):
             taken = await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
@@ -100,7 +110,20 @@ class InputEncoder:
         rooms = [truncation.max_num_tokens - len(tokens) for tokens in taken]
         details = await self._tokenizer.token_details(documents, add_special_tokens=False)
         offsets = [detail.offsets for detail in details]
-        return Pieces.of(documents, offsets, rooms if len(rooms) > 1 else rooms * len(documents), options.max_pieces)
+        rooms = rooms if len(rooms) > 1 else rooms * len(documents)
+        spare = _SPARE_TOKENS if params.refuse_too_long else 0
+        pieces = Pieces.of(documents, offsets, rooms, options.max_pieces, spare=spare)
+        if params.refuse_too_long and pieces.cut_document is not None:
+            num_tokens, room = len(offsets[pieces.cut_document]), rooms[pieces.cut_document]
+            raise RequestTooLongError(
+                f"Document {pieces.cut_document} has {num_tokens} tokens, which do not fit into {options.max_pieces} "
+                f"pieces of up to {room - spare}. Please allow more pieces, or set truncate_prompt_tokens to -1 to cut "
+                "it.",
+                num_tokens=num_tokens,
+                max_num_tokens=options.max_pieces * (room - spare),
+                param=None,
+            )
+        return pieces
 
     def late_chunking(self, params: PoolingParams) -> LateChunking:
         """Returns how the inputs of a request are joined for late chunking.
@@ -163,18 +186,19 @@ class InputEncoder:
         asked = params.truncate_prompt_tokens
         limit, name = self._info.max_model_len, limit_name(self._info)
         if asked is not None and asked != -1:
-            limit, name = asked, None
+            limit, name = asked, "truncate_prompt_tokens"
         elif self._long_text is not None and params.task is PoolingTask.EMBED:
             longest = self._info.max_embed_len
             limit, name = (longest, "max_embed_len") if longest else (self._max_queued_tokens, "max_queued_tokens")
-        cut = asked is not None or self._auto_truncate
+        cut = not params.refuse_too_long and (asked is not None or self._auto_truncate)
         recipe = self._info.multi_vector
         if recipe is not None:
             own = recipe.max_num_tokens(is_query=params.is_query)
             if own is not None and own < limit:
                 limit, name = own, "of a query" if params.is_query else "of a document"
             # The model knows queries of one length alone.
-            cut = cut or (params.is_query and recipe.expansion is not None and recipe.expansion.is_fixed)
+            is_fixed = params.is_query and recipe.expansion is not None and recipe.expansion.is_fixed
+            cut = cut or (is_fixed and not params.refuse_too_long)
         return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param, name=name)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from .errors import InvalidRequestError
 from .results import ClassResult, EmbeddingResult
 from .similarity import few_shot_scores, zero_shot_scores
-from .tokenizer import Text
+from .text_encoder import Text
 
 Embed = Callable[[Sequence[Text]], Awaitable[EmbeddingResult]]
 

@@ -9,10 +9,10 @@ from typing import Any, Final
 from .chat_score_template import chat_score_template
 from .chat_template import chat_template_of
 from .errors import UnsupportedModelError
+from .json_files import read_object
 from .long_text import LongText
 from .messages import TokenizerSpec
 from .model_info import ModelInfo, ModelKind
-from .model_modules import read_object
 from .score_template import ScoreTemplate
 from .special_tokens import SpecialTokens
 from .token_marks import find_marks, register_markers

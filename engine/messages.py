@@ -81,6 +81,14 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """Client to core: finish the step that runs, then end."""
 
 
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """Client to core: answer with Pong at once, whatever runs."""
+
+
+class Pong(msgspec.Struct, tag=True, frozen=True):
+    """Core to client: the process lives."""
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """Core to client: the model is loaded."""
 
@@ -117,6 +125,7 @@ class CacheUse(msgspec.Struct, array_like=True, frozen=True):
     prefix_hit_tokens_total: int
     num_preemptions_total: int
     num_chunks_total: int
+    num_evicted_blocks_total: int
 
 
 class StepLoad(msgspec.Struct, array_like=True, frozen=True):
@@ -160,8 +169,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-ToCore = Start | Submit | Cancel | Stop
-FromCore = Ready | LoadFailed | Rows | Failed
+ToCore = Start | Submit | Cancel | Stop | Ping
+FromCore = Ready | LoadFailed | Rows | Failed | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)

@@ -7,18 +7,11 @@ from typing import Final
 from .errors import ModelLoadError, UnsupportedModelError
 from .model_draft import ModelDraft
 from .model_info import Activation, ModelKind
-from .model_modules import MODULES_FILE, SETTINGS_FILE
 from .model_reranker import find_answers, resolve_answers, resolve_score_template
+from .models.registry import NATIVE_MODEL_TYPES
 from .params import PoolingTask
+from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE
 
-# Families with a packed forward in engine/models.
-# fmt: off
-NATIVE_MODEL_TYPES: Final = frozenset((
-    "bert", "camembert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta",
-    "gemma", "gemma2", "gemma3_text", "llama", "llama_bidirec", "mistral", "phi3", "qwen2", "qwen3",
-    "bamba", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2",
-))
-# fmt: on
 # Families whose attention looks back only unless config.json says otherwise.
 # fmt: off
 DECODER_MODEL_TYPES: Final = frozenset((

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .config import EngineConfig
-from .model_modules import SentenceTransformersFiles
 from .reranker_recipes import Answers
+from .sentence_transformers_files import SentenceTransformersFiles
 
 # One size, as the families call it.
 _ALIASES: Final = {

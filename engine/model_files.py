@@ -12,22 +12,22 @@ from typing import Any, Final
 
 from .config import EngineConfig
 from .errors import ModelLoadError
-from .model_architecture import DECODER_MODEL_TYPES, NATIVE_MODEL_TYPES, resolve_architecture, resolve_classes
+from .json_files import read_object
+from .model_architecture import DECODER_MODEL_TYPES, resolve_architecture, resolve_classes
 from .model_draft import ModelDraft, merged
 from .model_hub import locate_model
 from .model_info import DenseSpec, ModelInfo, ModelKind, PairChat
 from .model_limits import resolve_long_text, resolve_max_model_len
-from .model_modules import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules, read_object
+from .model_modules import read_modules
 from .model_multi_vector import read_stanford_modules, resolve_multi_vector
 from .model_sparse import resolve_sparse
 from .multi_vector import MultiVector
 from .params import PoolingTask, PoolingType
 from .score_template import ScoreTemplate
+from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles
 from .sparse import SparsePooling, TokenHeads
 
 __all__ = [
-    "DECODER_MODEL_TYPES",
-    "NATIVE_MODEL_TYPES",
     "locate_model",
     "resolve_model",
     "resolved_table",

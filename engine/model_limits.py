@@ -10,8 +10,8 @@ from typing import Any, Final
 from .config import EngineConfig
 from .errors import ModelLoadError
 from .model_draft import ModelDraft
-from .model_modules import SentenceTransformersFiles
 from .params import ChunkedProcessingMode, PoolingTask
+from .sentence_transformers_files import SentenceTransformersFiles
 
 # Families that number positions from pad_token_id + 1, so that the first rows of their position table are never used.
 # fmt: off

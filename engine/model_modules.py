@@ -6,129 +6,15 @@ sentence-transformers version (and of libraries that extend it) read alike.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from .errors import ModelLoadError, UnsupportedModelError
-from .model_info import DenseSpec, PairChat
-from .params import PoolingType
+from .json_files import read_json, read_object
+from .module_configs import read_dense, read_logit_score, read_pooling, read_transformer
+from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles
 
-MODULES_FILE: Final = "modules.json"
-SETTINGS_FILE: Final = "config_sentence_transformers.json"
-_TRANSFORMER_FILES: Final = tuple(
-    f"sentence_{model}_config.json"
-    for model in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
-# In the order in which sentence-transformers concatenates them.
-_LEGACY_POOLING_KEYS: Final = {
-    "pooling_mode_cls_token": PoolingType.CLS,
-    "pooling_mode_max_tokens": PoolingType.MAX,
-    "pooling_mode_mean_tokens": PoolingType.MEAN,
-    "pooling_mode_mean_sqrt_len_tokens": PoolingType.MEAN_SQRT_LEN,
-    "pooling_mode_weightedmean_tokens": PoolingType.WEIGHTED_MEAN,
-    "pooling_mode_lasttoken": PoolingType.LAST,
-}
-_POOLING_MODES: Final = {
-    "cls": PoolingType.CLS,
-    "max": PoolingType.MAX,
-    "mean": PoolingType.MEAN,
-    "mean_sqrt_len_tokens": PoolingType.MEAN_SQRT_LEN,
-    "weightedmean": PoolingType.WEIGHTED_MEAN,
-    "lasttoken": PoolingType.LAST,
-}
 _KNOWN_MODULES: Final = "Transformer, Pooling, Dense, Normalize, Dropout, LogitScore, MultiVectorMask and SpladePooling"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitScoreFile:
-    """What the config of a LogitScore module says: whose next-token logits are the score of a cross-encoder.
-
-    Attributes:
-        true_token_id: Vocabulary id.
-        false_token_id: Its logit is subtracted; None subtracts nothing.
-        source: The file.
-    """
-
-    true_token_id: int
-    false_token_id: int | None
-    source: str
-
-
-@dataclass(slots=True, kw_only=True)
-class SentenceTransformersFiles:
-    """What the files say; None where they say nothing. Built once by `read_modules`, then only read.
-
-    Attributes:
-        transformer_folder: Folder of the Transformer module inside the model; "" is the model itself.
-        pooling: Pooling types of the Pooling module, in the order of concatenation.
-        pooling_source: The file that `pooling` was read from.
-        include_prompt: Whether the rows of the prompt are pooled.
-        dense: Dense modules in order; their folders are relative to the Transformer folder.
-        has_normalize: A Normalize module ends the chain.
-        max_seq_length: Tokens. Of the Transformer module.
-        tokenizer_max_length: Tokens. model_max_length among the module's tokenizer arguments.
-        transformer_source: The file that the two above were read from.
-        do_lower_case: Lower-case text before tokenizing.
-        prompts: Named prompts.
-        default_prompt_name: Prompt applied when a request names none.
-        truncate_dim: Default width of embeddings.
-        activation_fn: Class path of a cross-encoder's activation.
-        logit_score: The LogitScore module.
-        pair_chat: Pairs go through the tokenizer's chat template.
-        mask_folder: Folder of the MultiVectorMask module.
-        is_pylate: PyLate has saved the model.
-        splade_folder: Folder of the SpladePooling module.
-    """
-
-    transformer_folder: str = ""
-    pooling: tuple[PoolingType, ...] | None = None
-    pooling_source: str = MODULES_FILE
-    include_prompt: bool = True
-    dense: tuple[DenseSpec, ...] = ()
-    has_normalize: bool = False
-    max_seq_length: int | None = None
-    tokenizer_max_length: int | None = None
-    transformer_source: str = ""
-    do_lower_case: bool = False
-    prompts: dict[str, str] = field(default_factory=dict)
-    default_prompt_name: str | None = None
-    truncate_dim: int | None = None
-    activation_fn: str | None = None
-    logit_score: LogitScoreFile | None = None
-    pair_chat: PairChat | None = None
-    mask_folder: str | None = None
-    is_pylate: bool = False
-    splade_folder: str | None = None
-
-
-def read_json(path: Path) -> Any:
-    """Returns the content of a JSON file; None where there is no such file.
-
-    Raises:
-        ModelLoadError: The file is not valid JSON or cannot be read.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; an empty one where there is no such file.
-
-    Raises:
-        ModelLoadError: The file is not valid JSON or holds something else.
-    """
-    value = read_json(path)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, not {type(value).__name__}.")
-    return value
 
 
 def read_modules(root: Path) -> SentenceTransformersFiles | None:
@@ -150,13 +36,13 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
         if place == 0:
             if kind not in ("Transformer", "MLMTransformer"):
                 raise _unsupported(root, f"starts with the module {entry['type']}; penstock needs a Transformer first")
-            _read_transformer(root, folder, files)
+            read_transformer(root, folder, files)
         elif kind == "Pooling" and files.pooling is None and not folders and not files.has_normalize:
-            _read_pooling(root, folder, files)
+            read_pooling(root, folder, files)
         elif kind == "Dense" and not files.has_normalize:
             folders.append((folder, entry))
         elif kind == "LogitScore" and place == 1:
-            files.logit_score = _read_logit_score(root, folder)
+            files.logit_score = read_logit_score(root, folder)
         elif kind == "Normalize":
             files.has_normalize = True
         elif kind == "SpladePooling" and place == 1:
@@ -167,7 +53,7 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
             raise _unsupported(root, f"places the module {entry['type']} ({folder}) where penstock cannot run it")
         elif kind != "Dropout":
             raise _unsupported(root, f"lists the module {entry['type']} ({folder}); penstock knows {_KNOWN_MODULES}")
-    files.dense = tuple(_read_dense(root, folder, entry["type"], files.transformer_folder) for folder, entry in folders)
+    files.dense = tuple(read_dense(root, folder, entry["type"], files.transformer_folder) for folder, entry in folders)
     _read_settings(root, files)
     if files.pooling is None and (files.is_pylate or any(e["type"].startswith("pylate.") for _, e in folders)):
         # PyLate normalises token vectors in `encode`, without a module that says so.
@@ -187,92 +73,6 @@ def _checked_folder(root: Path, folder: Any) -> str:
             f"{root / MODULES_FILE} names the module folder {folder!r}, which is not inside the model."
         )
     return folder.strip("/")
-
-
-def _read_transformer(root: Path, folder: str, files: SentenceTransformersFiles) -> None:
-    """Fills in what the config of the Transformer module says."""
-    files.transformer_folder = folder
-    for name in _TRANSFORMER_FILES:
-        config = read_object(root / folder / name)
-        if config:
-            tokenizer = config.get("processor_kwargs") or config.get("tokenizer_args") or {}
-            files.transformer_source = str(Path(folder) / name)
-            files.max_seq_length = config.get("max_seq_length")
-            files.tokenizer_max_length = tokenizer.get("model_max_length")
-            files.do_lower_case = bool(config.get("do_lower_case", False))
-            files.pair_chat = _pair_chat(config)
-            return
-
-
-def _pair_chat(config: dict[str, Any]) -> PairChat | None:
-    """Returns how the Transformer module puts pairs through a chat template; None where it does not."""
-    chat = (config.get("modality_config") or {}).get("message")
-    if chat is None:
-        return None
-    arguments = dict((config.get("processing_kwargs") or {}).get("chat_template") or {})
-    for own in ("restore_suffix", "padding", "truncation", "max_length", "return_tensors"):
-        arguments.pop(own, None)
-    return PairChat(is_structured=chat.get("format") == "structured", arguments=arguments)
-
-
-def _read_logit_score(root: Path, folder: str) -> LogitScoreFile:
-    """Reads the config of a LogitScore module."""
-    path = root / folder / "config.json"
-    config = read_object(path)
-    ids = config.get("true_token_id"), config.get("false_token_id")
-    if type(ids[0]) is not int or not (ids[1] is None or type(ids[1]) is int):
-        raise ModelLoadError(f"{path} has true_token_id {ids[0]!r} and false_token_id {ids[1]!r}; they must be ids.")
-    return LogitScoreFile(true_token_id=ids[0], false_token_id=ids[1], source=str(Path(folder) / "config.json"))
-
-
-def _read_pooling(root: Path, folder: str, files: SentenceTransformersFiles) -> None:
-    """Fills in what the config of the Pooling module says."""
-    config = read_object(root / folder / "config.json")
-    files.pooling_source = str(Path(folder) / "config.json")
-    files.include_prompt = bool(config.get("include_prompt", True))
-    modes = config.get("pooling_mode")
-    if modes is None:
-        on = tuple(pooling for key, pooling in _LEGACY_POOLING_KEYS.items() if config.get(key, False))
-        files.pooling = on or (PoolingType.MEAN,)
-        return
-    modes = [modes] if isinstance(modes, str) else list(modes)
-    for mode in modes:
-        if mode not in _POOLING_MODES:
-            raise UnsupportedModelError(
-                f"{root / files.pooling_source} asks for the pooling mode {mode!r}; "
-                f"penstock knows {', '.join(_POOLING_MODES)}."
-            )
-    files.pooling = tuple(_POOLING_MODES[mode] for mode in modes)
-
-
-def _read_dense(root: Path, folder: str, type_name: str, transformer_folder: str) -> DenseSpec:
-    """Reads the config of one Dense module; its weights are the loader's."""
-    path = root / folder / "config.json"
-    config = read_object(path)
-    for key in ("in_features", "out_features"):
-        if type(config.get(key)) is not int or config[key] < 1:
-            raise ModelLoadError(f"{path} has {key} {config.get(key)!r}; it must be a positive integer.")
-    if config.get("use_residual", False):
-        raise UnsupportedModelError(f"{path} asks for use_residual, which penstock has no code for.")
-    if config.get("module_output_name") == "scores":
-        raise UnsupportedModelError(
-            f"{path} writes scores: a cross-encoder head of modules, which penstock has no code for."
-        )
-    activation = config.get(
-        "activation_function", "torch.nn.Identity" if type_name.startswith("pylate.") else "torch.nn.Tanh"
-    )
-    if not activation.startswith("torch.nn."):
-        raise UnsupportedModelError(
-            f"{path} asks for the activation {activation!r}; penstock takes those of torch.nn only."
-        )
-    up = "../" * len(Path(transformer_folder).parts)
-    return DenseSpec(
-        folder=up + folder,
-        in_features=config["in_features"],
-        out_features=config["out_features"],
-        bias=bool(config.get("bias", True)),
-        activation=activation.rsplit(".", 1)[-1],
-    )
 
 
 def _read_settings(root: Path, files: SentenceTransformersFiles) -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from .errors import ModelLoadError, UnsupportedModelError
+from .json_files import read_object
 from .model_draft import ModelDraft
 from .model_info import DenseSpec, ModelKind
 from .model_limits import resolve_max_model_len
-from .model_modules import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_object
 from .multi_vector import DOCUMENT, QUERY, MultiVector, QueryExpansion
 from .params import PoolingTask
+from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles
 
 METADATA_FILE: Final = "artifact.metadata"
 _STANFORD: Final = "HF_ColBERT"

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from .errors import UnsupportedModelError
+from .json_files import read_object
 from .model_draft import ModelDraft
 from .model_info import ModelKind
-from .model_modules import MODULES_FILE, SETTINGS_FILE, read_object
 from .params import PoolingTask
+from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE
 from .sparse import SparseKind, SparsePooling, TokenHeads
 
 # As bge-m3 is published, beside the weights of its encoder.

@@ -1,124 +1,122 @@
-"""Joins a query and a document by a ScoreTemplate into token ids. The `tokenizers` library alone; no event loop."""
+"""Pairs of texts to joint sequences that fit the model: by its prompt for pairs, else as its tokenizer joins them.
+
+Synchronous: TokenizerPool runs it in worker threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Sequence
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding
 
-from .score_template import ScoreTemplate, fields_of, split_at
-
-Pair = tuple[str, str]
-
-# Of what the prompt leaves, as publishers have it that tokenize the query by itself. Others let a long query take all
-# of it, so that nothing of any document is read and all scores are the same.
-_QUERY_SHARE: Final = (3, 4)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One part of a template and the fields in it."""
-
-    text: str
-    fields: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _LocatedPart:
-    """The ids of one part, and the first and the end of the query's and the document's among them."""
-
-    ids: list[int]
-    spans: dict[str, tuple[int, int]]
-
-    def count(self, field: str) -> int:
-        """Returns how many tokens a field has here."""
-        first, last = self.spans.get(field, (0, 0))
-        return last - first
-
-    def cut(self, kept: Mapping[str, int], *, left: bool) -> list[int]:
-        """Returns the ids with no more than the kept tokens of each field; `left` cuts the document's beginning."""
-        ids = list(self.ids)
-        for field, (first, last) in sorted(self.spans.items(), key=lambda item: item[1], reverse=True):
-            num_cut = max(last - first - kept[field], 0)
-            if left and field == "document":
-                del ids[first : first + num_cut]
-            else:
-                del ids[last - num_cut : last]
-        return ids
+from .errors import InvalidRequestError
+from .model_tokenizer import ModelTokenizer
+from .request import TokenizedInput
+from .score_template import ScoreTemplate
+from .score_template_encoder import Pair, ScoreTemplateEncoder
+from .tokenizer_jobs import IsGone, portions
+from .truncation import Truncation
 
 
 class PairEncoder:
-    """Encodes pairs into the sequences that a reranker was trained on. Safe to use from several threads.
+    """Tokenizes pairs and cuts them to a limit. Safe to use from several threads.
 
     Args:
-        tokenizer: Without truncation and padding.
-        template: The prompt.
+        tokenizer: The model's.
+        template: The model's prompt for pairs; None joins them as the tokenizer does.
+        uses_token_types: The model reads the second text as tokens of type 1, where the tokenizer says so.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ScoreTemplate) -> None:
-        self.template = template
+    def __init__(self, tokenizer: ModelTokenizer, template: ScoreTemplate | None, *, uses_token_types: bool) -> None:
         self._tokenizer = tokenizer
-        self._parts = [_Part(part, fields_of(part)) for part in template.parts]
-        # What no request changes is tokenized once.
-        self._constant = {part.text: self._ids([part.text.format()])[0] for part in self._parts if not part.fields}
+        self._by_template = None if template is None else ScoreTemplateEncoder(tokenizer.backend, template)
+        self._uses_token_types = uses_token_types
 
-    def encode(self, pairs: Sequence[Pair], instruction: str | None) -> list[list[int]]:
-        """Returns the ids of each pair, uncut; None for `instruction` takes the template's own."""
-        filled, parts = self.template.filled, [part.text for part in self._parts if part.fields]
-        texts = [[filled(part, *pair, instruction) for part in parts] for pair in pairs]
-        different = list(dict.fromkeys(text for row in texts for text in row))
-        known = dict(zip(different, self._ids(different), strict=True))
-        encoded = []
-        for row in texts:
-            own = iter(row)
-            ids: list[int] = []
-            for part in self._parts:
-                ids += known[next(own)] if part.fields else self._constant[part.text]
-            encoded.append(ids)
-        return encoded
+    def check_instruction(self, instruction: str | None) -> None:
+        """Raises InvalidRequestError for an instruction that the model's prompt, if it has one, has no place for."""
+        encoder = self._by_template
+        if instruction and (encoder is None or not encoder.template.takes_instruction):
+            raise InvalidRequestError("The served model reads pairs without an instruction.", param="instruction")
 
-    def cut(self, pair: Pair, instruction: str | None, max_num_tokens: int, *, left: bool) -> list[int] | None:
-        """Returns the ids of a pair, cut to `max_num_tokens`: the document on the side asked for, the query at its end.
+    def encode(
+        self, pairs: Sequence[Pair], truncation: Truncation, instruction: str | None, gone: IsGone
+    ) -> list[TokenizedInput]:
+        """Returns each pair as a sequence; see TokenizerPool.encode_pairs."""
+        tokenized: list[TokenizedInput] = []
+        cased = self._bounded(pairs, truncation)
+        for first, last in portions([len(a) + len(b) for a, b in cased], gone):
+            part = cased[first:last]
+            if self._by_template is not None:
+                tokenized += self._filled(self._by_template, part, truncation, instruction, first)
+            else:
+                encodings = self._tokenizer.backend.encode_batch_fast(part)
+                joined = enumerate(zip(part, encodings, strict=True), first)
+                tokenized += [self._joined(pair, encoding, truncation, i) for i, (pair, encoding) in joined]
+        return tokenized
 
-        The query may keep up to three quarters of what the prompt and its instruction, which are never cut, leave for
-        the two. The document gets the rest.
+    def _bounded(self, pairs: Sequence[Pair], truncation: Truncation) -> list[Pair]:
+        """Returns pairs as they are tokenized; where cutting is allowed, without what the limit cannot keep."""
+        cased = self._tokenizer.cased
+        firsts, seconds = cased([a for a, _ in pairs]), cased([b for _, b in pairs])
+        if truncation.cut:
+            # The limit keeps at most its own length of either text; where a pair fits whole, nothing is cut here.
+            firsts = self._tokenizer.bounded(firsts, truncation)
+            seconds = self._tokenizer.bounded(seconds, truncation)
+        return list(zip(firsts, seconds, strict=True))
 
-        None where they leave less than a token for each.
-        """
-        parts = [self._located(part, pair, instruction) for part in self._parts]
-        num_query, num_document = (sum(part.count(field) for part in parts) for field in ("query", "document"))
-        room = max_num_tokens - sum(len(part.ids) for part in parts) + num_query + num_document
-        if room < (num_query > 0) + (num_document > 0):
-            return None
-        kept = {"query": min(num_query, max(room * _QUERY_SHARE[0] // _QUERY_SHARE[1], 1))}
-        kept["document"] = min(num_document, room - kept["query"])
-        return [token_id for part in parts for token_id in part.cut(kept, left=left)]
+    def _filled(
+        self,
+        encoder: ScoreTemplateEncoder,
+        pairs: Sequence[Pair],
+        truncation: Truncation,
+        instruction: str | None,
+        first: int,
+    ) -> list[TokenizedInput]:
+        """Puts pairs, of which `first` is the place of the first one in the request, into the model's prompt."""
+        limit, left = truncation.max_num_tokens, self._tokenizer.cuts_left(truncation)
+        tokenized = []
+        for i, ids in enumerate(encoder.encode(pairs, instruction)):
+            if len(ids) > limit:
+                truncation.refuse_unless_cut(len(ids), first + i)
+                cut = encoder.cut(pairs[i], instruction, limit, left=left)
+                if cut is None:
+                    raise _no_room(encoder, instruction, truncation)
+                ids = cut
+            tokenized.append(TokenizedInput(self._tokenizer.known(ids)))
+        return tokenized
 
-    def _located(self, part: _Part, pair: Pair, instruction: str | None) -> _LocatedPart:
-        """Encodes a part and finds the query and the document in it. A token that holds a bit of either is its own."""
-        fields = [field for field in part.fields if field != "instruction"]
-        if not fields:
-            return _LocatedPart(self._part_ids(part, pair, instruction), {})
-        text = self.template.filled(part.text, *pair, instruction)
-        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
-        spans: dict[str, tuple[int, int]] = {}
-        last = 0
-        for field in fields:
-            before, _ = split_at(part.text, field)
-            begin = len(self.template.filled(before, *pair, instruction))
-            end = begin + len(self.template.cleaned(field, pair[field == "document"]))
-            own = [i for i, (start, stop) in enumerate(encoding.offsets) if i >= last and stop > begin and start < end]
-            if own:
-                spans[field] = (own[0], own[-1] + 1)
-                last = own[-1] + 1
-        return _LocatedPart(encoding.ids, spans)
+    def _joined(self, pair: Pair, encoding: Encoding, truncation: Truncation, index: int) -> TokenizedInput:
+        """Cuts a pair that the tokenizer has joined to the limit, and finds where its second text begins."""
+        if len(encoding) > truncation.max_num_tokens:
+            truncation.refuse_unless_cut(len(encoding), index)
+            backend, side = self._tokenizer.backend, self._tokenizer.side(truncation)
+            first, second = backend.encode_batch(list(pair), add_special_tokens=False)
+            room = self._tokenizer.room(truncation, is_pair=True)
+            keep_first, keep_second = _longest_first(len(first), len(second), room)
+            first.truncate(keep_first, direction=side)
+            second.truncate(keep_second, direction=side)
+            encoding = backend.post_process(first, second)
+        boundary = encoding.type_ids.index(1) if self._uses_token_types and 1 in encoding.type_ids else 0
+        return TokenizedInput(self._tokenizer.known(encoding.ids), boundary)
 
-    def _part_ids(self, part: _Part, pair: Pair, instruction: str | None) -> list[int]:
-        if not part.fields:
-            return self._constant[part.text]
-        return self._ids([self.template.filled(part.text, *pair, instruction)])[0]
 
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+def _no_room(encoder: ScoreTemplateEncoder, instruction: str | None, truncation: Truncation) -> InvalidRequestError:
+    """Returns the error for a prompt that leaves no room for a token of the query and one of the document."""
+    limit = truncation.max_num_tokens
+    if instruction and encoder.cut(("a", "a"), None, limit, left=False) is not None:
+        return InvalidRequestError(
+            f"The instruction leaves no room for a query and a document: all three and the prompt around them may have "
+            f"{limit} tokens together. Please shorten it.",
+            param="instruction",
+        )
+    return truncation.no_room("the prompt around a query and a document leaves them no room")
+
+
+def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """Splits `room` tokens over two texts by taking tokens away from the longer one first, as transformers does."""
+    half = room // 2
+    if first <= half:
+        return first, min(second, room - first)
+    if second <= half:
+        return min(first, room - second), second
+    return (room - half, half) if first > second else (half, room - half)

@@ -74,8 +74,10 @@ class PoolingParams:
     """Options of one request. None means: take the model's default.
 
     Attributes:
-        truncate_prompt_tokens: Tokens. Cut every input to this many; -1 means the longest that is taken; None refuses
-            what is too long.
+        truncate_prompt_tokens: Tokens. Cut every input to this many; -1 means the longest that is taken; None cuts to
+            that if the server runs with --auto-truncate, and else refuses what is longer.
+        refuse_too_long: Refuse inputs above the limit, whatever --auto-truncate says; a limit of truncate_prompt_tokens
+            is one above which they are refused.
         truncation_side: "left" or "right": the side that is cut away. None means the tokenizer's own.
         dimensions: Width of the embedding (Matryoshka).
         normalize: L2-normalise embeddings.
@@ -89,6 +91,7 @@ class PoolingParams:
     """
 
     truncate_prompt_tokens: int | None = None
+    refuse_too_long: bool = False
     truncation_side: str | None = None
     dimensions: int | None = None
     normalize: bool | None = None

@@ -68,7 +68,7 @@ class PairScorer:
             own = options if is_joint else self._named_prompt(DOCUMENT_PROMPTS, options)
             pieces = await self._encoder.pieces(left, right, params, own)
             queries = left if len(left) == 1 else [left[owner] for owner in pieces.owners]
-            if params.truncate_prompt_tokens is None:
+            if params.truncate_prompt_tokens is None and not params.refuse_too_long:
                 params = params.clone(truncate_prompt_tokens=-1)  # a piece by itself may have a token more
             return pieces.join(await score(queries, pieces.texts, params, options))
 

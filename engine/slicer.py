@@ -106,7 +106,7 @@ class Slicer:
         # A pure SSM brings its state along, so that nothing is computed twice; see SliceMemory.save.
         first = allocation.num_cached_tokens if self._allocator.pool.kv is not None else sequence.num_done
         if first:
-            self._manager.preempt(key, resume_at=first)  # forward: what is there already need not run
+            self._manager.skip_cached(key, first)
         return True
 
     def preempt_for(self, sequence: Sequence) -> list[SequenceSlice]:

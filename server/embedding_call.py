@@ -1,4 +1,4 @@
-"""What /v1/embeddings and /v1/multi-vector share: a body checked against its model, and the head of the answer."""
+"""What /v1/embeddings, /v1/multi-vector and /v1/encode share: a body checked against its model, the answer's head."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 from fastapi import Request
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.params import PoolingParams, PoolingTask
+from penstock.engine.params import PoolingParams
 
 from .chat_input import check_inputs
 from .context import ServerContext, context_of
 from .encoding import Encoding
 from .prompts import request_options
 from .schemas.common import usage_of
+from .schemas.encode import EncodeRequest
 from .schemas.openai import EmbeddingRequest
 from .vector_answer import check_encodings
 
@@ -40,7 +41,7 @@ class EmbeddingCall(NamedTuple):
     options: RequestOptions
 
     @classmethod
-    def of(cls, body: EmbeddingRequest, request: Request) -> EmbeddingCall:
+    def of(cls, body: EmbeddingRequest | EncodeRequest, request: Request) -> EmbeddingCall:
         """Finds the model of a body and checks the body against it.
 
         Raises:
@@ -57,16 +58,23 @@ class EmbeddingCall(NamedTuple):
             engine.info,
             prompt_name=body.prompt_name,
             input_type=body.input_type,
-            task=body.task,
+            task=body.task if isinstance(body, EmbeddingRequest) else None,
             instruction=body.instruction,
             priority=body.priority,
         )
         return cls(context, engine, name, params, encodings, options)
 
-    def head(self, request: Request, task: PoolingTask, num_tokens: Sequence[int]) -> dict[str, Any]:
-        """Books the tokens of each input and returns the answer but for its vectors."""
+    def head(self, request: Request, task: str, num_tokens: Sequence[int], *, kind: str = "embd") -> dict[str, Any]:
+        """Books the tokens of each input and returns the answer but for its vectors.
+
+        Args:
+            request: For its id.
+            task: Name of the task, or of several, in the metrics.
+            num_tokens: Tokens of each input.
+            kind: What the id of the answer begins with.
+        """
         return {
-            "id": f"embd-{request.scope['request_id']}",
+            "id": f"{kind}-{request.scope['request_id']}",
             "object": "list",
             "created": int(time.time()),
             "model": self.name,

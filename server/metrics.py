@@ -48,6 +48,10 @@ _CACHE_COUNTERS: Final = {
         "Tokens that were looked up in the prefix cache.",
     ),
     "prefix_hit_tokens_total": ("penstock_engine_prefix_hit_tokens", "Tokens that were found in the prefix cache."),
+    "num_evicted_blocks_total": (
+        "penstock_engine_prefix_evicted_blocks",
+        "Blocks that left the prefix cache because their place was needed.",
+    ),
     "num_preemptions_total": ("penstock_engine_preemptions", "Long inputs that gave up their memory for urgent ones."),
     "num_chunks_total": ("penstock_engine_chunks", "Chunks of long inputs that went through the model."),
 }

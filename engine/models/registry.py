@@ -40,6 +40,8 @@ _FAMILIES: Final[dict[str, tuple[str, str, str]]] = {
     "bamba": ("Bamba", "bamba", "BambaModel"),
     "granitemoehybrid": ("GraniteMoeHybrid", "granite_hybrid", "GraniteHybridModel"),
 }
+NATIVE_MODEL_TYPES: Final = frozenset(_FAMILIES)
+"""Families with a packed forward here, by the model_type of config.json."""
 # Class names of bare models: transformers' for any family, and that of Stanford's ColBERT.
 _BARE: Final = ("AutoModel", "HF_ColBERT")
 # A checkpoint saved with one of the other heads is loaded without it.

@@ -63,6 +63,11 @@ class SequenceAllocator:
         return self._prefixes
 
     @property
+    def num_evicted_blocks(self) -> int:
+        """Blocks that left the prefix cache because their place was needed."""
+        return 0 if self._prefixes is None else self._prefixes.num_evicted
+
+    @property
     def num_allocations(self) -> int:
         """Sequences that hold something."""
         return len(self._allocations)
@@ -206,11 +211,6 @@ class SequenceAllocator:
             for block in allocation.block_ids[allocation.num_cached_tokens // self.pool.kv.block_size : num_committed]:
                 if self._prefixes.is_cached(block):
                     self._prefixes.forget(block)
-
-    def reset_prefixes(self) -> None:
-        """Forgets every prefix that no sequence holds."""
-        if self._prefixes is not None:
-            self._prefixes.evict(self._prefixes.num_parked)
 
     def _is_cached(self, block: int) -> bool:
         return self._prefixes is not None and self._prefixes.is_cached(block)

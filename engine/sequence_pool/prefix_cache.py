@@ -55,6 +55,7 @@ class PrefixCache:
 
     def __init__(self, pool: KvCachePool) -> None:
         self.num_evicted = 0
+        """Blocks that were evicted since it was made."""
         self._pool = pool
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}

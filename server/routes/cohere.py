@@ -8,18 +8,16 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 
-from penstock.engine.errors import RequestTooLongError
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.params import PoolingTask
-from penstock.engine.results import EmbeddingResult
 
 from ..context import context_of, until_client_leaves
 from ..encoding import base64_row
 from ..field_names import fields_named
 from ..json_route import JsonRoute, json_response
+from ..limits import check_num_ids
 from ..prompts import request_options
 from ..quantize import Quantization, check_width, quantize
-from ..schemas.classify import Truncate
 from ..schemas.cohere import (
     CohereDetokenizeRequest,
     CohereDetokenizeResponse,
@@ -30,7 +28,7 @@ from ..schemas.cohere import (
     CohereTokenizeResponse,
     EmbeddingType,
 )
-from ..schemas.common import ERROR_RESPONSES
+from ..schemas.errors import ERROR_RESPONSES
 
 router = APIRouter(route_class=JsonRoute, tags=["cohere"], responses=ERROR_RESPONSES)
 
@@ -75,7 +73,6 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
         work = engine.embed(texts, body.pooling_params(engine.info), options)
         result = await until_client_leaves(request, work)
     num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)
-    _check_max_tokens(body, result, field)
     is_by_type = version != "1" or bool(body.embedding_types)
     types = body.embedding_types or [EmbeddingType.FLOAT]
     rows = np.ascontiguousarray(result.embeddings)
@@ -104,6 +101,7 @@ async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
 async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Response:
     """Returns the text of tokens."""
     engine, _ = context_of(request).models.find(body.model)
+    check_num_ids(len(body.tokens), "tokens")
     with fields_named("tokens"):
         (text,) = await until_client_leaves(request, engine.detokenize([body.tokens]))
     return json_response({"text": text, "meta": _version_meta()})
@@ -115,21 +113,6 @@ def _check_widths(body: CohereEmbedRequest, model: ModelInfo) -> None:
     for kind in body.embedding_types or ():
         if kind in _QUANTIZATIONS:
             check_width(width, _QUANTIZATIONS[kind], param="embedding_types")
-
-
-def _check_max_tokens(body: CohereEmbedRequest, result: EmbeddingResult, field: str) -> None:
-    """Refuses texts above `max_tokens` that must not be cut. How long they are is known with the answer only."""
-    if body.truncate is not Truncate.NONE or not body.max_tokens:
-        return
-    for i, num_tokens in enumerate(result.num_tokens):
-        if num_tokens > body.max_tokens:
-            raise RequestTooLongError(
-                f"max_tokens is {body.max_tokens}, but entry {i} of {field} has {num_tokens} tokens. "
-                "Set truncate to START or END to cut it, or allow more.",
-                num_tokens=num_tokens,
-                max_num_tokens=body.max_tokens,
-                param="max_tokens",
-            )
 
 
 def _encoded(rows: NDArray[np.float32], kind: EmbeddingType) -> NDArray[Any] | list[str]:

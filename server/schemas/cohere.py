@@ -9,15 +9,16 @@ import sys
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
+from penstock.engine.errors import InvalidRequestError
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.params import PoolingParams, PoolingTask
 
 from .classify import Truncate
-from .common import PRIORITY, Count, Priority, RequestBody, Texts, WholeNumber
+from .common import PRIORITY, Count, Listed, Priority, RequestBody, Texts, Width
 from .contents import Contents
+from .json_schema import exactly_one
 from .rerank import ApiVersion
 
 _ENDPOINTS: Final = {
@@ -48,7 +49,10 @@ def parse_types(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-EmbeddingTypes = Annotated[list[EmbeddingType], BeforeValidator(parse_types)]
+EmbeddingTypes = Annotated[
+    Listed[EmbeddingType], BeforeValidator(parse_types, json_schema_input_type=EmbeddingType | list[EmbeddingType])
+]
+_NO_IMAGES: Final = WithJsonSchema({"type": "array", "items": {}, "maxItems": 0})
 
 
 class CohereEmbedRequest(RequestBody):
@@ -56,7 +60,7 @@ class CohereEmbedRequest(RequestBody):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "oneOf": [{"required": ["texts"]}, {"required": ["inputs"]}],
+            **exactly_one("texts", "inputs"),
             "examples": [
                 {"texts": ["A gate holds the water."], "input_type": "search_document", "embedding_types": ["float"]},
                 {"texts": ["What holds the water?"], "input_type": "search_query", "embedding_types": ["int8"]},
@@ -66,7 +70,7 @@ class CohereEmbedRequest(RequestBody):
 
     texts: Texts | None = Field(None, description="Texts.")
     inputs: Contents | None = Field(None, description="Texts as objects of contents, instead of `texts`.")
-    images: list[Any] | None = Field(None, description="Refused: the served models embed text.")
+    images: Annotated[list[Any], _NO_IMAGES] | None = Field(None, description="Refused: the served models embed text.")
     input_type: str | None = Field(
         None,
         description="What the texts are for, such as search_query or search_document: chooses the model's prompt.",
@@ -74,7 +78,7 @@ class CohereEmbedRequest(RequestBody):
     embedding_types: EmbeddingTypes | None = Field(
         None, description="Forms to answer with, all from one pass. Absent: float; v1 then answers with plain lists."
     )
-    output_dimension: WholeNumber | None = Field(None, description="Width of the embeddings (Matryoshka).")
+    output_dimension: Width | None = Field(None, description="Width of the embeddings (Matryoshka).")
     truncate: Truncate | None = Field(
         None, description="The side of an over-long text that is cut: END (default), START; NONE refuses it."
     )
@@ -87,11 +91,10 @@ class CohereEmbedRequest(RequestBody):
         """Returns what is to be embedded.
 
         Raises:
-            UnsupportedTaskError: There are images.
-            InvalidRequestError: Not exactly one of `texts` and `inputs` is there.
+            InvalidRequestError: There are images, or not exactly one of `texts` and `inputs`.
         """
         if self.images:
-            raise UnsupportedTaskError(
+            raise InvalidRequestError(
                 "images are given, but the served model embeds text only; send texts.", param="images"
             )
         if (self.texts is None) == (self.inputs is None):
@@ -101,12 +104,13 @@ class CohereEmbedRequest(RequestBody):
 
     def pooling_params(self, model: ModelInfo) -> PoolingParams:
         """Returns what the request asks of pooling. As with Cohere, a text is cut to fit unless the request forbids."""
-        if self.truncate is Truncate.NONE:
-            return PoolingParams(dimensions=self.output_dimension)
         longest = (model.max_embed_len or sys.maxsize) if model.enable_chunked_processing else model.max_model_len
-        limit = self.max_tokens if self.max_tokens and self.max_tokens < longest else -1
-        side = "left" if self.truncate is Truncate.START else "right"
-        return PoolingParams(dimensions=self.output_dimension, truncate_prompt_tokens=limit, truncation_side=side)
+        return PoolingParams(
+            dimensions=self.output_dimension,
+            truncate_prompt_tokens=self.max_tokens if self.max_tokens and self.max_tokens < longest else -1,
+            refuse_too_long=self.truncate is Truncate.NONE,
+            truncation_side="left" if self.truncate is Truncate.START else "right",
+        )
 
 
 class InputTokens(BaseModel):
@@ -166,7 +170,7 @@ class CohereDetokenizeRequest(RequestBody):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
 
-    tokens: list[Count] = Field(description="Token ids of the served model.", min_length=1)
+    tokens: Listed[Count] = Field(description="Token ids of the served model.", min_length=1)
 
 
 class VersionMeta(BaseModel):

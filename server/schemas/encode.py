@@ -12,8 +12,9 @@ from penstock.engine.params import PoolingParams, PoolingTask
 
 from ..encoding import Encoding
 from .chat import InputFields
-from .common import PoolingBody, Usage, WholeNumber
+from .common import Flag, Listed, PoolingBody, Usage, Width
 from .encodings import EncodingOptions
+from .json_schema import exactly_one
 
 Output = Literal["dense", "sparse", "multi_vector"]
 
@@ -29,7 +30,7 @@ class EncodeRequest(EncodingOptions, InputFields, PoolingBody):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "oneOf": [{"required": ["input"]}, {"required": ["messages"]}],
+            **exactly_one("input", "messages"),
             "examples": [
                 {"input": ["A gate holds the water."]},
                 {"input": ["A dam."], "outputs": ["dense", "multi_vector"], "input_type": "document"},
@@ -37,13 +38,13 @@ class EncodeRequest(EncodingOptions, InputFields, PoolingBody):
         }
     )
 
-    outputs: list[Output] | None = Field(
+    outputs: Listed[Output] | None = Field(
         None,
         min_length=1,
         description="What to answer with, all from one forward. Absent: all that the model was trained to give.",
     )
-    dimensions: WholeNumber | None = Field(None, description="Width of dense and multi_vector (Matryoshka).")
-    normalize: bool | None = Field(None, description="L2-normalise dense and multi_vector; absent: as the model does.")
+    dimensions: Width | None = Field(None, description="Width of dense and multi_vector (Matryoshka).")
+    normalize: Flag | None = Field(None, description="L2-normalise dense and multi_vector; absent: as the model does.")
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
     input_type: str | None = Field(
         None, description="What the texts are for, such as `query` or `document`, in the words of any dialect."
@@ -63,7 +64,7 @@ class EncodeRequest(EncodingOptions, InputFields, PoolingBody):
         }
         return [output for output, is_given in given.items() if is_given] or ["dense"]
 
-    def row_encoding(self) -> Encoding:
+    def encodings(self) -> dict[str, Encoding]:
         """Returns how dense vectors and those of tokens are written.
 
         Raises:
@@ -75,7 +76,7 @@ class EncodeRequest(EncodingOptions, InputFields, PoolingBody):
                 f"encoding_format is {encoding.format.value!r}, which carries one output; ask for 'float' or 'base64'.",
                 param="encoding_format",
             )
-        return encoding
+        return {"embedding": encoding}
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""

@@ -11,6 +11,7 @@ from penstock.engine.errors import InvalidRequestError
 
 from ..encoding import EmbedDtype, Encoding, EncodingFormat, Endianness
 from ..quantize import Quantization
+from .common import Listed
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
@@ -56,6 +57,18 @@ class EncodingOptions(BaseModel):
         )
         return self._quantized(base, _QUANTIZATIONS.get(asked), "encoding_format")
 
+    def encodings(self) -> dict[str, Encoding]:
+        """Returns how the request wants its vectors, one way or several by name.
+
+        Raises:
+            InvalidRequestError: Fields that contradict each other.
+        """
+        return {"embedding": self.encoding()}
+
+    def quantized_by(self) -> str:
+        """Returns the field that asks for integers, for messages."""
+        return "encoding_format"
+
     def _quantized(self, base: Encoding, kind: Quantization | None, param: str) -> Encoding:
         if kind is not None and base.dtype is not EmbedDtype.FLOAT32:
             raise InvalidRequestError(
@@ -68,7 +81,12 @@ class EncodingOptions(BaseModel):
 class EmbeddingTypeOptions(EncodingOptions):
     """The above, with Jina's `embedding_type` and Voyage's `output_dtype`."""
 
-    embedding_type: Annotated[list[EmbeddingType], BeforeValidator(_listed)] | None = Field(
+    embedding_type: (
+        Annotated[
+            Listed[EmbeddingType], BeforeValidator(_listed, json_schema_input_type=EmbeddingType | list[EmbeddingType])
+        ]
+        | None
+    ) = Field(
         None,
         description=(
             "Jina's name: one type or a list. Integers of it are JSON numbers unless encoding_format asks for bytes; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, StrictBool
 
 from penstock.engine.params import PoolingParams
 
@@ -17,7 +17,10 @@ def parse_truncate(value: Any) -> Any:
     return value
 
 
-Truncate = Annotated[bool | Literal["START", "END"], BeforeValidator(parse_truncate)]
+Truncate = Annotated[
+    StrictBool | Literal["START", "END"],
+    BeforeValidator(parse_truncate, json_schema_input_type=bool | Literal["NONE", "START", "END", "true", "false"]),
+]
 
 
 def truncated(params: PoolingParams, truncate: Truncate | None) -> PoolingParams:
@@ -25,10 +28,13 @@ def truncated(params: PoolingParams, truncate: Truncate | None) -> PoolingParams
 
     Args:
         params: What the request asks of pooling.
-        truncate: True cuts inputs to fit, on the side that the tokenizer cuts; "START" and "END" cut there.
+        truncate: True cuts inputs to fit, on the side that the tokenizer cuts; "START" and "END" cut there; False
+            refuses those that do not fit. None leaves it to the server.
     """
-    if not truncate or params.truncate_prompt_tokens is not None:
+    if truncate is None or params.truncate_prompt_tokens is not None:
         return params
+    if truncate is False:
+        return params.clone(refuse_too_long=True)
     sides = {"START": "left", "END": "right"}
     side = params.truncation_side or (sides[truncate] if isinstance(truncate, str) else None)
     return params.clone(truncate_prompt_tokens=-1, truncation_side=side)

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engine.chunked_prefill import ChunkedPrefillConfig, ChunkedPrefillManager
+
+from .chunk_steps import Clock
+
 
 @pytest.fixture(scope="session")
 def minilm_folder(model_folder: Callable[[str], Path]) -> Path:
@@ -16,3 +20,14 @@ def minilm_folder(model_folder: Callable[[str], Path]) -> Path:
     if spec is not None and spec.origin is not None:
         return Path(spec.origin).parent / "model"
     return model_folder("minilm")
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def manager(clock: Clock) -> ChunkedPrefillManager:
+    """Chunks of 8 tokens, of 2 at least, two tries more."""
+    return ChunkedPrefillManager(ChunkedPrefillConfig(chunk_size=8, min_chunk_size=2, max_retries=2), clock=clock)

@@ -10,7 +10,9 @@ import pytest
 from penstock.engine.char_admission import CharAdmission
 from penstock.engine.errors import EngineOverloadedError, InvalidRequestError
 from penstock.engine.messages import TokenizerSpec
-from penstock.engine.tokenizer import TokenizerPool, Truncation
+from penstock.engine.tokenizer import TokenizerPool
+from penstock.engine.tokenizer_jobs import TokenizerJobs
+from penstock.engine.truncation import Truncation
 
 WORDS = '{"version":"1.0","model":{"type":"WordLevel","vocab":{"a":0,"?":1},"unk_token":"?"},"added_tokens":[],'
 WORDS += '"pre_tokenizer":{"type":"Whitespace"},"normalizer":null,"post_processor":null,"decoder":null}'
@@ -58,7 +60,8 @@ async def test_the_pool_gives_back_what_it_held(monkeypatch: pytest.MonkeyPatch)
     spec = TokenizerSpec(json=WORDS, truncation_side="right", uses_token_types=False)
     pool = TokenizerPool(spec, vocab_size=2, do_lower_case=False, num_workers=1, admission=admission)
     waiting: list[Callable[[], None]] = []
-    monkeypatch.setattr(pool, "_begin", lambda loop: waiting.append(lambda: TokenizerPool._begin(pool, loop)))
+    jobs = pool._jobs
+    monkeypatch.setattr(jobs, "_begin", lambda loop: waiting.append(lambda: TokenizerJobs._begin(jobs, loop)))
     limit = Truncation(max_num_tokens=100_000)
     first = asyncio.create_task(pool.encode(["a " * 300], limit))
     second = asyncio.create_task(pool.encode(["a " * 100], limit))

@@ -15,7 +15,8 @@ from penstock.engine.chat_renderer import ChatRenderer
 from penstock.engine.chat_template import ChatOptions, ChatTemplate, chat_template_of
 from penstock.engine.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.messages import TokenizerSpec
-from penstock.engine.tokenizer import TokenizerPool, Truncation
+from penstock.engine.tokenizer import TokenizerPool
+from penstock.engine.truncation import Truncation
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CHATML = """{%- for message in messages %}

@@ -137,7 +137,7 @@ class Client:
         )
         self.answers: dict[int, np.ndarray] = {}
         self.failures: dict[int, Failed] = {}
-        self.cache_use = CacheUse(0, 0, 0, 0, 0)
+        self.cache_use = CacheUse(0, 0, 0, 0, 0, 0)
         self._parts: dict[int, list[np.ndarray]] = {}
         self._unanswered: set[int] = set()
         self._core = EngineCore(config, self._receive, load_runner=lambda c: loaded.runner(c, pooling))

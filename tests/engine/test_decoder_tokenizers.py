@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 from penstock.engine.config import EngineConfig
 from penstock.engine.load_tokenizer import load_tokenizer
 from penstock.engine.model_files import resolve_model
-from penstock.engine.tokenizer import TokenizerPool, Truncation
+from penstock.engine.tokenizer import TokenizerPool
+from penstock.engine.truncation import Truncation
 
 TEXTS = ["a", "the cat sat on a mat", "naïve café", " one  two ", ""]
 CONFIG = {"architectures": ["LlamaModel"], "hidden_size": 8, "vocab_size": 400, "num_attention_heads": 2}

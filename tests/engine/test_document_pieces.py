@@ -14,7 +14,7 @@ import torch
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.config import EngineConfig
 from penstock.engine.document_pieces import MIN_ROOM, Pieces, split_text
-from penstock.engine.errors import InvalidRequestError
+from penstock.engine.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.params import PoolingParams
 from penstock.engine.results import ScoreResult
 
@@ -51,6 +51,24 @@ def test_pieces_of_several_documents_and_their_best() -> None:
     joined = pieces.join(ScoreResult(scores, [1, 2, 3, 4, 5, 6]))
     np.testing.assert_array_equal(joined.scores, np.array([0.9, -1, 0.3, 0.5], np.float32))
     assert joined.num_tokens == [3, 3, 9, 6]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limit", "spare", "num_pieces", "cut_document"),
+    [
+        ([20, 40], 2, 0, 3, None),
+        ([20, 40, 41, 90], 2, 0, 7, 2),
+        ([20, 40, 41], 3, 4, 7, None),  # what fits by itself is not cut for the sake of what pieces may leave free
+        ([20, 49], 3, 4, 4, 1),
+    ],
+)
+def test_a_document_that_the_pieces_do_not_hold_is_named(
+    lengths: list[int], limit: int, spare: int, num_pieces: int, cut_document: int | None
+) -> None:
+    documents = ["w " * length for length in lengths]
+    offsets = [offsets_of(document) for document in documents]
+    pieces = Pieces.of(documents, offsets, [20] * len(documents), limit, spare=spare)
+    assert (len(pieces.texts), pieces.cut_document) == (num_pieces, cut_document)
 
 
 MAX_MODEL_LEN = 40
@@ -119,6 +137,20 @@ async def check_pieces(engine: AsyncEngine, size: int) -> None:
     assert cut.scores[0] != pytest.approx(result.scores[0], abs=1e-4)
 
 
+async def check_refusals(engine: AsyncEngine) -> None:
+    """What may not be cut is read in pieces as long as they hold all of it."""
+    uncut = PoolingParams(refuse_too_long=True)
+    documents = [LONG, words(0, 20)]
+    pieces = await engine.score([QUERY], documents, uncut, RequestOptions(max_pieces=20))
+    (alone,) = (await engine.score([QUERY], documents[1:], uncut)).scores
+    assert pieces.scores[1] == pytest.approx(alone, abs=1e-6)
+    assert sum(pieces.num_tokens) > len(LONG.split())
+    with pytest.raises(RequestTooLongError, match="Document 0 has 209 tokens, which do not fit into 2 pieces"):
+        await engine.score([QUERY], documents, uncut, RequestOptions(max_pieces=2))
+    with pytest.raises(RequestTooLongError, match="maximum context length"):
+        await engine.score(["water " * 60], documents, uncut, RequestOptions(max_pieces=20))
+
+
 async def test_a_cross_encoder_scores_the_best_piece(save: Callable[[str], Path]) -> None:
     async with started(save("BertForSequenceClassification")) as engine:
         await check_pieces(engine, MAX_MODEL_LEN - 5 - 3 - 1)
@@ -127,8 +159,10 @@ async def test_a_cross_encoder_scores_the_best_piece(save: Callable[[str], Path]
         assert hopeless.scores == cut.scores  # the query leaves no room for pieces
         with pytest.raises(InvalidRequestError, match="normalize"):
             await engine.score([QUERY], [LONG], PoolingParams(normalize=True), RequestOptions(max_pieces=2))
+        await check_refusals(engine)
 
 
 async def test_an_embedding_model_scores_the_best_piece(save: Callable[[str], Path]) -> None:
     async with started(save("BertModel")) as engine:
         await check_pieces(engine, MAX_MODEL_LEN - 2 - 1)
+        await check_refusals(engine)

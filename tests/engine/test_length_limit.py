@@ -52,6 +52,28 @@ def test_the_kv_cache_is_named_where_it_limits() -> None:
     assert worded_limit(100, limit_name(INFO)) == "This model's maximum context length is 100 tokens"
 
 
+NO, YES, SILENT = PoolingParams(refuse_too_long=True), PoolingParams(truncate_prompt_tokens=-1), PoolingParams()
+
+
+@pytest.mark.parametrize(
+    ("params", "auto_truncate", "cut"),
+    [
+        (NO, True, False),
+        (NO, False, False),
+        (YES, True, True),
+        (YES, False, True),
+        (SILENT, True, True),
+        (SILENT, False, False),
+        (PoolingParams(truncate_prompt_tokens=7, refuse_too_long=True), True, False),
+    ],
+)
+def test_the_request_decides_before_the_server(params: PoolingParams, auto_truncate: bool, cut: bool) -> None:
+    config = EngineConfig(model="/tiny", auto_truncate=auto_truncate)
+    encoder = InputEncoder(INFO, cast("TokenizerPool", Tokenizer()), config)
+    assert encoder._truncation(params, param="input").cut is cut
+    assert encoder.late_chunking(params.clone(task=PoolingTask.TOKEN_EMBED)).cut is cut
+
+
 def test_every_refusal_names_it() -> None:
     limited = _limited(INFO, 40, 30)
     encoder = InputEncoder(limited, cast("TokenizerPool", Tokenizer()), EngineConfig(model="/tiny"))
@@ -60,7 +82,7 @@ def test_every_refusal_names_it() -> None:
         late.join([np.ones(50, np.int32)], [True], (), is_whole=True)
     assert caught.value.message.startswith(f"{worded_limit(40, NAME)}, but the inputs have 50 tokens")
     assert encoder._truncation(PoolingParams(), param="input").name == NAME
-    assert encoder._truncation(PoolingParams(truncate_prompt_tokens=7), param="input").name is None
+    assert encoder._truncation(PoolingParams(truncate_prompt_tokens=7), param="input").name == "truncate_prompt_tokens"
     with pytest.raises(InvalidRequestError, match=r"greater than the size of the server's KV cache.*\(50 > 40\)"):
         PoolingParams(truncate_prompt_tokens=50).verify(PoolingTask.EMBED, limited)
     with pytest.raises(InvalidRequestError, match=r"greater than max_model_len\. .*\(101 > 100\)"):

@@ -12,9 +12,10 @@ from penstock.engine.chat_score_template import chat_score_template
 from penstock.engine.errors import InvalidRequestError, RequestTooLongError, UnsupportedModelError
 from penstock.engine.messages import TokenizerSpec
 from penstock.engine.model_info import PairChat
-from penstock.engine.pair_encoder import PairEncoder
 from penstock.engine.score_template import ScoreTemplate, escaped, fields_of, split_at
-from penstock.engine.tokenizer import TokenizerPool, Truncation
+from penstock.engine.score_template_encoder import ScoreTemplateEncoder
+from penstock.engine.tokenizer import TokenizerPool
+from penstock.engine.truncation import Truncation
 
 JOINT = ScoreTemplate(parts=("sys", "{instruction} q {query} d {document} end", "suf"), instruction="find")
 SPLIT = ScoreTemplate(
@@ -173,15 +174,15 @@ def test_a_chat_template_that_does_more_is_refused(render: Callable[[Messages], 
 
 def test_parts_are_joined_without_other_special_tokens(tokenizer: Tokenizer) -> None:
     pairs = [("a b", "c d e"), ("a b", ""), ("", "f")]
-    assert [words(tokenizer, ids) for ids in PairEncoder(tokenizer, JOINT).encode(pairs, None)] == [
+    assert [words(tokenizer, ids) for ids in ScoreTemplateEncoder(tokenizer, JOINT).encode(pairs, None)] == [
         "sys find q a b d c d e end suf",
         "sys find q a b d end suf",
         "sys find q d f end suf",
     ]
-    assert [words(tokenizer, ids) for ids in PairEncoder(tokenizer, SPLIT).encode(pairs[:1], "g h")] == [
+    assert [words(tokenizer, ids) for ids in ScoreTemplateEncoder(tokenizer, SPLIT).encode(pairs[:1], "g h")] == [
         "sys i g h q a b sep d c d e suf"
     ]
-    assert PairEncoder(tokenizer, SPLIT).encode([], None) == []
+    assert ScoreTemplateEncoder(tokenizer, SPLIT).encode([], None) == []
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_the_document_is_cut_and_then_the_query_and_the_prompt_never(
     template: ScoreTemplate, limit: int, left: bool, expected: str, tokenizer: Tokenizer
 ) -> None:
     pair = ("a b", " ".join(map(str, range(10))))
-    encoder = PairEncoder(tokenizer, template)
+    encoder = ScoreTemplateEncoder(tokenizer, template)
     assert words(tokenizer, encoder.cut(pair, None, limit, left=left)) == expected
     (uncut,) = encoder.encode([pair], None)
     assert encoder.cut(pair, None, len(uncut), left=left) == uncut
@@ -220,7 +221,7 @@ def test_a_long_query_leaves_room_for_the_document(
     template: ScoreTemplate, limit: int, expected: str, left: bool, tokenizer: Tokenizer
 ) -> None:
     query = " ".join(map(str, range(30)))
-    encoder = PairEncoder(tokenizer, template)
+    encoder = ScoreTemplateEncoder(tokenizer, template)
     assert words(tokenizer, encoder.cut((query, "a b"), None, limit, left=left)) == expected
     cut = [encoder.cut((query, document), None, limit, left=left) for document in ("c", "e")]
     assert cut[0] != cut[1]
@@ -231,8 +232,8 @@ def test_a_long_query_leaves_room_for_the_document(
 
 
 def test_a_limit_below_the_prompt_leaves_nothing(tokenizer: Tokenizer) -> None:
-    assert PairEncoder(tokenizer, JOINT).cut(("a", "b"), None, 2, left=False) is None
-    assert PairEncoder(tokenizer, SPLIT).cut(("a", "b"), None, 2, left=False) is None
+    assert ScoreTemplateEncoder(tokenizer, JOINT).cut(("a", "b"), None, 2, left=False) is None
+    assert ScoreTemplateEncoder(tokenizer, SPLIT).cut(("a", "b"), None, 2, left=False) is None
 
 
 async def test_the_pool_cuts_or_refuses_pairs_by_their_template(tokenizer: Tokenizer) -> None:

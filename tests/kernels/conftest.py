@@ -9,6 +9,8 @@ from torch import Tensor
 
 from penstock.kernels._scratch import forget_scratch
 
+from .places import PLACES
+
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -33,3 +35,10 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture(params=PLACES, ids="-".join)
+def place(request: pytest.FixtureRequest) -> tuple[str, torch.device]:
+    """A backend and a device that it runs on."""
+    backend, device = request.param
+    return backend, torch.device(device)

@@ -8,15 +8,6 @@ from torch import Tensor
 
 from penstock.kernels.kv_store import Backend, kv_store
 
-from .places import PLACES
-
-
-@pytest.fixture(params=PLACES, ids="-".join)
-def place(request: pytest.FixtureRequest) -> tuple[Backend, torch.device]:
-    """A backend and a device that it runs on."""
-    backend, device = request.param
-    return backend, torch.device(device)
-
 
 def make(
     num_tokens: int, num_heads: int, head_size: int, block_size: int, dtype: torch.dtype, device: torch.device

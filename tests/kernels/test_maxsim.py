@@ -7,16 +7,8 @@ from torch import Tensor
 from penstock.kernels.maxsim import Backend, _torch, maxsim
 
 from .assertions import assert_close
-from .places import PLACES
 
 TOLERANCE = 2e-6
-
-
-@pytest.fixture(params=PLACES, ids="-".join)
-def place(request: pytest.FixtureRequest) -> tuple[Backend, torch.device]:
-    """A backend and a device that it runs on."""
-    backend, device = request.param
-    return backend, torch.device(device)
 
 
 def make(lengths: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 from importlib.util import find_spec
 
 import pytest
@@ -13,35 +12,16 @@ from torch import Tensor
 from penstock.kernels.pooling import POOLING_KINDS, Backend, PoolingKind, PoolingState, finish, pool, pool_partial
 
 from .assertions import assert_close
-from .cases import DTYPES, POOLING_CASES, PoolingCase, PoolingInputs, make_cu_seqlens, make_pooling_inputs
+from .cases import POOLING_CASES, PoolingCase, PoolingInputs, make_cu_seqlens, make_pooling_inputs
+from .marks import dtypes
+from .places import IS_INTERPRETED
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # float32: sums in another order. Else one unit in the last place.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 QUICK_CASES = tuple(case for case in POOLING_CASES if case.is_quick)
 
 cases = pytest.mark.parametrize("case", POOLING_CASES, ids=lambda case: case.name)
 kinds = pytest.mark.parametrize("kind", POOLING_KINDS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-
-
-# triton without a GPU only where its interpreter is on: see test_pooling_interpreted.
-interpreted_only = pytest.mark.skipif(not IS_INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1 from the start")
-
-
-@pytest.fixture(
-    params=[
-        ("torch", "cpu"),
-        pytest.param(("triton", "cpu"), marks=interpreted_only),
-        pytest.param(("torch", "cuda"), marks=pytest.mark.gpu),
-        pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
-    ],
-    ids="-".join,
-)
-def place(request: pytest.FixtureRequest) -> tuple[Backend, torch.device]:
-    """A backend and a device that it runs on."""
-    backend, device = request.param
-    return backend, torch.device(device)
 
 
 def weights_of(kind: PoolingKind, inputs: PoolingInputs) -> Tensor | None:

@@ -11,22 +11,14 @@ from torch import Tensor
 from penstock.kernels.selective_scan import Backend, selective_scan
 
 from .assertions import assert_close
-from .cases import DTYPES, SCAN_CASES, ScanCase, SsmInputs, make_cu_seqlens, make_scan_inputs
-from .places import IS_INTERPRETED, PLACES
+from .cases import SCAN_CASES, ScanCase, SsmInputs, make_cu_seqlens, make_scan_inputs
+from .marks import dtypes, states
+from .places import IS_INTERPRETED
 
 # float32: sums in another order. Else one unit in the last place.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 cases = pytest.mark.parametrize("case", SCAN_CASES, ids=lambda case: case.name)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-states = pytest.mark.parametrize("has_states", [False, True], ids=["zeros", "states"])
-
-
-@pytest.fixture(params=PLACES, ids=lambda place: "-".join(place))
-def place(request: pytest.FixtureRequest) -> tuple[Backend, torch.device]:
-    """A backend and a device that it runs on."""
-    backend, device = request.param
-    return backend, torch.device(device)
 
 
 def scan(

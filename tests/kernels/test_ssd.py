@@ -11,8 +11,9 @@ from penstock.kernels.selective_scan import selective_scan
 from penstock.kernels.ssd import Backend, ssd
 
 from .assertions import assert_close
-from .cases import DTYPES, SSD_CASES, SsdCase, SsmInputs, make_cu_seqlens, make_ssd_inputs
-from .places import IS_INTERPRETED, PLACES
+from .cases import SSD_CASES, SsdCase, SsmInputs, make_cu_seqlens, make_ssd_inputs
+from .marks import dtypes, states
+from .places import IS_INTERPRETED
 
 # float32: sums in another order. bfloat16: weights and states are rounded before products.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -20,15 +21,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 INTERPRETED_CHUNK = 16
 
 cases = pytest.mark.parametrize("case", SSD_CASES, ids=lambda case: case.name)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-states = pytest.mark.parametrize("has_states", [False, True], ids=["zeros", "states"])
-
-
-@pytest.fixture(params=PLACES, ids=lambda place: "-".join(place))
-def place(request: pytest.FixtureRequest) -> tuple[Backend, torch.device]:
-    """A backend and a device that it runs on."""
-    backend, device = request.param
-    return backend, torch.device(device)
 
 
 def run_ssd(

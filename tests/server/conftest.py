@@ -15,6 +15,7 @@ from penstock.engine.chat_renderer import ChatRenderer
 from penstock.engine.chat_template import ChatOptions, ChatTemplate
 from penstock.engine.dispatcher import DispatcherStats
 from penstock.engine.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.length_limit import worded_limit
 from penstock.engine.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
 from penstock.engine.results import (
@@ -215,12 +216,12 @@ class FakeEngine:
         for item in inputs:
             if not isinstance(item, str) and max(item) >= VOCAB_SIZE:
                 raise InvalidRequestError(f"token id {max(item)} is out of vocabulary.", param="input")
-        if params.truncate_prompt_tokens is None and max(counts) > MAX_MODEL_LEN:
-            raise RequestTooLongError(
-                f"This model's maximum context length is {MAX_MODEL_LEN} tokens.",
-                num_tokens=max(counts),
-                max_num_tokens=MAX_MODEL_LEN,
-            )
+        asked = params.truncate_prompt_tokens
+        limit, name = (MAX_MODEL_LEN, None) if asked in (None, -1) else (asked, "truncate_prompt_tokens")
+        cut = not params.refuse_too_long and (asked is not None or self.info.auto_truncate)
+        if not cut and max(counts) > limit:
+            message = f"{worded_limit(limit, name)}, but input {np.argmax(counts)} has {max(counts)} tokens."
+            raise RequestTooLongError(message, num_tokens=max(counts), max_num_tokens=limit)
         return counts
 
     def _vector(self, item: str | list[int]) -> np.ndarray:

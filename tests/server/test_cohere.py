@@ -118,18 +118,19 @@ async def test_the_input_type_chooses_the_prompt(v2, engine, input_type: str | N
     assert engine.calls[-1][1][2].prompt_name == prompt_name
 
 
-# (what the client sends, where the engine cuts, the side that is cut away)
+# (what the client sends, the limit of the engine, the side that is cut away; none where nothing may be cut)
 TRUNCATIONS = [
     ({}, -1, "right"),
     ({"truncate": None, "max_tokens": None}, -1, "right"),
     ({"truncate": "END"}, -1, "right"),
     ({"truncate": "START"}, -1, "left"),
-    ({"truncate": "NONE"}, None, None),
+    ({"truncate": "NONE"}, -1, None),
     ({"max_tokens": 10}, 10, "right"),
     ({"max_tokens": 10, "truncate": "START"}, 10, "left"),
     ({"max_tokens": 0}, -1, "right"),
     ({"max_tokens": 100_000}, -1, "right"),
-    ({"max_tokens": 100, "truncate": "NONE"}, None, None),
+    ({"max_tokens": 100, "truncate": "NONE"}, -1, None),
+    ({"max_tokens": 10, "truncate": "NONE"}, 10, None),
 ]
 
 
@@ -137,7 +138,7 @@ TRUNCATIONS = [
 async def test_truncation(v2, engine, options: dict, limit: int | None, side: str | None) -> None:
     await v2.embed(texts=["short"], model=MODEL, input_type="search_document", **options)
     params = engine.calls[-1][1][1]
-    assert (params.truncate_prompt_tokens, params.truncation_side) == (limit, side)
+    assert (params.truncate_prompt_tokens, None if params.refuse_too_long else params.truncation_side) == (limit, side)
 
 
 async def test_output_dimension(serving, make_engine) -> None:
@@ -214,7 +215,12 @@ WRONG_BODIES = [
     ("unknown input_type", {"texts": ["a"], "input_type": "poem"}, "input_type", "'poem'"),
     ("too long", {"texts": [LONG], "truncate": "NONE"}, "texts", "maximum context length is 64"),
     ("too long inputs", {"inputs": [{"content": LONG}], "truncate": "NONE"}, "inputs", "maximum context length"),
-    ("above max_tokens", {"texts": ["a", "a b"], "truncate": "NONE", "max_tokens": 3}, "max_tokens", "entry 1 of"),
+    (
+        "above max_tokens",
+        {"texts": ["a", "a b"], "truncate": "NONE", "max_tokens": 3},
+        "texts",
+        "length is 3 tokens (max_tokens), but input 1 has 4",
+    ),
     ("negative max_tokens", {"texts": ["a"], "max_tokens": -1}, "max_tokens", "-1"),
     ("output_dimension", {"texts": ["a"], "output_dimension": 4}, "output_dimension", "output_dimension is 4"),
     ("wide", {"texts": ["a"], "output_dimension": 99}, "output_dimension", "99"),

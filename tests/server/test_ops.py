@@ -65,6 +65,7 @@ async def test_metrics_of_inputs_in_chunks(client: httpx.AsyncClient, engine, mo
         prefix_hit_tokens_total=96,
         num_preemptions_total=2,
         num_chunks_total=31,
+        num_evicted_blocks_total=7,
     )
     monkeypatch.setattr(engine, "stats", lambda: DispatcherStats(num_requests=5, cache_use=use))
     text = (await client.get("/metrics")).text
@@ -74,6 +75,7 @@ async def test_metrics_of_inputs_in_chunks(client: httpx.AsyncClient, engine, mo
         "penstock_engine_prefix_hit_tokens_total": 96,
         "penstock_engine_preemptions_total": 2,
         "penstock_engine_chunks_total": 31,
+        "penstock_engine_prefix_evicted_blocks_total": 7,
         "penstock_engine_requests": 5,
     }
     assert {name: sample(text, name, model="fake-model") for name in figures} == figures

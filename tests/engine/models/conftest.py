@@ -72,6 +72,26 @@ def save_model(tmp_path: Path) -> Save:
     return save
 
 
+@pytest.fixture
+def save_recurrent(save_model: Save) -> Save:
+    """As `save_model`, of the scale of trained ones: recurrences neither forget within a token nor explode.
+
+    `matrix_scale` makes the matrices smaller.
+    """
+
+    def save(class_name: str, *, matrix_scale: float = 1.0, **config: object):
+        folder, model = save_model(class_name, **config)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
+                parameter.sub_(2)
+            elif parameter.dim() > 1:
+                parameter.mul_(matrix_scale)
+        model.save_pretrained(folder)
+        return folder, model
+
+    return save
+
+
 @pytest.fixture(scope="session")
 def resolve() -> Callable[..., ModelInfo]:
     """Resolves a folder for the CPU."""

@@ -13,6 +13,8 @@ from penstock.engine.loader import load_model
 from penstock.engine.model_files import with_device
 from penstock.engine.sequence_cache import BatchCache
 
+from .parity import assert_close, rows_of
+
 SIZES = {
     "vocab_size": 200,
     "hidden_size": 48,
@@ -106,17 +108,6 @@ PLAIN = [case for case in CAUSAL if case.id in FAMILIES]
 TRAINED = "minimind2"
 
 
-def states(reference, sequences):
-    """What transformers gives for one sequence after the other."""
-    return torch.cat([reference(torch.tensor(s)[None]).last_hidden_state[0] for s in sequences])
-
-
-def assert_close(actual, expected, tolerance=1e-5):
-    """Compares to the scale of the expected values."""
-    assert actual.shape == expected.shape
-    assert (actual - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item())
-
-
 @pytest.mark.parametrize(("family", "config"), CAUSAL + TWO_WAY)
 def test_hidden_states_equal_transformers(family, config, save_model, resolve, pack, sequences):
     folder, reference = save_model(f"{family}Model", **config)
@@ -124,7 +115,7 @@ def test_hidden_states_equal_transformers(family, config, save_model, resolve, p
     model = load_model(info)
     assert info.native
     rows = model.forward(pack(sequences)).hidden_states
-    assert_close(rows, states(reference, sequences))
+    assert_close(rows, rows_of(reference, sequences))
     alone = torch.cat([model.forward(pack([s])).hidden_states for s in sequences])
     # Of what a caller gets, a unit vector. Weights four times as wide as trained ones make rounding as much wider.
     assert ((rows - alone) / rows.norm(dim=1, keepdim=True)).abs().max() <= 2e-6
@@ -189,7 +180,7 @@ def test_language_models_are_loaded_without_their_head(family, config, is_tied, 
     folder, reference = save_model(name, **config, tie_word_embeddings=is_tied)
     model = load_model(resolve(folder))
     assert (model.sequence_head, model.token_head) == (None, None)
-    assert_close(model.forward(pack(sequences[:3])).hidden_states, states(reference.model, sequences[:3]))
+    assert_close(model.forward(pack(sequences[:3])).hidden_states, rows_of(reference.model, sequences[:3]))
 
 
 @pytest.mark.parametrize(("family", "config"), PLAIN + TWO_WAY)
@@ -270,14 +261,14 @@ def test_slices_that_end_their_sequences_tell_how_long_these_are(pack, sequences
 def test_older_configs_mean_the_same(family, config, older, save_model, resolve, pack, sequences):
     folder, reference = save_model(f"{family}Model", **config)
     info = resolve(folder, hf_overrides={"rope_parameters": None, "transformers_version": "4.50.0", **older})
-    assert_close(load_model(info).forward(pack(sequences)).hidden_states, states(reference, sequences))
+    assert_close(load_model(info).forward(pack(sequences)).hidden_states, rows_of(reference, sequences))
 
 
 def test_gemma3_finds_its_layers_by_the_pattern_of_older_configs(save_model, resolve, pack, sequences):
     folder, reference = save_model("Gemma3TextModel", **GEMMA | {"num_hidden_layers": 7})
     for pattern in ({}, {"sliding_window_pattern": 6}):
         model = load_model(resolve(folder, hf_overrides={"layer_types": None, **pattern}))
-        assert_close(model.forward(pack(sequences)).hidden_states, states(reference, sequences))
+        assert_close(model.forward(pack(sequences)).hidden_states, rows_of(reference, sequences))
 
 
 @pytest.mark.parametrize(
@@ -302,7 +293,7 @@ def test_two_way_llama_is_native_without_its_code(save_model, resolve, pack, seq
     override = {"architectures": ["LlamaBidirectionalModel"], "model_type": "llama_bidirec", "auto_map": code}
     info = resolve(folder, hf_overrides={**override, "is_causal": None})
     assert (info.native, info.is_causal) == (True, False)
-    assert_close(load_model(info).forward(pack(sequences)).hidden_states, states(reference, sequences))
+    assert_close(load_model(info).forward(pack(sequences)).hidden_states, rows_of(reference, sequences))
 
 
 @pytest.mark.parametrize(
@@ -333,8 +324,8 @@ def test_reduced_precision_is_no_worse_than_transformers(
     family, config, save_model, resolve, pack, sequences, run_sliced
 ):
     folder, reference = save_model(f"{family}Model", **config)
-    exact = states(reference, sequences)
-    theirs = states(reference.bfloat16(), sequences)
+    exact = rows_of(reference, sequences)
+    theirs = rows_of(reference.bfloat16(), sequences)
     model = load_model(resolve(folder, "bfloat16"))
 
     def error(rows):
@@ -352,7 +343,7 @@ def test_trained_model_equals_transformers(model_folder, resolve, pack, run_slic
     texts = ["Hi", "The quick brown fox jumps over the lazy dog.", "A penstock leads water to a turbine. " * 12]
     sequences = tokenizer(texts)["input_ids"]
     model = load_model(resolve(folder))
-    expected = states(reference, sequences)
+    expected = rows_of(reference, sequences)
     assert_close(model.forward(pack(sequences)).hidden_states, expected)
     assert_close(torch.cat(run_sliced(model, sequences, 50)), expected)
     reduced = load_model(resolve(folder, "bfloat16")).forward(pack(sequences)).hidden_states.float()

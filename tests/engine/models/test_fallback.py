@@ -10,6 +10,8 @@ from penstock.engine.errors import UnsupportedModelError, UnsupportedTaskError, 
 from penstock.engine.loader import load_model
 from penstock.engine.models.fallback import TransformersModel
 
+from .parity import assert_close, rows_of
+
 SIZES = {
     "vocab_size": 200,
     "hidden_size": 48,
@@ -40,15 +42,6 @@ EMBEDDERS = [
 ]
 
 
-def assert_close(actual, expected, tolerance=1e-5):
-    assert actual.shape == expected.shape
-    assert (actual - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item())
-
-
-def states(reference, sequences):
-    return torch.cat([reference(torch.tensor(s)[None]).last_hidden_state[0] for s in sequences])
-
-
 @pytest.mark.parametrize(("class_name", "config", "is_packed"), EMBEDDERS)
 def test_hidden_states_equal_transformers(class_name, config, is_packed, save_model, resolve, pack, sequences, caplog):
     folder, reference = save_model(class_name, **config)
@@ -59,7 +52,7 @@ def test_hidden_states_equal_transformers(class_name, config, is_packed, save_mo
     assert len(lines) == 1
     assert ("runs packed" if is_packed else "runs padded") in lines[0]
     together = model.forward(pack(sequences)).hidden_states
-    assert_close(together, states(reference, sequences))
+    assert_close(together, rows_of(reference, sequences))
     alone = torch.cat([model.forward(pack([s])).hidden_states for s in sequences])
     assert ((together - alone) / together.norm(dim=1, keepdim=True)).abs().max() <= 1e-6
     with pytest.raises(UnsupportedTaskError):
@@ -130,7 +123,7 @@ def test_probe_leaves_reduced_weights_as_they_were(save_model, resolve, pack, se
     model = load_model(resolve(folder, "bfloat16"))
     hidden = model.forward(pack(sequences)).hidden_states
     assert hidden.dtype == torch.bfloat16
-    assert torch.cosine_similarity(hidden.float(), states(reference, sequences), dim=1).min() > 0.999
+    assert torch.cosine_similarity(hidden.float(), rows_of(reference, sequences), dim=1).min() > 0.999
     kept = model._network.state_dict()
     for name, tensor in reference.state_dict().items():
         torch.testing.assert_close(kept[name], tensor.bfloat16(), rtol=0, atol=0)

@@ -8,6 +8,8 @@ from penstock.engine.loader import load_model
 from penstock.engine.model_files import with_device
 from penstock.engine.params import PoolingType
 
+from .parity import assert_close, rows_of, unit_error
+
 SIZES = {
     "vocab_size": 200,
     "hidden_size": 48,
@@ -43,46 +45,19 @@ FAMILIES = [
 ]
 
 
-@pytest.fixture
-def save(save_model):
-    """Saves a random model of the scale of trained ones: recurrences neither forget within a token nor explode."""
-
-    def save_tamed(class_name, **config):
-        folder, model = save_model(class_name, **config)
-        for name, parameter in model.named_parameters():
-            if name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
-                parameter.sub_(2)
-        model.save_pretrained(folder)
-        return folder, model
-
-    return save_tamed
-
-
-def expected_rows(reference, sequences):
-    """What transformers gives for each sequence by itself."""
-    network = getattr(reference, "model", reference)
-    return [network(torch.tensor(s)[None], use_cache=False).last_hidden_state[0] for s in sequences]
-
-
-def assert_close(actual, expected, tolerance=1e-5):
-    """Compares to the scale of the expected values."""
-    assert actual.shape == expected.shape
-    assert (actual - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item())
-
-
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
-def test_hidden_states_equal_transformers(family, config, save, resolve, pack, sequences):
-    folder, reference = save(f"{family}ForCausalLM", **config)
+def test_hidden_states_equal_transformers(family, config, save_recurrent, resolve, pack, sequences):
+    folder, reference = save_recurrent(f"{family}ForCausalLM", **config)
     info = resolve(folder)
     assert info.native
     assert info.sequence_pooling == (PoolingType.LAST,)
     rows = load_model(info).forward(pack(sequences)).hidden_states
-    assert_close(rows, torch.cat(expected_rows(reference, sequences)))
+    assert_close(rows, rows_of(reference, sequences, use_cache=False))
 
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
-def test_text_alone_equals_text_in_batch(family, config, save, resolve, pack, sequences):
-    folder, _ = save(f"{family}Model", **config)
+def test_text_alone_equals_text_in_batch(family, config, save_recurrent, resolve, pack, sequences):
+    folder, _ = save_recurrent(f"{family}Model", **config)
     model = load_model(resolve(folder))
     together = model.forward(pack(sequences)).hidden_states
     assert_close(torch.cat([model.forward(pack([s])).hidden_states for s in sequences]), together)
@@ -90,8 +65,8 @@ def test_text_alone_equals_text_in_batch(family, config, save, resolve, pack, se
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
-def test_slices_equal_the_whole(family, config, size, save, resolve, pack, sequences, run_sliced):
-    folder, _ = save(f"{family}Model", **config)
+def test_slices_equal_the_whole(family, config, size, save_recurrent, resolve, pack, sequences, run_sliced):
+    folder, _ = save_recurrent(f"{family}Model", **config)
     model = load_model(resolve(folder))
     sequences = sequences[: 4 if size == 1 else None]
     whole = model.forward(pack(sequences)).hidden_states
@@ -99,25 +74,20 @@ def test_slices_equal_the_whole(family, config, size, save, resolve, pack, seque
 
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
-def test_reduced_precision_stays_close(family, config, save, resolve, pack, sequences, run_sliced):
-    folder, reference = save(f"{family}Model", **config)
-    exact = torch.cat(expected_rows(reference, sequences))
+def test_reduced_precision_stays_close(family, config, save_recurrent, resolve, pack, sequences, run_sliced):
+    folder, reference = save_recurrent(f"{family}Model", **config)
+    exact = rows_of(reference, sequences, use_cache=False)
     model = load_model(resolve(folder, "bfloat16"))
     rows = model.forward(pack(sequences)).hidden_states
     assert rows.dtype == torch.bfloat16
-    theirs = torch.cat(expected_rows(reference.to(torch.bfloat16), sequences))
-    assert error(rows, exact) <= 1.2 * error(theirs, exact)
-    assert error(torch.cat(run_sliced(model, sequences, 7, torch.bfloat16)), exact) <= 1.2 * error(theirs, exact)
+    theirs = rows_of(reference.to(torch.bfloat16), sequences, use_cache=False)
+    assert unit_error(rows, exact) <= 1.2 * unit_error(theirs, exact)
+    sliced = torch.cat(run_sliced(model, sequences, 7, torch.bfloat16))
+    assert unit_error(sliced, exact) <= 1.2 * unit_error(theirs, exact)
 
 
-def error(rows, exact):
-    """Mean distance of unit rows."""
-    rows, exact = (torch.nn.functional.normalize(part.float(), dim=1) for part in (rows, exact))
-    return (rows - exact).norm(dim=1).mean()
-
-
-def test_jamba_reward_model_equals_transformers(save, resolve, pack, sequences):
-    folder, reference = save("JambaForSequenceClassification", **JAMBA, num_labels=3)
+def test_jamba_reward_model_equals_transformers(save_recurrent, resolve, pack, sequences):
+    folder, reference = save_recurrent("JambaForSequenceClassification", **JAMBA, num_labels=3)
     model = load_model(resolve(folder))
     ends = torch.tensor([len(s) for s in sequences]).cumsum(0) - 1
     logits = model.classify(model.forward(pack(sequences)).hidden_states[ends])
@@ -125,8 +95,10 @@ def test_jamba_reward_model_equals_transformers(save, resolve, pack, sequences):
 
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
-def test_attention_weights_are_those_of_the_last_attention_layer(family, config, save, resolve, pack, sequences):
-    folder, reference = save(f"{family}Model", **config)
+def test_attention_weights_are_those_of_the_last_attention_layer(
+    family, config, save_recurrent, resolve, pack, sequences
+):
+    folder, reference = save_recurrent(f"{family}Model", **config)
     output = load_model(resolve(folder)).forward(pack(sequences), need_attention=True)
     reference.set_attn_implementation("eager")
     expected = []
@@ -136,16 +108,16 @@ def test_attention_weights_are_those_of_the_last_attention_layer(family, config,
     assert_close(output.attention_weights, torch.cat(expected))
 
 
-def test_attention_weights_need_attention(save, resolve, pack):
-    folder, _ = save("BambaModel", **BAMBA | {"attn_layer_indices": None})
+def test_attention_weights_need_attention(save_recurrent, resolve, pack):
+    folder, _ = save_recurrent("BambaModel", **BAMBA | {"attn_layer_indices": None})
     model = load_model(resolve(folder))
     assert model.forward(pack([[5, 6]])).hidden_states.shape == (2, 48)
     with pytest.raises(UnsupportedTaskError, match="No layer of the model has attention"):
         model.forward(pack([[5, 6]]), need_attention=True)
 
 
-def test_cache_spec_names_both_kinds_of_layers(save, resolve):
-    folder, _ = save("JambaModel", **JAMBA)
+def test_cache_spec_names_both_kinds_of_layers(save_recurrent, resolve):
+    folder, _ = save_recurrent("JambaModel", **JAMBA)
     spec = load_model(resolve(folder)).cache_spec
     assert [(s.num_kv_heads, s.head_size) for s in spec.kv_layers] == [(2, 12)]
     assert [(s.conv_shape, s.ssm_shape) for s in spec.ssm_layers] == 3 * [((96, 3), (96, 8))]
@@ -166,8 +138,8 @@ def test_cache_spec_names_both_kinds_of_layers(save, resolve):
         ),
     ],
 )
-def test_broken_configs_are_named(class_name, config, overrides, error_type, message, save, resolve):
-    folder, _ = save(class_name, **config)
+def test_broken_configs_are_named(class_name, config, overrides, error_type, message, save_recurrent, resolve):
+    folder, _ = save_recurrent(class_name, **config)
     with pytest.raises(error_type, match=message):
         load_model(resolve(folder, hf_overrides=overrides))
 
@@ -175,8 +147,8 @@ def test_broken_configs_are_named(class_name, config, overrides, error_type, mes
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
-def test_cuda_agrees(family, config, dtype, save, resolve, pack, sequences):
-    folder, _ = save(f"{family}Model", **config)
+def test_cuda_agrees(family, config, dtype, save_recurrent, resolve, pack, sequences):
+    folder, _ = save_recurrent(f"{family}Model", **config)
     expected = load_model(resolve(folder)).forward(pack(sequences)).hidden_states
     model = load_model(with_device(resolve(folder), "cuda", dtype))
     rows = model.forward(pack(sequences, device="cuda")).hidden_states.float().cpu()

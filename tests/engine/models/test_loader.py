@@ -13,6 +13,8 @@ from penstock.engine.loader import load_dense, load_model
 from penstock.engine.model_info import DenseSpec
 from penstock.engine.models.registry import find_model_class
 
+from .parity import assert_close, rows_of
+
 SIZES = {
     "vocab_size": 100,
     "hidden_size": 32,
@@ -39,14 +41,6 @@ def tensors(save_model):
 
 def hidden_states(model, pack):
     return model.forward(pack(SEQUENCES)).hidden_states
-
-
-def expected_states(model):
-    return torch.cat([model.base_model(torch.tensor(s)[None]).last_hidden_state[0] for s in SEQUENCES])
-
-
-def assert_close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * max(1.0, expected.abs().max().item()))
 
 
 def as_shards(folder, tensors, suffix):
@@ -78,20 +72,20 @@ def test_every_form_of_checkpoint_loads(form, tensors, resolve, pack):
         torch.save(values, folder / "pytorch_model.bin")
     elif form == "old-bin":
         torch.save(values, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    assert_close(hidden_states(load_model(resolve(folder)), pack), expected_states(reference))
+    assert_close(hidden_states(load_model(resolve(folder)), pack), rows_of(reference, SEQUENCES))
 
 
 def test_weights_do_not_depend_on_the_file(tensors, resolve, pack):
     folder, _, _, reference = tensors
     model = load_model(resolve(folder))
     shutil.rmtree(folder)
-    assert_close(hidden_states(model, pack), expected_states(reference))
+    assert_close(hidden_states(model, pack), rows_of(reference, SEQUENCES))
 
 
 @pytest.mark.parametrize("class_name", ["BertForMaskedLM", "BertForPreTraining", "BertForQuestionAnswering"])
 def test_checkpoint_of_another_head_loads_its_base(class_name, save_model, resolve, pack):
     folder, reference = save_model(class_name, **SIZES)
-    assert_close(hidden_states(load_model(resolve(folder)), pack), expected_states(reference))
+    assert_close(hidden_states(load_model(resolve(folder)), pack), rows_of(reference, SEQUENCES))
 
 
 @pytest.mark.parametrize("architectures", [["BertModel"], None])
@@ -99,7 +93,7 @@ def test_base_without_prefix_and_without_pooler_loads(architectures, tensors, re
     folder, values, write, reference = tensors
     write({n.removeprefix("bert."): t for n, t in values.items() if "pooler" not in n and "classifier" not in n})
     info = resolve(folder, hf_overrides={"architectures": architectures})
-    assert_close(hidden_states(load_model(info), pack), expected_states(reference))
+    assert_close(hidden_states(load_model(info), pack), rows_of(reference, SEQUENCES))
 
 
 def test_old_names_of_layer_norm_load(tensors, resolve, pack):
@@ -112,7 +106,7 @@ def test_old_names_of_layer_norm_load(tensors, resolve, pack):
         renamed[name] = tensor
     assert len(renamed.keys() - values.keys()) == 10
     write(renamed)
-    assert_close(hidden_states(load_model(resolve(folder)), pack), expected_states(reference))
+    assert_close(hidden_states(load_model(resolve(folder)), pack), rows_of(reference, SEQUENCES))
 
 
 def test_reduced_precision_checkpoint_is_cast(tensors, resolve, pack):
@@ -165,7 +159,7 @@ def test_wrong_number_of_labels_is_named(tensors, resolve):
 def test_unknown_class_name_loads_as_its_model_type(tensors, resolve, pack, caplog):
     folder, _, _, reference = tensors
     model = load_model(resolve(folder, hf_overrides={"architectures": ["BertForMysteries"]}))
-    assert_close(hidden_states(model, pack), expected_states(reference))
+    assert_close(hidden_states(model, pack), rows_of(reference, SEQUENCES))
     assert "'BertForMysteries' is not known; it is loaded as BertModel" in caplog.text
 
 

@@ -7,6 +7,8 @@ from penstock.engine.errors import UnsupportedModelError, UnsupportedTaskError
 from penstock.engine.loader import load_model
 from penstock.engine.model_files import with_device
 
+from .parity import assert_close
+
 SIZES = {
     "vocab_size": 200,
     "hidden_size": 48,
@@ -66,12 +68,6 @@ def arguments(sequence, boundary):
     ids = torch.tensor(sequence)[None]
     types = {"token_type_ids": (torch.arange(len(sequence)) >= boundary).long()[None]} if boundary else {}
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types}
-
-
-def assert_close(actual, expected, tolerance=1e-5):
-    """Compares to the scale of the expected values."""
-    assert actual.shape == expected.shape
-    assert (actual - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item())
 
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES)

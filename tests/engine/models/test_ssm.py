@@ -1,5 +1,7 @@
 """Mamba, Falcon-Mamba and Mamba-2 give what transformers gives, whole and in slices."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from penstock.engine.errors import ModelLoadError, UnsupportedModelError, Unsupp
 from penstock.engine.loader import load_model
 from penstock.engine.model_files import with_device
 from penstock.engine.params import PoolingType
+
+from .parity import assert_close, rows_of, unit_error
 
 MAMBA = {"vocab_size": 200, "hidden_size": 48, "num_hidden_layers": 2, "state_size": 8}
 MAMBA2 = MAMBA | {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 32}
@@ -24,32 +28,8 @@ FAMILIES = [
 
 
 @pytest.fixture
-def save(save_model):
-    """Saves a random model of the scale of trained ones: recurrences neither forget within a token nor explode."""
-
-    def save_tamed(class_name, **config):
-        folder, model = save_model(class_name, **config)
-        for name, parameter in model.named_parameters():
-            if name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
-                parameter.sub_(2)
-            elif parameter.dim() > 1:
-                parameter.div_(3)
-        model.save_pretrained(folder)
-        return folder, model
-
-    return save_tamed
-
-
-def expected_rows(reference, sequences):
-    """What transformers gives for each sequence by itself."""
-    network = getattr(reference, "backbone", reference)
-    return [network(torch.tensor(s)[None], use_cache=False).last_hidden_state[0] for s in sequences]
-
-
-def assert_close(actual, expected, tolerance=1e-5):
-    """Compares to the scale of the expected values."""
-    assert actual.shape == expected.shape
-    assert (actual - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item())
+def save(save_recurrent):
+    return partial(save_recurrent, matrix_scale=1 / 3)
 
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
@@ -59,7 +39,7 @@ def test_hidden_states_equal_transformers(family, config, save, resolve, pack, s
     assert info.native
     assert info.sequence_pooling == (PoolingType.LAST,)
     rows = load_model(info).forward(pack(sequences)).hidden_states
-    assert_close(rows, torch.cat(expected_rows(reference, sequences)))
+    assert_close(rows, rows_of(reference, sequences, use_cache=False))
 
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
@@ -84,22 +64,14 @@ def test_slices_equal_the_whole(family, config, size, save, resolve, pack, seque
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
 def test_reduced_precision_is_no_worse_than_transformers(family, config, save, resolve, pack, sequences, run_sliced):
     folder, reference = save(f"{family}Model", **config)
-    exact = torch.cat(expected_rows(reference, sequences))
+    exact = rows_of(reference, sequences, use_cache=False)
     model = load_model(resolve(folder, "bfloat16"))
     rows = model.forward(pack(sequences)).hidden_states
     assert rows.dtype == torch.bfloat16
-    theirs = torch.cat(expected_rows(reference.to(torch.bfloat16), sequences))
-    assert error(rows, exact) <= 1.1 * error(theirs, exact)
-    assert error(torch.cat(run_sliced(model, sequences, 7, torch.bfloat16)), exact) <= 1.2 * error(theirs, exact)
-
-
-def error(rows, exact):
-    """Mean distance of unit rows."""
-    return (
-        (torch.nn.functional.normalize(rows.float(), dim=1) - torch.nn.functional.normalize(exact, dim=1))
-        .norm(dim=1)
-        .mean()
-    )
+    theirs = rows_of(reference.to(torch.bfloat16), sequences, use_cache=False)
+    assert unit_error(rows, exact) <= 1.1 * unit_error(theirs, exact)
+    sliced = torch.cat(run_sliced(model, sequences, 7, torch.bfloat16))
+    assert unit_error(sliced, exact) <= 1.2 * unit_error(theirs, exact)
 
 
 def test_float16_and_older_names_of_the_embedding_load(save, resolve, pack, sequences):
@@ -109,7 +81,7 @@ def test_float16_and_older_names_of_the_embedding_load(save, resolve, pack, sequ
     torch.save(tensors, folder / "pytorch_model.bin")
     rows = load_model(resolve(folder, "float16")).forward(pack(sequences)).hidden_states
     assert rows.dtype == torch.float16
-    assert torch.cosine_similarity(rows.float(), torch.cat(expected_rows(reference, sequences)), dim=1).min() > 0.999
+    assert torch.cosine_similarity(rows.float(), rows_of(reference, sequences, use_cache=False), dim=1).min() > 0.999
 
 
 def test_states_are_what_the_cache_spec_says(save, resolve):

@@ -256,11 +256,10 @@ def test_a_sequence_that_runs_shares_its_prefix() -> None:
 def test_free_blocks_go_before_cached_ones_and_tails_before_their_parents() -> None:
     allocator = kv_allocator(8)
     run(allocator, "a", "xyz")
-    assert allocator.prefixes is not None
     start(allocator, "b", "abcd")
-    assert found(allocator, "xyz") == 3
+    assert (found(allocator, "xyz"), allocator.num_evicted_blocks) == (3, 0)
     start(allocator, "c", "")
-    assert allocator.prefixes.num_evicted == 1
+    assert allocator.num_evicted_blocks == 1
     assert found(allocator, "xyz") == 2
 
 
@@ -288,7 +287,7 @@ def test_nothing_is_taken_where_the_prefix_is_all_that_fits() -> None:
     start(allocator, "b", "ab")
     assert allocator.prefixes is not None
     assert allocator.allocate("c", 17, keys_of_blocks("xyzw"), 16) is None
-    assert (allocator.prefixes.num_parked, allocator.prefixes.num_evicted) == (3, 0)
+    assert (allocator.prefixes.num_parked, allocator.num_evicted_blocks) == (3, 0)
     assert (allocator.prefix_query_tokens, allocator.prefix_hit_tokens) == (20, 0)
 
 
@@ -305,7 +304,7 @@ def test_of_two_equal_blocks_the_first_is_kept_as_long_as_what_follows_it() -> N
     assert (allocator.prefixes.num_parked, allocator.prefixes.num_cached) == (2, 2)
     allocator.prefixes.evict(1)
     assert found(allocator, "xy") == 1
-    allocator.reset_prefixes()
+    allocator.prefixes.evict(1)
     assert allocator.pool.kv is not None
     assert allocator.pool.kv.num_free == 8
 
@@ -317,8 +316,7 @@ def test_prefixes_can_be_switched_off() -> None:
     assert second.num_cached_tokens == 0
     assert (allocator.prefixes, allocator.prefix_query_tokens) == (None, 0)
     allocator.release(second)
-    allocator.reset_prefixes()
-    assert allocator.usage == 0.0
+    assert (allocator.usage, allocator.num_evicted_blocks) == (0.0, 0)
 
 
 def test_the_prefix_cache_refuses_what_would_break_it() -> None:

@@ -90,8 +90,7 @@ class Traffic(RuleBasedStateMachine):
         if num_cached is None:
             return False
         self.manager.create_chunks(request_id, self.prompts[request_id], priority)
-        if num_cached:
-            assert self.manager.preempt(request_id, resume_at=num_cached) == num_cached
+        self.manager.skip_cached(request_id, num_cached)
         return True
 
     def allocate(self, request_id: Hashable) -> int | None:
@@ -167,7 +166,10 @@ class Traffic(RuleBasedStateMachine):
             self.waiting.append((request_id, request.priority))
             self.manager.remove_request(request_id)
         else:
-            assert self.manager.preempt(request_id, resume_at=num_cached) == num_cached
+            kept = min(num_cached, request.num_completed_tokens)
+            assert self.manager.preempt(request_id, resume_at=kept) == kept
+            self.manager.skip_cached(request_id, num_cached)
+            assert request.num_completed_tokens == num_cached
 
     def release(self, request_id: Hashable) -> None:
         allocation, kv = self.allocations.pop(request_id), self.allocator.pool.kv
@@ -189,8 +191,9 @@ class Traffic(RuleBasedStateMachine):
         self.forget(request_id)
 
     @rule()
-    def reset_prefixes(self) -> None:
-        self.allocator.reset_prefixes()
+    def evict_prefixes(self) -> None:
+        if (prefixes := self.allocator.prefixes) is not None:
+            prefixes.evict(prefixes.num_parked)
 
     def forget(self, request_id: Hashable) -> None:
         if request_id in self.allocations:
@@ -270,7 +273,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.allocator.num_allocations == 0
         assert self.allocator.usage == 0.0
         assert self.manager.statistics().num_requests == 0
-        self.allocator.reset_prefixes()
+        self.evict_prefixes()
         pool = self.allocator.pool
         if pool.kv is not None:
             assert pool.kv.num_free == NUM_BLOCKS
@@ -333,7 +336,7 @@ def drive(traffic: Traffic, seed: int, num_events: int) -> None:
             case "cancel" if traffic.prompts:
                 traffic.cancel(rng.randint(0, 99))
             case "reset":
-                traffic.reset_prefixes()
+                traffic.evict_prefixes()
         traffic.references_are_those_of_owners_and_cache()
         traffic.cached_blocks_have_cached_parents()
         traffic.slots_are_those_of_owners()

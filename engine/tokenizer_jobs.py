@@ -1,0 +1,157 @@
+"""Work for the threads of a tokenizer: jobs of one turn of the event loop travel together, in bounded portions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from .char_admission import CharAdmission
+from .errors import EngineUnavailableError, RequestCancelledError
+from .stage_times import STAGE_TIMES, Stage
+
+T = TypeVar("T")
+IsGone = Callable[[], bool]
+"""Whether the caller has gone, so that the rest of its job need not be done."""
+
+LONG_JOB: Final = 20_000
+"""Characters. A job of more goes to a worker alone, so that short ones do not wait for it."""
+_MIN_SHARE: Final = 8
+"""Jobs. Fewer than this are not worth a second worker."""
+_MAX_CHARS_PER_CALL: Final = 250_000
+"""Characters that are tokenized before anybody looks whether the caller is still there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """Work for a worker thread. `work` asks the function that it is given whether to go on."""
+
+    work: Callable[[IsGone], Any]
+    future: asyncio.Future[Any]
+    num_chars: int
+
+
+class TokenizerJobs:
+    """Runs jobs in worker threads. Safe to use from many tasks of one event loop.
+
+    Args:
+        num_workers: Threads.
+        admission: Bounds the text that may wait; None takes all that comes.
+    """
+
+    def __init__(self, num_workers: int, admission: CharAdmission | None = None) -> None:
+        self._num_workers = num_workers
+        self._admission = admission or CharAdmission(sys.maxsize)
+        self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
+        self._is_closed = False
+        self._waiting: list[_Job] = []
+        self._awaited: set[asyncio.Future[Any]] = set()
+
+    async def run(self, work: Callable[[IsGone], T], num_chars: int) -> T:
+        """Runs `work` in a worker thread, together with what else this turn of the event loop asks for.
+
+        Going to a thread and back takes longer than to tokenize a short text, and requests that travel together can
+        run as one batch.
+
+        Args:
+            work: What to do. It is given a function that tells whether to go on.
+            num_chars: Characters that it tokenizes.
+
+        Raises:
+            EngineOverloadedError: Too much text waits already.
+            EngineUnavailableError: `close` was called.
+        """
+        if self._is_closed:
+            raise EngineUnavailableError("The server is shutting down.")
+        with self._admission.hold(num_chars):
+            return await self._run_admitted(work, num_chars)
+
+    def close(self) -> None:
+        """Ends the worker threads. What is still awaited fails with EngineUnavailableError."""
+        self._is_closed = True
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for future in self._awaited:
+            if not future.done():
+                future.set_exception(EngineUnavailableError("The server is shutting down."))
+
+    async def _run_admitted(self, work: Callable[[IsGone], T], num_chars: int) -> T:
+        began_s = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._begin, loop)
+        self._waiting.append(_Job(work, future, num_chars))
+        self._awaited.add(future)
+        try:
+            return await future
+        finally:
+            self._awaited.discard(future)
+            if (times := STAGE_TIMES.get()) is not None:
+                times.last_s = time.perf_counter()
+                times.add(Stage.TOKENIZATION, began_s, times.last_s - began_s)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Deals what waits out to the workers."""
+        waiting, self._waiting = self._waiting, []
+        if self._is_closed:
+            return
+        short = [job for job in waiting if job.num_chars <= LONG_JOB]
+        share = max(-(-len(short) // self._num_workers), _MIN_SHARE)
+        for start in range(0, len(short), share):
+            self._executor.submit(self._work, short[start : start + share], loop)
+        for job in waiting:
+            if job.num_chars > LONG_JOB:
+                self._executor.submit(self._work, [job], loop)
+
+    @staticmethod
+    def _work(jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
+        """Runs jobs in a worker thread and hands all their results to the event loop at once."""
+        done: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
+        for job in jobs:
+            if job.future.done():
+                continue
+            try:
+                done.append((job.future, job.work(job.future.done), None))
+            except Exception as error:  # noqa: BLE001 - it is raised again where the job was asked for
+                done.append((job.future, None, error))
+            except BaseException as error:  # noqa: BLE001 - a panic in the tokenizers library; its text may hold the input
+                done.append((job.future, None, RuntimeError(f"the tokenizer failed: {type(error).__name__}")))
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits
+            loop.call_soon_threadsafe(_settle, done)
+
+
+def portions(num_chars: Sequence[int], gone: IsGone) -> Iterator[tuple[int, int]]:
+    """Cuts a list of texts into runs of bounded size, each from its first text up to the end of its last.
+
+    Args:
+        num_chars: Characters of each text.
+        gone: Asked between two runs.
+
+    Raises:
+        RequestCancelledError: The caller has gone.
+    """
+    first = total = 0
+    for last, count in enumerate(num_chars):
+        if total and total + count > _MAX_CHARS_PER_CALL:
+            yield first, last
+            first, total = last, 0
+            if gone():
+                raise RequestCancelledError("The caller has gone.")
+        total += count
+    yield first, len(num_chars)
+
+
+def _settle(done: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:
+    """Fills futures on their event loop; those whose caller has gone are left alone."""
+    for future, result, error in done:
+        if future.done():
+            continue
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)

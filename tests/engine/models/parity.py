@@ -1,0 +1,21 @@
+"""How models are compared with those of transformers."""
+
+import torch
+
+
+def rows_of(reference, sequences, **options):
+    """What transformers gives for one sequence after the other, each by itself: [T, D]."""
+    network = reference.base_model
+    return torch.cat([network(torch.tensor(s)[None], **options).last_hidden_state[0] for s in sequences])
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    """Compares to the scale of the expected values."""
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item())
+
+
+def unit_error(rows, exact):
+    """Mean distance of the rows as unit vectors."""
+    rows, exact = (torch.nn.functional.normalize(part.float(), dim=1) for part in (rows, exact))
+    return (rows - exact).norm(dim=1).mean()
