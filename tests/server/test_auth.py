@@ -54,6 +54,15 @@ async def test_refused(guarded: httpx.AsyncClient, engine, path: str, headers: d
     assert not engine.calls
 
 
+@pytest.mark.parametrize("path", ["/", "/embed", "/embed/", "/predict", "/similarity", "/decode"])
+async def test_refused_where_only_tei_is_spoken(guarded: httpx.AsyncClient, path: str) -> None:
+    response = await guarded.post(path, json={"inputs": "a"})
+    answer = response.json()
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+    assert answer["error"] == answer["message"] == answer["detail"]  # a text, as TEI's clients show it
+    assert "Authorization" in answer["error"]
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -1,4 +1,4 @@
-"""POST /classify: vLLM's `input` and Cohere's `inputs`, by a classifier or by an embedding model."""
+"""POST /classify: vLLM's `input`, Infinity's and Cohere's `inputs`, by a classifier or by an embedding model."""
 
 import httpx
 import pytest
@@ -46,6 +46,25 @@ async def test_cohere_answer_of_a_classifier(classifier: httpx.AsyncClient) -> N
     answer = (await classifier.post("/v1/classify", json=body)).json()
     check_cohere_answer(answer, ["good", "bad"], ["negative", "positive"])
     assert answer["classifications"][0]["classification_type"] == "single-label"
+
+
+@pytest.mark.parametrize("raw_scores", [False, True])
+async def test_infinity_answer_of_a_classifier(serving, make_engine, raw_scores: bool) -> None:
+    """What infinity_client sends where its caller names no model, and all that its strict parser needs."""
+    engine = make_engine("sequence_classifier", ("negative", "positive"))
+    body = {"input": ["good", "word " * 100], "model": "default/not-specified", "raw_scores": raw_scores}
+    async with serving(engine) as classifier:
+        answer = (await classifier.post("/classify", json=body)).json()
+    assert set(answer) == {"id", "object", "created", "model", "data", "usage"}
+    assert (answer["object"], answer["model"]) == ("classify", "fake-model")
+    assert (type(answer["id"]), type(answer["created"])) == (str, int)
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
+    for row in answer["data"]:
+        assert all(set(entry) == {"score", "label"} for entry in row)
+        assert {entry["label"] for entry in row} == {"negative", "positive"}
+        assert row[0]["score"] >= row[1]["score"]
+    params = engine.calls[-1][1][1]
+    assert (params.use_activation, params.truncate_prompt_tokens) == (not raw_scores, -1)
 
 
 async def test_cohere_answer_of_a_multi_label_classifier(serving, make_engine) -> None:

@@ -169,8 +169,21 @@ async def test_priority(v2, engine, priority: int | None) -> None:
 CLIENT_BODIES = [
     ("langchain", "/v1/embed", {"embedding_types": ["float"], "input_type": "search_document", "truncate": None}, True),
     ("litellm", "/v1/embed", {"input_type": "search_document"}, False),
+    ("litellm, newer path", "/v2/embed", {"input_type": "search_document"}, True),
+    (
+        "cohere-ai npm",
+        "/v2/embed",
+        {"input_type": "search_query", "embedding_types": ["float", "ubinary"], "truncate": "NONE"},
+        True,
+    ),
     ("haystack", "/v2/embed", {"embedding_types": ["float"], "truncate": "END", "input_type": "search_query"}, True),
     ("ai sdk", "/v2/embed", {"embedding_types": ["float"], "input_type": "search_query"}, True),
+    (
+        "ai sdk, options",
+        "/v2/embed",
+        {"embedding_types": ["float"], "input_type": "search_query", "truncate": "END", "output_dimension": WIDTH},
+        True,
+    ),
     ("weaviate", "/v2/embed", {"embedding_types": ["float"], "truncate": "END"}, True),
     ("base with /v1", "/v1/v2/embed", {"input_type": "search_query"}, True),
     ("base with /v1, v1", "/v1/v1/embed", {}, False),

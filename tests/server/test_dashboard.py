@@ -26,7 +26,7 @@ async def test_every_metric_of_the_dashboard_is_there(
     client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stats = engine.stats()
-    stats.cache_use = CacheUse(0.5, 1, 1, 1, 1)
+    stats.cache_use = CacheUse(0.5, 1, 1, 1, 1, 1)
     monkeypatch.setattr(engine, "stats", lambda: stats)
     await client.post("/v1/embeddings", json={"input": "a"})
     families = list(text_string_to_metric_families((await client.get("/metrics")).text))

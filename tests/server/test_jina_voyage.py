@@ -27,6 +27,7 @@ EMBEDDING_BODIES = [
     ("voyageai defaults", {"model": "alias", "input": TEXTS, **VOYAGE_NULLS}, None),
     ("voyageai query", {"model": "alias", "input": TEXTS, **VOYAGE_NULLS, "input_type": "query"}, "query"),
     ("voyageai document", {"model": "alias", "input": TEXTS, **VOYAGE_NULLS, "input_type": "document"}, None),
+    ("litellm voyage and jina", {"model": "alias", "input": TEXTS}, None),
     ("voyageai width", {"model": "alias", "input": TEXTS, **VOYAGE_NULLS, "output_dimension": 8}, None),
     ("langchain jina", {"input": TEXTS, "model": "alias"}, None),
     ("haystack jina", {"input": TEXTS, "model": "alias", "task": None, "late_chunking": None}, None),
@@ -144,7 +145,8 @@ async def test_voyage_reranks(client: httpx.AsyncClient, path: str, top_k: int |
 
 
 async def test_voyages_document_is_a_text(client: httpx.AsyncClient) -> None:
-    body = {"query": QUERY, "documents": DOCUMENTS, "top_k": 1, "return_documents": True}
+    """As LiteLLM and the rerankers library ask for it."""
+    body = {"model": "alias", "query": QUERY, "documents": DOCUMENTS, "top_k": 1, "return_documents": True}
     answer = (await client.post("/rerank", json=body)).json()
     assert answer["data"][0]["document"] == DOCUMENTS[1]
     assert answer["results"][0]["document"] == {"text": DOCUMENTS[1]}

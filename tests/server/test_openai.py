@@ -11,6 +11,7 @@ HELLO = ["hello world", "goodbye"]
 # (client, path, body): the bodies that were captured on the wire.
 CLIENT_BODIES = [
     ("openai-py default", "/v1/embeddings", {"model": "alias", "input": "hello", "encoding_format": "base64"}),
+    ("openai-npm default", "/v1/embeddings", {"input": HELLO, "model": "alias", "encoding_format": "base64"}),
     ("openai-py base without /v1", "/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "base64"}),
     ("openai-py user and dimensions", "/v1/embeddings", {"model": "alias", "input": "a", "user": "u", "dimensions": 8}),
     (
@@ -23,12 +24,38 @@ CLIENT_BODIES = [
     ("pymilvus probe", "/v1/embeddings", {"input": [""]}),
     ("litellm", "/embeddings", {"model": "alias", "input": HELLO}),
     ("litellm infinity key order", "/embeddings", {"input": HELLO, "model": "alias"}),
+    ("llama_index openai-like", "/v1/embeddings", {"input": HELLO, "model": "alias", "encoding_format": "base64"}),
+    (
+        "infinity_client defaults",
+        "/embeddings",
+        {"input": HELLO, "model": "default/not-specified", "dimensions": 0, "modality": "text"},
+    ),
+    ("mistralai", "/v1/embeddings", {"model": "alias", "input": HELLO}),
+    (
+        "mistralai options",
+        "/v1/embeddings",
+        {"model": "alias", "input": HELLO, "output_dimension": 8, "output_dtype": "float", "encoding_format": "float"},
+    ),
     ("haystack", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "float"}),
     ("ai sdk", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "float", "user": None}),
     ("open webui", "/v1/embeddings", {"input": ["hello"], "model": "alias", "prefix": "search_query: "}),
     ("dify tei without model", "/v1/embeddings", {"input": HELLO}),
+    ("dify openai_api_compatible", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "float"}),
+    (
+        "dify base class",
+        "/v1/embeddings",
+        {"model": "alias", "input": HELLO, "encoding_format": "float", "user": "somebody"},
+    ),
+    ("dify validation", "/v1/embeddings", {"input": "ping", "model": "alias"}),
     ("dify localai", "/v1/embeddings", {"input": "ping", "model": "alias"}),
     ("ragflow", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "float", "drop_params": True}),
+    ("ragflow localai", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "base64"}),
+    ("anythingllm", "/v1/embeddings", {"model": "alias", "input": ["a"] * 500, "encoding_format": "base64"}),
+    ("anythingllm localai", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "float"}),
+    ("elasticsearch", "/v1/embeddings", {"input": HELLO, "model": "alias", "user": "somebody", "dimensions": 8}),
+    ("pgai", "/v1/embeddings", {"input": ["a"] * 2048, "model": "alias", "encoding_format": "float"}),
+    ("lightrag", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "base64"}),
+    ("mem0", "/v1/embeddings", {"input": ["hello"], "model": "alias", "encoding_format": "float"}),
     ("weaviate", "/v1/embeddings", {"input": HELLO, "model": "alias", "dimensions": 8}),
     ("milvus", "/v1/embeddings", {"input": HELLO, "encoding_format": "float"}),
     ("vespa", "/v1/embeddings", {"input": HELLO, "model": "alias", "dimensions": 8, "encoding_format": "base64"}),
@@ -71,16 +98,20 @@ async def test_every_client_gets_what_its_parser_needs(client: httpx.AsyncClient
     answer = response.json()
     is_flat = isinstance(body["input"], str) or all(isinstance(i, int) for i in body["input"])
     num_inputs = 1 if is_flat else len(body["input"])
+    assert set(answer) == {"id", "object", "created", "model", "usage", "data"}
     assert answer["object"] == "list"
-    assert answer["model"] == body.get("model", "fake-model")
+    is_named = body.get("model") not in (None, "default/not-specified")
+    assert answer["model"] == (body["model"] if is_named else "fake-model")
     assert isinstance(answer["id"], str)
     assert isinstance(answer["created"], int)
     assert [row["index"] for row in answer["data"]] == list(range(num_inputs))
+    assert all(set(row) == {"object", "index", "embedding"} for row in answer["data"])
     assert all(row["object"] == "embedding" for row in answer["data"])
     expected_type = str if body.get("encoding_format") == "base64" else list
     assert all(type(row["embedding"]) is expected_type for row in answer["data"])
     assert all(len(decoded(row["embedding"])) == 8 for row in answer["data"])
     usage = answer["usage"]
+    assert set(usage) == {"prompt_tokens", "total_tokens"}
     assert usage["prompt_tokens"] == usage["total_tokens"] > 0
 
 
@@ -147,6 +178,7 @@ WRONG_BODIES = [
     ("encoding", {"input": "a", "encoding_format": "hex"}, "encoding_format", "'hex'"),
     ("dimensions as text", {"input": "a", "dimensions": "8"}, "dimensions", "'8'"),
     ("dimensions as bool", {"input": "a", "dimensions": True}, "dimensions", "True"),
+    ("dimensions below zero", {"input": "a", "dimensions": -1}, "dimensions", "-1"),
     ("dimensions too large", {"input": "a", "dimensions": 9}, "dimensions", "9"),
     ("dimensions of a plain model", {"input": "a", "dimensions": 4}, "dimensions", "Matryoshka"),
     ("model", {"input": "a", "model": 3}, "model", "3"),

@@ -90,7 +90,18 @@ async def test_without_keys_to_tell_apart_all_are_one_client(serving, engine, ke
         assert options_of(engine).client == ""
 
 
-async def test_a_deadline_that_passed_is_a_504(client: httpx.AsyncClient, engine) -> None:
-    engine.failure = DeadlineExceededError("The deadline of 0.5 s passed before the answer.")
-    response = await client.post("/v1/embeddings", json={"input": "a"}, headers={"x-request-timeout": "0.5"})
-    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+@pytest.mark.parametrize(
+    ("asked", "own_s", "status"),
+    [("0.5", 600.0, 408), ("0.5", 0.0, 408), ("0.5", 0.1, 504), (None, 0.1, 504)],
+)
+async def test_a_deadline_of_the_request_is_a_408_and_one_of_the_server_a_504(
+    serving, engine, asked: str | None, own_s: float, status: int
+) -> None:
+    engine.failure = DeadlineExceededError("The deadline passed before the answer.")
+    headers = {} if asked is None else {"x-request-timeout": asked}
+    async with serving(engine, request_timeout_s=own_s) as client:
+        for path, body in (("/v1/embeddings", {"input": "a"}), ("/embed", {"inputs": "a"})):
+            response = await client.post(path, json=body, headers=headers)
+            assert response.status_code == status
+            error = response.json()
+            assert (error if path == "/embed" else error["error"])["code"] == "deadline_exceeded"

@@ -12,16 +12,56 @@ CLIENT_BODIES = [
     ("cohere v1", "/v1/rerank", {"model": "alias", "top_n": None, "max_chunks_per_doc": None}),
     ("cohere v2", "/v2/rerank", {"model": "alias", "max_tokens_per_doc": None}),
     ("cohere v2 base with /v1", "/v1/v2/rerank", {"model": "alias", "priority": 0}),
+    ("cohere v2, newer fields", "/v2/rerank", {"model": "alias", "relevant_spans": None, "priority": 0}),
+    (
+        "dify cohere",
+        "/v1/rerank",
+        {"model": "alias", "top_n": 4, "return_documents": True, "rank_fields": None, "max_chunks_per_doc": None},
+    ),
+    ("ragflow vllm", "/v1/rerank", {"model": "alias", "top_n": 4, "return_documents": False}),
+    ("langchain js", "/v1/rerank", {"model": "alias", "top_n": 3, "max_chunks_per_doc": None}),
     ("langchain", "/v2/rerank", {"model": "alias", "top_n": 3, "max_tokens_per_doc": None}),
     ("top_n above the count", "/rerank", {"model": "alias", "top_n": 100}),
     ("top_n of zero", "/rerank", {"top_n": 0}),
+    ("llama_index cohere", "/v2/rerank", {"model": "alias", "top_n": 2}),
+    ("llama_index jina", "/rerank", {"model": "alias", "top_n": 2}),
+    ("haystack cohere", "/v2/rerank", {"model": "alias", "top_n": 10, "max_tokens_per_doc": 4096}),
+    ("ai sdk", "/v2/rerank", {"model": "alias", "top_n": 2, "max_tokens_per_doc": 100, "priority": 1}),
     ("jina ranker", "/rerank", {"model": "alias", "top_n": None}),
     ("litellm", "/rerank", {"model": "alias", "top_n": 2, "return_documents": True}),
+    ("litellm cohere", "/v2/rerank", {"model": "alias", "return_documents": True}),
+    (
+        "litellm hosted_vllm",
+        "/v1/rerank",
+        {
+            "model": "alias",
+            "top_n": 2,
+            "return_documents": True,
+            "truncate_prompt_tokens": 32,
+            "truncation_side": "left",
+            "max_tokens_per_query": 16,
+        },
+    ),
+    ("litellm jina_ai", "/v1/rerank", {"model": "alias", "top_n": 3, "return_documents": True}),
+    ("open webui", "/v1/rerank", {"model": "alias", "top_n": 4}),
+    ("dify openai_api_compatible", "/rerank", {"model": "alias", "top_n": 4, "return_documents": True}),
+    ("dify jina", "/v1/rerank", {"model": "alias", "top_n": 4, "return_documents": False}),
+    ("dify localai", "/rerank", {"model": "alias", "top_n": None}),
+    ("rerankers", "/v1/rerank", {"model": "alias", "top_n": 4, "return_documents": True}),
+    ("weaviate jina", "/v1/rerank", {"model": "alias", "return_documents": False}),
     ("ragflow xinference", "/rerank", {"model": "alias", "return_documents": "true", "return_len": "true"}),
     ("weaviate cohere", "/v2/rerank", {"model": "alias", "return_documents": False}),
-    ("elasticsearch", "/v1/rerank", {"model": "alias", "return_documents": False, "top_n": 2}),
+    (
+        "elasticsearch",
+        "/v1/rerank",
+        {"model": "alias", "return_documents": False, "top_n": 2, "max_chunks_per_doc": 1},
+    ),
     ("milvus without model", "/rerank", {}),
-    ("infinity", "/rerank", {"return_documents": False, "raw_scores": False, "model": "alias"}),
+    (
+        "infinity_client",
+        "/rerank",
+        {"return_documents": False, "raw_scores": False, "model": "default/not-specified", "top_n": None},
+    ),
     ("mteb", "/v1/rerank", {"model": "alias"}),
     ("trailing slash", "/rerank/", {}),
 ]
@@ -36,7 +76,8 @@ async def test_every_client_gets_what_its_parser_needs(client: httpx.AsyncClient
     answer = response.json()
     assert set(answer) == {"id", "model", "results", "meta", "usage"}  # infinity refuses an `object` of another kind
     assert isinstance(answer["id"], str)
-    assert answer["model"] == body.get("model", "fake-model")
+    is_named = body.get("model") not in (None, "default/not-specified")
+    assert answer["model"] == (body["model"] if is_named else "fake-model")
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
     assert answer["meta"]["api_version"]["version"] == ("2" if "/v2/" in path else "1")
     assert answer["meta"]["billed_units"]["search_units"] == 1

@@ -189,6 +189,7 @@ RERANK_BODIES = [
         "/rerank",
         {"raw_scores": False, "truncate": False, "truncation_direction": "Right", "top_n": 2, "return_text": True},
     ),
+    ("rerankers", "/rerank", {"model": "alias", "top_n": 3, "return_text": True}),
     ("milvus", "/rerank/", {"truncate": None, "documents": None}),
     ("base with /v1", "/v1/rerank", {}),
     ("root path", "/", {}),
