@@ -9,6 +9,7 @@
 #                                 (about 3 GB). A machine without a GPU can take the small build instead:
 #                                     make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   TESTS='tests/server ...'      the test files or folders to run (all by default)
+#   CLIENTS='litellm ...'         the clients to check (all by default): folders of tests/clients
 #   ARGS='...'                    added to `penstock serve`, to pytest or to the benchmark
 
 MAKEFLAGS += --no-print-directory
@@ -23,6 +24,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 TESTS ?= tests
+CLIENTS ?=
 TORCH_INDEX ?=
 TORCH_PIN := 2.13.0
 TRITON_PIN := 3.7.1
@@ -34,8 +36,8 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 	done
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all test-wheel test-gpu gpu-packages check lint types imports format hooks bench \
-	wheel constraints clean
+.PHONY: help install serve test test-all test-faults test-clients test-schema test-wheel test-gpu gpu-packages check \
+	lint types imports format hooks bench wheel constraints clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,6 +84,25 @@ test: $(VENV)/.installed-test ## Run the quick tests.
 
 test-all: $(VENV)/.installed-test ## Run the slow tests as well.
 	@$(BIN)/pytest -m 'not gpu' $(TESTS) $(ARGS)
+
+# PYTHONSAFEPATH would hide the runner's modules from each other.
+test-clients: $(VENV)/.installed ## Run real client libraries, each in its own environment, against a real server.
+	@env -u PYTHONSAFEPATH $(BIN)/python tests/clients/run.py $(CLIENTS)
+
+SCHEMA := build/schema
+
+$(SCHEMA)/.installed: tests/schema/requirements.txt | $(BIN)/python
+	@echo "Installing schemathesis into $(SCHEMA)"
+	@$(BIN)/python -m venv $(SCHEMA)
+	@$(SCHEMA)/bin/python -m pip install --quiet --no-input --requirement tests/schema/requirements.txt
+	@touch $@
+
+test-schema: $(VENV)/.installed $(SCHEMA)/.installed ## Run schemathesis over the OpenAPI document of real servers.
+	@$(SCHEMA)/bin/python tests/schema/run.py $(ARGS)
+
+# Figures are printed. The tests with full disks mount small ones and skip where they may not.
+test-faults: $(VENV)/.installed-test ## Kill, fill, poison and abuse servers, slow tests included, and print the figures.
+	@$(BIN)/pytest -s -m 'not gpu' tests/faults $(ARGS)
 
 # The suite against the built wheel: a clean environment, started outside the checkout.
 test-wheel: wheel ## Install the wheel into a clean environment and run the quick tests there.

@@ -6,6 +6,7 @@ Frozen dataclasses only; flags and environment variables are read in server/sett
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Final
 
 from .params import PoolerConfig
@@ -90,6 +91,7 @@ class EngineConfig:
         hf_overrides: Values laid over the model's config.json.
         trust_remote_code: Let the fallback run code that comes with the model.
         in_process: Run the core in a thread of this process instead of a supervised one.
+        hang_timeout_s: Seconds without a sign of life after which a supervised process is replaced; 0: never.
         num_threads: CPU threads of the forward; None takes all cores.
         tokenizer_workers: Threads that tokenize.
         max_queued_chars: Characters that may wait for them at once; more is refused whole.
@@ -108,6 +110,7 @@ class EngineConfig:
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     in_process: bool = False
+    hang_timeout_s: float = 60.0
     num_threads: int | None = None
     tokenizer_workers: int = 2
     max_queued_chars: int = 64_000_000
@@ -120,6 +123,8 @@ class EngineConfig:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
         if self.device.split(":")[0] not in DEVICES:
             raise ValueError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}.")
+        if not 0 <= self.hang_timeout_s < inf:
+            raise ValueError(f"hang_timeout_s is {self.hang_timeout_s}; it must be seconds, or 0 for never.")
         for name in ("max_model_len", "num_threads", "tokenizer_workers", "max_queued_chars"):
             value = getattr(self, name)
             if value is not None and value < 1:

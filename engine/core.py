@@ -301,6 +301,7 @@ class EngineCore:
             allocator.prefix_hit_tokens,
             slicer.num_preemptions,
             slicer.num_chunks,
+            allocator.num_evicted_blocks,
         )
 
     def _fail(self, request_id: int, error: EngineError, *, forget: bool = False) -> None:

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import zmq
-import zmq.asyncio
 
 from .dispatcher import Outgoing
 from .errors import ModelLoadError
-from .messages import Cancel, Frame, FromCore, Start, Stop, Submit, decode_from_core, encode
+from .heartbeat import Heartbeat
+from .messages import Cancel, Frame, FromCore, Ping, Pong, Ready, Start, Stop, Submit, decode_from_core, encode
 
 if TYPE_CHECKING:
     from .core import EngineCore
@@ -53,7 +53,7 @@ class ProcessCore:
     Args:
         start: What to serve.
         on_message: Called for every message of the core.
-        on_exit: Called once with a reason when the process ends without having been asked to.
+        on_exit: Called once with a reason when the process ends without having been asked to, or hangs.
     """
 
     def __init__(self, start: Start, on_message: OnMessage, on_exit: OnExit) -> None:
@@ -64,17 +64,18 @@ class ProcessCore:
         self._tasks: list[asyncio.Task[None]] = []
         self._resources = contextlib.ExitStack()
         self._closing = False
+        self._has_ended = False
+        self._heartbeat = Heartbeat(start.config.hang_timeout_s, self._ping, self._give_up)
 
     async def start(self) -> None:
         """See CoreClient. Raises OSError if no process can be started."""
         folder = tempfile.mkdtemp(prefix="penstock-")  # mode 0700: only this user reaches the sockets
         self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
         inbox, outbox = (f"ipc://{folder}/{name}" for name in ("inbox", "outbox"))
-        sending, receiving = zmq.Context(), zmq.asyncio.Context()
-        for context in (sending, receiving):
-            self._resources.callback(context.destroy, linger=0)
-        self._inbox = sending.socket(zmq.PUSH)
-        self._outbox = receiving.socket(zmq.PULL)
+        context = zmq.Context()
+        self._resources.callback(context.destroy, linger=0)
+        self._inbox = context.socket(zmq.PUSH)
+        self._outbox = context.socket(zmq.PULL)
         for socket in (self._inbox, self._outbox):
             socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
         self._inbox.connect(inbox)  # a connected PUSH socket queues at once; a bound one waits for its peer
@@ -85,7 +86,10 @@ class ProcessCore:
             start_new_session=True,  # Ctrl-C in a terminal is for the server, which then stops the core
         )
         self._inbox.send(encode(self._start), flags=zmq.NOBLOCK)
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch(self._process))]
+        self._tasks = [asyncio.create_task(self._watch(self._process))]
+        loop, descriptor = asyncio.get_running_loop(), self._outbox.getsockopt(zmq.FD)
+        loop.add_reader(descriptor, self._receive)
+        self._resources.callback(loop.remove_reader, descriptor)
 
     def send(self, items: list[Outgoing]) -> None:
         """See CoreClient."""
@@ -115,22 +119,53 @@ class ProcessCore:
                 process.kill()
             await process.wait()
 
-    async def _receive(self) -> None:
+    def _ping(self) -> None:
+        self._inbox.send(encode(Ping()), flags=zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        """Takes all messages that have come: the descriptor tells of those that come to an empty socket alone."""
         try:
             while True:
-                first, *frames = await self._outbox.recv_multipart(copy=False)
-                self._on_message(decode_from_core(first.buffer), [f.buffer for f in frames])
+                try:
+                    first, *frames = self._outbox.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    return
+                self._take(decode_from_core(first.buffer), [f.buffer for f in frames])
         except Exception:
             logger.exception("the engine's messages cannot be read; its process is ended, so that another takes over")
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()
+
+    def _take(self, message: FromCore, frames: list[Frame]) -> None:
+        if isinstance(message, Pong):
+            self._heartbeat.heard()
+            return
+        if isinstance(message, Ready) and self._start.config.hang_timeout_s:
+            self._tasks.append(asyncio.create_task(self._heartbeat.run()))  # loading may hold the interpreter
+        self._on_message(message, frames)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         if not self._closing:
             await asyncio.sleep(0.05)  # its last messages, such as LoadFailed, may still be on the way
             reason = f"signal {-code}" if code < 0 else f"exit code {code}"
-            self._on_exit(f"the engine process {process.pid} ended with {reason}")
+            self._report_end(f"the engine process {process.pid} ended with {reason}")
+
+    def _give_up(self) -> None:
+        """Takes a process that does not answer as lost. It need not have ended: a driver may hold it for ever."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        self._report_end(
+            f"the engine process {process.pid} has not answered for {self._start.config.hang_timeout_s:g} s"
+        )
+
+    def _report_end(self, reason: str) -> None:
+        if not self._has_ended and not self._closing:
+            self._has_ended = True
+            self._on_exit(reason)
 
 
 class ThreadCore:

@@ -7,6 +7,7 @@
     +-- ModelNotFoundError           no model is served under that name
     +-- EngineOverloadedError        the queue is full: try again later
     +-- DeadlineExceededError        the deadline passed before the work was done
+    |   +-- OwnDeadlineExceededError the request itself had set it
     +-- RequestCancelledError        the caller has gone
     +-- EngineUnavailableError       starting, draining, or the worker died: try again
     +-- ModelExecutionError          the forward failed for this request
@@ -77,6 +78,10 @@ class EngineOverloadedError(EngineError):
 
 class DeadlineExceededError(EngineError):
     """The deadline of the request passed before its work was done."""
+
+
+class OwnDeadlineExceededError(DeadlineExceededError):
+    """The deadline that the request itself had set passed; nothing is wrong with the server."""
 
 
 class RequestCancelledError(EngineError):

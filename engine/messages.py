@@ -6,6 +6,7 @@ Nothing here is pickled. The same structs are passed by reference when the core 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,10 +197,12 @@ def pack_inputs(inputs: Seq[TokenizedInput]) -> Frame:
     """Returns the frame of a Submit message for `inputs`."""
     queries = {id(i.query): i.query for i in inputs if i.query is not None}
     places = {key: place for place, key in enumerate(queries)}
-    heads = [(len(i), i.type_boundary, i.num_prompt_tokens, i.num_hidden, places.get(id(i.query), -1)) for i in inputs]
-    shapes = [query.shape for query in queries.values()]
-    parts = [np.array([len(inputs), len(queries)], np.int32), np.array(heads, np.int32).ravel()]
-    parts += [np.array(shapes, np.int32).ravel(), *(i.token_ids for i in inputs)]
+    head = [len(inputs), len(queries)]
+    for i in inputs:
+        head += (len(i), i.type_boundary, i.num_prompt_tokens, i.num_hidden, places.get(id(i.query), -1))
+    for query in queries.values():
+        head += query.shape
+    parts = [np.array(head, np.int32), *(i.token_ids for i in inputs)]
     parts += [np.ascontiguousarray(query, np.float32).view(np.int32).ravel() for query in queries.values()]
     return memoryview(np.concatenate(parts, dtype=np.int32)).cast("B")
 
@@ -209,16 +212,16 @@ def unpack_inputs(frame: Frame) -> list[TokenizedInput]:
     values = np.frombuffer(frame, np.int32)
     num_inputs, num_queries = values[:2].tolist()
     ends = 2 + 5 * num_inputs, 2 + 5 * num_inputs + 2 * num_queries
-    heads = values[2 : ends[0]].reshape(-1, 5)
-    query_start = ends[1] + int(heads[:, 0].sum())
+    heads = values[2 : ends[0]].reshape(-1, 5).tolist()
     queries: list[NDArray[np.float32]] = []
+    query_start = ends[1] + sum(head[0] for head in heads)
     for num_rows, width in values[ends[0] : ends[1]].reshape(-1, 2).tolist():
         end = query_start + num_rows * width
         queries.append(values[query_start:end].view(np.float32).reshape(num_rows, width))
         query_start = end
     start = ends[1]
     inputs = []
-    for length, boundary, num_prompt_tokens, num_hidden, query in heads.tolist():
+    for length, boundary, num_prompt_tokens, num_hidden, query in heads:
         rows = queries[query] if query >= 0 else None
         inputs.append(TokenizedInput(values[start : start + length], boundary, num_prompt_tokens, num_hidden, rows))
         start += length
@@ -239,7 +242,7 @@ def unpack_rows(headers: Seq[RowHeader], frame: Frame) -> list[NDArray[np.float3
     values = np.frombuffer(frame, np.float32)
     arrays, start = [], 0
     for header in headers:
-        size = int(np.prod(header.shape))
+        size = math.prod(header.shape)
         arrays.append(values[start : start + size].reshape(header.shape))
         start += size
     return arrays

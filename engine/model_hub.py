@@ -48,7 +48,7 @@ def locate_model(name: str, revision: str | None = None) -> Path:
 
 def _fetch(name: str, revision: str | None) -> Path:
     """Returns the snapshot folder of a hub id."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
     where = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
     try:
@@ -65,7 +65,7 @@ def _fetch(name: str, revision: str | None) -> Path:
         # huggingface_hub lets errors of its HTTP library through, and that library differs by version.
         raise ModelLoadError(
             f"The model {where} could not be loaded. Tried the folder {str(Path(name).absolute())!r}, the hub and its "
-            f"local cache: {_first_line(error)}"
+            f"local cache in {constants.HF_HUB_CACHE!r}: {_first_line(error)}"
         ) from error
     if not any((path / file).is_file() for file in _DESCRIPTION_FILES):
         raise ModelLoadError(f"The hub repository {where} is not a model: neither config.json nor modules.json.")

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import zmq
 
-from .core import EngineCore
+from .core import EngineCore, Send
 from .logs import configure_logging
-from .messages import Cancel, Frame, FromCore, Start, Stop, Submit, decode_to_core, encode
+from .messages import Cancel, Frame, FromCore, Ping, Pong, Start, Stop, Submit, decode_to_core, encode
 
 logger = logging.getLogger("penstock.engine")
 
@@ -52,7 +52,7 @@ def main() -> None:
             outbox.send_multipart([encode(message), *frames], copy=False)
 
     core = EngineCore(start.config, send, on_ready=_freeze)
-    threading.Thread(target=_receive, args=(inbox, core), name="inbox", daemon=True).start()
+    threading.Thread(target=_receive, args=(inbox, core, send), name="inbox", daemon=True).start()
     try:
         core.run()
     except Exception:
@@ -68,12 +68,15 @@ def _freeze() -> None:
     gc.freeze()
 
 
-def _receive(inbox: zmq.Socket[bytes], core: EngineCore) -> None:
+def _receive(inbox: zmq.Socket[bytes], core: EngineCore, send: Send) -> None:
     """Hands messages to the core as they come; a message that it cannot take ends the process, never hangs it."""
     try:
         while True:
             frames = inbox.recv_multipart(copy=False)
-            if len(frames) == 1 and isinstance(decode_to_core(frames[0].buffer), Stop):
+            first = decode_to_core(frames[0].buffer) if len(frames) == 1 else None
+            if isinstance(first, Ping):
+                send(Pong(), [])
+            elif isinstance(first, Stop):
                 core.stop()
             else:
                 core.receive(list(_items([f.buffer for f in frames])))

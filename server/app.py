@@ -11,16 +11,18 @@ from starlette.middleware.cors import CORSMiddleware
 
 from .api_keys import ApiKeys
 from .auth import AuthMiddleware
+from .body_limit import BodyLimitMiddleware
 from .context import ModelTable, ServedModel, ServerContext
 from .errors import install_error_handlers
+from .json_route import JsonPaths
 from .metrics import Metrics
 from .middleware import (
-    BodyLimitMiddleware,
     PathMiddleware,
     RequestIdMiddleware,
     UnexpectedErrorMiddleware,
 )
 from .observers import Observers
+from .openapi import DocumentedApp
 from .routes import (
     classify,
     cohere,
@@ -41,8 +43,6 @@ from .settings import ServerSettings
 from .startup import Startup
 from .timing import TimingMiddleware
 from .version import penstock_version
-
-_DESCRIPTION = "OpenAI- and Cohere-compatible server for embedding, reranking, scoring and classification models."
 
 
 def create_app(
@@ -74,29 +74,27 @@ def create_app(
         async with observers.running(), startup.running():
             yield
 
-    app = FastAPI(
+    app = DocumentedApp(
+        names=[name for model in models for name in model.names],
+        needs_key=keys.are_required,
         title="penstock",
-        description=_DESCRIPTION,
         version=penstock_version(),
-        redoc_url=None,
         lifespan=lifespan,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.context = context
     app.state.startup = startup
     app.router.redirect_slashes = False
-    for module in (openai, multi_vector, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools):
+    dialects = (openai, multi_vector, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools)
+    for module in (*dialects, encode, ops, playground):
         app.include_router(module.router)
-    app.include_router(encode.router)
-    app.include_router(ops.router)
-    app.include_router(playground.router)
+    app.router.routes.insert(0, JsonPaths(r for module in (*dialects, encode) for r in module.router.routes))
     install_error_handlers(app)
     # The last one added sees a request first.
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(UnexpectedErrorMiddleware)
     if keys.are_required:
         app.add_middleware(AuthMiddleware, keys=keys)
-    app.add_middleware(TimingMiddleware, observers=observers.all)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -105,6 +103,7 @@ def create_app(
             allow_headers=("*",),
             expose_headers=("*",),
         )
+    app.add_middleware(TimingMiddleware, observers=observers.all)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(PathMiddleware)
     return app

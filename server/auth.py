@@ -9,15 +9,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .api_keys import ApiKeys
 from .errors import status_response
+from .tei_errors import tei_status_response
 
 # Clients probe these without a key (mteb never authenticates GET /v1/models).
 OPEN_PATHS: Final = frozenset(
     {
         *("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/version", "/info"),
-        *("/models", "/v1/models", "/docs", "/openapi.json"),
+        *("/models", "/v1/models", "/docs", "/redoc", "/openapi.json"),
     }
 )
 OPEN_PREFIXES: Final = ("/v1/models/", "/models/", "/docs/")
+# TEI's alone: its clients read `error` as a text.
+TEI_PATHS: Final = frozenset({"", "/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode"})
 
 
 class AuthMiddleware:
@@ -41,7 +44,8 @@ class AuthMiddleware:
             await self.app(scope, receive, send)
             return
         message = "The API key is missing or wrong; send it as the header 'Authorization: Bearer KEY'."
-        response = status_response(401, message, {"www-authenticate": "Bearer"})
+        respond = tei_status_response if scope["path"].rstrip("/") in TEI_PATHS else status_response
+        response = respond(401, message, {"www-authenticate": "Bearer"})
         await response(scope, receive, send)
 
 

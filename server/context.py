@@ -13,9 +13,11 @@ from starlette.types import Scope
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.errors import (
+    DeadlineExceededError,
     EngineUnavailableError,
     InvalidRequestError,
     ModelNotFoundError,
+    OwnDeadlineExceededError,
     RequestCancelledError,
 )
 from penstock.engine.supervisor import EngineState
@@ -161,6 +163,7 @@ async def until_client_leaves(request: Request, work: Coroutine[Any, Any, T]) ->
 
     Raises:
         RequestCancelledError: The client has gone.
+        OwnDeadlineExceededError: The deadline that the request's header set passed.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -186,7 +189,17 @@ async def until_client_leaves(request: Request, work: Coroutine[Any, Any, T]) ->
             raise
         task.uncancel()
         raise RequestCancelledError("The client has hung up.") from None
+    except DeadlineExceededError as error:
+        if not _has_own_deadline(request):
+            raise
+        raise OwnDeadlineExceededError(error.message) from error
     finally:
         timer.cancel()
         if watcher is not None:
             watcher.cancel()
+
+
+def _has_own_deadline(request: Request) -> bool:
+    """Returns whether the header of a request sets an earlier deadline than the server does."""
+    asked_s, longest_s = limits_of(request.scope).timeout_s, context_of(request).settings.request_timeout_s
+    return asked_s is not None and (not longest_s or asked_s < longest_s)

@@ -6,11 +6,12 @@ reach the disk before job.json says that they are there; what lies behind them i
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -24,7 +25,7 @@ ITEM_BYTES: Final = 4
 
 
 class JournalError(CommandError):
-    """The journal belongs to another run, or another process is writing it. The message says what to do."""
+    """It belongs to another run, another process is writing it, or the disk refuses. The message says what to do."""
 
 
 class Journal:
@@ -48,17 +49,19 @@ class Journal:
         """Takes the lock and reads what an earlier run left.
 
         Raises:
-            JournalError: Another run left it, or another process holds it.
+            JournalError: Another run left it, another process holds it, or it cannot be written.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / "lock").open("w")
+        with self._writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.folder / "lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
             raise JournalError(f"another process is writing to {self.folder}") from error
         try:
-            self._resume()
+            with self._writing():
+                self._resume()
         except BaseException:
             self._lock.close()
             raise
@@ -68,7 +71,8 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Releases files and lock. Rows that are done stay; a folder without any goes."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # a disk that is full: what it has not taken is not counted either
+            self._file.close()
         if not self.num_rows:
             self.remove()
         self._lock.close()
@@ -78,13 +82,17 @@ class Journal:
 
         Args:
             vectors: [N, D] float32.
+
+        Raises:
+            JournalError: They cannot be written; those of earlier calls are safe.
         """
-        self._file.write(np.ascontiguousarray(vectors, np.float32).data)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._writing():
+            self._file.write(np.ascontiguousarray(vectors, np.float32).data)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._write_job(self.num_rows + len(vectors), vectors.shape[1])
         self.num_rows += len(vectors)
         self._width = vectors.shape[1]
-        self._write_job()
 
     def vectors(self) -> NDArray[np.float32]:
         """Returns all rows [N, D], mapped from the disk."""
@@ -112,12 +120,28 @@ class Journal:
                     "give the same command again to finish it, or delete the folder to start over"
                 )
             self.num_rows, self._width = job["num_rows"], job["width"]
-        self._file = self._vectors_path.open("ab")
-        self._file.truncate(self.num_rows * self._width * ITEM_BYTES)
-        self._write_job()
+        file = self._vectors_path.open("ab")
+        try:
+            file.truncate(self.num_rows * self._width * ITEM_BYTES)  # on a full disk, this makes room for what follows
+            self._write_job(self.num_rows, self._width)
+        except OSError:
+            file.close()
+            raise
+        self._file = file
 
-    def _write_job(self) -> None:
-        job = {"identity": self._identity, "num_rows": self.num_rows, "width": self._width}
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Says what an error of the disk means for the work."""
+        try:
+            yield
+        except OSError as error:
+            raise JournalError(
+                f"{self.folder} cannot be written: {error.strerror or error}; rows that are done ({self.num_rows}) "
+                "are kept there: give the same command again to go on"
+            ) from error
+
+    def _write_job(self, num_rows: int, width: int) -> None:
+        job = {"identity": self._identity, "num_rows": num_rows, "width": width}
         temporary = self._job_path.with_suffix(".tmp")
         with temporary.open("w") as file:
             file.write(json.dumps(job))

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from .command_errors import UsageError
+from .command_errors import CommandError, UsageError
 from .embed_input import InputFile, ParquetRows, Row, require_pyarrow
 
 Vectors = NDArray[np.float32]
@@ -49,6 +49,9 @@ def write_output(output: Path, write: Writer, source: InputFile, vectors: Vector
         write: See `writer_for`.
         source: The input; its rows are read again.
         vectors: [N, D] float32, a row for each of the input.
+
+    Raises:
+        CommandError: The disk refuses; the message says what to do.
     """
     temporary = output.with_name(f".{output.name}.tmp")
     try:
@@ -56,6 +59,11 @@ def write_output(output: Path, write: Writer, source: InputFile, vectors: Vector
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(output)
+    except OSError as error:
+        raise CommandError(
+            f"{output} cannot be written: {error.strerror or error}; all {len(vectors)} rows are done and kept: "
+            "give the same command again when it can"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 

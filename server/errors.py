@@ -17,6 +17,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from penstock.engine import errors as engine_errors
 from penstock.engine.errors import EngineError, EngineOverloadedError
@@ -26,6 +27,7 @@ from .validation import explain
 logger = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S: Final = 60  # openai-py does not retry at all above 120 s, cohere caps at 60 s.
+_METHODS: Final = ("GET", "HEAD", "POST")
 HIDDEN_MESSAGE: Final = "The server failed on this request; its log has the details under this request id."
 
 
@@ -54,6 +56,8 @@ ERROR_KINDS: Final[dict[type[EngineError], ErrorKind]] = {
     engine_errors.ModelNotFoundError: ErrorKind(404, "invalid_request_error", "model_not_found"),
     engine_errors.EngineOverloadedError: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded"),
     engine_errors.DeadlineExceededError: ErrorKind(504, "server_error", "deadline_exceeded"),
+    # Asked for by the client: it is no fault of the server, and its error rate must not show it.
+    engine_errors.OwnDeadlineExceededError: ErrorKind(408, "timeout_error", "deadline_exceeded"),
     engine_errors.RequestCancelledError: ErrorKind(499, "invalid_request_error", "request_cancelled"),
     engine_errors.EngineUnavailableError: ErrorKind(503, "server_error", "engine_unavailable"),
     engine_errors.ModelExecutionError: ErrorKind(500, "server_error", "model_execution_failed", is_hidden=True),
@@ -124,14 +128,21 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(ERROR_KINDS[engine_errors.InvalidRequestError], message, param=param)
 
     async def on_http_error(request: Request, error: Any) -> Response:
-        message = str(error.detail)
+        message, headers = str(error.detail), error.headers
         if error.status_code == 404:
             message = f"There is no {request.url.path} on this server; /docs lists its routes."
         elif error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "another method")
+            # The router knows one route of the path alone: GET and HEAD of a health route are two.
+            allowed = ", ".join(method for method in _METHODS if _takes(app, request, method))
+            headers = {"allow": allowed}
             message = f"{request.url.path} takes {allowed}, not {request.method}."
-        return status_response(error.status_code, message, error.headers)
+        return status_response(error.status_code, message, headers)
 
     app.add_exception_handler(EngineError, on_engine_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(HTTPException, on_http_error)
+
+
+def _takes(app: FastAPI, request: Request, method: str) -> bool:
+    scope = {**request.scope, "method": method}
+    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

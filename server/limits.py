@@ -1,4 +1,4 @@
-"""How large an answer may grow."""
+"""How large an answer may grow, and how many tokens are turned into text at once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ from numpy.typing import NDArray
 from penstock.engine.errors import InvalidRequestError
 
 MAX_TOKEN_VALUES: Final = 20_000_000  # Numbers in an answer with rows for every token: about 250 MB of JSON.
+
+MAX_DECODED_IDS: Final = 1_000_000  # In one request: seconds of a tokenizer thread, and a few megabytes of text.
+
+
+def check_num_ids(num_ids: int, param: str) -> None:
+    """Raises InvalidRequestError if a request has more token ids than are turned into text at once."""
+    if num_ids > MAX_DECODED_IDS:
+        raise InvalidRequestError(
+            f"{param} has {num_ids} token ids; the limit is {MAX_DECODED_IDS}. Send fewer at once.", param=param
+        )
 
 
 def check_token_values(rows: Sequence[NDArray[np.float32]], num_tokens: int, param: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -73,21 +73,9 @@ class Metrics:
         self._requests = Counter(
             "penstock_http_requests", "Answers by route and status.", ("route", "status"), registry=self._registry
         )
-        self._latency = Histogram(
-            "penstock_http_request_duration_seconds",
-            "Seconds from the head of the request to the end of the answer.",
-            ("route",),
-            buckets=_LATENCY_BUCKETS_S,
-            registry=self._registry,
-        )
-        self._stages = Histogram(
-            "penstock_stage_duration_seconds",
-            "Seconds that requests which were answered spent in tokenization, queue, inference and encoding.",
-            ("route", "task", "stage"),
-            buckets=_STAGE_BUCKETS_S,
-            registry=self._registry,
-        )
-        self._stage_children: dict[tuple[str, str], dict[Stage, Histogram]] = {}
+        self._latency: dict[str, StepHistogram] = {}
+        self._stages: dict[tuple[str, str], dict[Stage, StepHistogram]] = {}
+        self._registry.register(_RequestCollector(self._latency, self._stages))
         self._inputs = Counter("penstock_inputs", "Texts, documents or pairs.", ("task",), registry=self._registry)
         self._tokens = Counter("penstock_tokens", "Tokens of inputs.", ("task",), registry=self._registry)
 
@@ -103,19 +91,57 @@ class Metrics:
     def observe(self, record: RequestRecord) -> None:
         """Books one answer."""
         self._requests.labels(record.route, str(record.status)).inc()
-        self._latency.labels(record.route).observe(record.seconds)
+        latency = self._latency.get(record.route)
+        if latency is None:
+            latency = self._latency[record.route] = StepHistogram(_LATENCY_BUCKETS_S)
+        latency.observe(record.seconds)
         if record.task is None or not record.is_answered:
             return
-        children = self._stage_children.get((record.route, record.task))
-        if children is None:
-            children = {stage: self._stages.labels(record.route, record.task, stage) for stage in Stage}
-            self._stage_children[record.route, record.task] = children
+        stages = self._stages.get((record.route, record.task))
+        if stages is None:
+            stages = {stage: StepHistogram(_STAGE_BUCKETS_S) for stage in Stage}
+            self._stages[record.route, record.task] = stages
         for stage, seconds in record.stage_seconds.items():
-            children[stage].observe(seconds)
+            stages[stage].observe(seconds)
 
     def exposition(self) -> bytes:
         """Returns all figures in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class _RequestCollector(Collector):
+    """Reads the histograms of requests at scrape time. prometheus_client's own cost more than all else here.
+
+    Args:
+        latency: Of whole requests, by route.
+        stages: Of their stages, by route and task.
+    """
+
+    def __init__(
+        self,
+        latency: Mapping[str, StepHistogram],
+        stages: Mapping[tuple[str, str], Mapping[Stage, StepHistogram]],
+    ) -> None:
+        self._latency, self._stages = latency, stages
+
+    def collect(self) -> Iterable[Metric]:
+        latency = HistogramMetricFamily(
+            "penstock_http_request_duration_seconds",
+            "Seconds from the head of the request to the end of the answer.",
+            labels=("route",),
+        )
+        for route, histogram in self._latency.items():
+            _add(latency, (route,), histogram)
+        stages = HistogramMetricFamily(
+            "penstock_stage_duration_seconds",
+            "Seconds that requests which were answered spent in tokenization, queue, inference and encoding.",
+            labels=("route", "task", "stage"),
+        )
+        for (route, task), histograms in self._stages.items():
+            for stage, histogram in histograms.items():
+                _add(stages, (route, task, stage), histogram)
+        yield latency
+        yield stages
 
 
 class _EngineCollector(Collector):
@@ -160,7 +186,10 @@ def _histograms(figures: Sequence[tuple[DispatcherStats, str]]) -> Iterable[Metr
     for field, (name, text) in _ENGINE_HISTOGRAMS.items():
         metric = HistogramMetricFamily(name, text, labels=("model",))
         for stats, model in figures:
-            histogram: StepHistogram = getattr(stats, field)
-            buckets = [("+Inf" if bound == inf else str(bound), count) for bound, count in histogram.cumulative()]
-            metric.add_metric((model,), buckets, histogram.total)
+            _add(metric, (model,), getattr(stats, field))
         yield metric
+
+
+def _add(family: HistogramMetricFamily, labels: Sequence[str], histogram: StepHistogram) -> None:
+    buckets = [("+Inf" if bound == inf else str(bound), count) for bound, count in histogram.cumulative()]
+    family.add_metric(labels, buckets, histogram.total)

@@ -1,4 +1,4 @@
-"""What every request passes before its route: path aliases, a request id, a size limit, a net for our own bugs.
+"""What every request passes before its route: path aliases, a request id, a net for our own bugs.
 
 Pure ASGI: starlette's BaseHTTPMiddleware costs a task per request.
 """
@@ -11,7 +11,6 @@ import random
 import re
 from typing import Final
 
-from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.errors import EngineUnavailableError
@@ -105,41 +104,3 @@ class UnexpectedErrorMiddleware:
                 raise
             response = status_response(500, f"{HIDDEN_MESSAGE} ({scope['request_id']})")
             await response(scope, receive, send)
-
-
-class BodyLimitMiddleware:
-    """Refuses bodies above a size with 413: by Content-Length before reading, chunked ones while reading."""
-
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
-        self.app = app
-        self.max_body_bytes = max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Checks the length that was announced, or counts what arrives."""
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
-            await self.app(scope, receive, send)
-            return
-        announced = next((value for name, value in scope["headers"] if name == b"content-length"), None)
-        if announced is None:
-            await self.app(scope, self._counting(receive), send)
-        elif announced.isdigit() and int(announced) <= self.max_body_bytes:
-            await self.app(scope, receive, send)
-        else:
-            response = status_response(413, self._message(), {"connection": "close"})
-            await response(scope, receive, send)
-
-    def _counting(self, receive: Receive) -> Receive:
-        num_bytes = 0
-
-        async def receive_and_count() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self.max_body_bytes:
-                raise HTTPException(413, self._message(), {"connection": "close"})
-            return message
-
-        return receive_and_count
-
-    def _message(self) -> str:
-        return f"The body is larger than this server takes ({self.max_body_bytes} bytes); send fewer inputs at once."

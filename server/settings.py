@@ -163,6 +163,9 @@ class EngineSettings(BaseSettings):
     num_threads: PositiveInt | None = Field(None, description="CPU threads of the forward; default: all cores.")
     tokenizer_workers: PositiveInt = Field(2, description="Threads that tokenize.")
     in_process: bool = Field(False, description="Run the engine in this process instead of a supervised one.")
+    hang_timeout_s: Seconds = Field(
+        60.0, description="Seconds without a sign of life after which the engine process is replaced; 0: never."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
     log_format: Literal["console", "json"] = Field("console", description="Log lines for people or for machines.")
 
@@ -194,6 +197,7 @@ class EngineSettings(BaseSettings):
             hf_overrides=self.hf_overrides,
             trust_remote_code=self.trust_remote_code,
             in_process=self.in_process,
+            hang_timeout_s=self.hang_timeout_s,
             num_threads=self.num_threads,
             tokenizer_workers=self.tokenizer_workers,
             max_queued_chars=self.max_queued_chars,

@@ -25,6 +25,23 @@ _STAGE_HEADERS: Final = {
 }
 
 
+_WHOLE: Final = {"type": "integer", "minimum": 0}
+TEI_HEADERS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "headers": {
+            "x-compute-type": {"description": "What computed.", "schema": {"enum": ["cpu", "gpu"]}},
+            "x-compute-characters": {"description": "Characters of the inputs.", "schema": _WHOLE},
+            "x-compute-tokens": {"description": "Tokens of the inputs.", "schema": _WHOLE},
+            **{
+                name: {"description": "Milliseconds.", "schema": _WHOLE}
+                for name in ("x-compute-time", "x-total-time", *_STAGE_HEADERS)
+            },
+        }
+    }
+}
+"""For OpenAPI: the headers of TEI's answers. A path that other dialects share has answers without them."""
+
+
 def probabilities(scores: Scores, model: ModelInfo) -> Scores:
     """Returns relevance scores between 0 and 1, which TEI gives unless `raw_scores` is set.
 

@@ -45,7 +45,7 @@ class TeiRoute(JsonRoute):
             except RequestValidationError as error:
                 return tei_validation_response(error)
             except HTTPException as error:
-                return _response(ErrorKind(error.status_code, ""), str(error.detail), headers=error.headers)
+                return tei_status_response(error.status_code, str(error.detail), error.headers)
 
         return handle_as_tei
 
@@ -86,6 +86,11 @@ def tei_validation_response(error: RequestValidationError) -> Response:
     if errors[0]["type"] == "json_invalid":
         kind = replace(kind, status=400)
     return _response(kind, message, param=param)
+
+
+def tei_status_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Returns TEI's answer to what no engine error stands for."""
+    return _response(ErrorKind(status, ""), message, headers=headers)
 
 
 def _response(

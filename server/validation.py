@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 from collections.abc import Sequence
 from typing import Any, Final
@@ -10,6 +11,7 @@ from .schemas.tagged import TAGS
 
 MAX_SHOWN_ERRORS: Final = 3
 MAX_SHOWN_CHARS: Final = 60
+MAX_SHOWN_NAMES: Final = 20
 
 # repr that stops early, however deep or long a value is.
 _REPR: Final = reprlib.Repr()
@@ -40,12 +42,22 @@ def _sentence(error: dict[str, Any], body: object) -> str:
             return "The body is empty; send a JSON object."
         return f"The body must be a JSON object, not {_shown(error['input'])}."
     if kind == "missing":
-        has = ", ".join(body) if isinstance(body, dict) and body else "nothing"
+        has = _names(body) if isinstance(body, dict) and body else "nothing"
         return f"{field} is missing; the body has {has}."
     reason = error["msg"].removeprefix("Value error, ").rstrip(".")
     if kind == "value_error":
         return f"{field} {reason}."
     return f"{field}: {reason}, not {_shown(error['input'])}."
+
+
+def _names(body: dict[str, Any]) -> str:
+    """Returns the names of fields, as many as a reader wants."""
+    names = [_shown_name(name) for name in itertools.islice(body, MAX_SHOWN_NAMES)]
+    return ", ".join(names if len(body) <= MAX_SHOWN_NAMES else [*names, "..."])
+
+
+def _shown_name(name: str) -> str:
+    return name if len(name) <= MAX_SHOWN_CHARS else name[:MAX_SHOWN_CHARS] + "..."
 
 
 def _untagged(loc: Sequence[str | int]) -> list[str | int]:

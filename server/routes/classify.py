@@ -19,16 +19,30 @@ from ..context import ServerContext, context_of, until_client_leaves
 from ..field_names import fields_named
 from ..json_route import JsonRoute, json_response
 from ..prompts import request_options
-from ..schemas.classify import ClassifyRequest, ClassifyResponse, CohereClassifyResponse, TokenClassifyResponse
-from ..schemas.common import ERROR_RESPONSES, Text, usage_of
+from ..schemas.classify import (
+    ClassifyRequest,
+    ClassifyResponse,
+    CohereClassifyResponse,
+    InfinityClassifyResponse,
+    TokenClassifyResponse,
+)
+from ..schemas.common import Text, usage_of
+from ..schemas.errors import ERROR_RESPONSES
+from ..tei_answers import prediction_rows
 
 router = APIRouter(route_class=JsonRoute, tags=["classify"], responses=ERROR_RESPONSES)
 
 
-@router.post("/v1/classify", response_model=ClassifyResponse | CohereClassifyResponse | TokenClassifyResponse)
-@router.post("/classify", response_model=ClassifyResponse | CohereClassifyResponse | TokenClassifyResponse)
+ClassAnswer = ClassifyResponse | CohereClassifyResponse | InfinityClassifyResponse | TokenClassifyResponse
+
+
+@router.post("/v1/classify", response_model=ClassAnswer)
+@router.post("/classify", response_model=ClassAnswer)
 async def classify(body: ClassifyRequest, request: Request) -> Response:
-    """Classifies texts. `input` or `messages` gets vLLM's answer, `inputs` Cohere's; some models answer per token."""
+    """Classifies texts. `input` or `messages` gets vLLM's answer, `inputs` Cohere's; some models answer per token.
+
+    `input` with `raw_scores` gets Infinity's answer.
+    """
     context = context_of(request)
     engine, name = context.models.find(body.model)
     check_inputs(context, body)
@@ -57,6 +71,9 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
         rows = cohere_rows(answer_id, body.inputs, result, is_multi_label=is_multi_label)
         meta = {"api_version": {"version": "1"}, "billed_units": {"classifications": len(rows)}}
         return json_response({"id": answer_id, "classifications": rows, "meta": meta})
+    if body.is_infinity():
+        answer = {"object": "classify", "data": prediction_rows(result.scores, result.labels, None)}
+        return json_response(_listed(answer_id, name, num_tokens, answer))
     return json_response(_listed(answer_id, name, num_tokens, {"data": vllm_rows(result)}))
 
 

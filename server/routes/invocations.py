@@ -13,21 +13,32 @@ from ..context import context_of
 from ..json_body import parsed
 from ..json_route import JsonRoute
 from ..schemas.classify import ClassifyRequest
-from ..schemas.common import ERROR_RESPONSES
+from ..schemas.errors import SHARED_ERROR_RESPONSES
 from ..schemas.openai import EmbeddingRequest
 from ..schemas.rerank import RerankRequest
 from ..schemas.score import ScoreRequest
+from ..schemas.tei import TeiEmbedRequest, TeiPredictRequest, TeiRerankRequest, TeiSimilarityRequest
 from ..schemas.vllm import PoolingRequest
+from ..vector_answer import BYTES_RESPONSE
 from . import classify, openai, rerank, score, tei_tools, vllm
 
-router = APIRouter(route_class=JsonRoute, tags=["vllm"], responses=ERROR_RESPONSES)
+router = APIRouter(route_class=JsonRoute, tags=["vllm"], responses=SHARED_ERROR_RESPONSES)
 
 _EXAMPLES: Final = [{"input": ["A gate holds the water."]}, {"query": "What?", "documents": ["A gate.", "A song."]}]
 _LEFT_SIDES: Final = ("text_1", "queries", "data_1")
 
 
-@router.post("/invocations", response_model=dict[str, Any] | list[Any])
-async def invocations(body: Annotated[dict[str, Any], Body(examples=_EXAMPLES)], request: Request) -> Response:
+_BODIES: Final = (EmbeddingRequest, PoolingRequest, ClassifyRequest, RerankRequest, ScoreRequest)
+_TEI_BODIES: Final = (TeiEmbedRequest, TeiPredictRequest, TeiRerankRequest, TeiSimilarityRequest)
+_SCHEMA: Final[dict[str, Any]] = {
+    "anyOf": [{"$ref": f"#/components/schemas/{body.__name__}"} for body in (*_BODIES, *_TEI_BODIES)]
+}
+
+
+@router.post("/invocations", response_model=dict[str, Any] | list[Any], responses={200: BYTES_RESPONSE})
+async def invocations(
+    body: Annotated[dict[str, Any], Body(examples=_EXAMPLES, json_schema_extra=_SCHEMA)], request: Request
+) -> Response:
     """Answers as the route that takes such a body: /rerank, /score, /pooling, /classify, /v1/embeddings, or TEI's."""
     has = {key for key, value in body.items() if value is not None}
     if has & {"inputs", "texts"}:

@@ -18,10 +18,12 @@ from ..context import context_of, until_client_leaves
 from ..cut_texts import cut_texts
 from ..json_route import json_response
 from ..schemas.common import usage_of
+from ..schemas.errors import SHARED_ERROR_RESPONSES
 from ..schemas.rerank import RerankRequest, RerankResponse
 from ..schemas.tagged import OWN, TEI, by_keys
 from ..schemas.tei import TeiRerankRequest
-from ..schemas.tei_answers import SHARED_ERROR_RESPONSES, TeiRank
+from ..schemas.tei_answers import TeiRank
+from ..tei_answers import TEI_HEADERS
 from ..tei_errors import SharedRoute
 from .tei import rerank_texts
 
@@ -35,9 +37,9 @@ RerankBody = Annotated[
 DOCUMENTS_PER_SEARCH_UNIT: Final = 100
 
 
-@router.post("/v2/rerank", response_model=RerankResponse | list[TeiRank])
-@router.post("/v1/rerank", response_model=RerankResponse | list[TeiRank])
-@router.post("/rerank", response_model=RerankResponse | list[TeiRank])
+@router.post("/v2/rerank", response_model=RerankResponse | list[TeiRank], responses=TEI_HEADERS)
+@router.post("/v1/rerank", response_model=RerankResponse | list[TeiRank], responses=TEI_HEADERS)
+@router.post("/rerank", response_model=RerankResponse | list[TeiRank], responses=TEI_HEADERS)
 async def rerank(body: RerankBody, request: Request) -> Response:
     """Sorts documents by their relevance to a query, best first. `texts` instead of `documents` get TEI's answer."""
     if isinstance(body, TeiRerankRequest):

@@ -13,7 +13,8 @@ from penstock.engine.results import ScoreResult
 from ..context import context_of, until_client_leaves
 from ..cut_texts import cut_texts
 from ..json_route import JsonRoute, json_response
-from ..schemas.common import ERROR_RESPONSES, usage_of
+from ..schemas.common import usage_of
+from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.score import ScoreRequest, ScoreResponse
 
 router = APIRouter(route_class=JsonRoute, tags=["score"], responses=ERROR_RESPONSES)

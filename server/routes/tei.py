@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import Tag
+from pydantic import Discriminator, Tag
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.errors import EngineError, InvalidRequestError, UnsupportedTaskError
@@ -20,7 +20,8 @@ from ..context import ServerContext, context_of, until_client_leaves
 from ..field_names import fields_named
 from ..limits import check_token_values
 from ..schemas.cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
-from ..schemas.tagged import COHERE, TEI, by_keys
+from ..schemas.errors import TEI_ERROR_RESPONSES
+from ..schemas.tagged import COHERE, TEI, embed_dialect
 from ..schemas.tei import (
     TeiEmbedRequest,
     TeiPredictRequest,
@@ -28,14 +29,14 @@ from ..schemas.tei import (
     TeiSimilarityRequest,
     TeiTokenEmbedRequest,
 )
-from ..schemas.tei_answers import TEI_ERROR_RESPONSES, TeiPrediction, TeiSparseValue
-from ..tei_answers import prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
+from ..schemas.tei_answers import TeiPrediction, TeiSparseValue
+from ..tei_answers import TEI_HEADERS, prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
 from ..tei_errors import TeiRoute, tei_engine_error_response
 from . import cohere
 
 EmbedBody = Annotated[
     Annotated[TeiEmbedRequest, Tag(TEI)] | Annotated[CohereEmbedRequest, Tag(COHERE)],
-    by_keys({"texts": COHERE}, otherwise=TEI),
+    Discriminator(embed_dialect),
 ]
 router = APIRouter(route_class=TeiRoute, tags=["tei"], responses=TEI_ERROR_RESPONSES)
 
@@ -43,7 +44,11 @@ _OPTIONS: Final = {"truncate_prompt_tokens": "truncate", "truncation_side": "tru
 _PHRASES: Final = {"truncate_prompt_tokens to -1": "truncate to true"}
 
 
-@router.post("/embed", response_model=list[list[float]] | CohereEmbedFloatsResponse | CohereEmbedByTypeResponse)
+@router.post(
+    "/embed",
+    response_model=list[list[float]] | CohereEmbedFloatsResponse | CohereEmbedByTypeResponse,
+    responses=TEI_HEADERS,
+)
 async def embed(body: EmbedBody, request: Request) -> Response:
     """Embeds texts or token ids, one vector each, in their order; a single text gets a list of one.
 
@@ -55,14 +60,14 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     engine, _ = context.models.find(body.model)
     context.check_count(body.inputs, "inputs")
     with fields_named("inputs", _OPTIONS, _PHRASES):
-        work = engine.embed(body.inputs, body.pooling_params(), _options(context, body.prompt_name))
+        work = engine.embed(body.inputs, body.pooling_params(), _options(context, body.prompt_name, body.priority))
         result = await until_client_leaves(request, work)
     num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)
     rows = np.ascontiguousarray(result.embeddings)
     return tei_response(rows, engine.info, began_s, num_chars=sum(map(len, body.inputs)), num_tokens=num_tokens)
 
 
-@router.post("/embed_all", response_model=list[list[list[float]]])
+@router.post("/embed_all", response_model=list[list[list[float]]], responses=TEI_HEADERS)
 async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     """Embeds every token of each input, special tokens included, without pooling and normalisation.
 
@@ -75,7 +80,7 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     if info.multi_vector is None and info.token_heads is None:
         params = params.clone(normalize=False)
     with fields_named("inputs", _OPTIONS, _PHRASES):
-        work = engine.token_embed(body.inputs, params, _options(context, body.prompt_name))
+        work = engine.token_embed(body.inputs, params, _options(context, body.prompt_name, body.priority))
         result = await until_client_leaves(request, work)
     num_tokens = context.metrics.count(PoolingTask.TOKEN_EMBED, result.num_tokens)
     check_token_values(result.rows, num_tokens, "inputs")
@@ -83,30 +88,32 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     return tei_response(rows, engine.info, began_s, num_chars=sum(map(len, body.inputs)), num_tokens=num_tokens)
 
 
-@router.post("/embed_sparse", response_model=list[list[TeiSparseValue]])
+@router.post("/embed_sparse", response_model=list[list[TeiSparseValue]], responses=TEI_HEADERS)
 async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response:
     """Embeds each input into a sparse vector over the vocabulary, with a model that gives some (SPLADE, bge-m3)."""
     began_s, context = time.perf_counter(), context_of(request)
     engine, _ = context.models.find(body.model)
     context.check_count(body.inputs, "inputs")
     with fields_named("inputs", _OPTIONS, _PHRASES):
-        work = engine.sparse_embed(body.inputs, body.pooling_params(), _options(context, body.prompt_name))
+        work = engine.sparse_embed(
+            body.inputs, body.pooling_params(), _options(context, body.prompt_name, body.priority)
+        )
         result = await until_client_leaves(request, work)
     num_tokens = context.metrics.count(PoolingTask.SPARSE_EMBED, result.num_tokens)
     rows = sparse_rows(result.vectors)
     return tei_response(rows, engine.info, began_s, num_chars=sum(map(len, body.inputs)), num_tokens=num_tokens)
 
 
-@router.post("/similarity", response_model=list[float])
+@router.post("/similarity", response_model=list[float], responses=TEI_HEADERS)
 async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     """Compares a sentence with others by the cosine of their embeddings; all are read with the same prompt."""
     began_s, context = time.perf_counter(), context_of(request)
     engine, _ = context.models.find(body.model)
     source, sentences = body.inputs.source_sentence, body.inputs.sentences
     context.check_count(sentences, "inputs.sentences")
+    options = _options(context, body.prompt_name or engine.info.default_prompt_name, body.priority)
     if engine.info.kind is not ModelKind.EMBEDDING:
         raise UnsupportedTaskError(f"{engine.info.name} is a {engine.info.kind.value}; similarity needs embeddings.")
-    options = _options(context, body.prompt_name or engine.info.default_prompt_name)
     if options.prompt_name is None:
         options = replace(options, prompt="")  # Or a query prompt would stand before one side alone.
     with fields_named("inputs", _OPTIONS, _PHRASES):
@@ -117,7 +124,7 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     return tei_response(result.scores, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
 
 
-@router.post("/predict", response_model=list[TeiPrediction] | list[list[TeiPrediction]])
+@router.post("/predict", response_model=list[TeiPrediction] | list[list[TeiPrediction]], responses=TEI_HEADERS)
 async def predict(body: TeiPredictRequest, request: Request) -> Response:
     """Classifies texts and pairs of texts. A list of them gets a list of lists, and so does a body of `parameters`."""
     began_s, context = time.perf_counter(), context_of(request)
@@ -131,7 +138,7 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
             param="function_to_apply",
         )
     with fields_named("inputs", _OPTIONS, _PHRASES):
-        result = await until_client_leaves(request, _classify(engine, body, context.options()))
+        result = await until_client_leaves(request, _classify(engine, body, context.options(priority=body.priority)))
     num_tokens = context.metrics.count(PoolingTask.CLASSIFY, result.num_tokens)
     scores = result.scores if body.is_raw else probabilities(result.scores, info)
     rows = prediction_rows(scores, result.labels, body.top_k)
@@ -152,7 +159,7 @@ async def _rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     began_s, context = time.perf_counter(), context_of(request)
     engine, _ = context.models.find(body.model)
     context.check_count(body.texts, "texts")
-    options = context.options(instruction=body.instruction)
+    options = context.options(instruction=body.instruction, priority=body.priority)
     with fields_named("texts", _OPTIONS, _PHRASES):
         work = engine.score([body.query], body.texts, body.pooling_params(), options)
         result = await until_client_leaves(request, work)
@@ -163,8 +170,8 @@ async def _rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     return tei_response(rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
 
 
-def _options(context: ServerContext, prompt_name: str | None) -> RequestOptions:
-    return context.options(prompt_name or context.settings.default_prompt_name)
+def _options(context: ServerContext, prompt_name: str | None, priority: int | None) -> RequestOptions:
+    return context.options(prompt_name or context.settings.default_prompt_name, priority=priority)
 
 
 async def _classify(engine: AsyncEngine, body: TeiPredictRequest, options: RequestOptions) -> ClassResult:

@@ -15,6 +15,8 @@ from ..context import context_of
 from ..field_names import fields_named
 from ..json_body import parsed
 from ..json_route import json_response
+from ..limits import check_num_ids
+from ..schemas.errors import TEI_ERROR_RESPONSES
 from ..schemas.tei import (
     TeiDecodeRequest,
     TeiEmbedRequest,
@@ -24,7 +26,7 @@ from ..schemas.tei import (
     TeiTokenEmbedRequest,
     TeiTokenizeRequest,
 )
-from ..schemas.tei_answers import TEI_ERROR_RESPONSES, TeiInfo
+from ..schemas.tei_answers import TeiInfo
 from ..tei_errors import TeiRoute, tei_engine_error_response
 from ..version import penstock_version
 from .tei import embed, embed_sparse, predict, rerank_texts, similarity
@@ -69,6 +71,7 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
     context = context_of(request)
     engine, _ = context.models.find(body.model)
     context.check_count(body.ids, "ids")
+    check_num_ids(sum(map(len, body.ids)), "ids")
     with fields_named("ids"):
         texts = await engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
     return json_response(texts)

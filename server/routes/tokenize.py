@@ -13,10 +13,12 @@ from ..chat_input import check_messages
 from ..context import context_of, until_client_leaves
 from ..field_names import fields_named
 from ..json_route import json_response
+from ..limits import check_num_ids
 from ..schemas.cohere import CohereTokenizeRequest, CohereTokenizeResponse
+from ..schemas.errors import SHARED_ERROR_RESPONSES
 from ..schemas.tagged import COHERE, OWN, TEI, by_keys
 from ..schemas.tei import TeiTokenizeRequest
-from ..schemas.tei_answers import SHARED_ERROR_RESPONSES, TeiToken
+from ..schemas.tei_answers import TeiToken
 from ..schemas.vllm import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from ..tei_errors import SharedRoute
 from . import cohere, tei_tools
@@ -53,6 +55,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Returns the text of tokens, in vLLM's answer; /v1/detokenize gives Cohere's and /decode TEI's."""
     engine, _ = context_of(request).models.find(body.model)
+    check_num_ids(len(body.tokens), "tokens")
     text = ""
     if body.tokens:
         with fields_named("tokens"):

@@ -20,7 +20,8 @@ from ..json_route import JsonRoute, json_response
 from ..limits import check_token_values
 from ..prompts import request_options
 from ..quantize import check_width
-from ..schemas.common import ERROR_RESPONSES, Text, usage_of
+from ..schemas.common import Text, usage_of
+from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.vllm import Load, PoolingRequest, PoolingResponse
 from ..vector_answer import BYTES_RESPONSE, check_bytes, vectors_response
 

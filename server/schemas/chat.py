@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from penstock.engine.chat_template import ChatOptions
 from penstock.engine.errors import InvalidRequestError
 
-from .common import Inputs, RequestBody, Text
+from . import json_schema
+from .common import Flag, Inputs, RequestBody, Text
 
 Conversations = list[list[dict[str, Any]]]
 
@@ -58,32 +59,7 @@ def _part(part: Any, name: str) -> dict[str, str]:
     return {"type": "text", "text": part["text"]}
 
 
-_MESSAGE_SCHEMA: Final = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"type": "string"},
-        "content": {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {
-                        "type": "object",
-                        "required": ["text"],
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                    },
-                },
-                {"type": "null"},
-            ]
-        },
-    },
-}
-_CHAT_SCHEMA: Final = {"type": "array", "minItems": 1, "items": _MESSAGE_SCHEMA}
-_CHATS_SCHEMA: Final = {"anyOf": [_CHAT_SCHEMA, {"type": "array", "minItems": 1, "items": _CHAT_SCHEMA}]}
-
-Messages = Annotated[Conversations, PlainValidator(parse_conversations), WithJsonSchema(_CHATS_SCHEMA)]
+Messages = Annotated[Conversations, PlainValidator(parse_conversations), WithJsonSchema(json_schema.CHATS)]
 
 
 class ChatFields(RequestBody):
@@ -96,15 +72,15 @@ class ChatFields(RequestBody):
             "prompt of the model is put before it."
         ),
     )
-    add_special_tokens: bool | None = Field(
+    add_special_tokens: Flag | None = Field(
         None,
         description=(
             "Put the tokenizer's special tokens around every text. Absent: for texts yes, for messages no, because "
             "chat templates spell their own."
         ),
     )
-    add_generation_prompt: bool | None = Field(None, description="End the chat with the head of an answer.")
-    continue_final_message: bool | None = Field(None, description="End the chat within its last message.")
+    add_generation_prompt: Flag | None = Field(None, description="End the chat with the head of an answer.")
+    continue_final_message: Flag | None = Field(None, description="End the chat within its last message.")
     chat_template: str | None = Field(None, description="Refused: chats are rendered by the model's own template.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further values for the chat template.")
 

@@ -1,4 +1,4 @@
-"""Classification in two dialects on one route: vLLM's `input` and Cohere's `inputs`.
+"""Classification in three dialects on one route: vLLM's `input`, Infinity's with `raw_scores`, Cohere's `inputs`.
 
 With an embedding model the classes come with the request: `labels` (zero-shot) or `examples` (few-shot).
 """
@@ -14,9 +14,11 @@ from penstock.engine.errors import InvalidRequestError
 from penstock.engine.params import PoolingParams
 
 from .chat import InputFields
-from .common import PoolingBody, Text, Usage
+from .common import Flag, Listed, PoolingBody, Text, Usage
+from .json_schema import exactly_one
 from .rerank import ApiVersion
 from .score import Side
+from .truncate import parse_truncate, truncated
 
 MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs: about 20 MB of JSON.
 
@@ -41,7 +43,7 @@ class ClassifyRequest(InputFields, PoolingBody):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "oneOf": [{"required": ["input"]}, {"required": ["messages"]}, {"required": ["inputs"]}],
+            **exactly_one("input", "messages", "inputs"),
             "examples": [
                 {"input": ["I love this.", "I hate it."], "labels": ["praise", "complaint"]},
                 {
@@ -56,13 +58,24 @@ class ClassifyRequest(InputFields, PoolingBody):
     )
 
     inputs: Side | None = Field(None, description="Texts; the answer is Cohere's.")
-    labels: list[str] | None = Field(None, description="Classes for an embedding model, as texts (zero-shot).")
-    examples: list[Example] | None = Field(None, description="Labelled texts for an embedding model (few-shot).")
+    labels: Listed[str] | None = Field(None, description="Classes for an embedding model, as texts (zero-shot).")
+    examples: Listed[Example] | None = Field(None, description="Labelled texts for an embedding model (few-shot).")
     instruction: str | None = Field(
         None,
         description="For embedding models with a prompt of the form `Instruct: ...`: replaces its instruction.",
     )
     truncate: Truncate | None = Field(None, description="Cohere: the side that is cut; END where it is absent.")
+    raw_scores: Flag | None = Field(
+        None,
+        description=(
+            "Infinity's: true leaves the activation out. With it, be it false, `input` gets Infinity's answer, and is "
+            "cut to fit."
+        ),
+    )
+
+    def is_infinity(self) -> bool:
+        """Returns whether a client of Infinity asks, which sends `raw_scores` always."""
+        return "raw_scores" in self.model_fields_set and self.inputs is None
 
     def texts(self) -> list[Text]:
         """Returns the inputs that are not chats."""
@@ -106,12 +119,14 @@ class ClassifyRequest(InputFields, PoolingBody):
             )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling. As with Cohere, `inputs` are cut to fit."""
+        """Returns what the request asks of pooling. As with Cohere and Infinity, their texts are cut to fit."""
+        truncate = self.truncate
+        if truncate is None and (self.inputs is not None or self.is_infinity()):
+            truncate = Truncate.END
         params = super().pooling_params()
-        if self.inputs is None or params.truncate_prompt_tokens is not None or self.truncate is Truncate.NONE:
-            return params
-        side = "left" if self.truncate is Truncate.START else "right"
-        return params.clone(truncate_prompt_tokens=-1, truncation_side=side)
+        if self.raw_scores and params.use_activation is None:
+            params = params.clone(use_activation=False)
+        return truncated(params, None if truncate is None else parse_truncate(truncate.value))
 
 
 class ClassRow(BaseModel):
@@ -131,6 +146,24 @@ class ClassifyResponse(BaseModel):
     created: int
     model: str
     data: list[ClassRow]
+    usage: Usage
+
+
+class ClassScore(BaseModel):
+    """One class of an input."""
+
+    score: float
+    label: str
+
+
+class InfinityClassifyResponse(BaseModel):
+    """Infinity's answer of POST /classify: the classes of each input, best first."""
+
+    id: str
+    object: Literal["classify"]
+    created: int
+    model: str
+    data: list[list[ClassScore]]
     usage: Usage
 
 

@@ -6,15 +6,32 @@ everywhere, and unknown keys are ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    WithJsonSchema,
+)
 
 from penstock.engine.params import PoolingParams
 
 from ..request_limits import MAX_PRIORITY
+from . import json_schema
 
 Text = str | list[int]
+MAX_ENTRIES: Final = 1_000_000
+"""Texts or lists of ids in a body, whatever `--max-inputs-per-request` says."""
+Entry = TypeVar("Entry")
+Listed = Annotated[list[Entry], Field(fail_fast=True)]
+"""A list whose check ends at the first wrong entry: pydantic would make an error of each, gigabytes of a large body."""
+UNNAMED_MODEL: Final = "default/not-specified"
+"""What Infinity's client sends where its caller named no model."""
 
 
 def parse_inputs(value: Any) -> list[Text]:
@@ -34,10 +51,14 @@ def parse_inputs(value: Any) -> list[Text]:
     kinds = set(map(type, value))
     if kinds == {str}:
         return value
+    if float in kinds:
+        value = whole_numbers(value)
+        kinds = set(map(type, value))
     if kinds == {int}:
         return [value]
-    if dict in kinds:
-        value = [parse_text(entry) for entry in value]
+    if dict in kinds or list in kinds:
+        check_length(value)
+        value = [whole_numbers(entry) if type(entry) is list else parse_text(entry) for entry in value]
     inputs: list[Text] = value
     for i, entry in enumerate(value):
         is_ids = type(entry) is list and entry and set(map(type, entry)) == {int}
@@ -46,6 +67,19 @@ def parse_inputs(value: Any) -> list[Text]:
                 f'must hold texts, objects {{"text": ...}} or lists of token ids; entry {i} is {_kind(entry)}'
             )
     return inputs
+
+
+def check_length(values: list[Any]) -> None:
+    """Raises ValueError for a list that takes seconds to be looked at, during which nobody else is served."""
+    if len(values) > MAX_ENTRIES:
+        raise ValueError(f"has {len(values)} entries; no request may have more than {MAX_ENTRIES}")
+
+
+def whole_numbers(values: list[Any]) -> list[Any]:
+    """Returns a list with the integers that are written as 5.0, which JSON does not tell from 5."""
+    if float not in set(map(type, values)):
+        return values
+    return [int(value) if type(value) is float and value.is_integer() else value for value in values]
 
 
 def parse_text(value: Any) -> Any:
@@ -65,6 +99,7 @@ def parse_texts(value: Any) -> list[str]:
         raise ValueError(f"must be a list of texts, not {_kind(value)}")
     if not value:
         raise ValueError("is an empty list; give at least one text")
+    check_length(value)
     texts = value if set(map(type, value)) == {str} else [parse_text(entry) for entry in value]
     for i, text in enumerate(texts):
         if not isinstance(text, str):
@@ -72,11 +107,16 @@ def parse_texts(value: Any) -> list[str]:
     return texts
 
 
+def parse_flag(value: Any) -> Any:
+    """Returns true or false for the words, which RAGFlow sends."""
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
 def parse_whole_number(value: Any) -> Any:
-    """Refuses what pydantic would turn into an integer although no client means it: true, "5"."""
+    """Returns 5 for 5.0, which is the same in JSON, and refuses what no client means: true, "5"."""
     if isinstance(value, bool | str):
         raise ValueError(f"must be a whole number, not {value!r}")
-    return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _kind(value: Any) -> str:
@@ -91,31 +131,16 @@ def _kind(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)[:60]
 
 
-_TEXT_SCHEMA: Final = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
-    ]
-}
-_TEXTS_SCHEMA: Final = {"type": "array", "minItems": 1, "items": _TEXT_SCHEMA}
-_INPUTS_SCHEMA: Final = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1},
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-        {
-            "type": "array",
-            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-            "minItems": 1,
-        },
-    ]
-}
-
-Inputs = Annotated[list[Text], PlainValidator(parse_inputs), WithJsonSchema(_INPUTS_SCHEMA)]
-TextOrObject = Annotated[str, BeforeValidator(parse_text)]
-Texts = Annotated[list[str], PlainValidator(parse_texts), WithJsonSchema(_TEXTS_SCHEMA)]
-WholeNumber = Annotated[int, BeforeValidator(parse_whole_number)]
-Count = Annotated[int, Field(ge=0), BeforeValidator(parse_whole_number)]
+Inputs = Annotated[list[Text], PlainValidator(parse_inputs), WithJsonSchema(json_schema.INPUTS)]
+TextOrObject = Annotated[str, BeforeValidator(parse_text), WithJsonSchema(json_schema.TEXT)]
+Texts = Annotated[list[str], PlainValidator(parse_texts), WithJsonSchema(json_schema.TEXTS)]
+Count = Annotated[int, Field(ge=0, le=json_schema.MAX_INTEGER), BeforeValidator(parse_whole_number)]
+Width = Annotated[int, BeforeValidator(parse_whole_number), WithJsonSchema(json_schema.WIDTH)]
+TokenLimit = Annotated[int, BeforeValidator(parse_whole_number), WithJsonSchema(json_schema.TOKEN_LIMIT)]
+ModelName = Annotated[str, AfterValidator(lambda name: "" if name == UNNAMED_MODEL else name)]
+Flag = StrictBool
+"""true or false, and not the 0, "no" or "off" that pydantic would take for them."""
+FlagOrWord = Annotated[StrictBool, BeforeValidator(parse_flag, json_schema_input_type=bool | Literal["true", "false"])]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), BeforeValidator(parse_whole_number)]
 PRIORITY: Final[Any] = Field(
     None,
@@ -135,18 +160,19 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    model: str | None = Field(None, description="Served name; absent: the default model.")
+    model: ModelName | None = Field(None, description="Served name; absent: the default model.")
     user: str | None = Field(None, description="Accepted and ignored.")
 
 
 class PoolingBody(RequestBody):
     """Options that every task of a pooling model takes."""
 
-    truncate_prompt_tokens: WholeNumber | None = Field(
-        None, description="Tokens. Cut every input to this many; -1: to the longest taken; absent: refuse long ones."
+    truncate_prompt_tokens: TokenLimit | None = Field(
+        None,
+        description="Tokens. Cut every input to this many; -1: to the longest taken; absent: as --auto-truncate says.",
     )
     truncation_side: Literal["left", "right"] | None = Field(None, description="The side that is cut away.")
-    use_activation: bool | None = Field(
+    use_activation: Flag | None = Field(
         None, description="Classes and scores: apply the activation. Embeddings: newer name of `normalize`."
     )
     priority: Priority | None = PRIORITY
@@ -191,37 +217,6 @@ class Usage(BaseModel):
 
     prompt_tokens: int = Field(examples=[12])
     total_tokens: int = Field(examples=[12])
-
-
-class ErrorDetail(BaseModel):
-    """OpenAI's error object."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """The error body of all routes: OpenAI clients read `error`, Cohere clients `message`, Jina clients `detail`."""
-
-    error: ErrorDetail
-    message: str
-    detail: str
-
-
-ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
-    400: {"model": ErrorBody, "description": "The request is wrong; the message names the field and the value."},
-    401: {"model": ErrorBody, "description": "The API key is missing or wrong."},
-    404: {"model": ErrorBody, "description": "No such model."},
-    413: {"model": ErrorBody, "description": "The body is too large."},
-    415: {"model": ErrorBody, "description": "The body is not JSON."},
-    429: {"model": ErrorBody, "description": "The queue is full; Retry-After says when to come back."},
-    500: {"model": ErrorBody, "description": "The server failed; its log has the details under x-request-id."},
-    503: {"model": ErrorBody, "description": "The engine is starting or shutting down."},
-    504: {"model": ErrorBody, "description": "The deadline passed."},
-    "default": {"model": ErrorBody, "description": "Any other error."},
-}
 
 
 def usage_of(num_tokens: int) -> dict[str, int]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import orjson
 from pydantic import PlainValidator, WithJsonSchema
 
 from penstock.engine.errors import InvalidRequestError
+
+from . import json_schema
 
 Document = str | dict[str, Any]
 
@@ -120,31 +122,5 @@ def _shown(value: Any) -> str:
     return reprlib.repr(value)[:60]  # It stops early, however deep a value is.
 
 
-_CONTENT_SCHEMA: Final = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "required": ["text"],
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    },
-}
-_CONTENTS_SCHEMA: Final = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "required": ["content"],
-        "properties": {"content": {"anyOf": [{"type": "string"}, _CONTENT_SCHEMA]}},
-    },
-}
-_DOCUMENTS_SCHEMA: Final = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "anyOf": [{"type": "string"}, {"type": "object", "properties": {"text": {"type": "string"}}}],
-    },
-}
-
-Contents = Annotated[list[str], PlainValidator(parse_contents), WithJsonSchema(_CONTENTS_SCHEMA)]
-Documents = Annotated[list[Document], PlainValidator(parse_documents), WithJsonSchema(_DOCUMENTS_SCHEMA)]
+Contents = Annotated[list[str], PlainValidator(parse_contents), WithJsonSchema(json_schema.CONTENTS)]
+Documents = Annotated[list[Document], PlainValidator(parse_documents), WithJsonSchema(json_schema.DOCUMENTS)]

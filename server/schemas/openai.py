@@ -10,8 +10,9 @@ from penstock.engine.errors import InvalidRequestError
 from penstock.engine.params import PoolingParams
 
 from .chat import InputFields
-from .common import PoolingBody, Usage, WholeNumber
+from .common import Count, Flag, PoolingBody, Usage, Width
 from .encodings import EmbeddingTypeOptions
+from .json_schema import exactly_one
 from .truncate import Truncate, truncated
 
 
@@ -20,7 +21,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "oneOf": [{"required": ["input"]}, {"required": ["messages"]}],
+            **exactly_one("input", "messages"),
             "examples": [
                 {"model": "all-MiniLM-L6-v2", "input": ["A gate holds the water.", "A pipe carries it."]},
                 {"input": "One text is fine too.", "encoding_format": "base64"},
@@ -32,15 +33,17 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
         }
     )
 
-    dimensions: WholeNumber | None = Field(None, description="Width of the embeddings (Matryoshka).")
-    output_dimension: WholeNumber | None = Field(None, description="Voyage's name of `dimensions`.")
-    normalize: bool | None = Field(None, description="L2-normalise; absent: as the model does.")
-    normalized: bool | None = Field(None, description="Jina's name of `normalize`.")
+    dimensions: Count | None = Field(
+        None, description="Width of the embeddings (Matryoshka). 0, which Infinity's client sends, is no wish."
+    )
+    output_dimension: Width | None = Field(None, description="Voyage's name of `dimensions`.")
+    normalize: Flag | None = Field(None, description="L2-normalise; absent: as the model does.")
+    normalized: Flag | None = Field(None, description="Jina's name of `normalize`.")
     truncate: Truncate | None = Field(
         None,
         description="Cut long inputs to fit: true or false, or 'NONE', 'START' or 'END', the side that is cut away.",
     )
-    truncation: bool | None = Field(None, description="Voyage's name of `truncate`.")
+    truncation: Flag | None = Field(None, description="Voyage's name of `truncate`.")
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
     input_type: str | None = Field(
         None,
@@ -55,7 +58,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
         None,
         description="For queries, and models with a prompt of the form `Instruct: ...`: replaces its instruction.",
     )
-    late_chunking: bool | None = Field(
+    late_chunking: Flag | None = Field(
         None,
         description=(
             "Run all inputs as one text, in their order and with nothing put between them, and answer each with the "
@@ -65,7 +68,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
         ),
     )
 
-    return_multivector: bool | None = Field(
+    return_multivector: Flag | None = Field(
         None, description="Jina's: answer with a vector per token, in `embeddings` in place of `embedding`."
     )
 
@@ -89,7 +92,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
-        dimensions = self.output_dimension if self.dimensions is None else self.dimensions
+        dimensions = self.output_dimension if self.dimensions is None else self.dimensions or None
         normalize = self.normalized if self.normalize is None else self.normalize
         params = super().pooling_params().clone(dimensions=dimensions, normalize=normalize)
         return truncated(params, self.truncation if self.truncate is None else self.truncate)

@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engine.params import PoolingParams
 
-from .common import Count, PairBody, TextOrObject, Usage
+from .common import Count, Flag, FlagOrWord, Listed, PairBody, TextOrObject, Usage
 from .contents import Documents, document_texts
+from .truncate import truncated
 
 
 class RerankRequest(PairBody):
@@ -40,18 +41,18 @@ class RerankRequest(PairBody):
 
     query: TextOrObject = Field(description='The query: a text or {"text": ...}.')
     documents: Documents = Field(description='Texts or objects {"text": ...}. Each is cut to fit.')
-    rank_fields: list[str] | None = Field(
+    rank_fields: Listed[str] | None = Field(
         None, description="Fields of documents that are objects: their values are read as lines, in this order."
     )
     top_n: Count | None = Field(None, description="Results to return; absent, 0 or more than there are documents: all.")
     top_k: Count | None = Field(
         None, description="Voyage's name of `top_n`. A request that has it, be it null, gets Voyage's `data` as well."
     )
-    truncation: bool | None = Field(
+    truncation: Flag | None = Field(
         None, description="False refuses a document that is too long with its query; absent: it is cut to fit."
     )
-    raw_scores: bool | None = Field(None, description="True leaves the activation out, as use_activation: false does.")
-    return_documents: bool | None = Field(
+    raw_scores: Flag | None = Field(None, description="True leaves the activation out, as use_activation: false does.")
+    return_documents: FlagOrWord | None = Field(
         None, description="Return each document: its text, and what else it was sent with."
     )
     max_tokens_per_doc: Count | None = Field(
@@ -78,9 +79,7 @@ class RerankRequest(PairBody):
         params = super().pooling_params()
         if self.raw_scores and params.use_activation is None:
             params = params.clone(use_activation=False)
-        if params.truncate_prompt_tokens is not None or self.truncation is False:
-            return params
-        return params.clone(truncate_prompt_tokens=-1)
+        return truncated(params, self.truncation is not False)
 
     def num_results(self) -> int | None:
         """Returns how many results to return; None: all."""

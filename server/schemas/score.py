@@ -8,8 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 
 from penstock.engine.errors import InvalidRequestError
 
+from . import json_schema
 from .common import Count, PairBody, Usage, parse_text, parse_texts
 from .contents import content_text
+from .json_schema import exactly_one
 
 _PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
@@ -37,19 +39,8 @@ def _content(entry: Any) -> Any:
     return content_text(entry["content"]) if isinstance(entry, dict) and "content" in entry else entry
 
 
-_TEXT_SCHEMA: Final = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
-_PART_SCHEMA: Final = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "object",
-            "properties": {"content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}},
-        },
-    ]
-}
-_SCORE_SCHEMA: Final = {"anyOf": [_PART_SCHEMA, {"type": "array", "items": _PART_SCHEMA, "minItems": 1}]}
-Side = Annotated[list[str], PlainValidator(parse_side), WithJsonSchema(_TEXT_SCHEMA)]
-ScoreSide = Annotated[list[str], PlainValidator(parse_score_side), WithJsonSchema(_SCORE_SCHEMA)]
+Side = Annotated[list[str], PlainValidator(parse_side), WithJsonSchema(json_schema.TEXT_OR_TEXTS)]
+ScoreSide = Annotated[list[str], PlainValidator(parse_score_side), WithJsonSchema(json_schema.SCORE_SIDE)]
 
 
 class ScoreRequest(PairBody):
@@ -57,7 +48,7 @@ class ScoreRequest(PairBody):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "oneOf": [{"required": list(pair)} for pair in _PAIRS],
+            **exactly_one(*_PAIRS),
             "examples": [
                 {"text_1": "What holds back the water?", "text_2": ["A gate.", "A song."]},
                 {"queries": ["red", "blue"], "documents": ["a red door", "a blue door"]},

@@ -20,6 +20,16 @@ TAGS: Final = frozenset({OWN, TEI, COHERE})
 """Tags are no field names: pydantic puts them into the place of an error, and messages leave them out."""
 
 
+def embed_dialect(body: Any) -> str:
+    """Returns the tag of a body of /embed: Cohere's has `texts`, or `inputs` that are objects of contents."""
+    if not isinstance(body, dict):
+        return TEI
+    inputs = body.get("inputs")
+    first = inputs[0] if isinstance(inputs, list) and inputs else None
+    has_contents = isinstance(first, dict) and "content" in first
+    return COHERE if has_contents or body.get("texts") is not None else TEI
+
+
 def by_keys(tags: Mapping[str, str], *, otherwise: str) -> Discriminator:
     """Returns the rule: the first of these keys that a body holds, and not as null, gives its tag; else `otherwise`."""
 

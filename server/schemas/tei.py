@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.engine.params import PoolingParams
 
-from .common import Count, Inputs, RequestBody, TextOrObject, Texts, WholeNumber
+from .common import PRIORITY, Count, Flag, Inputs, Listed, Priority, RequestBody, TextOrObject, Texts, Width
 from .score import Side as TextOrTexts
 from .tei_inputs import IdBatches, SequenceInputs, Side
 
@@ -19,9 +19,10 @@ from .tei_inputs import IdBatches, SequenceInputs, Side
 class TeiBody(RequestBody):
     """Options of all routes that run the model."""
 
-    truncate: bool | None = Field(None, description="Cut over-long inputs (default); false refuses them.")
+    truncate: Flag | None = Field(None, description="Cut over-long inputs (default); false refuses them.")
     truncation_direction: Side | None = Field(None, description="The side that is cut away.")
     parameters: dict[str, Any] | None = Field(None, description="The options, as the Inference API sends them.")
+    priority: Priority | None = PRIORITY
 
     @model_validator(mode="before")
     @classmethod
@@ -32,8 +33,11 @@ class TeiBody(RequestBody):
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
+        is_cut = self.truncate is not False
         return PoolingParams(
-            truncate_prompt_tokens=None if self.truncate is False else -1, truncation_side=self.truncation_direction
+            truncate_prompt_tokens=-1 if is_cut else None,
+            refuse_too_long=not is_cut,
+            truncation_side=self.truncation_direction,
         )
 
 
@@ -58,8 +62,8 @@ class TeiEmbedRequest(TeiTokenEmbedRequest):
         }
     )
 
-    normalize: bool | None = Field(None, description="L2-normalise (default), whatever the model's files say.")
-    dimensions: WholeNumber | None = Field(None, description="Width of the embeddings (Matryoshka).")
+    normalize: Flag | None = Field(None, description="L2-normalise (default), whatever the model's files say.")
+    dimensions: Width | None = Field(None, description="Width of the embeddings (Matryoshka).")
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
@@ -70,7 +74,7 @@ class TeiSentences(BaseModel):
     """A sentence, and those that it is compared with."""
 
     source_sentence: str
-    sentences: list[str] = Field(min_length=1)
+    sentences: Listed[str] = Field(min_length=1)
 
 
 class TeiSimilarityRequest(TeiBody):
@@ -99,7 +103,7 @@ class TeiPredictRequest(TeiBody):
     )
 
     inputs: SequenceInputs = Field(description="A text, a pair [text, text], or a list of [text] and [text, text].")
-    raw_scores: bool | None = Field(None, description="Answer with logits instead of probabilities.")
+    raw_scores: Flag | None = Field(None, description="Answer with logits instead of probabilities.")
     top_k: Count | None = Field(None, description="Classes to answer with, best first; 0 or absent: all.")
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = Field(
         None, description="What makes scores of logits: none is `raw_scores`; else only the model's own is taken."
@@ -126,8 +130,8 @@ class TeiRerankRequest(TeiBody):
 
     query: TextOrObject = Field(description="The query.")
     texts: Texts = Field(description="Texts.")
-    raw_scores: bool | None = Field(None, description="Answer with logits.")
-    return_text: bool | None = Field(None, description="Return each text.")
+    raw_scores: Flag | None = Field(None, description="Answer with logits.")
+    return_text: Flag | None = Field(None, description="Return each text.")
     top_n: Count | None = Field(None, description="Ranks to return; absent, 0 or more than there are texts: all.")
     instruction: str | None = Field(None, description="What to look for, for models that take an instruction.")
 
@@ -142,7 +146,7 @@ class TeiTokenizeRequest(RequestBody):
     model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": "A gate holds the water."}]})
 
     inputs: TextOrTexts = Field(description="A text or a list of texts.")
-    add_special_tokens: bool | None = Field(None, description="Put the model's special tokens around (default).")
+    add_special_tokens: Flag | None = Field(None, description="Put the model's special tokens around (default).")
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
 
 
@@ -152,4 +156,4 @@ class TeiDecodeRequest(RequestBody):
     model_config = ConfigDict(json_schema_extra={"examples": [{"ids": [7, 8, 9]}]})
 
     ids: IdBatches = Field(description="Token ids of the served model, or a list of such lists.")
-    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out (default).")
+    skip_special_tokens: Flag | None = Field(None, description="Leave special tokens out (default).")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
-
 from pydantic import BaseModel, Field
-
-from .common import ERROR_RESPONSES, ErrorBody
 
 
 class TeiPrediction(BaseModel):
@@ -80,43 +76,3 @@ class TeiInfo(BaseModel):
     version: str = Field(description="Of penstock.")
     sha: str | None
     docker_label: str | None
-
-
-ErrorType = Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
-
-
-class TeiErrorBody(BaseModel):
-    """The error body of TEI's routes: TEI clients read `error`, others `message` or `detail`."""
-
-    error: str
-    error_type: ErrorType
-    message: str
-    detail: str
-    param: str | None
-    code: str | None
-
-
-TEI_ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
-    400: {"model": TeiErrorBody, "description": "The inputs are empty, or the body is not valid JSON."},
-    401: {"model": ErrorBody, "description": "The API key is missing or wrong."},
-    404: {"model": TeiErrorBody, "description": "No such model."},
-    413: {"model": ErrorBody | TeiErrorBody, "description": "The body is too large."},
-    415: {"model": TeiErrorBody, "description": "The body is not JSON."},
-    422: {"model": TeiErrorBody, "description": "The request is wrong; the message names the field and the value."},
-    424: {"model": TeiErrorBody, "description": "The served model cannot do this."},
-    429: {"model": TeiErrorBody, "description": "The queue is full; Retry-After says when to come back."},
-    500: {"model": ErrorBody | TeiErrorBody, "description": "The server failed; its log has the details."},
-    503: {"model": TeiErrorBody, "description": "The engine is starting or shutting down."},
-    504: {"model": TeiErrorBody, "description": "The deadline passed."},
-    "default": {"model": ErrorBody | TeiErrorBody, "description": "Any other error."},
-}
-
-SHARED_ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
-    status: {
-        **TEI_ERROR_RESPONSES.get(status, {}),
-        **ERROR_RESPONSES.get(status, {}),
-        "model": ErrorBody | TeiErrorBody if status in ERROR_RESPONSES else TeiErrorBody,
-    }
-    for status in TEI_ERROR_RESPONSES
-}
-"""Errors of a path that TEI and other dialects share: the shape is that of the body's dialect."""

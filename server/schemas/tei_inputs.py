@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, PlainValidator, WithJsonSchema
+
+from . import json_schema
+from .common import check_length, whole_numbers
 
 
 class Sequences(NamedTuple):
@@ -49,16 +52,12 @@ def lower_case(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-_TEXT: Final = {"type": "string"}
-_SEQUENCES_SCHEMA: Final = {
-    "anyOf": [
-        _TEXT,
-        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 2},
-        {"type": "array", "items": {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 2}, "minItems": 1},
-    ]
-}
-SequenceInputs = Annotated[Sequences, PlainValidator(parse_sequences), WithJsonSchema(_SEQUENCES_SCHEMA)]
-Side = Annotated[Literal["left", "right"], BeforeValidator(lower_case)]
+SequenceInputs = Annotated[Sequences, PlainValidator(parse_sequences), WithJsonSchema(json_schema.SEQUENCES)]
+Side = Annotated[
+    Literal["left", "right"],
+    BeforeValidator(lower_case),
+    WithJsonSchema({"type": "string", "pattern": "^([Ll]eft|[Rr]ight)$"}),
+]
 
 
 def parse_batches(value: Any) -> list[list[int]]:
@@ -70,13 +69,12 @@ def parse_batches(value: Any) -> list[list[int]]:
     batches = [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
     if not isinstance(batches, list) or not batches:
         raise ValueError("must be a list of token ids, or a list of such lists, and not empty")
+    check_length(batches)
+    batches = [whole_numbers(ids) if isinstance(ids, list) else ids for ids in batches]
     for i, ids in enumerate(batches):
         if not isinstance(ids, list) or set(map(type, ids)) != {int}:
             raise ValueError(f"must hold token ids or lists of them; list {i} does not, or is empty")
     return batches
 
 
-_ID: Final = {"type": "integer", "minimum": 0}
-_IDS: Final = {"type": "array", "items": _ID, "minItems": 1}
-_BATCHES_SCHEMA: Final = {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]}
-IdBatches = Annotated[list[list[int]], PlainValidator(parse_batches), WithJsonSchema(_BATCHES_SCHEMA)]
+IdBatches = Annotated[list[list[int]], PlainValidator(parse_batches), WithJsonSchema(json_schema.ID_BATCHES)]

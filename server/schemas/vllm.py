@@ -11,8 +11,9 @@ from penstock.engine.errors import InvalidRequestError
 from penstock.engine.params import PoolingParams, PoolingTask
 
 from .chat import ChatFields, InputFields
-from .common import Count, PoolingBody, RequestBody, Usage, WholeNumber
+from .common import Count, Flag, Listed, PoolingBody, RequestBody, Usage, Width
 from .encodings import EncodingOptions
+from .json_schema import exactly_one
 
 _EXAMPLE_CHAT: Final[list[JsonValue]] = [{"role": "user", "content": "What holds back the water?"}]
 
@@ -22,7 +23,7 @@ class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "oneOf": [{"required": ["input"]}, {"required": ["messages"]}],
+            **exactly_one("input", "messages"),
             "examples": [
                 {"input": ["A gate holds the water."], "task": "token_embed"},
                 {"input": "A gate.", "encoding_format": "base64", "embed_dtype": "float16"},
@@ -38,14 +39,14 @@ class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
             "these that the model serves."
         ),
     )
-    dimensions: WholeNumber | None = Field(None, description="Width of embeddings (Matryoshka).")
-    normalize: bool | None = Field(None, description="L2-normalise embeddings; absent: as the model does.")
+    dimensions: Width | None = Field(None, description="Width of embeddings (Matryoshka).")
+    normalize: Flag | None = Field(None, description="L2-normalise embeddings; absent: as the model does.")
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
     input_type: str | None = Field(
         None, description="What the texts are for, such as `query` or `document`: chooses the model's prompt."
     )
     step_tag_id: Count | None = Field(None, description="STEP pooling: answer with the rows of tokens with this id.")
-    returned_token_ids: list[Count] | None = Field(None, description="STEP pooling: columns of the scores.")
+    returned_token_ids: Listed[Count] | None = Field(None, description="STEP pooling: columns of the scores.")
 
     def pooling_task(self, tasks: tuple[PoolingTask, ...]) -> PoolingTask:
         """Returns the task, given those that the model serves; one that it refuses where it has none of this route."""
@@ -94,7 +95,7 @@ class TokenizeRequest(ChatFields):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+            **exactly_one("prompt", "messages"),
             "examples": [
                 {"prompt": "A gate holds the water.", "return_token_strs": True},
                 {"messages": _EXAMPLE_CHAT, "add_generation_prompt": False},
@@ -103,8 +104,8 @@ class TokenizeRequest(ChatFields):
     )
 
     prompt: str | None = Field(None, description="The text.")
-    return_token_strs: bool | None = Field(None, description="Answer with the tokens as the vocabulary has them, too.")
-    tools: list[dict[str, Any]] | None = Field(None, description="Tools for the chat template.")
+    return_token_strs: Flag | None = Field(None, description="Answer with the tokens as the vocabulary has them, too.")
+    tools: Listed[dict[str, Any]] | None = Field(None, description="Tools for the chat template.")
 
     def check_given(self) -> None:
         """Checks that there is one text to tokenize.
@@ -146,7 +147,7 @@ class DetokenizeRequest(RequestBody):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
 
-    tokens: list[Count] = Field(description="Token ids of the served model.")
+    tokens: Listed[Count] = Field(description="Token ids of the served model.")
 
 
 class DetokenizeResponse(BaseModel):

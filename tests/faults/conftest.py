@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,6 +27,10 @@ from penstock.server.settings import ServerSettings
 
 Serving = Callable[[Path], AbstractAsyncContextManager[tuple[httpx.AsyncClient, AsyncEngine]]]
 START_TIMEOUT_S = 120
+COMMAND = (sys.executable, "-P", "-m", "penstock.server")
+MIB = 2**20
+POISONED_ID = 5_000
+"""The token of `small_bert` whose weights are NaN."""
 
 
 @dataclass
@@ -79,25 +84,57 @@ class Server:
 Launch = Callable[..., Server]
 
 
+@dataclass
+class SmallDisk:
+    """A file system of its own, of a fixed size."""
+
+    folder: Path
+
+    @property
+    def num_free(self) -> int:
+        usage = os.statvfs(self.folder)
+        return usage.f_bavail * usage.f_frsize
+
+    def fill(self) -> None:
+        """Use every byte of it."""
+        with contextlib.suppress(OSError), (self.folder / "filler").open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        assert self.num_free == 0
+
+    def make_room(self, num_bytes: int | None = None) -> None:
+        """Take away what `fill` has put there, or make the disk larger."""
+        (self.folder / "filler").unlink(missing_ok=True)
+        if num_bytes is not None:
+            subprocess.run(["mount", "-o", f"remount,size={num_bytes}", str(self.folder)], check=True)
+
+
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Iterator[Launch]:
-    """Start a server of the default model in float32: `launch("--max-queued-tokens", "8000")`."""
+    """Start a server of the default model in float32: `launch("--max-queued-tokens", "8000", PENSTOCK_PORT="1")`.
+
+    `model` is another model, `log` the file of its stderr, and `ready` whether to wait until it can serve.
+    """
     servers: list[Server] = []
 
-    def start(*flags: str) -> Server:
+    def start(
+        *flags: str, model: object = minilm_folder, log: Path | None = None, ready: bool = True, **environment: str
+    ) -> Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        log = tmp_path_factory.mktemp("server") / "log.txt"
-        command = [sys.executable, "-P", "-m", "penstock.server", "serve", str(minilm_folder), "--device", "cpu"]
+        log = log or tmp_path_factory.mktemp("server") / "log.txt"
+        command = [*COMMAND, "serve", str(model), "--device", "cpu"]
         with log.open("wb") as stderr:
             process = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", *flags],
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
+                env={**os.environ, **environment},
             )
         servers.append(Server(port, process, log))
-        servers[-1].wait_until("/health/ready", 200)
+        if ready:
+            servers[-1].wait_until("/health/ready", 200)
         return servers[-1]
 
     yield start
@@ -113,6 +150,50 @@ def minilm_folder(model_folder: Callable[[str], Path]) -> Path:
     if spec is not None and spec.origin is not None:
         return Path(spec.origin).parent / "model"
     return model_folder("minilm")
+
+
+@pytest.fixture(scope="session")
+def server(launch: Launch) -> Server:
+    """One server for all tests that leave it as it was, but for a restart of its engine."""
+    return launch()
+
+
+@pytest.fixture(scope="session")
+def small_bert(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT of 8 MB with a token of NaN."""
+    transformers: Any = pytest.importorskip("transformers")
+    import torch
+
+    folder = tmp_path_factory.mktemp("small-bert")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=30_522, **sizes))
+    for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
+        if (minilm_folder / file).exists():
+            (folder / file).write_bytes((minilm_folder / file).read_bytes())
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight[POISONED_ID] = float("nan")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], SmallDisk]]:
+    """A real disk of so many bytes: `small_disk(4 * MIB)`; skip where this process may mount none."""
+    disks: list[SmallDisk] = []
+
+    def mount(num_bytes: int) -> SmallDisk:
+        folder = tmp_path_factory.mktemp("disk")
+        command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"this process may not mount a disk: {done.stderr.strip()}")
+        disks.append(SmallDisk(folder))
+        return disks[-1]
+
+    yield mount
+    for disk in disks:
+        subprocess.run(["umount", "--lazy", str(disk.folder)], check=True)
 
 
 @pytest.fixture

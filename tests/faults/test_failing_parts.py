@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
+import shutil
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.engine.errors import ModelLoadError
@@ -17,22 +23,10 @@ SECRET = "a sentence that belongs to somebody"
 
 
 async def test_weights_with_nan_fail_the_inputs_that_meet_them(
-    minilm_folder: Path, tmp_path: Path, serving_folder, caplog: pytest.LogCaptureFixture
+    small_bert: Path, serving_folder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    import torch
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    torch.manual_seed(0)
-    model = transformers.BertModel(transformers.BertConfig(vocab_size=30_522, **sizes))
-    for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
-        if (minilm_folder / file).exists():
-            (tmp_path / file).write_bytes((minilm_folder / file).read_bytes())
     poisoned = 5_000
-    with torch.no_grad():
-        model.embeddings.word_embeddings.weight[poisoned] = float("nan")
-    model.save_pretrained(tmp_path)
-    async with serving_folder(tmp_path) as (client, _):
+    async with serving_folder(small_bert) as (client, _):
         good = {"input": [[101, 7592, 102], [101, 2088, 102]]}
         expected = (await client.post("/v1/embeddings", json=good)).json()["data"]
         bad, beside = await asyncio.gather(
@@ -64,15 +58,15 @@ async def test_a_tokenizer_that_raises(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     async with serving_folder(minilm_folder) as (client, engine):
-        pool = engine._tokenizer
-        encode = pool._encode
+        encoder = engine._tokenizer._texts
+        encode = encoder.encode
 
         def fail_on_secret(inputs: Any, *arguments: Any) -> Any:
             if SECRET in inputs:
                 raise failure
             return encode(inputs, *arguments)
 
-        monkeypatch.setattr(pool, "_encode", fail_on_secret)
+        monkeypatch.setattr(encoder, "encode", fail_on_secret)
         answers = await asyncio.gather(
             *(client.post("/v1/embeddings", json={"input": text}) for text in ("one", SECRET, "two", SECRET, "three"))
         )
@@ -103,3 +97,60 @@ def test_a_model_that_cannot_be_stored_says_why(code: int, monkeypatch: pytest.M
     assert "owner/name" in failed.value.message
     assert "/cache/models--owner--name" in failed.value.message
     assert "\n" not in failed.value.message
+
+
+@pytest.mark.slow
+def test_a_real_server_goes_on_beside_what_fails(launch, small_bert: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(small_bert, folder)
+    words = ["One", "short", "text", "to", "begin", "with", ".", "a", "b", "hello"]
+    vocab = {word: i for i, word in enumerate(words)} | {"poison": 5_000}  # no token for unknown words: it raises
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    for file in ("vocab.txt", "special_tokens_map.json"):
+        (folder / file).unlink(missing_ok=True)
+    server = launch(model=folder)
+    kinds = {
+        "good": ("hello hello", 200),
+        "NaN weights": ("hello poison", 500),
+        "ids with NaN weights": ([9, 5_000], 500),
+        "id out of range": ([30_522], 400),
+        "negative id": ([-1], 400),
+        "id of 64 bits": ([2**63], 400),
+        "tokenizer that raises": (SECRET, 500),
+    }
+    counts: Counter[tuple[str, int]] = Counter()
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        expected = client.post("/v1/embeddings", json={"input": "hello hello"}).json()["data"]
+        began_s = time.monotonic()
+
+        def ask(name: str) -> None:
+            response = client.post("/v1/embeddings", json={"input": kinds[name][0]})
+            counts[name, response.status_code] += 1
+            if name == "good":
+                vector = response.json()["data"][0]["embedding"]
+                assert vector == pytest.approx(expected[0]["embedding"], abs=1e-5)
+            else:
+                assert response.headers["x-request-id"]
+                assert SECRET not in response.text
+
+        with ThreadPoolExecutor(16) as threads:
+            list(threads.map(ask, list(kinds) * 30))
+        seconds = time.monotonic() - began_s
+        assert client.get("/health/ready").status_code == 200
+    print(f"{counts.total()} requests in {seconds:.1f} s: {dict(counts)}")
+    assert set(counts) == {(name, status) for name, (_, status) in kinds.items()}
+    assert server.metric("penstock_engine_restarts_total") == 0
+    assert server.metric("penstock_engine_requests") == 0
+    assert SECRET not in server.log.read_text()

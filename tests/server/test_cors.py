@@ -47,3 +47,11 @@ async def test_every_origin(serving, engine) -> None:
     async with serving(engine, cors_origins=("*",)) as client:
         response = await client.get("/v1/models", headers={"origin": PAGE})
         assert response.headers["access-control-allow-origin"] == "*"
+
+
+async def test_preflights_are_counted(open_to_a_page: httpx.AsyncClient) -> None:
+    await open_to_a_page.options("/v1/embeddings", headers={"origin": PAGE, **PREFLIGHT})
+    await open_to_a_page.options("/v1/embeddings", headers={"origin": "https://elsewhere.example.com", **PREFLIGHT})
+    text = (await open_to_a_page.get("/metrics", headers={"authorization": "Bearer key"})).text
+    for status in (200, 400):
+        assert f'penstock_http_requests_total{{route="other",status="{status}"}} 1.0' in text

@@ -169,3 +169,38 @@ async def test_long_values_are_cut_in_messages(client: httpx.AsyncClient) -> Non
 
 def test_the_module_docstring_tree_is_whole() -> None:
     assert all(cls.__name__ in (errors.__doc__ or "") for cls in tree(EngineError))
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embed"])
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("br", 415), ("identity", 400)])
+async def test_a_compressed_body_is_called_so(client: httpx.AsyncClient, path: str, coding: str, status: int) -> None:
+    headers = {"content-encoding": coding}
+    response = await client.post(path, content=b"\x1f\x8b\x08\x00 no JSON", headers=headers)
+    assert response.status_code == status
+    assert status == 400 or f"Content-Encoding is '{coding}'" in response.text
+
+
+async def test_an_error_is_short_however_long_the_body_is(client: httpx.AsyncClient) -> None:
+    for body in ({f"field {i}": 1 for i in range(20_000)}, {"k" * 100_000: 1}):
+        response = await client.post("/v1/embeddings", json=body)
+        assert response.status_code == 400
+        assert len(response.content) < 5_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [1] * 100_000}}),
+        ("/v1/classify", {"input": "a", "labels": [1] * 100_000}),
+        ("/v1/classify", {"input": "a", "examples": [1] * 100_000}),
+        ("/v1/encode", {"input": "a", "outputs": [1] * 100_000}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "rank_fields": [1] * 100_000}),
+        ("/detokenize", {"tokens": ["a"] * 100_000}),
+    ],
+)
+async def test_a_list_is_wrong_at_its_first_wrong_entry(
+    client: httpx.AsyncClient, path: str, body: dict[str, object]
+) -> None:
+    response = await client.post(path, json=body)
+    assert response.status_code in (400, 422)
+    assert " more." not in response.text  # one error, and not one for each entry: of a large body, gigabytes

@@ -1,0 +1,117 @@
+"""A client's connection: uvicorn's protocol, with a limit to what a head may hold and no change of protocol.
+
+uvicorn keeps whatever a client sends before a request is whole: a head without an end, or trailers, would fill the
+memory. And its parser stops at a head that offers an upgrade to HTTP/2, as that of Java's HttpClient does, so that the
+body would be lost; such a request is answered in HTTP/1.1 (RFC 9110, section 7.8: a server may ignore the offer).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+MAX_OVERHEAD_BYTES: Final = 64 * 1024
+"""What may come between two bytes of bodies: a head, trailers, the frames of chunks."""
+_UPGRADE_HEADERS: Final = (b"connection", b"upgrade", b"http2-settings")
+_TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class Part(StrEnum):
+    """What a connection waits for its client to send or to take."""
+
+    HEAD = "head"
+    BODY = "body"
+    ANSWER = "answer"
+
+
+class Owed(NamedTuple):
+    """What a client owes.
+
+    Attributes:
+        part: Which part of an exchange.
+        request: Of which request; compared by identity.
+        progress: Changes whenever the client does something about it.
+    """
+
+    part: Part
+    request: object
+    progress: int
+
+
+class Connection(HttpToolsProtocol):
+    """One connection of one client. Belongs to the event loop."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._num_received = 0
+        self._num_overhead = 0
+        self._is_upgrade = False
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what has come; refuses a head or trailers that are too large, and what is no HTTP."""
+        self._unset_keepalive_if_required()
+        self._num_received += len(data)
+        self._num_overhead += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay_in_http_1(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.logger.debug("what %s sent is no HTTP request", self.client)
+            self.send_400_response("Invalid HTTP request received.")
+            return
+        if self._num_overhead > MAX_OVERHEAD_BYTES:
+            if self.is_between_requests:
+                self.transport.write(_TOO_LARGE)
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        """Begins a request, unless its head offers an upgrade: it is then read again, without the offer."""
+        self._is_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if not self._is_upgrade:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Takes a piece of a body."""
+        self._num_overhead = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Ends a request."""
+        self._num_overhead = 0
+        if not self._is_upgrade:
+            super().on_message_complete()
+
+    @property
+    def is_between_requests(self) -> bool:
+        """Whether no request is under way; the head of one may be."""
+        cycle: RequestResponseCycle | None = self.cycle  # uvicorn declares it without the None that it begins with
+        return cycle is None or cycle.response_complete
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether neither side has anything left to do."""
+        return self.is_between_requests and not self.transport.get_write_buffer_size()
+
+    def owed(self) -> Owed | None:
+        """Returns what the client has to do; None where the server has, or where the pause has a limit of its own."""
+        num_unsent = self.transport.get_write_buffer_size()
+        if num_unsent:
+            return Owed(Part.ANSWER, self.cycle, num_unsent)
+        if self.is_between_requests:
+            is_timed = self.timeout_keep_alive_task is not None
+            return None if is_timed else Owed(Part.HEAD, self.cycle, self._num_received)
+        if self.cycle.more_body and not self.pipeline:  # where requests queue, nothing is read for a while
+            return Owed(Part.BODY, self.cycle, self._num_received)
+        return None
+
+    def _stay_in_http_1(self, rest: bytes) -> None:
+        """Reads a head again without what offers an upgrade, and what has come behind it."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name not in _UPGRADE_HEADERS]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)

@@ -1,0 +1,167 @@
+"""The OpenAPI document, with what FastAPI cannot read off the routes: headers, keys, and what passes every request.
+
+Every operation stands in it once, on the path that the clients of its dialect call. Other spellings of a path are left
+out; the document's description lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from .auth import is_open
+from .request_limits import MAX_PRIORITY
+from .schemas.errors import ErrorBody
+
+Json = dict[str, Any]
+
+DESCRIPTION: Final = """\
+OpenAI- and Cohere-compatible server for embedding, reranking, scoring and classification models.
+
+In request bodies null means absent, and unknown keys are ignored. Whether a model can do what a request asks for is
+seen when it runs: what it cannot do is a 400, or a 424 on the routes of TEI.
+
+Each operation is listed once. The same is found under `/embeddings`, `/models`, `/models/{name}`, `/v1/pooling` and
+`/ping`, under every path with a slash at its end, and under `/v1/v1/...` and `/v1/v2/...`. `POST /` answers as
+`/invocations` does.
+"""
+TAGS: Final = [
+    {"name": "openai", "description": "Embeddings for the clients of OpenAI, Jina, Voyage and vLLM; the models."},
+    {"name": "jina", "description": "Vectors of tokens."},
+    {"name": "cohere", "description": "Embed, tokenize and detokenize."},
+    {"name": "rerank", "description": "For the clients of Cohere, Jina, Voyage, vLLM and TEI."},
+    {"name": "score", "description": "Pairs of texts."},
+    {"name": "classify", "description": "For the clients of vLLM and Cohere."},
+    {"name": "vllm", "description": "What the model makes of texts, its load, and SageMaker's one route for all."},
+    {"name": "tokenize", "description": "For the clients of vLLM, TEI and Cohere."},
+    {"name": "tei", "description": "Text Embeddings Inference: answers are bare lists."},
+    {"name": "penstock", "description": "Several kinds of vectors from one forward."},
+    {"name": "operations", "description": "Health, metrics, version."},
+]
+
+_PARAMETERS: Final[Json] = {
+    "RequestId": {
+        "name": "x-request-id",
+        "in": "header",
+        "description": "Sent back, and found in logs; replaced unless it is up to 128 visible ASCII characters.",
+        "schema": {"type": "string"},
+    },
+    "TraceParent": {
+        "name": "traceparent",
+        "in": "header",
+        "description": "The span that the request belongs to (W3C), where the server sends traces.",
+        "schema": {"type": "string"},
+    },
+    "RequestTimeout": {
+        "name": "x-request-timeout",
+        "in": "header",
+        "description": "Seconds after which the answer is of no use: the request is given up with 408.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+        "example": 2.5,
+    },
+    "Priority": {
+        "name": "x-priority",
+        "in": "header",
+        "description": "Lower goes first; a level is worth a second of waiting. A `priority` in the body wins.",
+        "schema": {"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
+        "example": 0,
+    },
+}
+_HEADERS: Final[Json] = {
+    "RequestId": {"description": "Of the request, or made for it.", "required": True, "schema": {"type": "string"}},
+    "ServerTiming": {
+        "description": "Milliseconds of the stages: tokenization, queue, inference, encode (W3C).",
+        "schema": {"type": "string"},
+    },
+}
+_SECURITY_SCHEMES: Final[Json] = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "`Authorization: Bearer KEY`, or the key alone."},
+    "apiKey": {"type": "apiKey", "in": "header", "name": "api-key", "description": "As clients of Azure send it."},
+}
+_UNAUTHORIZED: Final[Json] = {
+    "description": "The API key is missing or wrong.",
+    "headers": {"WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
+    "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}},
+}
+_ERRORS_OF_BODIES: Final = ("400", "408", "413", "415", "422", "424", "429", "504")
+_WITHOUT_FORWARD: Final = frozenset({"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"})
+
+
+def operation_id(route: APIRoute) -> str:
+    """Returns the path as a name: clients are generated from it, and paths outlive the functions behind them."""
+    return "_".join(part.strip("{}").replace(":path", "").replace("-", "_") for part in route.path.split("/") if part)
+
+
+class DocumentedApp(FastAPI):
+    """FastAPI with a complete document.
+
+    Args:
+        names: Served names; examples show the first one.
+        needs_key: Data routes want an API key.
+        options: FastAPI's own.
+    """
+
+    def __init__(self, *, names: Sequence[str], needs_key: bool, **options: Any) -> None:
+        self._names, self._needs_key = tuple(names), needs_key
+        self._document: Json | None = None
+        super().__init__(
+            description=DESCRIPTION, openapi_tags=TAGS, generate_unique_id_function=operation_id, **options
+        )
+
+    def openapi(self) -> Json:
+        """Returns the document; it is made once."""
+        if self._document is None:
+            self._document = super().openapi()
+            _complete(self._document, self._names[:1], needs_key=self._needs_key)
+        return self._document
+
+
+def _complete(document: Json, name: Sequence[str], *, needs_key: bool) -> None:
+    components = document["components"]
+    components["parameters"], components["headers"] = _PARAMETERS, _HEADERS
+    if needs_key:
+        components["securitySchemes"] = _SECURITY_SCHEMES
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            _complete_operation(path, operation, needs_key=needs_key and not is_open(method.upper(), path))
+    for schema in components["schemas"].values():
+        for example in schema.get("examples", ()):
+            if name and isinstance(example, dict) and "model" in example:
+                example["model"] = name[0]
+    for parameter in document["paths"]["/v1/models/{name}"]["get"]["parameters"]:
+        if name and parameter.get("name") == "name":
+            parameter["example"] = name[0]
+
+
+def _complete_operation(path: str, operation: Json, *, needs_key: bool) -> None:
+    responses, headers = operation["responses"], {"x-request-id": _header("RequestId")}
+    parameters = [_parameter("RequestId")]
+    if "requestBody" not in operation:
+        for status in _ERRORS_OF_BODIES:
+            responses.pop(status, None)
+    else:
+        parameters += [_parameter("TraceParent")]
+        if path in _WITHOUT_FORWARD:
+            for status in ("408", "504"):
+                responses.pop(status, None)
+        else:
+            parameters += [_parameter("RequestTimeout"), _parameter("Priority")]
+        responses["200"].setdefault("headers", {})["Server-Timing"] = _header("ServerTiming")
+    if needs_key:
+        operation["security"] = [{scheme: []} for scheme in _SECURITY_SCHEMES]
+        responses["401"] = dict(_UNAUTHORIZED)
+    for response in responses.values():
+        response["headers"] = {**response.get("headers", {}), **headers}
+    operation["parameters"] = [*operation.get("parameters", ()), *parameters]
+    operation["responses"] = dict(sorted(responses.items()))
+
+
+def _parameter(name: str) -> Json:
+    return {"$ref": f"#/components/parameters/{name}"}
+
+
+def _header(name: str) -> Json:
+    return {"$ref": f"#/components/headers/{name}"}

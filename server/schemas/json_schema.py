@@ -1,0 +1,76 @@
+"""JSON Schema of what the parsers of this folder take, which pydantic cannot read off them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import JsonValue
+
+JsonSchema = dict[str, JsonValue]
+
+MAX_INTEGER: Final = 2**53 - 1
+"""The largest that every JSON parser reads exactly."""
+
+_STRING: Final[JsonSchema] = {"type": "string"}
+_TEXT_OBJECT: Final[JsonSchema] = {"type": "object", "required": ["text"], "properties": {"text": _STRING}}
+_TEXT_PART: Final[JsonSchema] = {
+    "type": "object",
+    "required": ["text"],
+    "properties": {"type": {"const": "text"}, "text": _STRING},
+}
+
+
+def list_of(*entries: JsonSchema) -> JsonSchema:
+    """Returns the schema of a list of one entry or more, each of which is one of `entries`."""
+    return {"type": "array", "minItems": 1, "items": one_of(*entries)}
+
+
+def one_of(*choices: JsonSchema) -> JsonSchema:
+    """Returns the schema of a value that is one of `choices`."""
+    return choices[0] if len(choices) == 1 else {"anyOf": [*choices]}
+
+
+TEXT: Final = one_of(_STRING, _TEXT_OBJECT)
+TEXTS: Final = list_of(_STRING, _TEXT_OBJECT)
+TEXT_OR_TEXTS: Final = one_of(_STRING, _TEXT_OBJECT, TEXTS)
+TOKEN_ID: Final[JsonSchema] = {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER}
+TOKEN_IDS: Final = list_of(TOKEN_ID)
+WIDTH: Final[JsonSchema] = {"type": "integer", "minimum": 1, "maximum": MAX_INTEGER}
+TOKEN_LIMIT: Final = one_of(WIDTH, {"const": -1})
+INPUTS: Final = one_of(_STRING, list_of(_STRING, _TEXT_OBJECT, TOKEN_IDS), TOKEN_IDS)
+PARTS: Final = list_of(_TEXT_PART)
+CONTENT_OBJECT: Final[JsonSchema] = {
+    "type": "object",
+    "required": ["content"],
+    "properties": {"content": one_of(_STRING, PARTS)},
+}
+SCORE_SIDE: Final = one_of(_STRING, _TEXT_OBJECT, CONTENT_OBJECT, list_of(_STRING, _TEXT_OBJECT, CONTENT_OBJECT))
+CONTENTS: Final = list_of(CONTENT_OBJECT)
+DOCUMENTS: Final = list_of(_STRING, {"type": "object", "properties": {"text": _STRING}})
+_SEQUENCE: Final[JsonSchema] = {"type": "array", "items": _STRING, "minItems": 1, "maxItems": 2}
+SEQUENCES: Final = one_of(_STRING, _SEQUENCE, list_of(_SEQUENCE))
+ID_BATCHES: Final = one_of(TOKEN_IDS, list_of(TOKEN_IDS))
+_CHAT: Final = list_of(
+    {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": _STRING,
+            "content": one_of(_STRING, list_of(_STRING, _TEXT_PART), {"type": "null"}),
+        },
+    }
+)
+CHATS: Final = one_of(_CHAT, list_of(_CHAT))
+
+
+def exactly_one(*choices: str | tuple[str, ...]) -> JsonSchema:
+    """Returns the rule that a body has exactly one of these fields, or groups of fields. Null counts as absent.
+
+    It stands in `allOf`: generators of clients take a bare `oneOf` for other types in place of the body's fields.
+    """
+    groups = [(choice,) if isinstance(choice, str) else choice for choice in choices]
+    rules: list[JsonValue] = [{"required": [*group], "properties": dict.fromkeys(group, _NOT_NULL)} for group in groups]
+    return {"allOf": [{"oneOf": rules}]}
+
+
+_NOT_NULL: Final[dict[str, Any]] = {"not": {"type": "null"}}

@@ -1,0 +1,66 @@
+"""A check for schemathesis: a request that the schema allows is answered, or refused for a reason that no schema knows.
+
+It takes the place of schemathesis' positive_data_acceptance, which wants every such request answered.
+"""
+
+from __future__ import annotations
+
+import re
+
+import schemathesis
+
+OF_THE_MODEL = (
+    r"does not support the task '\w+'; it supports",
+    r" is a \w+; similarity needs embeddings",
+    r"^The task '\w+' takes the parameters? ",
+    r"has no chat template",
+    r"^prompt_name is .*; the model has",
+    r"^(input_type|task) is .*; send query, document, classification",
+    r"so it takes no instruction|without an instruction; leave instruction out|instruction says what a query",
+    r"^token id \d+ is out of vocabulary",
+    r"^(dimensions|output_dimension) is \d+(; .* gives|; .* declares|, but .* does not declare Matryoshka)",
+    r"value is greater than max_(model|embed)_len",
+    r"maximum context length is \d+ tokens",
+    r"^The limit is \d+ tokens, but the model's special tokens alone are",
+    r"^step_tag_id and returned_token_ids need STEP pooling",
+    r"has no classes of its own; name them in labels",
+    r"with classes of its own; labels and examples need an embedding model",
+    r"classifies tokens",
+    r"which was trained for|^function_to_apply is '\w+', but",
+    r", which packs \d dimensions into a byte, but the embeddings have",
+)
+"""What the served model cannot do, or does not have. The document is the same for every model."""
+
+OF_TWO_FIELDS = (
+    r"^late_chunking ",
+    r"^embedding_type holds \d+ types, but encoding_format is",
+    r"^embed_dtype is '\w+', but \w+ asks for",
+    r"^normalize is \w+ and use_activation is \w+, but",
+    r"but class scores are floats",
+    r"^encoding_format is '\w+', which (carries one output|puts a line)",
+    r"^Give labels \(zero-shot\) or examples \(few-shot\)",
+    r"^messages are for classes of the model's own",
+    r"^messages holds several chats",
+    r"^chat_template is not taken from requests",
+    r"^documents: entry \d+ is an object without",
+    r"^\d+ texts cannot be paired with \d+",
+    r"^(labels|examples) must name at least two different labels",
+)
+"""Fields that contradict each other."""
+
+OF_INVOCATIONS = (r"^inputs(\[\d+\])?:? must |^input(\[\d+\])?:? must |is missing; the body has",)
+"""The served model decides which route /invocations stands for, and so which of the bodies it takes."""
+
+
+def _is_known(path: str, message: str) -> bool:
+    reasons = (*OF_THE_MODEL, *OF_TWO_FIELDS, *(OF_INVOCATIONS if path == "/invocations" else ()))
+    return any(re.search(reason, message) for reason in reasons)
+
+
+@schemathesis.check
+def refused_with_reason(ctx, response, case) -> None:
+    """Fails on a 4xx for a valid request whose message is no known reason."""
+    if case.meta is None or not case.meta.generation.mode.is_positive or response.status_code not in (400, 422, 424):
+        return
+    message = response.json()["message"]
+    assert _is_known(case.operation.path, message), f"A valid request was refused: {message}"

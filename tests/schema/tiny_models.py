@@ -1,0 +1,70 @@
+"""Random tiny models of every kind, with the embedded model's tokenizer, so that no file must be fetched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from penstock.server.default_model import default_model_folder
+
+SIZES = {
+    "vocab_size": 30522,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+}
+LABELS = {"num_labels": 3, "id2label": {0: "praise", 1: "complaint", 2: "question"}}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json")
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+QUERY_PROMPT = "Instruct: Find what answers the question\nQuery: "
+
+
+def save(folder: Path, class_name: str, **config: object) -> Path:
+    """Saves a model of random weights to `folder`, and returns it."""
+    torch.manual_seed(0)
+    model = getattr(transformers, class_name)(transformers.BertConfig(**SIZES, **config))
+    model.save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        if (default_model_folder() / name).is_file():
+            shutil.copy(default_model_folder() / name, folder / name)
+    return folder
+
+
+def write_modules(target: Path, *modules: tuple[str, dict[str, object] | None]) -> None:
+    """Writes the modules.json of sentence-transformers, and the config of each module that has one."""
+    rows = []
+    for i, (kind, config) in enumerate(modules):
+        path = "" if config is None else f"{i}_{kind}"
+        rows.append({"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"})
+        if config is not None:
+            (target / path).mkdir(exist_ok=True)
+            (target / path / "config.json").write_text(json.dumps(config))
+    (target / "modules.json").write_text(json.dumps(rows))
+
+
+def save_all(root: Path) -> None:
+    """Saves one model of each kind to a folder of `root`; the embedding model has all that requests may ask of one."""
+    embedding = save(root / "embedding", "BertModel")
+    (embedding / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    prompts = {"query": QUERY_PROMPT, "document": ""}
+    (embedding / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+    pooling = {"word_embedding_dimension": SIZES["hidden_size"], "pooling_mode_mean_tokens": True}
+    write_modules(embedding, ("Transformer", None), ("Pooling", pooling), ("Normalize", None))
+    sparse = save(root / "sparse", "BertForMaskedLM")
+    write_modules(sparse, ("MLMTransformer", None), ("SpladePooling", {"pooling_strategy": "max"}))
+    save(root / "classifier", "BertForSequenceClassification", **LABELS)
+    save(root / "token-classifier", "BertForTokenClassification", **LABELS)
+    made_by = {"version": "5.0.0"}
+    save(root / "cross-encoder", "BertForSequenceClassification", num_labels=1, sentence_transformers=made_by)
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.disable_progress_bar()
+    save_all(Path(sys.argv[1]))

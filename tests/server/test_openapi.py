@@ -1,0 +1,261 @@
+"""The OpenAPI document: what it says of requests, answers, errors, headers and keys is what the server does."""
+
+import json
+import re
+
+import httpx
+import pytest
+from jsonschema import Draft202012Validator
+
+from penstock.engine.errors import (
+    DeadlineExceededError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    ModelExecutionError,
+)
+from penstock.engine.params import PoolingTask
+from penstock.server.app import create_app
+from penstock.server.context import ServedModel
+from penstock.server.openapi import DESCRIPTION
+from penstock.server.settings import ServerSettings
+
+SPARSE = {"tasks": (PoolingTask.SPARSE_EMBED,), "sparse": object()}
+WITHOUT_FORWARD = {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"}
+
+
+def document_of(**settings: object) -> dict:
+    async def start() -> None:
+        raise AssertionError
+
+    return create_app([ServedModel(("served", "other"), start)], ServerSettings(**settings)).openapi()
+
+
+DOCUMENT = document_of()
+OPERATIONS = {
+    (method, path): operation for path, item in DOCUMENT["paths"].items() for method, operation in item.items()
+}
+POSTS = [path for method, path in OPERATIONS if method == "post"]
+
+
+def check_answer(method: str, path: str, response: httpx.Response) -> None:
+    """Fail unless the status, the headers and the body of a response are as the document has them."""
+    declared = OPERATIONS[method, path]["responses"][str(response.status_code)]
+    for name, header in declared["headers"].items():
+        if "$ref" in header:
+            header = DOCUMENT["components"]["headers"][header["$ref"].rsplit("/", 1)[-1]]
+        if header.get("required"):
+            assert name in response.headers, (path, response.status_code, name)
+    media = response.headers["content-type"].partition(";")[0]
+    schema = declared["content"][media].get("schema", {})
+    if media == "application/json":
+        validator = Draft202012Validator({**schema, "components": DOCUMENT["components"]})
+        errors = [error.message for error in validator.iter_errors(response.json())]
+        assert not errors, (path, response.text, errors)
+
+
+def examples_of(path: str) -> list[dict]:
+    body = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
+    schemas = [body] if "examples" in body else body.get("oneOf") or body.get("anyOf") or [body]
+    examples = []
+    for schema in schemas:
+        name = schema.get("$ref", "").rsplit("/", 1)[-1]
+        own = schema.get("examples") or DOCUMENT["components"]["schemas"][name]["examples"]
+        assert own
+        validator = Draft202012Validator({**body, "components": DOCUMENT["components"]})
+        for example in own:
+            validator.validate(example)
+        examples += own
+    return examples
+
+
+def with_known_tokens(example: dict) -> dict:
+    """An example whose token ids are in the vocabulary of the fake model."""
+    flat = isinstance(example.get("input"), list) and isinstance(example["input"][0], int)
+    return {**example, "input": [1, 2, 3]} if flat else example
+
+
+KINDS = {
+    "classifier": (("sequence_classifier", ("good", "bad")), {}, ["/predict"]),
+    "sparse": ((), SPARSE, ["/embed_sparse"]),
+    "embedding": ((), {}, [path for path in POSTS if path not in ("/predict", "/embed_sparse")]),
+}
+
+
+@pytest.fixture(params=KINDS)
+async def suited(request, serving, make_engine):
+    """An engine, a client of its server, and the paths that its model serves."""
+    arguments, fields, paths = KINDS[request.param]
+    engine = make_engine(*arguments, **fields)
+    async with serving(engine, names=("served",)) as client:
+        yield engine, client, paths
+
+
+async def test_examples_are_answered_as_the_document_says(suited) -> None:
+    _, client, paths = suited
+    for path in paths:
+        for example in examples_of(path):
+            response = await client.post(path, json=with_known_tokens(example))
+            assert response.status_code == 200, (path, example, response.text)
+            check_answer("post", path, response)
+
+
+async def test_what_is_read_is_as_the_document_says(serving, engine) -> None:
+    async with serving(engine, names=("served", "other")) as client:
+        for path in (path for method, path in OPERATIONS if method == "get"):
+            response = await client.get(path.replace("{name}", "served"))
+            assert response.status_code == 200
+            check_answer("get", path, response)
+    parameters = OPERATIONS["get", "/v1/models/{name}"]["parameters"]
+    assert parameters[0]["example"] == "served"
+
+
+ERRORS = [
+    (EngineOverloadedError("full", retry_after_s=2.0), {}, 429),
+    (EngineUnavailableError("starting"), {}, 503),
+    (ModelExecutionError("broken"), {}, 500),
+    (DeadlineExceededError("late"), {}, 504),
+    (DeadlineExceededError("late"), {"x-request-timeout": "1.5"}, 408),
+]
+
+
+async def test_faults_are_answered_as_the_document_says(suited) -> None:
+    engine, client, paths = suited
+    for path in paths:
+        for failure, headers, status in ERRORS if path not in WITHOUT_FORWARD else ():
+            engine.failure = failure
+            for example in examples_of(path):
+                response = await client.post(path, json=with_known_tokens(example), headers=headers)
+                assert response.status_code == status, (path, response.text)
+                check_answer("post", path, response)
+
+
+WRONG = [
+    (b"{", {}),
+    (b"", {}),
+    (b"[]", {}),
+    (b"{}", {}),
+    (b'{"model": 5}', {}),
+    (b"{}", {"content-type": "text/plain"}),
+    (b"x" * 5000, {}),
+]
+
+
+async def test_refusals_are_answered_as_the_document_says(serving, engine) -> None:
+    async with serving(engine, max_body_bytes=4000) as client:
+        for path in POSTS:
+            statuses = set()
+            bodies = [(json.dumps({**example, "model": "nobody"}).encode(), {}) for example in examples_of(path)]
+            for body, headers in [*WRONG, *bodies]:
+                headers = {"content-type": "application/json", **headers}
+                response = await client.post(path, content=body, headers=headers)
+                statuses.add(response.status_code)
+                check_answer("post", path, response)
+            assert statuses in ({400, 404, 413, 415}, {400, 404, 413, 415, 422}), path
+
+
+async def test_the_headers_of_a_request_are_those_that_are_read(suited) -> None:
+    _, client, paths = suited
+    for path in paths:
+        named = {parameter["$ref"].rsplit("/", 1)[-1] for parameter in OPERATIONS["post", path]["parameters"]}
+        expected = {"RequestId", "TraceParent", "RequestTimeout", "Priority"}
+        assert named == (expected - {"RequestTimeout", "Priority"} if path in WITHOUT_FORWARD else expected)
+        for header in ("x-request-timeout", "x-priority"):
+            for example in examples_of(path):
+                response = await client.post(path, json=with_known_tokens(example), headers={header: "soon"})
+                assert response.status_code in ((200,) if path in WITHOUT_FORWARD else (400, 422)), path
+                check_answer("post", path, response)
+
+
+async def test_keys_are_in_the_document_where_they_are_asked_for(serving, make_engine) -> None:
+    assert "securitySchemes" not in DOCUMENT["components"]
+    assert not any("security" in operation or "401" in operation["responses"] for operation in OPERATIONS.values())
+    document = document_of(api_key=("k",))
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "apiKey"}
+    async with serving(make_engine(), api_key=("k",)) as client:
+        for path, item in document["paths"].items():
+            for method, operation in item.items():
+                response = await client.request(method, path)
+                is_closed = operation.get("security") == [{"bearer": []}, {"apiKey": []}]
+                assert is_closed == (response.status_code == 401) == ("401" in operation["responses"]), path
+                assert not is_closed or response.headers["www-authenticate"] == "Bearer"
+
+
+LISTED = {
+    *("/v1/embeddings", "/v1/multi-vector", "/v1/encode"),
+    *("/v1/embed", "/v2/embed", "/v1/tokenize", "/v1/detokenize"),
+    *("/rerank", "/v1/rerank", "/v2/rerank"),
+    *("/score", "/v1/score", "/classify", "/v1/classify"),
+    *("/pooling", "/tokenize", "/detokenize", "/invocations"),
+    *("/embed", "/embed_all", "/embed_sparse", "/similarity", "/predict", "/decode"),
+}
+
+
+def test_no_operation_is_missing() -> None:
+    assert set(POSTS) == LISTED
+    assert "HTTPValidationError" not in json.dumps(DOCUMENT)
+
+
+def test_every_operation_is_described_and_named_by_its_path() -> None:
+    for (_, path), operation in OPERATIONS.items():
+        assert operation["operationId"] == re.sub(r"\W+", "_", path).strip("_")
+        assert operation["summary"]
+        assert operation["description"]
+        assert len(operation["tags"]) == 1
+        assert "default" in operation["responses"] or operation["tags"] == ["operations"]
+    assert {tag["name"] for tag in DOCUMENT["tags"]} == {tag for each in OPERATIONS.values() for tag in each["tags"]}
+
+
+async def test_paths_that_are_left_out_are_named_in_the_description(serving, engine) -> None:
+    named = re.findall(r"`(/[a-z0-9/{}]*)`", DESCRIPTION)
+    assert named[:5] == ["/embeddings", "/models", "/models/{name}", "/v1/pooling", "/ping"]
+    async with serving(engine) as client:
+        for path in named[:5]:
+            response = await client.options(path.replace("{name}", "alias"))
+            assert response.status_code == 405
+            assert path not in DOCUMENT["paths"]
+
+
+async def test_allow_names_every_method_of_a_path(client: httpx.AsyncClient) -> None:
+    for path, methods in {"/health": "GET, HEAD", "/": "GET, HEAD, POST", "/rerank": "POST", "/info": "GET"}.items():
+        response = await client.options(path)
+        assert (response.status_code, response.headers["allow"]) == (405, methods)
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+async def test_the_documentation_pages_show_the_document(client: httpx.AsyncClient, path: str) -> None:
+    page = await client.get(path)
+    assert page.status_code == 200
+    assert "/openapi.json" in page.text
+
+
+NULLS = [
+    ("/v2/embed", {"texts": ["a"], "inputs": None, "embedding_types": ["float"]}),
+    ("/v1/embeddings", {"input": "a", "messages": None}),
+    ("/tokenize", {"prompt": "a", "messages": None, "inputs": None}),
+    ("/score", {"text_1": "a", "text_2": "b", "queries": None, "documents": None}),
+    ("/classify", {"input": ["a"], "messages": None, "inputs": None, "labels": ["x", "y"]}),
+    ("/rerank", {"query": "a", "documents": ["b"], "return_documents": "true"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), NULLS, ids=[path for path, _ in NULLS])
+async def test_null_means_absent_in_the_document_too(client: httpx.AsyncClient, path: str, body: dict) -> None:
+    schema = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
+    Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(body)
+    response = await client.post(path, json=body)
+    assert response.status_code == 200
+    check_answer("post", path, response)
+
+
+@pytest.mark.parametrize("value", [0, 1, "true", "no", "on"])
+async def test_flags_are_true_or_false(client: httpx.AsyncClient, value: object) -> None:
+    response = await client.post("/v1/embeddings", json={"input": "a", "normalize": value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "normalize"
+
+
+async def test_whole_numbers_may_be_written_with_a_point(client: httpx.AsyncClient) -> None:
+    for body in ({"input": [1.0, 2.0]}, {"input": ["a", [1.0, 2]]}, {"input": "a", "dimensions": 8.0}):
+        assert (await client.post("/v1/embeddings", json=body)).status_code == 200
+    for ids in ([1.5], [1.0, "a"], [[1.5]]):
+        assert (await client.post("/v1/embeddings", json={"input": ids})).status_code == 400
