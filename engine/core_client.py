@@ -87,7 +87,7 @@ class ProcessCore:
         )
         self._inbox.send(encode(self._start), flags=zmq.NOBLOCK)
         self._tasks = [asyncio.create_task(self._watch(self._process))]
-        loop, descriptor = asyncio.get_running_loop(), self._outbox.getsockopt(zmq.FD)
+        loop, descriptor = asyncio.get_running_loop(), self._outbox.fileno()
         loop.add_reader(descriptor, self._receive)
         self._resources.callback(loop.remove_reader, descriptor)
 

@@ -92,10 +92,11 @@ class TokenizerPool:
             RequestTooLongError: An input is above the limit and must not be cut.
             InvalidRequestError: A list of ids is empty, an id is outside the vocabulary, or the limit leaves no room.
         """
-        num_chars = sum(len(item) + len(prompt) for item in inputs if isinstance(item, str))
+        texts = [item for item in inputs if isinstance(item, str)]
         return await self._jobs.run(
             lambda gone: self._texts.encode(inputs, truncation, prompt, skip_prompt, add_special_tokens, gone),
-            num_chars,
+            sum(map(len, texts)) + len(prompt) * len(texts),
+            num_texts=len(texts) if len(texts) == len(inputs) else None,
         )
 
     async def encode_parts(

@@ -1,4 +1,7 @@
-"""Work for the threads of a tokenizer: jobs of one turn of the event loop travel together, in bounded portions."""
+"""Work for the threads of a tokenizer: jobs of one turn of the event loop travel together, in bounded portions.
+
+A few short texts take less time than to wake a thread and to be woken by it: they are tokenized in the turn itself.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final, TypeVar
 
 from .char_admission import CharAdmission
@@ -21,6 +25,9 @@ IsGone = Callable[[], bool]
 
 LONG_JOB: Final = 20_000
 """Characters. A job of more goes to a worker alone, so that short ones do not wait for it."""
+_AT_ONCE: Final = 2_000
+"""Characters of a turn that are tokenized in it, at most 0.5 ms; a text counts as many more as follow."""
+_CHARS_PER_TEXT: Final = 50
 _MIN_SHARE: Final = 8
 """Jobs. Fewer than this are not worth a second worker."""
 _MAX_CHARS_PER_CALL: Final = 250_000
@@ -34,6 +41,15 @@ class _Job:
     work: Callable[[IsGone], Any]
     future: asyncio.Future[Any]
     num_chars: int
+    num_texts: int | None
+
+    @property
+    def cost(self) -> float:
+        """Characters that take as long; infinity where nobody knows."""
+        return inf if self.num_texts is None else self.num_chars + _CHARS_PER_TEXT * self.num_texts
+
+
+_Result = tuple[asyncio.Future[Any], Any, BaseException | None]
 
 
 class TokenizerJobs:
@@ -52,7 +68,7 @@ class TokenizerJobs:
         self._waiting: list[_Job] = []
         self._awaited: set[asyncio.Future[Any]] = set()
 
-    async def run(self, work: Callable[[IsGone], T], num_chars: int) -> T:
+    async def run(self, work: Callable[[IsGone], T], num_chars: int, *, num_texts: int | None = None) -> T:
         """Runs `work` in a worker thread, together with what else this turn of the event loop asks for.
 
         Going to a thread and back takes longer than to tokenize a short text, and requests that travel together can
@@ -61,6 +77,7 @@ class TokenizerJobs:
         Args:
             work: What to do. It is given a function that tells whether to go on.
             num_chars: Characters that it tokenizes.
+            num_texts: Where it does nothing but tokenize that many texts, so that little of it may run in this turn.
 
         Raises:
             EngineOverloadedError: Too much text waits already.
@@ -69,7 +86,7 @@ class TokenizerJobs:
         if self._is_closed:
             raise EngineUnavailableError("The server is shutting down.")
         with self._admission.hold(num_chars):
-            return await self._run_admitted(work, num_chars)
+            return await self._run_admitted(work, num_chars, num_texts)
 
     def close(self) -> None:
         """Ends the worker threads. What is still awaited fails with EngineUnavailableError."""
@@ -79,13 +96,13 @@ class TokenizerJobs:
             if not future.done():
                 future.set_exception(EngineUnavailableError("The server is shutting down."))
 
-    async def _run_admitted(self, work: Callable[[IsGone], T], num_chars: int) -> T:
+    async def _run_admitted(self, work: Callable[[IsGone], T], num_chars: int, num_texts: int | None) -> T:
         began_s = time.perf_counter()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if not self._waiting:
             loop.call_soon(self._begin, loop)
-        self._waiting.append(_Job(work, future, num_chars))
+        self._waiting.append(_Job(work, future, num_chars, num_texts))
         self._awaited.add(future)
         try:
             return await future
@@ -100,6 +117,9 @@ class TokenizerJobs:
         waiting, self._waiting = self._waiting, []
         if self._is_closed:
             return
+        if sum(job.cost for job in waiting) <= _AT_ONCE:
+            _settle(_results(waiting))
+            return
         short = [job for job in waiting if job.num_chars <= LONG_JOB]
         share = max(-(-len(short) // self._num_workers), _MIN_SHARE)
         for start in range(0, len(short), share):
@@ -111,16 +131,7 @@ class TokenizerJobs:
     @staticmethod
     def _work(jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
         """Runs jobs in a worker thread and hands all their results to the event loop at once."""
-        done: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
-        for job in jobs:
-            if job.future.done():
-                continue
-            try:
-                done.append((job.future, job.work(job.future.done), None))
-            except Exception as error:  # noqa: BLE001 - it is raised again where the job was asked for
-                done.append((job.future, None, error))
-            except BaseException as error:  # noqa: BLE001 - a panic in the tokenizers library; its text may hold the input
-                done.append((job.future, None, RuntimeError(f"the tokenizer failed: {type(error).__name__}")))
+        done = _results(jobs)
         with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits
             loop.call_soon_threadsafe(_settle, done)
 
@@ -146,7 +157,22 @@ def portions(num_chars: Sequence[int], gone: IsGone) -> Iterator[tuple[int, int]
     yield first, len(num_chars)
 
 
-def _settle(done: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:
+def _results(jobs: Sequence[_Job]) -> list[_Result]:
+    """Runs jobs whose caller is still there."""
+    done: list[_Result] = []
+    for job in jobs:
+        if job.future.done():
+            continue
+        try:
+            done.append((job.future, job.work(job.future.done), None))
+        except Exception as error:  # noqa: BLE001 - it is raised again where the job was asked for
+            done.append((job.future, None, error))
+        except BaseException as error:  # noqa: BLE001 - a panic in the tokenizers library; its text may hold the input
+            done.append((job.future, None, RuntimeError(f"the tokenizer failed: {type(error).__name__}")))
+    return done
+
+
+def _settle(done: Sequence[_Result]) -> None:
     """Fills futures on their event loop; those whose caller has gone are left alone."""
     for future, result, error in done:
         if future.done():

@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect
-from starlette.routing import BaseRoute, Match, get_route_path
+from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from .json_body import invalid_body
@@ -71,12 +71,12 @@ class JsonPaths(BaseRoute):
         """See BaseRoute."""
         if scope["type"] != "http" or scope["method"] != "POST":
             return Match.NONE, {}
-        found = self._routes.get(get_route_path(scope))
+        found = self._routes.get(scope["path"])
         return (Match.NONE, {}) if found is None else (Match.FULL, {"route": found[0]})
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request that matches."""
-        _, handle = self._routes[get_route_path(scope)]
+        _, handle = self._routes[scope["path"]]
         response = await handle(Request(scope, receive, send))
         await response(scope, receive, send)
 

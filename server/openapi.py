@@ -42,6 +42,7 @@ TAGS: Final = [
     {"name": "operations", "description": "Health, metrics, version."},
 ]
 
+# Numbers in headers are text with a pattern: what is sent, checked and generated is text.
 _PARAMETERS: Final[Json] = {
     "RequestId": {
         "name": "x-request-id",
@@ -59,15 +60,18 @@ _PARAMETERS: Final[Json] = {
         "name": "x-request-timeout",
         "in": "header",
         "description": "Seconds after which the answer is of no use: the request is given up with 408.",
-        "schema": {"type": "number", "exclusiveMinimum": 0},
-        "example": 2.5,
+        "schema": {"type": "string", "pattern": r"^([1-9][0-9]{0,8}(\.[0-9]{1,9})?|0\.[0-9]{0,8}[1-9])$"},
+        "example": "2.5",
     },
     "Priority": {
         "name": "x-priority",
         "in": "header",
-        "description": "Lower goes first; a level is worth a second of waiting. A `priority` in the body wins.",
-        "schema": {"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
-        "example": 0,
+        "description": (
+            f"From -{MAX_PRIORITY} to {MAX_PRIORITY}. Lower goes first; a level is worth a second of waiting. A "
+            "`priority` in the body wins."
+        ),
+        "schema": {"type": "string", "pattern": f"^-?[0-9]{{1,{len(str(MAX_PRIORITY))}}}$"},
+        "example": "0",
     },
 }
 _HEADERS: Final[Json] = {

@@ -55,7 +55,7 @@ def parse_inputs(value: Any) -> list[Text]:
         value = whole_numbers(value)
         kinds = set(map(type, value))
     if kinds == {int}:
-        return [value]
+        return [_checked_ids(value)]
     if dict in kinds or list in kinds:
         check_length(value)
         value = [whole_numbers(entry) if type(entry) is list else parse_text(entry) for entry in value]
@@ -66,6 +66,8 @@ def parse_inputs(value: Any) -> list[Text]:
             raise ValueError(
                 f'must hold texts, objects {{"text": ...}} or lists of token ids; entry {i} is {_kind(entry)}'
             )
+        if is_ids:
+            _checked_ids(entry)
     return inputs
 
 
@@ -73,6 +75,12 @@ def check_length(values: list[Any]) -> None:
     """Raises ValueError for a list that takes seconds to be looked at, during which nobody else is served."""
     if len(values) > MAX_ENTRIES:
         raise ValueError(f"has {len(values)} entries; no request may have more than {MAX_ENTRIES}")
+
+
+def _checked_ids(ids: list[int]) -> list[int]:
+    if min(ids) < 0 or max(ids) > json_schema.MAX_INTEGER:
+        raise ValueError(f"holds {min(ids) if min(ids) < 0 else max(ids)}, which is no token id; they begin at 0")
+    return ids
 
 
 def whole_numbers(values: list[Any]) -> list[Any]:
@@ -135,7 +143,7 @@ Inputs = Annotated[list[Text], PlainValidator(parse_inputs), WithJsonSchema(json
 TextOrObject = Annotated[str, BeforeValidator(parse_text), WithJsonSchema(json_schema.TEXT)]
 Texts = Annotated[list[str], PlainValidator(parse_texts), WithJsonSchema(json_schema.TEXTS)]
 Count = Annotated[int, Field(ge=0, le=json_schema.MAX_INTEGER), BeforeValidator(parse_whole_number)]
-Width = Annotated[int, BeforeValidator(parse_whole_number), WithJsonSchema(json_schema.WIDTH)]
+Width = Annotated[int, Field(ge=1, le=json_schema.MAX_INTEGER), BeforeValidator(parse_whole_number)]
 TokenLimit = Annotated[int, BeforeValidator(parse_whole_number), WithJsonSchema(json_schema.TOKEN_LIMIT)]
 ModelName = Annotated[str, AfterValidator(lambda name: "" if name == UNNAMED_MODEL else name)]
 Flag = StrictBool

@@ -101,3 +101,19 @@ def test_portions_are_bounded_and_leave_nothing_out() -> None:
     assert next(parts) == (0, 2)
     with pytest.raises(RequestCancelledError):
         next(parts)
+
+
+@pytest.mark.parametrize(
+    ("num_chars", "num_texts", "is_at_once"),
+    [(60, 1, True), (60, None, False), (5_000, 1, False), (200, 100, False)],
+)
+async def test_only_a_few_short_texts_are_tokenized_in_the_turn_itself(
+    jobs: TokenizerJobs, num_chars: int, num_texts: int | None, is_at_once: bool
+) -> None:
+    thread = await jobs.run(lambda _: threading.get_ident(), num_chars, num_texts=num_texts)
+    assert (thread == threading.get_ident()) == is_at_once
+
+
+async def test_a_turn_of_many_short_texts_goes_to_the_threads(jobs: TokenizerJobs) -> None:
+    runs = [jobs.run(lambda _: threading.get_ident(), 60, num_texts=1) for _ in range(64)]
+    assert threading.get_ident() not in await asyncio.gather(*runs)
