@@ -16,12 +16,14 @@ OF_THE_MODEL = (
     r"has no chat template",
     r"^prompt_name is .*; the model has",
     r"^(input_type|task) is .*; send query, document, classification",
-    r"so it takes no instruction|without an instruction; leave instruction out|instruction says what a query",
+    r"so it takes no instruction|reads pairs without an instruction",
+    r"without an instruction; leave instruction out|instruction says what a query",
     r"^token id \d+ is out of vocabulary",
     r"^(dimensions|output_dimension) is \d+(; .* gives|; .* declares|, but .* does not declare Matryoshka)",
     r"value is greater than max_(model|embed)_len",
     r"maximum context length is \d+ tokens",
     r"^The limit is \d+ tokens, but the model's special tokens alone are",
+    r"^Input \d+ is empty: the tokenizer of .* makes no token of it",
     r"^step_tag_id and returned_token_ids need STEP pooling",
     r"has no classes of its own; name them in labels",
     r"with classes of its own; labels and examples need an embedding model",
@@ -48,7 +50,9 @@ OF_TWO_FIELDS = (
 )
 """Fields that contradict each other."""
 
-OF_INVOCATIONS = (r"^inputs(\[\d+\])?:? must |^input(\[\d+\])?:? must |is missing; the body has",)
+OF_INVOCATIONS = (
+    r"^truncate: Input should be|^inputs(\[\d+\])?:? must |^input(\[\d+\])?:? must |is missing; the body has",
+)
 """The served model decides which route /invocations stands for, and so which of the bodies it takes."""
 
 
