@@ -10,7 +10,8 @@ from penstock.engine.chat_template import ChatOptions
 from penstock.engine.errors import InvalidRequestError
 
 from . import json_schema
-from .common import Flag, Inputs, RequestBody, Text
+from .common import Flag, RequestBody
+from .texts import Inputs, Text
 
 Conversations = list[list[dict[str, Any]]]
 

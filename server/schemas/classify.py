@@ -5,7 +5,6 @@ With an embedding model the classes come with the request: `labels` (zero-shot) 
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,11 +13,11 @@ from penstock.engine.errors import InvalidRequestError
 from penstock.engine.params import PoolingParams
 
 from .chat import InputFields
-from .common import Flag, Listed, PoolingBody, Text, Usage
+from .common import Flag, Listed, PoolingBody, Usage
 from .json_schema import exactly_one
 from .rerank import ApiVersion
-from .score import Side
-from .truncate import parse_truncate, truncated
+from .texts import Text, TextOrTexts
+from .truncate import CohereTruncate, parse_truncate, truncated
 
 MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs: about 20 MB of JSON.
 
@@ -28,14 +27,6 @@ class Example(BaseModel):
 
     text: str
     label: str
-
-
-class Truncate(StrEnum):
-    """Cohere's choice of the side of an over-long input that is cut away."""
-
-    NONE = "NONE"
-    START = "START"
-    END = "END"
 
 
 class ClassifyRequest(InputFields, PoolingBody):
@@ -57,14 +48,14 @@ class ClassifyRequest(InputFields, PoolingBody):
         }
     )
 
-    inputs: Side | None = Field(None, description="Texts; the answer is Cohere's.")
+    inputs: TextOrTexts | None = Field(None, description="Texts; the answer is Cohere's.")
     labels: Listed[str] | None = Field(None, description="Classes for an embedding model, as texts (zero-shot).")
     examples: Listed[Example] | None = Field(None, description="Labelled texts for an embedding model (few-shot).")
     instruction: str | None = Field(
         None,
         description="For embedding models with a prompt of the form `Instruct: ...`: replaces its instruction.",
     )
-    truncate: Truncate | None = Field(None, description="Cohere: the side that is cut; END where it is absent.")
+    truncate: CohereTruncate | None = Field(None, description="Cohere: the side that is cut; END where it is absent.")
     raw_scores: Flag | None = Field(
         None,
         description=(
@@ -122,7 +113,7 @@ class ClassifyRequest(InputFields, PoolingBody):
         """Returns what the request asks of pooling. As with Cohere and Infinity, their texts are cut to fit."""
         truncate = self.truncate
         if truncate is None and (self.inputs is not None or self.is_infinity()):
-            truncate = Truncate.END
+            truncate = CohereTruncate.END
         params = super().pooling_params()
         if self.raw_scores and params.use_activation is None:
             params = params.clone(use_activation=False)

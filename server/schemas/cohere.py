@@ -6,20 +6,21 @@ Its rerank is in rerank.py and its classify in classify.py: other dialects share
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.params import PoolingParams, PoolingTask
 
-from .classify import Truncate
-from .common import PRIORITY, Count, Listed, Priority, RequestBody, Texts, Width
+from .common import PRIORITY, Count, Listed, Priority, RequestBody, Width
 from .contents import Contents
+from .encodings import EmbeddingTypes
 from .json_schema import exactly_one
 from .rerank import ApiVersion
+from .texts import Texts
+from .truncate import CohereTruncate
 
 _ENDPOINTS: Final = {
     "embed": (PoolingTask.EMBED,),
@@ -33,25 +34,6 @@ def cohere_endpoints(model: ModelInfo) -> list[str]:
     return [name for name, tasks in _ENDPOINTS.items() if any(task in model.tasks for task in tasks)]
 
 
-class EmbeddingType(StrEnum):
-    """The forms of an embedding that one request may ask for together."""
-
-    FLOAT = "float"
-    INT8 = "int8"
-    UINT8 = "uint8"
-    BINARY = "binary"
-    UBINARY = "ubinary"
-    BASE64 = "base64"
-
-
-def parse_types(value: Any) -> Any:
-    """Returns a list for a single embedding type."""
-    return [value] if isinstance(value, str) else value
-
-
-EmbeddingTypes = Annotated[
-    Listed[EmbeddingType], BeforeValidator(parse_types, json_schema_input_type=EmbeddingType | list[EmbeddingType])
-]
 _NO_IMAGES: Final = WithJsonSchema({"type": "array", "items": {}, "maxItems": 0})
 
 
@@ -79,7 +61,7 @@ class CohereEmbedRequest(RequestBody):
         None, description="Forms to answer with, all from one pass. Absent: float; v1 then answers with plain lists."
     )
     output_dimension: Width | None = Field(None, description="Width of the embeddings (Matryoshka).")
-    truncate: Truncate | None = Field(
+    truncate: CohereTruncate | None = Field(
         None, description="The side of an over-long text that is cut: END (default), START; NONE refuses it."
     )
     max_tokens: Count | None = Field(
@@ -108,8 +90,8 @@ class CohereEmbedRequest(RequestBody):
         return PoolingParams(
             dimensions=self.output_dimension,
             truncate_prompt_tokens=self.max_tokens if self.max_tokens and self.max_tokens < longest else -1,
-            refuse_too_long=self.truncate is Truncate.NONE,
-            truncation_side="left" if self.truncate is Truncate.START else "right",
+            refuse_too_long=self.truncate is CohereTruncate.NONE,
+            truncation_side="left" if self.truncate is CohereTruncate.START else "right",
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ from pydantic import PlainValidator, WithJsonSchema
 
 from penstock.engine.errors import InvalidRequestError
 
+from ..shown_values import shown, shown_names
 from . import json_schema
 
 Document = str | dict[str, Any]
@@ -61,12 +61,12 @@ def parse_documents(value: Any) -> list[Document]:
         ValueError: The list is empty or an entry is something else; the message names it.
     """
     if not isinstance(value, list):
-        raise ValueError(f"must be a list of texts or objects, not {_shown(value)}")
+        raise ValueError(f"must be a list of texts or objects, not {shown(value)}")
     if not value:
         raise ValueError("is an empty list; give at least one text")
     for i, entry in enumerate(value):
         if not isinstance(entry, str | dict):
-            raise ValueError(f'must hold texts or objects {{"text": ...}}; entry {i} is {_shown(entry)}')
+            raise ValueError(f'must hold texts or objects {{"text": ...}}; entry {i} is {shown(entry)}')
         if isinstance(entry, dict) and not _can_be_written(entry):
             raise ValueError(f"nests values too deeply in entry {i}")
     return value
@@ -89,8 +89,8 @@ def _object_text(document: dict[str, Any], rank_fields: Sequence[str] | None, in
         values = [document[name] for name in rank_fields if document.get(name) is not None]
         if not values:
             raise InvalidRequestError(
-                f"documents: entry {index} is an object without any of the rank_fields {', '.join(rank_fields)}; "
-                f"it has {', '.join(document) or 'nothing'}.",
+                f"documents: entry {index} is an object without any of the rank_fields "
+                f"{shown_names(rank_fields)}; it has {shown_names(document)}.",
                 param="documents",
             )
         return "\n".join(value if isinstance(value, str) else orjson.dumps(value).decode() for value in values)
@@ -103,7 +103,7 @@ def _object_text(document: dict[str, Any], rank_fields: Sequence[str] | None, in
         except ValueError as error:
             raise InvalidRequestError(f"documents: entry {index} {error}.", param="documents") from None
     raise InvalidRequestError(
-        f"documents: entry {index} is an object without a text; it has {', '.join(document) or 'nothing'}. "
+        f"documents: entry {index} is an object without a text; it has {shown_names(document)}. "
         "Send the text as text, or name the fields that are to be read in rank_fields.",
         param="documents",
     )
@@ -116,10 +116,6 @@ def _can_be_written(value: dict[str, Any]) -> bool:
     except orjson.JSONEncodeError:
         return False
     return True
-
-
-def _shown(value: Any) -> str:
-    return reprlib.repr(value)[:60]  # It stops early, however deep a value is.
 
 
 Contents = Annotated[list[str], PlainValidator(parse_contents), WithJsonSchema(json_schema.CONTENTS)]

@@ -52,9 +52,9 @@ class EncodeRequest(EncodingOptions, InputFields, PoolingBody):
     instruction: str | None = Field(None, description="Replaces the instruction of the model's query prompt.")
 
     def wanted(self, model: ModelInfo) -> list[Output]:
-        """Returns the outputs to answer with."""
+        """Returns the outputs to answer with, always in one order: together they name the task in the metrics."""
         if self.outputs is not None:
-            return list(dict.fromkeys(self.outputs))
+            return [output for output in TASKS if output in self.outputs]
         heads = model.token_heads
         has_vectors = model.multi_vector is not None or (heads is not None and heads.vectors_file is not None)
         given: dict[Output, bool] = {

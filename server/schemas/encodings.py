@@ -15,7 +15,7 @@ from .common import Listed
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
-_QUANTIZATIONS: Final[dict[str, Quantization]] = {
+QUANTIZATIONS: Final[dict[str, Quantization]] = {
     "int8": "int8",
     "uint8": "uint8",
     "binary": "binary",
@@ -26,6 +26,12 @@ _QUANTIZATIONS: Final[dict[str, Quantization]] = {
 def _listed(value: Any) -> Any:
     """Takes one type for a list of one."""
     return [value] if isinstance(value, str) else value
+
+
+EmbeddingTypes = Annotated[
+    Listed[EmbeddingType], BeforeValidator(_listed, json_schema_input_type=EmbeddingType | list[EmbeddingType])
+]
+"""One type or several, which Jina and Cohere take."""
 
 
 class EncodingOptions(BaseModel):
@@ -51,11 +57,11 @@ class EncodingOptions(BaseModel):
         """
         asked = self.encoding_format or EncodingFormat.FLOAT
         base = Encoding(
-            format=EncodingFormat.FLOAT if asked in _QUANTIZATIONS else asked,
+            format=EncodingFormat.FLOAT if asked in QUANTIZATIONS else asked,
             dtype=self.embed_dtype or EmbedDtype.FLOAT32,
             endianness=self.endianness or Endianness.LITTLE,
         )
-        return self._quantized(base, _QUANTIZATIONS.get(asked), "encoding_format")
+        return self._quantized(base, QUANTIZATIONS.get(asked), "encoding_format")
 
     def encodings(self) -> dict[str, Encoding]:
         """Returns how the request wants its vectors, one way or several by name.
@@ -81,12 +87,7 @@ class EncodingOptions(BaseModel):
 class EmbeddingTypeOptions(EncodingOptions):
     """The above, with Jina's `embedding_type` and Voyage's `output_dtype`."""
 
-    embedding_type: (
-        Annotated[
-            Listed[EmbeddingType], BeforeValidator(_listed, json_schema_input_type=EmbeddingType | list[EmbeddingType])
-        ]
-        | None
-    ) = Field(
+    embedding_type: EmbeddingTypes | None = Field(
         None,
         description=(
             "Jina's name: one type or a list. Integers of it are JSON numbers unless encoding_format asks for bytes; "
@@ -118,14 +119,14 @@ class EmbeddingTypeOptions(EncodingOptions):
             return {name: self._typed(plain, name) for name in types}
         if types:
             return {"embedding": self._typed(base, next(iter(types)))}
-        kind = _QUANTIZATIONS.get(self.output_dtype or "float")
+        kind = QUANTIZATIONS.get(self.output_dtype or "float")
         return {"embedding": self._quantized(base, kind, "output_dtype")}
 
     def quantized_by(self) -> str:
         """Returns the field that asks for integers, for messages."""
         if self.embedding_type or self.encoding_type:
             return "embedding_type" if self.embedding_type else "encoding_type"
-        return "output_dtype" if self.output_dtype in _QUANTIZATIONS else "encoding_format"
+        return "output_dtype" if self.output_dtype in QUANTIZATIONS else "encoding_format"
 
     def _typed(self, base: Encoding, name: EmbeddingType) -> Encoding:
         if name == "float":
@@ -134,4 +135,4 @@ class EmbeddingTypeOptions(EncodingOptions):
             return replace(base, format=EncodingFormat.BASE64, quantization=None)
         # The OpenAI SDKs ask for base64 unasked and would read integers in it as floats.
         base = base if base.is_bytes else replace(base, format=EncodingFormat.FLOAT)
-        return self._quantized(base, _QUANTIZATIONS[name], "embedding_type")
+        return self._quantized(base, QUANTIZATIONS[name], "embedding_type")

@@ -19,7 +19,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The error body of all routes: OpenAI clients read `error`, Cohere clients `message`, Jina clients `detail`."""
+    """The error body of all but TEI's routes: OpenAI clients read `error`, Cohere's `message`, Jina's `detail`."""
 
     error: ErrorDetail
     message: str
@@ -56,7 +56,11 @@ ERROR_RESPONSES: Final[Responses] = {
     415: {"model": ErrorBody, "description": "The body is not JSON."},
     429: {"model": ErrorBody, "description": "The queue is full.", "headers": RETRY_AFTER},
     500: {"model": ErrorBody, "description": "The server failed; its log has the details under x-request-id."},
-    503: {"model": ErrorBody, "description": "The engine is starting or shutting down.", "headers": RETRY_AFTER},
+    503: {
+        "model": ErrorBody,
+        "description": "The engine is starting or shutting down, or large bodies fill the memory.",
+        "headers": RETRY_AFTER,
+    },
     504: {"model": ErrorBody, "description": "The deadline of the server passed."},
     "default": {"model": ErrorBody, "description": "Any other error."},
 }
@@ -67,18 +71,14 @@ _TEI_DESCRIPTIONS: Final[dict[int | str, str]] = {
     422: "The request is wrong; the message names the field and the value.",
     424: "The served model cannot do this.",
 }
-_OUTSIDE_ROUTES: Final = frozenset({413, 500, "default"})
 
 
 def _tei_responses() -> Responses:
-    """Returns the errors of routes that are TEI's alone. What is refused before a route has our own body."""
     responses: Responses = {}
     for status in (*ERROR_RESPONSES, *_TEI_DESCRIPTIONS):
         response = {**ERROR_RESPONSES.get(status, {}), "model": TeiErrorBody}
         if status in _TEI_DESCRIPTIONS:
             response["description"] = _TEI_DESCRIPTIONS[status]
-        if status in _OUTSIDE_ROUTES:
-            response["model"] = ErrorBody | TeiErrorBody
         responses[status] = response
     return responses
 

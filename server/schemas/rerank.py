@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engine.params import PoolingParams
 
-from .common import Count, Flag, FlagOrWord, Listed, PairBody, TextOrObject, Usage
+from .common import Count, Flag, FlagOrWord, Listed, PairBody, Usage
 from .contents import Documents, document_texts
+from .texts import TextOrObject
 from .truncate import truncated
 
 

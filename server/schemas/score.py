@@ -9,21 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from penstock.engine.errors import InvalidRequestError
 
 from . import json_schema
-from .common import Count, PairBody, Usage, parse_text, parse_texts
+from .common import Count, PairBody, Usage
 from .contents import content_text
 from .json_schema import exactly_one
+from .texts import parse_text_or_texts
 
 _PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-
-
-def parse_side(value: Any) -> list[str]:
-    """Returns the texts of one side: a text, `{"text": ...}`, or a list of them.
-
-    Raises:
-        ValueError: Anything else; the message names the entry.
-    """
-    text = parse_text(value)
-    return [text] if isinstance(text, str) else parse_texts(value)
 
 
 def parse_score_side(value: Any) -> list[str]:
@@ -32,14 +23,13 @@ def parse_score_side(value: Any) -> list[str]:
     Raises:
         ValueError: Anything else; the message names the entry.
     """
-    return parse_side([_content(entry) for entry in value] if isinstance(value, list) else _content(value))
+    return parse_text_or_texts([_content(entry) for entry in value] if isinstance(value, list) else _content(value))
 
 
 def _content(entry: Any) -> Any:
     return content_text(entry["content"]) if isinstance(entry, dict) and "content" in entry else entry
 
 
-Side = Annotated[list[str], PlainValidator(parse_side), WithJsonSchema(json_schema.TEXT_OR_TEXTS)]
 ScoreSide = Annotated[list[str], PlainValidator(parse_score_side), WithJsonSchema(json_schema.SCORE_SIDE)]
 
 

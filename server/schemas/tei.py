@@ -11,16 +11,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.engine.params import PoolingParams
 
-from .common import PRIORITY, Count, Flag, Inputs, Listed, Priority, RequestBody, TextOrObject, Texts, Width
-from .score import Side as TextOrTexts
-from .tei_inputs import IdBatches, SequenceInputs, Side
+from .common import PRIORITY, Count, Flag, Listed, Priority, RequestBody, Width
+from .tei_inputs import IdBatches, SequenceInputs, TruncationSide
+from .texts import Inputs, TextOrObject, TextOrTexts, Texts
 
 
 class TeiBody(RequestBody):
     """Options of all routes that run the model."""
 
     truncate: Flag | None = Field(None, description="Cut over-long inputs (default); false refuses them.")
-    truncation_direction: Side | None = Field(None, description="The side that is cut away.")
+    truncation_direction: TruncationSide | None = Field(None, description="The side that is cut away.")
     parameters: dict[str, Any] | None = Field(None, description="The options, as the Inference API sends them.")
     priority: Priority | None = PRIORITY
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, PlainValidator, WithJsonSchema
 
 from . import json_schema
-from .common import check_length, whole_numbers
+from .texts import check_length, whole_numbers
 
 
 class Sequences(NamedTuple):
@@ -53,7 +53,7 @@ def lower_case(value: Any) -> Any:
 
 
 SequenceInputs = Annotated[Sequences, PlainValidator(parse_sequences), WithJsonSchema(json_schema.SEQUENCES)]
-Side = Annotated[
+TruncationSide = Annotated[
     Literal["left", "right"],
     BeforeValidator(lower_case),
     WithJsonSchema({"type": "string", "pattern": "^([Ll]eft|[Rr]ight)$"}),

@@ -1,12 +1,21 @@
-"""`truncate`, as Jina, Voyage, NVIDIA and Hugging Face clients send it."""
+"""`truncate`, as Cohere, Jina, Voyage, NVIDIA and Hugging Face clients send it."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, StrictBool
 
 from penstock.engine.params import PoolingParams
+
+
+class CohereTruncate(StrEnum):
+    """Cohere's choice of the side of an over-long input that is cut away."""
+
+    NONE = "NONE"
+    START = "START"
+    END = "END"
 
 
 def parse_truncate(value: Any) -> Any:
