@@ -14,7 +14,7 @@ from .dispatcher_stats import DispatcherStats
 from .errors import EngineOverloadedError, InvalidRequestError
 
 _RATE_MEMORY: Final = 0.8
-"""Share of the old value in the running mean of the drain rate."""
+"""What an older forward weighs in the drain rate, of the next one's weight."""
 _FEW_REQUESTS: Final = 16
 """Fewer requests are never refused for the time that they take: large ones of few clients may wait for each other."""
 
@@ -32,7 +32,8 @@ class Admission:
         self._stats = stats
         self._max_tokens = max_tokens
         self._max_queue_s = max_queue_s
-        self._tokens_per_s = math.nan  # until it is measured
+        # Of past forwards. Their sums make the rate, not the mean of their rates: slow ones take most of the time.
+        self._past_tokens = self._past_s = 0.0
         self._tokens_of: Counter[str] = Counter()  # under way, by client
 
     def check(self, client: str = "") -> None:
@@ -44,11 +45,17 @@ class Admission:
         Raises:
             EngineOverloadedError: There is no room now; it says when to come back.
         """
-        num_free = self._max_tokens - self._stats.num_tokens
+        num_tokens, limit, rate = self._stats.num_tokens, self._max_tokens, self._tokens_per_s
+        is_bounded_in_time = self._is_queue and self._max_queue_s * rate < limit
+        if is_bounded_in_time:
+            limit = math.ceil(self._max_queue_s * rate)
+        num_free = limit - num_tokens
         if num_free <= 0:
             raise self._refusal(
-                f"The server has {self._stats.num_tokens} tokens under way and takes no request from "
-                f"{self._max_tokens} on.",
+                f"What the server has under way takes about {num_tokens / rate:.0f} s; it takes no request from "
+                f"{self._max_queue_s:g} s on."
+                if is_bounded_in_time
+                else f"The server has {num_tokens} tokens under way and takes no request from {limit} on.",
                 1 - num_free,
             )
         num_own = self._tokens_of[client] if client else 0
@@ -57,13 +64,6 @@ class Admission:
                 f"Your requests under way have {num_own} tokens and leave {num_free} to other clients, who are to have "
                 "at least as many.",
                 num_own - num_free + 1,
-            )
-        queue_s = self._stats.num_tokens / self._tokens_per_s
-        if queue_s >= self._max_queue_s and self._stats.num_requests >= _FEW_REQUESTS:
-            raise self._refusal(
-                f"What the server has under way takes about {queue_s:.0f} s; it takes no request from "
-                f"{self._max_queue_s:g} s on.",
-                round((queue_s - self._max_queue_s) * self._tokens_per_s) + 1,
             )
 
     def enter(self, num_tokens: int, client: str = "") -> None:
@@ -94,12 +94,22 @@ class Admission:
 
     def follow(self, num_tokens: int, seconds: float) -> None:
         """Lets the drain rate follow a forward that had all the tokens that it could take: others are slower."""
-        rate = num_tokens / max(seconds, 1e-6)
-        known = not math.isnan(self._tokens_per_s)
-        self._tokens_per_s = _RATE_MEMORY * self._tokens_per_s + (1 - _RATE_MEMORY) * rate if known else rate
+        self._past_tokens = _RATE_MEMORY * self._past_tokens + num_tokens
+        self._past_s = _RATE_MEMORY * self._past_s + max(seconds, 1e-6)
+
+    @property
+    def _tokens_per_s(self) -> float:
+        """The drain rate; nan until it is measured."""
+        return self._past_tokens / self._past_s if self._past_s else math.nan
+
+    @property
+    def _is_queue(self) -> bool:
+        """Whether requests wait for many others. What two forwards can hold never does, and tells no rate either."""
+        return self._stats.num_requests >= _FEW_REQUESTS and self._stats.num_tokens > 2 * self._stats.token_budget
 
     def _refusal(self, reason: str, num_excess: int) -> EngineOverloadedError:
         """Counts a refusal and returns it; `num_excess` tokens must leave before there is room."""
         self._stats.book_refusal()
-        retry_after_s = 1.0 if math.isnan(self._tokens_per_s) else num_excess / self._tokens_per_s
+        rate = self._tokens_per_s
+        retry_after_s = 1.0 if math.isnan(rate) else num_excess / rate
         return EngineOverloadedError(f"{reason} Please try again later.", retry_after_s=retry_after_s)

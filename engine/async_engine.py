@@ -86,14 +86,18 @@ class AsyncEngine:
         dispatcher = Dispatcher(config.scheduler.max_queued_tokens, config.scheduler.max_queue_s)
         supervisor = CoreSupervisor(config, dispatcher, log_level=log_level, log_format=log_format)
         ready = await supervisor.start()
-        tokenizer = TokenizerPool(
-            ready.tokenizer,
-            vocab_size=ready.info.vocab_size,
-            do_lower_case=ready.info.do_lower_case,
-            num_workers=config.tokenizer_workers,
-            admission=CharAdmission(config.max_queued_chars, dispatcher.stats.book_refusal),
-        )
-        return cls(config, ready.info, tokenizer, dispatcher, supervisor)
+        try:
+            tokenizer = TokenizerPool(
+                ready.tokenizer,
+                vocab_size=ready.info.vocab_size,
+                do_lower_case=ready.info.do_lower_case,
+                num_workers=config.tokenizer_workers,
+                admission=CharAdmission(config.max_queued_chars, dispatcher.stats.book_refusal),
+            )
+            return cls(config, ready.info, tokenizer, dispatcher, supervisor)
+        except BaseException:
+            await supervisor.close()
+            raise
 
     @property
     def state(self) -> EngineState:

@@ -13,6 +13,9 @@ from .params import PoolerConfig
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 DEVICES: Final = ("auto", "cpu", "cuda")
+_CPU_TOKEN_BUDGET: Final = 2048
+"""Tokens. More brings no throughput on a CPU, but longer steps and more memory."""
+_CUDA_TOKEN_BUDGET: Final = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,10 @@ class SchedulerConfig:
             raise ValueError(f"max_wait_s is {self.max_wait_s}; it must be 0 or more.")
         if not self.max_queue_s > 0:
             raise ValueError(f"max_queue_s is {self.max_queue_s}; it must be above 0.")
+
+    def token_budget(self, device: str) -> int:
+        """Returns the tokens in one forward on a device, unless the longest input has more."""
+        return self.max_num_batched_tokens or (_CPU_TOKEN_BUDGET if device == "cpu" else _CUDA_TOKEN_BUDGET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

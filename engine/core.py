@@ -19,6 +19,7 @@ import torch
 
 from .config import EngineConfig
 from .errors import DeadlineExceededError, EngineError, InvalidRequestError, ModelExecutionError, ModelLoadError
+from .frames import pack_rows, unpack_inputs
 from .intake import Intake
 from .make_scheduler import make_scheduler
 from .messages import (
@@ -34,8 +35,6 @@ from .messages import (
     Rows,
     StepLoad,
     Submit,
-    pack_rows,
-    unpack_inputs,
 )
 from .params import PoolingParams
 from .request import Sequence as QueuedSequence, SequenceSlice, TokenizedInput
@@ -120,7 +119,7 @@ class EngineCore:
         self._send(Ready(info, self._runner.tokenizer), [])
         if allocator is not None:
             # So that the figures of the pool are there from the start.
-            self._send(Rows([], 0, 0.0, self._cache_use(), self._step_load(0)), [pack_rows([])])
+            self._send(Rows([], 0, 0.0, self._cache_use(), self._step_load(0, 0)), [pack_rows([])])
 
     def step(self) -> bool:
         """Waits for work, runs one batch and sends what came of it. Returns False when it is time to end."""
@@ -280,15 +279,15 @@ class EngineCore:
             for forward in self._runner.clock.take():
                 self._scheduler.record(*forward)
             cache_use = self._cache_use()
-            load = self._step_load(len(finished))
+            load = self._step_load(len(finished), batch.num_left)
             self._has_released = False
         num_tokens = sum(slice_.num_tokens for slice_, _ in finished)
         self._send(Rows(headers, num_tokens, ended_s - started_s, cache_use, load, ended), [pack_rows(arrays)])
 
-    def _step_load(self, num_seqs: int) -> StepLoad:
+    def _step_load(self, num_seqs: int, num_left: int) -> StepLoad:
         """Figures of a step and of the queue behind it. The caller holds the lock."""
         queue = self._scheduler
-        return StepLoad(num_seqs, queue.token_budget, queue.num_waiting, queue.num_waiting_tokens)
+        return StepLoad(num_seqs, queue.token_budget, queue.num_waiting, queue.num_waiting_tokens, num_left)
 
     def _cache_use(self) -> CacheUse | None:
         """Figures of the pool. The caller holds the lock."""

@@ -32,6 +32,8 @@ OnExit = Callable[[str], None]
 
 _STOP_TIMEOUT_S = 5.0
 """Seconds that a core gets to finish its step before it is killed."""
+_KILL_TIMEOUT_S = 10.0
+"""Seconds after which nobody waits for a killed core any more."""
 
 
 class CoreClient(Protocol):
@@ -97,7 +99,7 @@ class ProcessCore:
         self._inbox.send_multipart(frames, flags=zmq.NOBLOCK)
 
     async def close(self) -> None:
-        """See CoreClient. A core that does not end in time is killed."""
+        """See CoreClient. A core that does not end in time is killed; one that a driver holds then is left behind."""
         if self._closing:
             return
         self._closing = True
@@ -117,7 +119,10 @@ class ProcessCore:
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):  # it ended by itself in this very moment
                 process.kill()
-            await process.wait()
+            try:
+                await asyncio.wait_for(process.wait(), _KILL_TIMEOUT_S)
+            except TimeoutError:
+                logger.critical("the engine process %d was killed and does not end; it is left behind.", process.pid)
 
     def _ping(self) -> None:
         self._inbox.send(encode(Ping()), flags=zmq.NOBLOCK)

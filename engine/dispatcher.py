@@ -6,10 +6,12 @@ Lives on one event loop. A request is taken whole or refused whole; see admissio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,10 +26,13 @@ from .errors import (
     InvalidRequestError,
     ModelExecutionError,
 )
-from .messages import Cancel, Failed, Frame, RequestTime, RowHeader, Rows, Submit, pack_inputs, unpack_rows
+from .frames import pack_inputs, unpack_rows
+from .messages import Cancel, Failed, Frame, RequestTime, RowHeader, Rows, Submit
 from .params import PoolingParams
 from .request import TokenizedInput
 from .stage_times import STAGE_TIMES, Stage, StageTimes
+
+logger = logging.getLogger("penstock.engine")
 
 Arrays = dict[str, NDArray[np.float32]]
 Outgoing = Submit | Cancel | Frame
@@ -43,8 +48,6 @@ class _Pending:
     """A request whose answer is awaited."""
 
     future: asyncio.Future[list[Arrays]]
-    client: str
-    num_tokens: int
     outputs: list[Arrays] = field(default_factory=list)
     num_left: int = 0
     parts: dict[tuple[int, str], list[NDArray[np.float32]]] = field(default_factory=dict)
@@ -100,6 +103,18 @@ class Dispatcher:
         """Raises EngineOverloadedError if a request of `client` would be refused now."""
         self._admission.check(client)
 
+    @contextlib.contextmanager
+    def book(self, inputs: Sequence[TokenizedInput], client: str = "") -> Iterator[None]:
+        """Takes a request whole: runs inside, with `is_booked`, are not refused any more. Raises as `run`."""
+        num_tokens = sum(map(len, inputs))
+        self._admission.enter(num_tokens, client)
+        try:
+            yield
+        finally:
+            self._admission.leave(num_tokens, client)
+            if not self.stats.num_requests:
+                self.stats.num_waiting = self.stats.num_waiting_tokens = 0  # no step may follow that would say so
+
     async def run(
         self,
         inputs: Sequence[TokenizedInput],
@@ -108,10 +123,11 @@ class Dispatcher:
         priority: int,
         timeout_s: float | None,
         client: str = "",
+        is_booked: bool = False,
     ) -> list[Arrays]:
         """Runs tokenized inputs and returns, per input, its outputs by name.
 
-        Cancelling the awaiting task cancels the request in the core.
+        Cancelling the awaiting task cancels the request in the core. Where `is_booked`, `book` has let the inputs in.
 
         Raises:
             EngineOverloadedError: Too much is under way; see Admission.
@@ -122,24 +138,23 @@ class Dispatcher:
         """
         if not inputs:
             return []
-        num_tokens = sum(map(len, inputs))
         if self._send is None:
             raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
-        self._admission.enter(num_tokens, client)
-        request_id = next(self._ids)
-        future = asyncio.get_running_loop().create_future()
-        pending = _Pending(future, client, num_tokens, [{} for _ in inputs], len(inputs))
-        self._pending[request_id] = pending
-        sent_s = time.perf_counter()
-        try:
-            self._post(Submit(request_id, params, priority, timeout_s, client), pack_inputs(inputs))
-            async with asyncio.timeout(timeout_s):
-                outputs = await pending.future
-        except TimeoutError as error:
-            raise DeadlineExceededError(f"The deadline of {timeout_s:g} s passed before the answer.") from error
-        finally:
-            if self._forget(request_id):
-                self._post(Cancel(request_id))
+        with contextlib.nullcontext() if is_booked else self.book(inputs, client):
+            request_id = next(self._ids)
+            future = asyncio.get_running_loop().create_future()
+            pending = _Pending(future, [{} for _ in inputs], len(inputs))
+            self._pending[request_id] = pending
+            sent_s = time.perf_counter()
+            try:
+                self._post(Submit(request_id, params, priority, timeout_s, client), pack_inputs(inputs))
+                async with asyncio.timeout(timeout_s):
+                    outputs = await pending.future
+            except TimeoutError as error:
+                raise DeadlineExceededError(f"The deadline of {timeout_s:g} s passed before the answer.") from error
+            finally:
+                if self._pending.pop(request_id, None) is not None:
+                    self._post(Cancel(request_id))
         if (times := STAGE_TIMES.get()) is not None:
             pending.book(times, sent_s)
         return outputs
@@ -147,7 +162,7 @@ class Dispatcher:
     def receive_rows(self, message: Rows, frame: Frame) -> None:
         """Books the results of one step."""
         self.stats.book(message)
-        if message.num_tokens and message.load is not None and message.load.num_waiting:
+        if message.num_tokens and message.load is not None and message.load.num_left:
             self._admission.follow(message.num_tokens, message.step_s)
         for ended in message.ended:
             if (pending := self._pending.get(ended.request_id)) is not None:
@@ -177,27 +192,21 @@ class Dispatcher:
 
     def _flush(self) -> None:
         items, self._outgoing = self._outgoing, []
-        if items and self._send is not None:
+        if not items or self._send is None:
+            return
+        try:
             self._send(items)
+        except Exception:  # our own bug, such as a number that no message can hold: it must leave nobody waiting
+            logger.exception("requests could not be sent to the engine")
+            for item in items:
+                if isinstance(item, Submit):
+                    self._settle(item.request_id, ModelExecutionError("The request could not be sent to the engine."))
 
     def _settle(self, request_id: int, error: EngineError | None) -> None:
-        pending = self._pending.get(request_id)
-        if pending is None:
-            return
-        self._forget(request_id)
-        if pending.future.done():
+        pending = self._pending.pop(request_id, None)
+        if pending is None or pending.future.done():
             return
         if error is None:
             pending.future.set_result(pending.outputs)
         else:
             pending.future.set_exception(error)
-
-    def _forget(self, request_id: int) -> bool:
-        """Drops a request from the books; False if it had been settled already."""
-        pending = self._pending.pop(request_id, None)
-        if pending is None:
-            return False
-        self._admission.leave(pending.num_tokens, pending.client)
-        if not self.stats.num_requests:
-            self.stats.num_waiting = self.stats.num_waiting_tokens = 0  # no step may follow that would say so
-        return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Final
 
 from .config import EngineConfig
 from .length_limit import KV_CACHE_SOURCE
@@ -14,10 +13,6 @@ from .sequence_pool import SequenceAllocator
 from .slicer import Slicer
 
 logger = logging.getLogger("penstock.engine")
-
-_CPU_TOKEN_BUDGET: Final = 2048
-"""Tokens. More brings no throughput on a CPU, but longer steps and more memory."""
-_CUDA_TOKEN_BUDGET: Final = 16_384
 
 
 def make_scheduler(
@@ -31,7 +26,7 @@ def make_scheduler(
         allocator: Its pool; None where its sequences cannot be sliced.
     """
     limits = config.scheduler
-    budget = limits.max_num_batched_tokens or (_CPU_TOKEN_BUDGET if info.device == "cpu" else _CUDA_TOKEN_BUDGET)
+    budget = limits.token_budget(info.device)
     if allocator is None or not limits.enable_chunked_prefill:
         if limits.max_num_batched_tokens is not None and budget < info.max_model_len:
             logger.warning(

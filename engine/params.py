@@ -66,6 +66,8 @@ VALID_PARAMETERS: Final[dict[PoolingTask, frozenset[str]]] = {
     PoolingTask.TOKEN_CLASSIFY: frozenset({"use_activation", "step_tag_id", "returned_token_ids"}),
     PoolingTask.SPARSE_EMBED: frozenset(),
 }
+_MOST_TOKENS: Final = 2**31 - 1
+"""Tokens that an input can ever have: lengths travel as int32."""
 _TASK_PARAMETERS: Final = ("dimensions", "normalize", "use_activation", "step_tag_id", "returned_token_ids")
 
 
@@ -156,7 +158,7 @@ class PoolingParams:
             )
         longest, name = model.max_model_len, limit_name(model) or "max_model_len"
         if model.enable_chunked_processing and task in (PoolingTask.EMBED, PoolingTask.SCORE):
-            longest, name = model.max_embed_len or limit, "max_embed_len"
+            longest, name = model.max_embed_len or _MOST_TOKENS, "max_embed_len"
         if limit > longest:
             raise InvalidRequestError(
                 f"truncate_prompt_tokens value is greater than {name}. "
@@ -196,8 +198,11 @@ class PoolingParams:
                 'Start the server with --pooler-config \'{"pooling_type": "STEP"}\'.',
                 param="step_tag_id" if self.step_tag_id is not None else "returned_token_ids",
             )
-        if self.step_tag_id is not None and self.step_tag_id < 0:
-            raise InvalidRequestError(f"step_tag_id is {self.step_tag_id}; token ids begin at 0.", param="step_tag_id")
+        if self.step_tag_id is not None and not 0 <= self.step_tag_id < model.vocab_size:
+            raise InvalidRequestError(
+                f"step_tag_id is {self.step_tag_id}; the model has the ids 0 to {model.vocab_size - 1}.",
+                param="step_tag_id",
+            )
         bad = [i for i in self.returned_token_ids or () if not 0 <= i < max(model.num_labels, 1)]
         if bad:
             raise InvalidRequestError(

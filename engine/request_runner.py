@@ -67,10 +67,21 @@ class RequestRunner:
             return False
         return True
 
+    def book(
+        self, tokenized: Sequence[TokenizedInput], options: RequestOptions
+    ) -> contextlib.AbstractContextManager[None]:
+        """Takes the sequences of a request that has several runs whole, so that none inside is refused any more."""
+        return self._dispatcher.book(tokenized, options.client)
+
     async def run(
-        self, tokenized: Sequence[TokenizedInput], params: PoolingParams, options: RequestOptions
+        self,
+        tokenized: Sequence[TokenizedInput],
+        params: PoolingParams,
+        options: RequestOptions,
+        *,
+        is_booked: bool = False,
     ) -> list[Arrays]:
-        """Returns the answer to each sequence.
+        """Returns the answer to each sequence; `is_booked` says that this happens inside `book`.
 
         Raises:
             InvalidRequestError: A sequence has no tokens.
@@ -83,7 +94,12 @@ class RequestRunner:
                 param="input",
             )
         return await self._dispatcher.run(
-            tokenized, params, priority=options.priority, timeout_s=options.timeout_s, client=options.client
+            tokenized,
+            params,
+            priority=options.priority,
+            timeout_s=options.timeout_s,
+            client=options.client,
+            is_booked=is_booked,
         )
 
     async def embed(

@@ -42,11 +42,13 @@ class ScheduledBatch:
         slices: Those that begin a sequence, in ascending order of length; then those that go on with one.
         expired: Sequences whose deadline has passed; their requests have been cancelled.
         preempted: What sequences held that gave it up for one whose turn is earlier; they wait again.
+        num_left: Sequences that found no place in it, and wait.
     """
 
     slices: list[SequenceSlice] = field(default_factory=list)
     expired: list[Sequence] = field(default_factory=list)
     preempted: list[SequenceSlice] = field(default_factory=list)
+    num_left: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -146,6 +148,7 @@ class Scheduler:
             self._schedule_chunks(self.slicer, window, batch, now_s)
         self._schedule_whole(window, batch, now_s)
         batch.slices.sort(key=lambda s: (s.start > 0, s.num_tokens))
+        batch.num_left = self.num_waiting
         return batch
 
     def finish(self, batch: ScheduledBatch) -> None:

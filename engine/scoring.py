@@ -123,13 +123,14 @@ class PairScorer:
         texts = list(dict.fromkeys(left))
         queries = await self._encoder.encode(texts, of_query, self._query_options(options), param=None)
         documents = await self._encoder.encode(right, params, self._named_prompt(DOCUMENT_PROMPTS, options), param=None)
-        outputs = await self._requests.run(queries, of_query, options)
-        rows: dict[str, NDArray[np.float32]] = {
-            text: output["token_embeddings"] for text, output in zip(texts, outputs, strict=True)
-        }
-        own = [rows[text] for text in (left if len(left) == len(right) else [left[0]] * len(right))]
-        compared = [replace(document, query=query) for document, query in zip(documents, own, strict=True)]
-        outputs = await self._requests.run(compared, params.clone(is_compared=True), options)
+        with self._requests.book([*queries, *documents], options):
+            outputs = await self._requests.run(queries, of_query, options, is_booked=True)
+            rows: dict[str, NDArray[np.float32]] = {
+                text: output["token_embeddings"] for text, output in zip(texts, outputs, strict=True)
+            }
+            own = [rows[text] for text in (left if len(left) == len(right) else [left[0]] * len(right))]
+            compared = [replace(document, query=query) for document, query in zip(documents, own, strict=True)]
+            outputs = await self._requests.run(compared, params.clone(is_compared=True), options, is_booked=True)
         scores = [
             late_score(output["similarities"], len(query), averages=recipe.averages)
             for output, query in zip(outputs, own, strict=True)

@@ -58,6 +58,7 @@ class CoreSupervisor:
         self._core: CoreClient | None = None
         self._ready: asyncio.Future[Ready]
         self._restarting: asyncio.Task[None] | None = None
+        self._is_ending = False
 
     async def start(self) -> Ready:
         """Starts a core and waits until it can serve.
@@ -70,22 +71,23 @@ class CoreSupervisor:
         self._core = kind(self._start_message, self._receive, self._core_ended)
         try:
             await self._core.start()
-            ready = await self._ready
+            return await self._ready
         except BaseException:
             await self._core.close()
             raise
-        self._dispatcher.connect(self._core.send)
-        self.state = EngineState.READY
-        return ready
 
     def drain(self) -> None:
         """Marks the engine as ending, so that its core is not replaced any more."""
+        self._is_ending = True
+        if self._restarting is not None:
+            self._restarting.cancel()
         if self.state is not EngineState.DEAD:
             self.state = EngineState.DRAINING
 
     async def close(self) -> None:
         """Stops the core and fails what is under way. May be called twice."""
         self.state = EngineState.DEAD
+        self._is_ending = True
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.gather(self._restarting, return_exceptions=True)
@@ -100,11 +102,18 @@ class CoreSupervisor:
             case Failed():
                 self._dispatcher.receive_failure(message)
             case Ready():
-                if not self._ready.done():
-                    self._ready.set_result(message)
+                self._core_ready(message)
             case LoadFailed():
                 if not self._ready.done():
                     self._ready.set_exception(getattr(errors, message.kind)(message.message))
+
+    def _core_ready(self, message: Ready) -> None:
+        """Called when the core can serve. It may end before whoever waits in `start` goes on."""
+        if self._core is None or self._is_ending or self._ready.done():
+            return
+        self._dispatcher.connect(self._core.send)
+        self.state = EngineState.READY
+        self._ready.set_result(message)
 
     def _core_ended(self, reason: str) -> None:
         """Called when the core is gone without having been asked to go."""

@@ -123,10 +123,17 @@ class TokenizerJobs:
         short = [job for job in waiting if job.num_chars <= LONG_JOB]
         share = max(-(-len(short) // self._num_workers), _MIN_SHARE)
         for start in range(0, len(short), share):
-            self._executor.submit(self._work, short[start : start + share], loop)
+            self._hand_over(short[start : start + share], loop)
         for job in waiting:
             if job.num_chars > LONG_JOB:
-                self._executor.submit(self._work, [job], loop)
+                self._hand_over([job], loop)
+
+    def _hand_over(self, jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self._executor.submit(self._work, jobs, loop)
+        except RuntimeError as error:  # the machine gives no more threads
+            refusal = EngineUnavailableError(f"The server cannot tokenize at the moment: {error}. Please try again.")
+            _settle([(job.future, None, refusal) for job in jobs])
 
     @staticmethod
     def _work(jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
@@ -167,6 +174,8 @@ def _results(jobs: Sequence[_Job]) -> list[_Result]:
             done.append((job.future, job.work(job.future.done), None))
         except Exception as error:  # noqa: BLE001 - it is raised again where the job was asked for
             done.append((job.future, None, error))
+        except (KeyboardInterrupt, SystemExit):
+            raise
         except BaseException as error:  # noqa: BLE001 - a panic in the tokenizers library; its text may hold the input
             done.append((job.future, None, RuntimeError(f"the tokenizer failed: {type(error).__name__}")))
     return done

@@ -44,12 +44,13 @@ def main() -> None:
     if not isinstance(start, Start):
         raise TypeError(f"the first message must be Start, not {type(start).__name__}")
     configure_logging(start.log_level, start.log_format)
-    # Failed messages of submit() come from the receiving thread, results from the device thread.
+    # Answers to Ping and Failed messages of submit() come from the receiving thread, results from the device thread.
     sending = threading.Lock()
 
     def send(message: FromCore, frames: list[Frame]) -> None:
         with sending:
-            outbox.send_multipart([encode(message), *frames], copy=False)
+            if not outbox.closed:  # after the last step nobody waits for what the receiving thread says
+                outbox.send_multipart([encode(message), *frames], copy=False)
 
     core = EngineCore(start.config, send, on_ready=_freeze)
     threading.Thread(target=_receive, args=(inbox, core, send), name="inbox", daemon=True).start()
@@ -58,7 +59,8 @@ def main() -> None:
     except Exception:
         logger.exception("the engine process ends")
         os._exit(1)  # not through the interpreter's shutdown, which would wait for the inbox thread
-    outbox.close(linger=2000)
+    with sending:
+        outbox.close(linger=2000)
     context.term()  # ends the inbox thread and waits until the last messages have left
 
 

@@ -13,7 +13,7 @@ from .api_keys import ApiKeys
 from .auth import AuthMiddleware
 from .body_limit import BodyLimitMiddleware
 from .context import ModelTable, ServedModel, ServerContext
-from .errors import install_error_handlers
+from .error_handlers import install_error_handlers
 from .json_route import JsonPaths
 from .metrics import Metrics
 from .middleware import (

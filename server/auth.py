@@ -8,8 +8,7 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .api_keys import ApiKeys
-from .errors import status_response
-from .tei_errors import tei_status_response
+from .error_handlers import refusal
 
 # Clients probe these without a key (mteb never authenticates GET /v1/models).
 OPEN_PATHS: Final = frozenset(
@@ -19,8 +18,6 @@ OPEN_PATHS: Final = frozenset(
     }
 )
 OPEN_PREFIXES: Final = ("/v1/models/", "/models/", "/docs/")
-# TEI's alone: its clients read `error` as a text.
-TEI_PATHS: Final = frozenset({"", "/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode"})
 
 
 class AuthMiddleware:
@@ -44,8 +41,7 @@ class AuthMiddleware:
             await self.app(scope, receive, send)
             return
         message = "The API key is missing or wrong; send it as the header 'Authorization: Bearer KEY'."
-        respond = tei_status_response if scope["path"].rstrip("/") in TEI_PATHS else status_response
-        response = respond(401, message, {"www-authenticate": "Bearer"})
+        response = refusal(scope["path"], 401, message, {"www-authenticate": "Bearer"})
         await response(scope, receive, send)
 
 

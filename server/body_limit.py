@@ -7,7 +7,7 @@ from typing import Final
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import status_response
+from .error_handlers import refusal
 
 SMALL_BYTES: Final = 64 * 1024
 """Bodies that are not counted: connections are bounded, too, and counting would cost every small request."""
@@ -39,7 +39,7 @@ class BodyLimitMiddleware:
         if announced is None:
             await self._run_counted(scope, receive, send)
         elif not announced.isdigit() or int(announced) > self.max_body_bytes:
-            response = status_response(413, self._too_large(), {"connection": "close"})
+            response = refusal(scope["path"], 413, self._too_large(), {"connection": "close"})
             await response(scope, receive, send)
         elif int(announced) > SMALL_BYTES:
             await self._run_counted(scope, receive, send)

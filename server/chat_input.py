@@ -11,7 +11,7 @@ from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from .context import ServerContext
 from .field_names import fields_named
 from .schemas.chat import ChatFields, InputFields
-from .schemas.common import Text
+from .schemas.texts import Text
 
 T = TypeVar("T")
 

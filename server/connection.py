@@ -56,9 +56,8 @@ class Connection(HttpToolsProtocol):
         self._num_received += len(data)
         self._num_overhead += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._stay_in_http_1(data[upgrade.args[0] :])
+            while data:
+                data = self._parse(data)
         except httptools.HttpParserError:
             self.logger.debug("what %s sent is no HTTP request", self.client)
             self.send_400_response("Invalid HTTP request received.")
@@ -70,7 +69,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begins a request, unless its head offers an upgrade: it is then read again, without the offer."""
-        self._is_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        self._is_upgrade = self.parser.should_upgrade()
         if not self._is_upgrade:
             super().on_headers_complete()
 
@@ -108,10 +107,20 @@ class Connection(HttpToolsProtocol):
             return Owed(Part.BODY, self.cycle, self._num_received)
         return None
 
-    def _stay_in_http_1(self, rest: bytes) -> None:
-        """Reads a head again without what offers an upgrade, and what has come behind it."""
+    def _parse(self, data: bytes) -> bytes:
+        """Parses up to a head that offers an upgrade; returns that head without its offer, and what is behind it."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self.parser.get_method() == b"CONNECT":
+                raise httptools.HttpParserError("a proxy is asked for") from upgrade
+            head = self._head_without_offer()
+            self.parser = httptools.HttpRequestParser(self)
+            return head + data[upgrade.args[0] :]
+        return b""
+
+    def _head_without_offer(self) -> bytes:
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         lines += [b"%b: %b" % (name, value) for name, value in self.headers if name not in _UPGRADE_HEADERS]
-        self.parser = httptools.HttpRequestParser(self)
-        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+        return b"\r\n".join(lines) + b"\r\n\r\n"

@@ -25,6 +25,7 @@ from penstock.engine.supervisor import EngineState
 from .metrics import Metrics
 from .request_limits import RequestLimits, limits_of
 from .settings import ServerSettings
+from .shown_values import shown
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class ModelTable:
         if not name or name in expected:
             raise EngineUnavailableError("The model is being loaded. Please try again in a moment.")
         served = ", ".join([*self._targets, *expected])
-        raise ModelNotFoundError(f"The model {name!r} does not exist; this server has {served}.", param="model")
+        raise ModelNotFoundError(f"The model {shown(name)} does not exist; this server has {served}.", param="model")
 
     def names(self) -> list[Target]:
         """Returns every served name with its engine. Raises EngineUnavailableError while all are being loaded."""

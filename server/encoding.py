@@ -20,7 +20,6 @@ from .quantize import Quantization, quantize
 
 Rows = NDArray[np.float32] | Sequence[NDArray[np.float32]]
 
-
 _SIGN_BIT: Final = 0x80
 
 

@@ -1,4 +1,4 @@
-"""The only table from an engine error to a status, and the one error body of all routes.
+"""The only table from an engine error to a status, and the error body of all routes but TEI's.
 
 The body satisfies OpenAI clients (`error` object), Cohere clients (`message`) and Jina and Voyage clients (`detail`):
 {"error": {"message": M, "type": T, "param": P, "code": C}, "message": M, "detail": M}.
@@ -11,23 +11,17 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import orjson
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from fastapi import Response
 
 from penstock.engine import errors as engine_errors
 from penstock.engine.errors import EngineError, EngineOverloadedError
 
-from .validation import explain
-
 logger = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S: Final = 60  # openai-py does not retry at all above 120 s, cohere caps at 60 s.
-_METHODS: Final = ("GET", "HEAD", "POST")
 HIDDEN_MESSAGE: Final = "The server failed on this request; its log has the details under this request id."
 
 
@@ -82,7 +76,7 @@ STATUS_KINDS: Final = {
 def error_response(
     kind: ErrorKind, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Returns the error body of all routes."""
+    """Returns the error body."""
     error = {"message": message, "type": kind.type, "param": param, "code": kind.code}
     body = orjson.dumps({"error": error, "message": message, "detail": message})
     return Response(body, kind.status, headers, media_type="application/json")
@@ -115,34 +109,3 @@ def retry_headers(error: EngineError, status: int) -> dict[str, str] | None:
     if isinstance(error, EngineOverloadedError):
         return {"retry-after": str(min(max(math.ceil(error.retry_after_s), 1), MAX_RETRY_AFTER_S))}
     return {"retry-after": "1"} if status == 503 else None
-
-
-def install_error_handlers(app: FastAPI) -> None:
-    """Registers the handlers for everything that a route may raise on purpose."""
-
-    async def on_engine_error(request: Request, error: Any) -> Response:
-        return engine_error_response(error, request.scope.get("request_id", "-"))
-
-    async def on_validation_error(request: Request, error: Any) -> Response:
-        message, param = explain(error.errors(), error.body)
-        return error_response(ERROR_KINDS[engine_errors.InvalidRequestError], message, param=param)
-
-    async def on_http_error(request: Request, error: Any) -> Response:
-        message, headers = str(error.detail), error.headers
-        if error.status_code == 404:
-            message = f"There is no {request.url.path} on this server; /docs lists its routes."
-        elif error.status_code == 405:
-            # The router knows one route of the path alone: GET and HEAD of a health route are two.
-            allowed = ", ".join(method for method in _METHODS if _takes(app, request, method))
-            headers = {"allow": allowed}
-            message = f"{request.url.path} takes {allowed}, not {request.method}."
-        return status_response(error.status_code, message, headers)
-
-    app.add_exception_handler(EngineError, on_engine_error)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-
-
-def _takes(app: FastAPI, request: Request, method: str) -> bool:
-    scope = {**request.scope, "method": method}
-    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

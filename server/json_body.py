@@ -1,4 +1,4 @@
-"""Bodies whose schema is known only when they have been looked at."""
+"""Checks bodies against their schema without FastAPI, whose error it raises."""
 
 from __future__ import annotations
 

@@ -20,12 +20,10 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from .json_body import invalid_body
+from .shown_values import shown
 
 JSON_HEADERS: Final = {"content-type": "application/json"}
-
-
 _LARGE_BYTES: Final = 1_000_000
-
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -107,7 +105,7 @@ async def _parsed(request: Request) -> Any:
     except orjson.JSONDecodeError as error:
         named = coding.decode("latin-1").strip().lower()
         if named not in ("", "identity"):
-            raise HTTPException(415, f"Content-Encoding is {named[:40]!r}; send the body uncompressed.") from None
+            raise HTTPException(415, f"Content-Encoding is {shown(named)}; send the body uncompressed.") from None
         detail = {"type": "json_invalid", "loc": ("body", error.pos), "input": {}, "ctx": {"error": error.msg}}
         raise RequestValidationError([detail], body=error.doc) from error
 
@@ -127,7 +125,7 @@ def refuse_other_media(content_type: str) -> None:
     """Raises HTTPException 415 unless `content_type` is JSON."""
     media = content_type.partition(";")[0].strip().lower()
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
-        raise HTTPException(415, f"Content-Type is {media}; send application/json.")
+        raise HTTPException(415, f"Content-Type is {shown(media)}; send application/json.")
 
 
 def json_response(content: Any) -> Response:

@@ -1,4 +1,4 @@
-"""How large an answer may grow, and how many tokens are turned into text at once."""
+"""How large an answer with something for every token may grow."""
 
 from __future__ import annotations
 
@@ -13,13 +13,23 @@ from penstock.engine.errors import InvalidRequestError
 MAX_TOKEN_VALUES: Final = 20_000_000  # Numbers in an answer with rows for every token: about 250 MB of JSON.
 
 MAX_DECODED_IDS: Final = 1_000_000  # In one request: seconds of a tokenizer thread, and a few megabytes of text.
+MAX_TOKENIZED_CHARS: Final = 2_000_000  # In a request for tokens: one with its place is 60 bytes of JSON and more.
+
+
+def check_num_chars(num_chars: int, param: str) -> None:
+    """Raises InvalidRequestError if a request has more characters than are answered with their tokens at once."""
+    if num_chars > MAX_TOKENIZED_CHARS:
+        raise InvalidRequestError(
+            f"{param} has {num_chars} characters; the limit is {MAX_TOKENIZED_CHARS}. Send less text at once.",
+            param=param,
+        )
 
 
 def check_num_ids(num_ids: int, param: str) -> None:
-    """Raises InvalidRequestError if a request has more token ids than are turned into text at once."""
+    """Raises InvalidRequestError if a request has more tokens than are turned into text at once."""
     if num_ids > MAX_DECODED_IDS:
         raise InvalidRequestError(
-            f"{param} has {num_ids} token ids; the limit is {MAX_DECODED_IDS}. Send fewer at once.", param=param
+            f"{param} has {num_ids} tokens; the limit is {MAX_DECODED_IDS}. Send fewer at once.", param=param
         )
 
 

@@ -15,7 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.errors import EngineUnavailableError
 
-from .errors import HIDDEN_MESSAGE, engine_error_response, status_response
+from .error_handlers import engine_refusal, refusal
+from .errors import HIDDEN_MESSAGE
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +98,10 @@ class UnexpectedErrorMiddleware:
                 task.uncancel()
             logger.warning("request %s was given up: the time to drain is over", scope["request_id"])
             error = EngineUnavailableError("The server is shutting down. Please try again elsewhere.")
-            await engine_error_response(error, scope["request_id"])(scope, receive, send)
+            await engine_refusal(scope["path"], error, scope["request_id"])(scope, receive, send)
         except Exception:
             logger.exception("request %s failed unexpectedly", scope["request_id"])
             if has_begun:
                 raise
-            response = status_response(500, f"{HIDDEN_MESSAGE} ({scope['request_id']})")
+            response = refusal(scope["path"], 500, f"{HIDDEN_MESSAGE} ({scope['request_id']})")
             await response(scope, receive, send)

@@ -13,8 +13,9 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from .auth import is_open
+from .error_handlers import TEI_PATHS
 from .request_limits import MAX_PRIORITY
-from .schemas.errors import ErrorBody
+from .schemas.errors import ErrorBody, TeiErrorBody
 
 Json = dict[str, Any]
 
@@ -25,8 +26,8 @@ In request bodies null means absent, and unknown keys are ignored. Whether a mod
 seen when it runs: what it cannot do is a 400, or a 424 on the routes of TEI.
 
 Each operation is listed once. The same is found under `/embeddings`, `/models`, `/models/{name}`, `/v1/pooling` and
-`/ping`, under every path with a slash at its end, and under `/v1/v1/...` and `/v1/v2/...`. `POST /` answers as
-`/invocations` does.
+`/ping`, under every path with a slash at its end, and under `/v1/v1/...` and `/v1/v2/...`. `POST /` answers
+TEI's bodies as `/invocations` does.
 """
 TAGS: Final = [
     {"name": "openai", "description": "Embeddings for the clients of OpenAI, Jina, Voyage and vLLM; the models."},
@@ -88,7 +89,6 @@ _SECURITY_SCHEMES: Final[Json] = {
 _UNAUTHORIZED: Final[Json] = {
     "description": "The API key is missing or wrong.",
     "headers": {"WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
-    "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}},
 }
 _ERRORS_OF_BODIES: Final = ("400", "408", "413", "415", "422", "424", "429", "504")
 _WITHOUT_FORWARD: Final = frozenset({"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"})
@@ -156,7 +156,9 @@ def _complete_operation(path: str, operation: Json, *, needs_key: bool) -> None:
         responses["200"].setdefault("headers", {})["Server-Timing"] = _header("ServerTiming")
     if needs_key:
         operation["security"] = [{scheme: []} for scheme in _SECURITY_SCHEMES]
-        responses["401"] = dict(_UNAUTHORIZED)
+        body = TeiErrorBody if path in TEI_PATHS else ErrorBody
+        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+        responses["401"] = {**_UNAUTHORIZED, "content": {"application/json": {"schema": schema}}}
     for response in responses.values():
         response["headers"] = {**response.get("headers", {}), **headers}
     operation["parameters"] = [*operation.get("parameters", ()), *parameters]

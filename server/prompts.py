@@ -17,6 +17,7 @@ from penstock.engine.instructions import instructed_prompt
 from penstock.engine.model_info import ModelInfo
 
 from .context import ServerContext
+from .shown_values import shown
 
 Role = tuple[str, ...]
 
@@ -107,7 +108,7 @@ def find_prompt(info: ModelInfo, purpose: str, *, param: str) -> tuple[str | Non
         return None, role
     own = f", or a prompt of {info.name}: {', '.join(info.prompts)}" if info.prompts else ""
     raise InvalidRequestError(
-        f"{param} is {purpose!r}; send query, document, classification, clustering or similarity in the words of "
+        f"{param} is {shown(purpose)}; send query, document, classification, clustering or similarity in the words of "
         f"Cohere, Jina or Voyage{own}.",
         param=param,
     )

@@ -23,8 +23,6 @@ _STAGE_HEADERS: Final = {
     "x-queue-time": Stage.QUEUE,
     "x-inference-time": Stage.INFERENCE,
 }
-
-
 _WHOLE: Final = {"type": "integer", "minimum": 0}
 TEI_HEADERS: Final[dict[int | str, dict[str, Any]]] = {
     200: {

@@ -6,7 +6,7 @@ when to come back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -27,7 +27,20 @@ _STATUSES: Final[dict[type[EngineError], int]] = {
     RequestTooLongError: 422,
     UnsupportedTaskError: 424,
 }
+_INPUTS: Final = ("inputs", "texts", "ids")
 _TYPES: Final = {424: "Backend", 429: "Overloaded", 503: "Unhealthy"}
+
+
+async def answered_as_tei(answer: Awaitable[Response], request: Request) -> Response:
+    """Awaits the answer to a request; what it raises is answered as TEI does."""
+    try:
+        return await answer
+    except EngineError as error:
+        return tei_engine_error_response(error, request.scope["request_id"])
+    except RequestValidationError as error:
+        return tei_validation_response(error)
+    except HTTPException as error:
+        return tei_status_response(error.status_code, str(error.detail), error.headers)
 
 
 class TeiRoute(JsonRoute):
@@ -38,14 +51,7 @@ class TeiRoute(JsonRoute):
         handle = super().get_route_handler()
 
         async def handle_as_tei(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except EngineError as error:
-                return tei_engine_error_response(error, request.scope.get("request_id", "-"))
-            except RequestValidationError as error:
-                return tei_validation_response(error)
-            except HTTPException as error:
-                return tei_status_response(error.status_code, str(error.detail), error.headers)
+            return await answered_as_tei(handle(request), request)
 
         return handle_as_tei
 
@@ -81,7 +87,7 @@ def tei_validation_response(error: RequestValidationError) -> Response:
     errors = error.errors()
     message, param = explain(errors, error.body)
     kind = replace(ERROR_KINDS[InvalidRequestError], status=422)
-    if errors[0].get("input") == []:
+    if errors[0].get("input") == [] and param in _INPUTS:
         return _response(replace(kind, status=400), message, param=param, error_type="Empty")
     if errors[0]["type"] == "json_invalid":
         kind = replace(kind, status=400)

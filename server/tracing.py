@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from .access_log import loggable
 from .timing import PROBES, UNKNOWN_ROUTE, RequestRecord
 from .version import penstock_version
 
@@ -68,7 +69,7 @@ class Tracing:
                 "http.request.method": scope["method"],
                 "http.response.status_code": record.status,
                 "url.scheme": scope["scheme"],
-                "url.path": scope["path"],
+                "url.path": loggable(scope["path"]),
                 "penstock.request_id": scope["request_id"],
             }
         )

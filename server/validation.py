@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import reprlib
 from collections.abc import Sequence
 from typing import Any, Final
 
 from .schemas.tagged import TAGS
+from .shown_values import shown, shown_names
 
 MAX_SHOWN_ERRORS: Final = 3
-MAX_SHOWN_CHARS: Final = 60
-MAX_SHOWN_NAMES: Final = 20
-
-# repr that stops early, however deep or long a value is.
-_REPR: Final = reprlib.Repr()
-_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 3, 20, 20
-_REPR.maxstring = _REPR.maxlong = _REPR.maxother = MAX_SHOWN_CHARS
 
 
 def explain(errors: Sequence[Any], body: object) -> tuple[str, str | None]:
@@ -40,24 +32,13 @@ def _sentence(error: dict[str, Any], body: object) -> str:
     if not field:
         if kind == "missing":
             return "The body is empty; send a JSON object."
-        return f"The body must be a JSON object, not {_shown(error['input'])}."
+        return f"The body must be a JSON object, not {shown(error['input'])}."
     if kind == "missing":
-        has = _names(body) if isinstance(body, dict) and body else "nothing"
-        return f"{field} is missing; the body has {has}."
+        return f"{field} is missing; the body has {shown_names(body if isinstance(body, dict) else ())}."
     reason = error["msg"].removeprefix("Value error, ").rstrip(".")
     if kind == "value_error":
         return f"{field} {reason}."
-    return f"{field}: {reason}, not {_shown(error['input'])}."
-
-
-def _names(body: dict[str, Any]) -> str:
-    """Returns the names of fields, as many as a reader wants."""
-    names = [_shown_name(name) for name in itertools.islice(body, MAX_SHOWN_NAMES)]
-    return ", ".join(names if len(body) <= MAX_SHOWN_NAMES else [*names, "..."])
-
-
-def _shown_name(name: str) -> str:
-    return name if len(name) <= MAX_SHOWN_CHARS else name[:MAX_SHOWN_CHARS] + "..."
+    return f"{field}: {reason}, not {shown(error['input'])}."
 
 
 def _untagged(loc: Sequence[str | int]) -> list[str | int]:
@@ -74,10 +55,3 @@ def _field(loc: Sequence[str | int]) -> str:
         else:
             path += f".{part}" if path else part
     return path
-
-
-def _shown(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = _REPR.repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."

@@ -18,6 +18,7 @@ from ..class_answers import cohere_rows, token_rows, vllm_rows
 from ..context import ServerContext, context_of, until_client_leaves
 from ..field_names import fields_named
 from ..json_route import JsonRoute, json_response
+from ..limits import check_num_ids, check_token_values
 from ..prompts import request_options
 from ..schemas.classify import (
     ClassifyRequest,
@@ -26,12 +27,12 @@ from ..schemas.classify import (
     InfinityClassifyResponse,
     TokenClassifyResponse,
 )
-from ..schemas.common import Text, usage_of
+from ..schemas.common import usage_of
 from ..schemas.errors import ERROR_RESPONSES
+from ..schemas.texts import Text
 from ..tei_answers import prediction_rows
 
 router = APIRouter(route_class=JsonRoute, tags=["classify"], responses=ERROR_RESPONSES)
-
 
 ClassAnswer = ClassifyResponse | CohereClassifyResponse | InfinityClassifyResponse | TokenClassifyResponse
 
@@ -52,7 +53,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     body.check_classes()
     _check_model(engine.info, body)
     if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
-        return await _classify_tokens(body, request, context)
+        return await _classify_tokens(body, request, context, engine, name)
     is_embedding = engine.info.kind is ModelKind.EMBEDDING
     options = context.options(priority=body.priority)
     if is_embedding:
@@ -115,9 +116,10 @@ async def _classes(
     return await engine.classify(texts, params, options)
 
 
-async def _classify_tokens(body: ClassifyRequest, request: Request, context: ServerContext) -> Response:
+async def _classify_tokens(
+    body: ClassifyRequest, request: Request, context: ServerContext, engine: AsyncEngine, name: str
+) -> Response:
     """Answers with the classes of every token."""
-    engine, name = context.models.find(body.model)
     if body.examples or body.labels or body.inputs is not None:
         raise UnsupportedTaskError(
             f"{name} classifies tokens: send texts as input, without labels and examples.", param="input"
@@ -127,6 +129,9 @@ async def _classify_tokens(body: ClassifyRequest, request: Request, context: Ser
         return await engine.token_classify(texts, body.pooling_params(), options)
 
     result = await until_client_leaves(request, run_inputs(engine, body, context.options(priority=body.priority), run))
+    field = "input" if body.messages is None else "messages"
+    check_num_ids(sum(map(len, result.token_ids)), field)
+    check_token_values(result.rows, sum(result.num_tokens), field)
     num_tokens = context.metrics.count(PoolingTask.TOKEN_CLASSIFY, result.num_tokens)
     pieces = await engine.detokenize(
         [[token_id] for ids in result.token_ids for token_id in ids], skip_special_tokens=False

@@ -15,9 +15,9 @@ from ..context import context_of, until_client_leaves
 from ..encoding import base64_row
 from ..field_names import fields_named
 from ..json_route import JsonRoute, json_response
-from ..limits import check_num_ids
+from ..limits import check_num_chars, check_num_ids
 from ..prompts import request_options
-from ..quantize import Quantization, check_width, quantize
+from ..quantize import check_width, quantize
 from ..schemas.cohere import (
     CohereDetokenizeRequest,
     CohereDetokenizeResponse,
@@ -26,18 +26,12 @@ from ..schemas.cohere import (
     CohereEmbedRequest,
     CohereTokenizeRequest,
     CohereTokenizeResponse,
-    EmbeddingType,
 )
+from ..schemas.encodings import QUANTIZATIONS, EmbeddingType
 from ..schemas.errors import ERROR_RESPONSES
 
 router = APIRouter(route_class=JsonRoute, tags=["cohere"], responses=ERROR_RESPONSES)
 
-_QUANTIZATIONS: Final[dict[EmbeddingType, Quantization]] = {
-    EmbeddingType.INT8: "int8",
-    EmbeddingType.UINT8: "uint8",
-    EmbeddingType.BINARY: "binary",
-    EmbeddingType.UBINARY: "ubinary",
-}
 _OPTIONS: Final = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
 _PHRASES: Final = {"truncate_prompt_tokens to -1": "truncate to START or END"}
 
@@ -74,13 +68,13 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
         result = await until_client_leaves(request, work)
     num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)
     is_by_type = version != "1" or bool(body.embedding_types)
-    types = body.embedding_types or [EmbeddingType.FLOAT]
+    types: list[EmbeddingType] = body.embedding_types or ["float"]
     rows = np.ascontiguousarray(result.embeddings)
     return json_response(
         {
             "response_type": "embeddings_by_type" if is_by_type else "embeddings_floats",
             "id": f"embed-{request.scope['request_id']}",
-            "embeddings": {kind.value: _encoded(rows, kind) for kind in types} if is_by_type else rows,
+            "embeddings": {kind: _encoded(rows, kind) for kind in types} if is_by_type else rows,
             "texts": texts,
             "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": num_tokens}},
         }
@@ -91,6 +85,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
 async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
     """Returns the tokens of a text, without the special ones that the model puts around it."""
     engine, _ = context_of(request).models.find(body.model)
+    check_num_chars(len(body.text), "text")
     work = engine.tokenize([body.text], add_special_tokens=False)
     (token_ids,) = await until_client_leaves(request, work)
     pieces = await engine.detokenize([[token_id] for token_id in token_ids], skip_special_tokens=False)
@@ -111,17 +106,17 @@ def _check_widths(body: CohereEmbedRequest, model: ModelInfo) -> None:
     """Refuses what cannot be packed before it costs anything."""
     width = body.output_dimension or model.dimensions or model.embedding_size
     for kind in body.embedding_types or ():
-        if kind in _QUANTIZATIONS:
-            check_width(width, _QUANTIZATIONS[kind], param="embedding_types")
+        if kind in QUANTIZATIONS:
+            check_width(width, QUANTIZATIONS[kind], param="embedding_types")
 
 
 def _encoded(rows: NDArray[np.float32], kind: EmbeddingType) -> NDArray[Any] | list[str]:
     """Returns what orjson writes as one list per type."""
-    if kind is EmbeddingType.FLOAT:
+    if kind == "float":
         return rows
-    if kind is EmbeddingType.BASE64:
+    if kind == "base64":
         return [base64_row(row) for row in np.ascontiguousarray(rows, "<f4")]
-    return quantize(rows, _QUANTIZATIONS[kind], param="embedding_types")
+    return quantize(rows, QUANTIZATIONS[kind], param="embedding_types")
 
 
 def _version_meta() -> dict[str, Any]:

@@ -16,9 +16,9 @@ from ..encoding import encode_rows
 from ..field_names import fields_named
 from ..json_route import JsonRoute, json_response
 from ..limits import check_token_values
-from ..schemas.common import Text
 from ..schemas.encode import TASKS, EncodeRequest, EncodeResponse
 from ..schemas.errors import ERROR_RESPONSES
+from ..schemas.texts import Text
 
 router = APIRouter(route_class=JsonRoute, tags=["penstock"], responses=ERROR_RESPONSES)
 

@@ -19,6 +19,8 @@ from ..schemas.rerank import RerankRequest
 from ..schemas.score import ScoreRequest
 from ..schemas.tei import TeiEmbedRequest, TeiPredictRequest, TeiRerankRequest, TeiSimilarityRequest
 from ..schemas.vllm import PoolingRequest
+from ..shown_values import shown_names
+from ..tei_errors import answered_as_tei
 from ..vector_answer import BYTES_RESPONSE
 from . import classify, openai, rerank, score, tei_tools, vllm
 
@@ -26,8 +28,6 @@ router = APIRouter(route_class=JsonRoute, tags=["vllm"], responses=SHARED_ERROR_
 
 _EXAMPLES: Final = [{"input": ["A gate holds the water."]}, {"query": "What?", "documents": ["A gate.", "A song."]}]
 _LEFT_SIDES: Final = ("text_1", "queries", "data_1")
-
-
 _BODIES: Final = (EmbeddingRequest, PoolingRequest, ClassifyRequest, RerankRequest, ScoreRequest)
 _TEI_BODIES: Final = (TeiEmbedRequest, TeiPredictRequest, TeiRerankRequest, TeiSimilarityRequest)
 _SCHEMA: Final[dict[str, Any]] = {
@@ -42,7 +42,7 @@ async def invocations(
     """Answers as the route that takes such a body: /rerank, /score, /pooling, /classify, /v1/embeddings, or TEI's."""
     has = {key for key, value in body.items() if value is not None}
     if has & {"inputs", "texts"}:
-        return await tei_tools.by_model(body, request)
+        return await answered_as_tei(tei_tools.by_model(body, request), request)
     if "query" in has:
         return await rerank.rerank(parsed(RerankRequest, body), request)
     if has.intersection(_LEFT_SIDES):
@@ -50,7 +50,7 @@ async def invocations(
     if not has & {"input", "messages"}:
         raise InvalidRequestError(
             "The body fits no route: give input or messages, query with documents, text_1 with text_2, or inputs; "
-            f"it has {', '.join(body) or 'nothing'}.",
+            f"it has {shown_names(body)}.",
             param="input",
         )
     if body.get("task") in ("embed", "classify", "token_embed", "token_classify"):

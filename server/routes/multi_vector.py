@@ -14,9 +14,9 @@ from ..embedding_call import EmbeddingCall
 from ..field_names import fields_named
 from ..json_route import JsonRoute
 from ..limits import check_token_values
-from ..schemas.common import Text
 from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.openai import EmbeddingRequest, MultiVectorResponse
+from ..schemas.texts import Text
 from ..vector_answer import BYTES_RESPONSE, vectors_response
 
 router = APIRouter(route_class=JsonRoute, tags=["jina"], responses=ERROR_RESPONSES)

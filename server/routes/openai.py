@@ -14,9 +14,9 @@ from ..embedding_call import EmbeddingCall
 from ..field_names import fields_named
 from ..json_route import JsonRoute, json_response
 from ..schemas.cohere import cohere_endpoints
-from ..schemas.common import Text
 from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.openai import EmbeddingRequest, EmbeddingResponse, ModelCard, ModelList, MultiVectorResponse
+from ..schemas.texts import Text
 from ..vector_answer import BYTES_RESPONSE, vectors_response
 from .multi_vector import create_multi_vectors
 

@@ -24,7 +24,7 @@ from ..schemas.tagged import OWN, TEI, by_keys
 from ..schemas.tei import TeiRerankRequest
 from ..schemas.tei_answers import TeiRank
 from ..tei_answers import TEI_HEADERS
-from ..tei_errors import SharedRoute
+from ..tei_errors import SharedRoute, answered_as_tei
 from .tei import rerank_texts
 
 router = APIRouter(route_class=SharedRoute, tags=["rerank"], responses=SHARED_ERROR_RESPONSES)
@@ -43,7 +43,7 @@ DOCUMENTS_PER_SEARCH_UNIT: Final = 100
 async def rerank(body: RerankBody, request: Request) -> Response:
     """Sorts documents by their relevance to a query, best first. `texts` instead of `documents` get TEI's answer."""
     if isinstance(body, TeiRerankRequest):
-        return await rerank_texts(body, request)
+        return await answered_as_tei(rerank_texts(body, request), request)
     context = context_of(request)
     engine, name = context.models.find(body.model)
     context.check_count(body.documents, "documents")

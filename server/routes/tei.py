@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Tag
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.errors import EngineError, InvalidRequestError, UnsupportedTaskError
+from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.model_info import ModelKind
 from penstock.engine.params import PoolingTask
 from penstock.engine.results import ClassResult
@@ -31,7 +31,7 @@ from ..schemas.tei import (
 )
 from ..schemas.tei_answers import TeiPrediction, TeiSparseValue
 from ..tei_answers import TEI_HEADERS, prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
-from ..tei_errors import TeiRoute, tei_engine_error_response
+from ..tei_errors import TeiRoute
 from . import cohere
 
 EmbedBody = Annotated[
@@ -149,13 +149,6 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
 
 async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     """Sorts texts by their relevance to a query, best first. Other dialects share its path: see rerank.py."""
-    try:
-        return await _rerank_texts(body, request)
-    except EngineError as error:
-        return tei_engine_error_response(error, request.scope["request_id"])
-
-
-async def _rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     began_s, context = time.perf_counter(), context_of(request)
     engine, _ = context.models.find(body.model)
     context.check_count(body.texts, "texts")

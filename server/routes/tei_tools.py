@@ -6,16 +6,17 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Body, Request, Response
 
-from penstock.engine.errors import EngineError, InvalidRequestError, UnsupportedTaskError
+from penstock.engine.config import SchedulerConfig
+from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.model_info import ModelInfo, ModelKind
 from penstock.engine.params import PoolingTask
 from penstock.engine.results import TokenizedText
 
-from ..context import context_of
+from ..context import context_of, until_client_leaves
 from ..field_names import fields_named
 from ..json_body import parsed
 from ..json_route import json_response
-from ..limits import check_num_ids
+from ..limits import check_num_chars, check_num_ids
 from ..schemas.errors import TEI_ERROR_RESPONSES
 from ..schemas.tei import (
     TeiDecodeRequest,
@@ -27,13 +28,13 @@ from ..schemas.tei import (
     TeiTokenizeRequest,
 )
 from ..schemas.tei_answers import TeiInfo
-from ..tei_errors import TeiRoute, tei_engine_error_response
+from ..shown_values import shown
+from ..tei_errors import TeiRoute
 from ..version import penstock_version
 from .tei import embed, embed_sparse, predict, rerank_texts, similarity
 
 router = APIRouter(route_class=TeiRoute, tags=["tei"], responses=TEI_ERROR_RESPONSES)
 
-MAX_TOKENIZED_CHARS: Final = 2_000_000  # In a request of /tokenize: a token is 60 bytes of JSON and more.
 _POOLING_NAMES: Final = {"LAST": "last_token"}
 
 
@@ -43,7 +44,7 @@ async def info(request: Request) -> Response:
     context = context_of(request)
     engine, name = context.models.find(None)
     model, settings = engine.info, context.settings
-    budget = settings.max_num_batched_tokens or (2048 if model.device == "cpu" else 16_384)
+    limits = SchedulerConfig(max_num_batched_tokens=settings.max_num_batched_tokens)
     return json_response(
         {
             "model_id": model.name,
@@ -53,7 +54,7 @@ async def info(request: Request) -> Response:
             "model_type": _model_type(model),
             "max_concurrent_requests": max(settings.max_queued_tokens // model.max_model_len, 1),
             "max_input_length": model.max_model_len,
-            "max_batch_tokens": max(budget, model.max_model_len),
+            "max_batch_tokens": max(limits.token_budget(model.device), model.max_model_len),
             "max_batch_requests": settings.max_num_seqs,
             "max_client_batch_size": settings.max_inputs_per_request,
             "auto_truncate": True,
@@ -73,31 +74,21 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
     context.check_count(body.ids, "ids")
     check_num_ids(sum(map(len, body.ids)), "ids")
     with fields_named("ids"):
-        texts = await engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
+        work = engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
+        texts = await until_client_leaves(request, work)
     return json_response(texts)
 
 
 async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response:
     """Returns the tokens of each text with their places. Other dialects share its path: see tokenize.py."""
-    try:
-        return await _tokenize_texts(body, request)
-    except EngineError as error:
-        return tei_engine_error_response(error, request.scope["request_id"])
-
-
-async def _tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response:
     context = context_of(request)
     engine, _ = context.models.find(body.model)
     context.check_count(body.inputs, "inputs")
     prompt = _prompt(engine.info, body.prompt_name)
     texts = [prompt + text for text in body.inputs]
-    num_chars = sum(map(len, texts))
-    if num_chars > MAX_TOKENIZED_CHARS:
-        raise InvalidRequestError(
-            f"inputs hold {num_chars} characters; the limit is {MAX_TOKENIZED_CHARS}. Send fewer texts at once.",
-            param="inputs",
-        )
-    tokenized = await engine.tokenize_details(texts, add_special_tokens=body.add_special_tokens is not False)
+    check_num_chars(sum(map(len, texts)), "inputs")
+    work = engine.tokenize_details(texts, add_special_tokens=body.add_special_tokens is not False)
+    tokenized = await until_client_leaves(request, work)
     return json_response([_tokens(text, tokens) for text, tokens in zip(texts, tokenized, strict=True)])
 
 
@@ -138,7 +129,7 @@ def _prompt(model: ModelInfo, name: str | None) -> str:
         return ""
     if name not in model.prompts:
         known = ", ".join(model.prompts) or "none"
-        raise InvalidRequestError(f"prompt_name is {name!r}; the model has: {known}.", param="prompt_name")
+        raise InvalidRequestError(f"prompt_name is {shown(name)}; the model has: {known}.", param="prompt_name")
     return model.prompts[name]
 
 

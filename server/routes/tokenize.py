@@ -13,14 +13,14 @@ from ..chat_input import check_messages
 from ..context import context_of, until_client_leaves
 from ..field_names import fields_named
 from ..json_route import json_response
-from ..limits import check_num_ids
+from ..limits import check_num_chars, check_num_ids
 from ..schemas.cohere import CohereTokenizeRequest, CohereTokenizeResponse
 from ..schemas.errors import SHARED_ERROR_RESPONSES
 from ..schemas.tagged import COHERE, OWN, TEI, by_keys
 from ..schemas.tei import TeiTokenizeRequest
 from ..schemas.tei_answers import TeiToken
 from ..schemas.vllm import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from ..tei_errors import SharedRoute
+from ..tei_errors import SharedRoute, answered_as_tei
 from . import cohere, tei_tools
 
 router = APIRouter(route_class=SharedRoute, tags=["tokenize"], responses=SHARED_ERROR_RESPONSES)
@@ -38,7 +38,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Returns the tokens of a text. `prompt` and `messages` get vLLM's answer, `inputs` TEI's, `text` Cohere's."""
     match body:
         case TeiTokenizeRequest():
-            return await tei_tools.tokenize_texts(body, request)
+            return await answered_as_tei(tei_tools.tokenize_texts(body, request), request)
         case CohereTokenizeRequest():
             return await cohere.tokenize(body, request)
     context = context_of(request)
@@ -59,7 +59,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     text = ""
     if body.tokens:
         with fields_named("tokens"):
-            (text,) = await engine.detokenize([body.tokens], skip_special_tokens=False)
+            work = engine.detokenize([body.tokens], skip_special_tokens=False)
+            (text,) = await until_client_leaves(request, work)
     return json_response({"prompt": text})
 
 
@@ -69,6 +70,7 @@ async def _tokens(engine: AsyncEngine, body: TokenizeRequest) -> tuple[list[int]
     if body.messages is not None:
         (text,) = await engine.render_chats(body.messages, body.chat_options())
         adds_special = bool(body.add_special_tokens)
+    check_num_chars(len(text), "prompt" if body.messages is None else "messages")
     if not body.return_token_strs:
         (ids,) = await engine.tokenize([text], add_special_tokens=adds_special)
         return ids, None

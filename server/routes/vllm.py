@@ -20,8 +20,9 @@ from ..json_route import JsonRoute, json_response
 from ..limits import check_token_values
 from ..prompts import request_options
 from ..quantize import check_width
-from ..schemas.common import Text, usage_of
+from ..schemas.common import usage_of
 from ..schemas.errors import ERROR_RESPONSES
+from ..schemas.texts import Text
 from ..schemas.vllm import Load, PoolingRequest, PoolingResponse
 from ..vector_answer import BYTES_RESPONSE, check_bytes, vectors_response
 

@@ -53,12 +53,12 @@ def test_a_refusal_says_when_there_will_be_room() -> None:
     assert refusal(books).retry_after_s == 1.0  # nothing has been measured
     books.follow(100, 1.0)
     assert refusal(books).retry_after_s == pytest.approx(5.0)
-    books.follow(200, 1.0)  # 0.8 x 100 + 0.2 x 200
-    assert refusal(books).retry_after_s == pytest.approx(500 / 120)
+    books.follow(200, 3.0)  # (0.8 x 100 + 200) / (0.8 x 1 + 3): the mean of the rates would be 80 or more
+    assert refusal(books).retry_after_s == pytest.approx(500 * 3.8 / 280)
 
 
 def test_many_requests_are_refused_when_they_would_take_too_long() -> None:
-    books, _ = admission(1_000_000, max_queue_s=10.0)
+    books, stats = admission(1_000_000, max_queue_s=10.0)
     for _ in range(15):
         books.enter(1_000)
     books.follow(1_000, 1.0)
@@ -67,6 +67,10 @@ def test_many_requests_are_refused_when_they_would_take_too_long() -> None:
     error = refusal(books)
     assert "takes about 16 s; it takes no request from 10 s on" in error.message
     assert error.retry_after_s == pytest.approx(6.0, abs=0.01)
+    stats.token_budget = 8_000
+    books.check()  # two forwards hold all of it: nothing would be left, so that the rate could never be corrected
+    stats.token_budget = 7_999
+    refusal(books)
     for _ in range(6):
         books.follow(1_000_000, 0.01)  # it has become faster
     books.check()
@@ -86,6 +90,13 @@ def test_no_client_leaves_less_to_others_than_it_has() -> None:
         books.leave(100, "greedy")
     books.check("greedy")
     assert stats.num_tokens == 600
+    books, stats = admission(1_000_000, max_queue_s=10.0)
+    books.follow(100, 1.0)
+    for _ in range(20):
+        books.enter(25, "greedy")
+    assert "500 tokens and leave 500" in refusal(books, "greedy").message  # of the 1,000 that 10 s are
+    books.enter(500, "modest")
+    assert "takes about 10 s" in refusal(books, "third").message
     books, _ = admission()
     for _ in range(10):
         books.enter(100)  # nobody is told apart

@@ -18,6 +18,7 @@ import torch
 from penstock.engine.cache_spec import CacheSpec, SsmLayerSpec
 from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.core import EngineCore
+from penstock.engine.frames import pack_inputs, unpack_rows
 from penstock.engine.loader import load_model
 from penstock.engine.messages import (
     CacheUse,
@@ -27,8 +28,6 @@ from penstock.engine.messages import (
     Rows,
     Submit,
     TokenizerSpec,
-    pack_inputs,
-    unpack_rows,
 )
 from penstock.engine.model_files import resolve_model, with_device
 from penstock.engine.model_info import ModelInfo

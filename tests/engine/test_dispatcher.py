@@ -9,6 +9,7 @@ import pytest
 
 from penstock.engine import errors
 from penstock.engine.dispatcher import Dispatcher, Outgoing
+from penstock.engine.frames import pack_rows, unpack_inputs
 from penstock.engine.messages import (
     Cancel,
     Failed,
@@ -18,8 +19,6 @@ from penstock.engine.messages import (
     Rows,
     StepLoad,
     Submit,
-    pack_rows,
-    unpack_inputs,
 )
 from penstock.engine.params import PoolingParams
 from penstock.engine.request import TokenizedInput
@@ -108,16 +107,50 @@ async def test_a_request_that_could_never_be_admitted_is_the_callers_mistake(
         await dispatcher.run(tokens(101), PoolingParams(), priority=0, timeout_s=None)
 
 
-async def test_forwards_that_leave_something_waiting_tell_how_fast_tokens_go(dispatcher: Dispatcher) -> None:
+async def test_forwards_that_had_no_place_for_all_tell_how_fast_tokens_go(dispatcher: Dispatcher) -> None:
     Core(dispatcher)
     await begin(dispatcher, 60)
     await begin(dispatcher, 50)
-    for num_waiting, step_s in ((1, 0.1), (0, 10.0)):  # 100 tokens a second; the other says nothing
-        load = StepLoad(1, 100, num_waiting, num_waiting)
+    # 100 tokens a second; the other was not full, and what waits at its end came meanwhile.
+    for num_left, step_s in ((1, 0.1), (0, 10.0)):
+        load = StepLoad(1, 100, 5, 5, num_left)
         dispatcher.receive_rows(Rows([], 10, step_s, load=load), pack_rows([]))
     with pytest.raises(errors.EngineOverloadedError) as refused:
         dispatcher.check_room("")
     assert refused.value.retry_after_s == pytest.approx(0.11)
+
+
+async def test_a_request_of_several_runs_is_taken_whole_or_refused_whole(dispatcher: Dispatcher, core: Core) -> None:
+    async def ask() -> None:
+        with dispatcher.book(tokens(10, 60)):
+            for length in (10, 60):
+                await dispatcher.run(tokens(length), PoolingParams(), priority=0, timeout_s=None, is_booked=True)
+
+    several = asyncio.create_task(ask())
+    await asyncio.sleep(0.01)
+    await begin(dispatcher, 40)
+    assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (2, 110)
+    core.answer((0, 0, 0.0))
+    await asyncio.sleep(0.01)
+    assert [m.request_id for m in core.sent] == [0, 1, 2]  # the second run came, though the queue is full
+    core.answer((1, 0, 0.0), (2, 0, 0.0))
+    await several
+    await asyncio.sleep(0)
+    assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
+    await begin(dispatcher, 50)
+    with pytest.raises(errors.InvalidRequestError, match="101 tokens"), dispatcher.book(tokens(1, 100)):
+        pytest.fail("it is larger than the queue")
+    assert dispatcher.stats.num_tokens == 50
+
+
+async def test_what_cannot_be_sent_leaves_nobody_waiting(dispatcher: Dispatcher) -> None:
+    def refuse(_: list[Outgoing]) -> None:
+        raise OverflowError("made up")
+
+    dispatcher.connect(refuse)
+    with pytest.raises(errors.ModelExecutionError, match="could not be sent"):
+        await asyncio.wait_for(dispatcher.run(tokens(5), PoolingParams(), priority=0, timeout_s=None), 10)
+    assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
 
 
 async def test_cancelling_the_caller_cancels_the_request(dispatcher: Dispatcher, core: Core) -> None:
@@ -195,9 +228,9 @@ async def test_a_request_learns_where_its_time_went(dispatcher: Dispatcher, core
 async def test_forwards_and_the_queue_behind_them_are_counted(dispatcher: Dispatcher, core: Core) -> None:
     stats = dispatcher.stats
     task = await begin(dispatcher, 50)
-    dispatcher.receive_rows(Rows([], 32, 0.25, load=StepLoad(2, 64, 5, 400)), b"")
+    dispatcher.receive_rows(Rows([], 32, 0.25, load=StepLoad(2, 64, 5, 400, 0)), b"")
     assert (stats.num_waiting, stats.num_waiting_tokens, stats.token_budget) == (5, 400, 64)
-    dispatcher.receive_rows(Rows([], 0, 0.0, load=StepLoad(0, 64, 4, 300)), b"")  # no forward
+    dispatcher.receive_rows(Rows([], 0, 0.0, load=StepLoad(0, 64, 4, 300, 0)), b"")  # no forward
     assert (stats.num_waiting, stats.num_waiting_tokens, stats.num_steps_total) == (4, 300, 1)
     histograms = (stats.step_tokens, stats.step_seqs, stats.step_fill, stats.step_seconds)
     assert [h.total for h in histograms] == [32, 2, 0.5, 0.25]
@@ -205,7 +238,7 @@ async def test_forwards_and_the_queue_behind_them_are_counted(dispatcher: Dispat
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)
-    dispatcher.receive_rows(Rows([], 8, 0.1, load=StepLoad(1, 64, 5, 400)), b"")  # sent before the core knew
+    dispatcher.receive_rows(Rows([], 8, 0.1, load=StepLoad(1, 64, 5, 400, 0)), b"")  # sent before the core knew
     assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.engine import messages as m
 from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.frames import pack_inputs, pack_rows, unpack_inputs, unpack_rows
 from penstock.engine.model_info import DenseSpec, ModelInfo, ModelKind
 from penstock.engine.params import PoolerConfig, PoolingParams, PoolingTask, PoolingType
 from penstock.engine.request import TokenizedInput
@@ -66,7 +67,7 @@ def test_messages_from_the_core_survive_the_wire(message: m.FromCore) -> None:
 def test_inputs_survive_their_frames(lengths: list[int]) -> None:
     rng = np.random.default_rng(0)
     inputs = [TokenizedInput(rng.integers(0, 99, n).astype(np.int32), n // 2, n // 3) for n in lengths]
-    received = m.unpack_inputs(bytes(m.pack_inputs(inputs)))
+    received = unpack_inputs(bytes(pack_inputs(inputs)))
     for sent, got in zip(inputs, received, strict=True):
         assert got.token_ids.tolist() == sent.token_ids.tolist()
         assert (got.type_boundary, got.num_prompt_tokens) == (sent.type_boundary, sent.num_prompt_tokens)
@@ -76,8 +77,8 @@ def test_queries_of_inputs_survive_and_are_sent_once() -> None:
     queries = [np.random.default_rng(n).normal(size=(n, 4)).astype(np.float32) for n in (3, 7)]
     order = [queries[0], None, queries[1], queries[0]]
     inputs = [TokenizedInput(np.arange(2, dtype=np.int32), num_hidden=i, query=q) for i, q in enumerate(order)]
-    frame = bytes(m.pack_inputs(inputs))
-    received = m.unpack_inputs(frame)
+    frame = bytes(pack_inputs(inputs))
+    received = unpack_inputs(frame)
     assert [got.num_hidden for got in received] == [0, 1, 2, 3]
     for got, query in zip(received, order, strict=True):
         assert got.query is None if query is None else np.array_equal(got.query, query)
@@ -88,7 +89,7 @@ def test_queries_of_inputs_survive_and_are_sent_once() -> None:
 def test_rows_of_any_shape_survive_their_frame() -> None:
     arrays = [np.arange(4.0), np.ones((2, 3)), np.zeros((0, 5)), np.array([7.0])]
     headers = [m.RowHeader(i, 0, "x", a.shape) for i, a in enumerate(arrays)]
-    for sent, got in zip(arrays, m.unpack_rows(headers, bytes(m.pack_rows(arrays))), strict=True):
+    for sent, got in zip(arrays, unpack_rows(headers, bytes(pack_rows(arrays))), strict=True):
         assert got.dtype == np.float32
         assert got.shape == sent.shape
         assert np.array_equal(got, sent)

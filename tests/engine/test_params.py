@@ -113,6 +113,14 @@ def test_accepted(info: ModelInfo, task: PoolingTask, fields: dict[str, Any]) ->
             r"truncate_prompt_tokens value is greater than max_model_len\. Please request a smaller truncation size\.",
             "truncate_prompt_tokens",
         ),
+        (
+            model(enable_chunked_processing=True),
+            PoolingTask.EMBED,
+            {"truncate_prompt_tokens": 2**64},
+            "greater than max_embed_len",
+            "truncate_prompt_tokens",
+        ),
+        (STEPS, PoolingTask.TOKEN_CLASSIFY, {"step_tag_id": 2**64}, "the ids 0 to 99", "step_tag_id"),
         (EMBEDDING, PoolingTask.EMBED, {"truncation_side": "top"}, "must be 'left' or 'right'", "truncation_side"),
         (TOKENS, PoolingTask.TOKEN_CLASSIFY, {"step_tag_id": 3}, "need STEP pooling; tiny uses ALL", "step_tag_id"),
         (
@@ -122,7 +130,13 @@ def test_accepted(info: ModelInfo, task: PoolingTask, fields: dict[str, Any]) ->
             "holds 3; tiny gives columns 0 to 2",
             "returned_token_ids",
         ),
-        (STEPS, PoolingTask.TOKEN_CLASSIFY, {"step_tag_id": -1}, "token ids begin at 0", "step_tag_id"),
+        (
+            STEPS,
+            PoolingTask.TOKEN_CLASSIFY,
+            {"step_tag_id": -1},
+            "step_tag_id is -1; the model has the ids 0 to 99",
+            "step_tag_id",
+        ),
     ],
 )
 def test_refused(info: ModelInfo, task: PoolingTask, fields: dict[str, Any], message: str, param: str) -> None:

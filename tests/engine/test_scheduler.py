@@ -44,6 +44,15 @@ def test_every_sequence_runs_once_within_the_limits(requests: list[list[int]], b
     assert scheduler.num_waiting_tokens == 0
 
 
+def test_a_batch_says_how_many_found_no_place_in_it() -> None:
+    scheduler = make(budget=128)
+    scheduler.add(request(0, [64, 64, 64]))
+    full = scheduler.schedule(0.0)
+    scheduler.add(request(1, [1]))  # came too late
+    last = scheduler.schedule(0.0)
+    assert [(len(batch.slices), batch.num_left) for batch in (full, last)] == [(2, 1), (2, 0)]
+
+
 events = st.lists(
     st.one_of(
         st.tuples(st.just("add"), lengths, st.integers(-2, 2), st.none() | st.floats(0.1, 5.0)),

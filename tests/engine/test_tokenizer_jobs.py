@@ -93,6 +93,18 @@ async def test_closing_leaves_nobody_waiting(jobs: TokenizerJobs) -> None:
         await jobs.run(work_of(1), 1)
 
 
+async def test_a_machine_without_threads_leaves_nobody_waiting(
+    jobs: TokenizerJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(EngineUnavailableError, match="can't start new thread"):
+            await asyncio.wait_for(jobs.run(work_of(1), 1), 10)
+
+
 def test_portions_are_bounded_and_leave_nothing_out() -> None:
     counts = [100_000, 100_000, 100_000, 900_000, 0, 5]
     assert list(portions(counts, lambda: False)) == [(0, 2), (2, 3), (3, 4), (4, 6)]

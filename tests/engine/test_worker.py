@@ -10,13 +10,14 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from penstock.engine import errors
+from penstock.engine import core_client, errors
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.config import EngineConfig
-from penstock.engine.messages import Frame, Rows
+from penstock.engine.messages import Frame, Rows, Start
 from penstock.engine.params import PoolingParams
 from penstock.engine.supervisor import EngineState
 
@@ -131,3 +132,16 @@ async def test_an_engine_thread_that_fails_is_replaced(minilm_folder: Path, monk
         assert (await engine.embed(["again"], PARAMS)).embeddings.shape == (1, 384)
     finally:
         await engine.close()
+
+
+async def test_a_process_that_a_kill_does_not_end_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("_STOP_TIMEOUT_S", "_KILL_TIMEOUT_S"):
+        monkeypatch.setattr(core_client, name, 0.01)
+    process = Mock(pid=7, returncode=None, wait=asyncio.Event().wait)
+    core = core_client.ProcessCore(Start(EngineConfig(model="any")), Mock(), Mock())
+    core._process, core._inbox = process, Mock()
+    await asyncio.wait_for(core.close(), 10)
+    process.kill.assert_called_once()
+    assert "7 was killed and does not end" in caplog.text

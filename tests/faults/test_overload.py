@@ -13,7 +13,8 @@ import numpy as np
 
 from penstock.engine.dispatcher import Dispatcher, Outgoing
 from penstock.engine.errors import EngineOverloadedError
-from penstock.engine.messages import Cancel, Frame, RowHeader, Rows, StepLoad, Submit, pack_rows, unpack_inputs
+from penstock.engine.frames import pack_rows, unpack_inputs
+from penstock.engine.messages import Cancel, Frame, RowHeader, Rows, StepLoad, Submit
 from penstock.engine.params import PoolingParams
 from penstock.engine.request import TokenizedInput
 
@@ -48,7 +49,8 @@ class Core:
             num_tokens += done[-1][2]
         headers = [RowHeader(request_id, index, "embedding", (1,)) for request_id, index, _ in done]
         rows = pack_rows([np.zeros(1, np.float32)] * len(done))
-        load = StepLoad(len(done), STEP_TOKENS, len(self.waiting), sum(entry[2] for entry in self.waiting))
+        num_left = len(self.waiting)
+        load = StepLoad(len(done), STEP_TOKENS, num_left, sum(entry[2] for entry in self.waiting), num_left)
         self.dispatcher.receive_rows(Rows(headers, num_tokens, 1.0, load=load), rows)
         return num_tokens
 

@@ -130,6 +130,16 @@ async def test_token_classifier_answers_per_token(serving, make_engine) -> None:
         assert response.json()["error"]["param"] == "input"
 
 
+async def test_an_answer_per_token_has_a_limit(serving, make_engine, monkeypatch) -> None:
+    async with serving(make_engine("token_classifier", ("O", "B-PER", "I-PER"))) as client:
+        for limit, value in (("MAX_DECODED_IDS", 4), ("MAX_TOKEN_VALUES", 14)):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"penstock.server.limits.{limit}", value)
+                response = await client.post("/classify", json={"input": ["Ann met Bob"]})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
+            assert f"the limit is {value}" in response.json()["message"]
+
+
 WRONG_BODIES = [
     ("neither", {"labels": ["a", "b"]}, "input", "neither"),
     ("both", {"input": "a", "inputs": ["b"]}, "input", "both"),

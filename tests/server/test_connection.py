@@ -126,10 +126,19 @@ async def test_an_offer_of_http_2_is_not_taken_and_costs_no_body(size: int) -> N
     assert b"GET /again host " in answer
 
 
-async def test_what_is_no_http_gets_400() -> None:
+async def test_any_number_of_offers_may_come_at_once() -> None:
+    offer = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
     async with running() as (_, port):
-        for wrong in (b"\x16\x03\x01\r\n\r\n", b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/7\r\n\r\n"):
-            assert (await exchange(port, wrong)).startswith(b"HTTP/1.1 400 ")
+        assert (await exchange(port, offer * 2_000)).count(b"HTTP/1.1 200 ") == 2_000
+
+
+async def test_what_is_no_http_gets_400() -> None:
+    tunnels = [b"CONNECT %b HTTP/1.1\r\nHost: x\r\n\r\n" % target for target in (b"a:1", b"/", b"http://a:80")]
+    async with running() as (_, port):
+        for wrong in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/7\r\n\r\n", *tunnels):
+            answer = await exchange(port, wrong)
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert answer.count(b"HTTP/1.1 ") == 1
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ async def encode(serving: Serving, engine: FakeEngine, **body: Any) -> httpx.Res
     ("info", "outputs", "expected"),
     [
         (M3, None, ["dense", "sparse", "multi_vector"]),
-        (M3, ["sparse", "dense"], ["sparse", "dense"]),
+        (M3, ["sparse", "dense"], ["dense", "sparse"]),
         (M3, ["multi_vector"], ["multi_vector"]),
         (SPLADE, None, ["sparse"]),
         (COLBERT, None, ["multi_vector"]),

@@ -167,6 +167,25 @@ async def test_long_values_are_cut_in_messages(client: httpx.AsyncClient) -> Non
     assert len(response.json()["message"]) < 300
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a", "model": "z" * 10_000}),
+        ("/v1/embeddings", {"input": "a", "dimensions": "z" * 10_000}),
+        ("/v1/embeddings", {"input": "a", "task": "z" * 10_000}),
+        ("/tokenize", {"inputs": "a", "prompt_name": "z" * 10_000}),
+        ("/rerank", {"query": "a", "documents": [{"z" * 10_000: 1}]}),
+        ("/rerank", {"query": "a", "documents": [{"z": 1}], "rank_fields": ["y"] * 10_000}),
+        ("/invocations", {"z" * 10_000: 1}),
+        ("/" + "z" * 10_000, {}),
+    ],
+)
+async def test_what_a_client_named_is_cut_in_messages(client: httpx.AsyncClient, path: str, body: dict) -> None:
+    response = await client.post(path, json=body)
+    assert 400 <= response.status_code < 500
+    assert len(response.json()["message"]) < 400
+
+
 def test_the_module_docstring_tree_is_whole() -> None:
     assert all(cls.__name__ in (errors.__doc__ or "") for cls in tree(EngineError))
 

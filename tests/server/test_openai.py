@@ -1,4 +1,4 @@
-"""POST /v1/embeddings and GET /v1/models as the clients in reference/clients.md send and read them."""
+"""POST /v1/embeddings and GET /v1/models as real clients send and read them."""
 
 import base64
 
@@ -177,7 +177,7 @@ WRONG_BODIES = [
     ("texts in ids", {"input": [[1, "a"]]}, "input", "'a'"),
     ("encoding", {"input": "a", "encoding_format": "hex"}, "encoding_format", "'hex'"),
     ("dimensions as text", {"input": "a", "dimensions": "8"}, "dimensions", "'8'"),
-    ("dimensions as bool", {"input": "a", "dimensions": True}, "dimensions", "True"),
+    ("dimensions as bool", {"input": "a", "dimensions": True}, "dimensions", "not true"),
     ("dimensions below zero", {"input": "a", "dimensions": -1}, "dimensions", "-1"),
     ("dimensions too large", {"input": "a", "dimensions": 9}, "dimensions", "9"),
     ("dimensions of a plain model", {"input": "a", "dimensions": 4}, "dimensions", "Matryoshka"),

@@ -178,6 +178,9 @@ async def test_keys_are_in_the_document_where_they_are_asked_for(serving, make_e
                 is_closed = operation.get("security") == [{"bearer": []}, {"apiKey": []}]
                 assert is_closed == (response.status_code == 401) == ("401" in operation["responses"]), path
                 assert not is_closed or response.headers["www-authenticate"] == "Bearer"
+                if is_closed:
+                    schema = operation["responses"]["401"]["content"]["application/json"]["schema"]
+                    Draft202012Validator({**schema, "components": document["components"]}).validate(response.json())
 
 
 LISTED = {

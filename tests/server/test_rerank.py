@@ -1,4 +1,4 @@
-"""The rerank routes as the clients in reference/clients.md send and read them."""
+"""The rerank routes as real clients send and read them."""
 
 import httpx
 import pytest

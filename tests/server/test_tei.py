@@ -1,5 +1,7 @@
-"""TEI's routes as the clients in reference/clients.md send and read them: huggingface_hub's InferenceClient,
-LlamaIndex, Haystack, RAGFlow, Dify, Milvus, LiteLLM, chromadb."""
+"""TEI's routes as its clients send and read them: huggingface_hub's InferenceClient, LlamaIndex, Haystack, RAGFlow,
+Dify, Milvus, LiteLLM, chromadb."""
+
+import asyncio
 
 import httpx
 import numpy as np
@@ -15,6 +17,8 @@ from penstock.engine.model_info import Activation
 from penstock.engine.multi_vector import MultiVector
 from penstock.engine.params import PoolingTask
 from penstock.engine.sparse import SparseKind, SparsePooling
+from penstock.server.error_handlers import TEI_PATHS
+from penstock.server.routes import tei, tei_tools
 
 TEXTS = ["one red", "one two three red", "blue"]
 QUERY = "one two three red"
@@ -244,12 +248,6 @@ async def test_tokenize(client: httpx.AsyncClient, engine) -> None:
     assert engine.calls[-1][1] == (["query: a"], False)
 
 
-async def test_tokenize_refuses_answers_of_any_size(client: httpx.AsyncClient, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.routes.tei_tools.MAX_TOKENIZED_CHARS", 3)
-    response = await client.post("/tokenize", json={"inputs": ["ab", "cd"]})
-    assert (response.status_code, response.json()["param"]) == (422, "inputs")
-
-
 @pytest.mark.parametrize(("ids", "texts"), [([5, 6], ["t5 t6"]), ([[5], [6, 7]], ["t5", "t6 t7"])])
 async def test_decode(client: httpx.AsyncClient, ids: list, texts: list[str]) -> None:
     assert (await client.post("/decode", json={"ids": ids, "skip_special_tokens": None})).json() == texts
@@ -334,6 +332,7 @@ WRONG_BODIES = [
     ("no entries", "/predict", {"inputs": []}, 400, "Empty", "inputs", "not empty"),
     ("sentences", "/similarity", {"inputs": {"source_sentence": "a"}}, 422, "Validation", "inputs", "sentences"),
     ("no sentences", "/", {"inputs": {"source_sentence": "a", "sentences": []}}, 400, "Empty", "inputs", "sentences"),
+    ("empty option", "/embed", {"inputs": "a", "truncate": []}, 422, "Validation", "truncate", "[]"),
     ("tokenize nothing", "/tokenize", {"inputs": []}, 400, "Empty", "inputs", "empty list"),
     (
         "tokenize with a prompt",
@@ -409,6 +408,40 @@ async def test_failures(client, engine, path: str, failure, status: int, error_t
     assert (response.status_code, error["error_type"]) == (status, error_type)
     assert ("retry-after" in response.headers) is comes_back
     assert "secret" not in error["error"]
+
+
+async def test_errors_outside_of_teis_routes_have_its_body_too(serving, engine) -> None:
+    async with serving(engine, max_body_bytes=1000) as client:
+        routes = [*tei.router.routes, *tei_tools.router.routes]
+        assert {route.path for route in routes if "POST" in route.methods} == TEI_PATHS
+        for path in sorted(TEI_PATHS):
+            response = await client.post(path, content=b"x" * 1001)
+            assert (response.status_code, checked(response)["error_type"]) == (413, "Validation")
+            response = await client.put(path)
+            assert (response.status_code, checked(response)["error_type"]) == (405, "Validation")
+        engine.failure = RuntimeError("secret detail")
+        response = await client.post("/embed", json={"inputs": "a"})
+        assert (response.status_code, checked(response)["error_type"]) == (500, "Backend")
+        engine.failure, engine.gate = None, asyncio.Event()
+        engine.entered.clear()
+        asking = asyncio.create_task(client.post("/embed", json={"inputs": "a"}))
+        await engine.entered.wait()
+        asking.cancel()
+        response = await asking
+        assert (response.status_code, checked(response)["error_type"]) == (503, "Unhealthy")
+        assert response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("path", ["/", "/invocations"])
+async def test_one_body_has_one_error_on_both_routes_for_all(client: httpx.AsyncClient, path: str) -> None:
+    for body, status in (
+        ({"inputs": [5, "a"]}, 422),
+        ({"inputs": []}, 400),
+        ({"inputs": "a", "model": "x"}, 404),
+        ({"query": "a", "texts": [7]}, 422),
+    ):
+        response = await client.post(path, json=body)
+        assert (response.status_code, bool(checked(response))) == (status, True)
 
 
 async def test_the_way_out_is_said_in_teis_words(serving, engine) -> None:

@@ -308,6 +308,25 @@ async def test_the_body_says_whose_tokens_they_are(client: httpx.AsyncClient) ->
     assert "error_type" in (await client.post("/tokenize", json={"inputs": 5})).json()
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "abcd"}, "prompt"),
+        ("/tokenize", {"messages": CHAT}, "messages"),
+        ("/tokenize", {"text": "abcd"}, "text"),
+        ("/tokenize", {"inputs": ["ab", "cd"]}, "inputs"),
+        ("/v1/tokenize", {"text": "abcd"}, "text"),
+    ],
+)
+async def test_no_answer_holds_the_tokens_of_texts_of_any_size(client, monkeypatch, path, body, param) -> None:
+    monkeypatch.setattr("penstock.server.limits.MAX_TOKENIZED_CHARS", 3)
+    response = await client.post(path, json=body)
+    answer = response.json()
+    assert response.status_code == (422 if "inputs" in body else 400)
+    assert (answer["param"] if "inputs" in body else answer["error"]["param"]) == param
+    assert "the limit is 3" in answer["message"]
+
+
 # (what, kind of the model, body, keys of the answer)
 INVOCATIONS = [
     ("embeddings", "embedding", {"input": ["a"]}, {"data", "usage", "object", "id", "created", "model"}),
