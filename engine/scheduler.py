@@ -251,11 +251,13 @@ class Scheduler:
         return SequenceSlice(sequence, 0, sequence.num_tokens)
 
     def _in_order(self, window: list[Entry], now_s: float) -> list[Entry]:
-        """Returns whole sequences in the order in which they run: the first, the overdue, the first's neighbours."""
+        """Returns whole sequences in the order in which they run: up to the last overdue, then the first's neighbours.
+
+        Those before an overdue one go before it: of another client, it may be overdue and yet have its share.
+        """
         if not window:
             return []
         first = window[0]
-        overdue = [e for e in window[1:] if now_s - e.turn_s > self.max_wait_s]
-        rest = [e for e in window[1:] if now_s - e.turn_s <= self.max_wait_s]
-        rest.sort(key=lambda e: (abs(e.sequence.num_tokens - first.sequence.num_tokens), e.tie))
-        return [first, *overdue, *rest]
+        end = max((place for place, e in enumerate(window) if now_s - e.turn_s > self.max_wait_s), default=0) + 1
+        rest = sorted(window[end:], key=lambda e: (abs(e.sequence.num_tokens - first.sequence.num_tokens), e.tie))
+        return [*window[:end], *rest]
