@@ -48,7 +48,8 @@ async def others_are_served(server, what: str, max_mib: float = 150) -> AsyncIte
                 await asyncio.sleep(0.02)
 
     looking = [asyncio.create_task(look(path)) for path in waits_s]
-    await asyncio.sleep(0.1)
+    while not all(waits_s.values()) and not any(task.done() for task in looking):
+        await asyncio.sleep(0.02)
     try:
         yield clients
         await asyncio.sleep(0.2)

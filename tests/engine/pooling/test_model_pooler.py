@@ -177,7 +177,7 @@ def test_step_keeps_tagged_rows_and_columns(pool_all: PoolAll, hidden_states: Te
         {"step_tag_id": 3},
         {"returned_token_ids": (0,)},
         {"step_tag_id": 3, "returned_token_ids": (4, 1), "use_activation": False},
-        {"step_tag_id": 98765},
+        {"step_tag_id": 99},
         {},
     ]
     params = [resolved(info, PoolingTask.TOKEN_CLASSIFY, **case) for case in cases]
