@@ -179,7 +179,7 @@ class InputEncoder:
             return ""
         if name not in self._info.prompts:
             known = ", ".join(self._info.prompts) or "none"
-            raise InvalidRequestError(f"prompt_name is {name!r}; the model has: {known}.", param="prompt_name")
+            raise InvalidRequestError(f"prompt_name is {name[:60]!r}; the model has: {known}.", param="prompt_name")
         return self._info.prompts[name]
 
     def _truncation(self, params: PoolingParams, *, param: str | None) -> Truncation:
