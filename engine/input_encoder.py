@@ -19,7 +19,7 @@ from .request import TokenizedInput
 from .request_options import RequestOptions
 from .text_encoder import Text
 from .tokenizer import TokenizerPool
-from .truncation import Truncation
+from .truncation import Truncation, bounded
 
 _SPARE_TOKENS: Final = 4
 """A piece of a text may have this many tokens more by itself; pieces that must not be cut leave room for them."""
@@ -108,15 +108,20 @@ class InputEncoder:
             pairs = [(query, "a") for query in queries]
             taken = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
         rooms = [truncation.max_num_tokens - len(tokens) for tokens in taken]
-        details = await self._tokenizer.token_details(documents, add_special_tokens=False)
+        num_chars = replace(truncation, max_num_tokens=options.max_pieces * truncation.max_num_tokens).max_chars
+        read = [bounded(document, num_chars, keeps_end=False) for document in documents]
+        details = await self._tokenizer.token_details(read, add_special_tokens=False)
         offsets = [detail.offsets for detail in details]
         rooms = rooms if len(rooms) > 1 else rooms * len(documents)
         spare = _SPARE_TOKENS if params.refuse_too_long else 0
-        pieces = Pieces.of(documents, offsets, rooms, options.max_pieces, spare=spare)
-        if params.refuse_too_long and pieces.cut_document is not None:
-            num_tokens, room = len(offsets[pieces.cut_document]), rooms[pieces.cut_document]
+        pieces = Pieces.of(read, offsets, rooms, options.max_pieces, spare=spare)
+        unread = next((i for i, document in enumerate(documents) if read[i] is not document), None)
+        too_long = pieces.cut_document if pieces.cut_document is not None else unread
+        if params.refuse_too_long and too_long is not None:
+            num_tokens, room = len(offsets[too_long]), rooms[too_long]
+            at_least = "" if read[too_long] is documents[too_long] else "at least "
             raise RequestTooLongError(
-                f"Document {pieces.cut_document} has {num_tokens} tokens, which do not fit into {options.max_pieces} "
+                f"Document {too_long} has {at_least}{num_tokens} tokens, which do not fit into {options.max_pieces} "
                 f"pieces of up to {room - spare}. Please allow more pieces, or set truncate_prompt_tokens to -1 to cut "
                 "it.",
                 num_tokens=num_tokens,

@@ -15,6 +15,8 @@ Embed = Callable[[Sequence[Text]], Awaitable[EmbeddingResult]]
 async def zero_shot(embed: Embed, inputs: Sequence[Text], labels: Sequence[str]) -> ClassResult:
     """Classifies inputs among label texts; `embed` gets all texts at once. See AsyncEngine.zero_shot."""
     _check_labels(labels, "labels")
+    if len(set(labels)) != len(labels):
+        raise InvalidRequestError("labels must name at least two different labels, each once.", param="labels")
     embedded = await embed([*inputs, *labels])
     scores = zero_shot_scores(embedded.embeddings[: len(inputs)], embedded.embeddings[len(inputs) :])
     return ClassResult(scores, tuple(labels), _counted(embedded.num_tokens, len(inputs)))
@@ -33,8 +35,8 @@ async def few_shot(embed: Embed, inputs: Sequence[Text], examples: Sequence[tupl
 
 
 def _check_labels(labels: Sequence[str], field: str) -> None:
-    if len(labels) < 2 or len(set(labels)) != len(labels):
-        raise InvalidRequestError(f"{field} must name at least two different labels, each once.", param=field)
+    if len(set(labels)) < 2:
+        raise InvalidRequestError(f"{field} must name at least two different labels.", param=field)
 
 
 def _counted(num_tokens: list[int], num_inputs: int) -> list[int]:

@@ -80,5 +80,5 @@ def _missing_weights(path: Path) -> list[str]:
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an error's text, or its class name."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an error's text, or its class name; without the "Got: " that huggingface_hub begins with."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ")

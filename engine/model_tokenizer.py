@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from .errors import InvalidRequestError
-from .truncation import Truncation
+from .truncation import Truncation, bounded
 
 
 class ModelTokenizer:
@@ -43,10 +43,10 @@ class ModelTokenizer:
         """Whether the left side of an over-long text is cut away."""
         return self.side(truncation) == "left"
 
-    def bounded(self, texts: Sequence[str], truncation: Truncation) -> list[str]:
-        """Returns what the limit can keep of enormous texts; others as they are."""
-        cuts_left = self.cuts_left(truncation)
-        return [truncation.bounded(text, cuts_left=cuts_left) for text in texts]
+    def bounded(self, texts: Sequence[str], truncation: Truncation, num_chars: int) -> list[str]:
+        """Returns `num_chars` characters of enormous texts, from the side that is kept; others as they are."""
+        keeps_end = self.cuts_left(truncation)
+        return [bounded(text, num_chars, keeps_end=keeps_end) for text in texts]
 
     def room(self, truncation: Truncation, *, is_pair: bool = False) -> int:
         """Returns the tokens that the limit leaves for text beside the special tokens.

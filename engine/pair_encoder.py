@@ -55,14 +55,19 @@ class PairEncoder:
         return tokenized
 
     def _bounded(self, pairs: Sequence[Pair], truncation: Truncation) -> list[Pair]:
-        """Returns pairs as they are tokenized; where cutting is allowed, without what the limit cannot keep."""
-        cased = self._tokenizer.cased
-        firsts, seconds = cased([a for a, _ in pairs]), cased([b for _, b in pairs])
-        if truncation.cut:
-            # The limit keeps at most its own length of either text; where a pair fits whole, nothing is cut here.
-            firsts = self._tokenizer.bounded(firsts, truncation)
-            seconds = self._tokenizer.bounded(seconds, truncation)
-        return list(zip(firsts, seconds, strict=True))
+        """Returns pairs as they are tokenized: without what the limit cannot keep.
+
+        Raises:
+            RequestTooLongError: A text has more characters than are read, and must not be cut.
+        """
+        num_chars = truncation.kept_chars if truncation.cut else truncation.max_chars
+        for i, pair in enumerate(pairs):
+            longest = max(map(len, pair))
+            if longest > num_chars:
+                truncation.refuse_unread_unless_cut(longest, 0, i)
+        # The limit keeps at most its own length of either text; where a pair fits whole, nothing is cut here.
+        sides = (self._tokenizer.bounded(side, truncation, num_chars) for side in zip(*pairs, strict=True))
+        return list(zip(*map(self._tokenizer.cased, sides), strict=True))
 
     def _filled(
         self,

@@ -66,6 +66,15 @@ VALID_PARAMETERS: Final[dict[PoolingTask, frozenset[str]]] = {
     PoolingTask.TOKEN_CLASSIFY: frozenset({"use_activation", "step_tag_id", "returned_token_ids"}),
     PoolingTask.SPARSE_EMBED: frozenset(),
 }
+_MODELS: Final[dict[PoolingTask, str]] = {
+    PoolingTask.EMBED: "an embedding model",
+    PoolingTask.TOKEN_EMBED: "an embedding model",
+    PoolingTask.CLASSIFY: "a model with classes, such as a sequence classifier",
+    PoolingTask.SCORE: "a reranker (cross-encoder) or an embedding model",
+    PoolingTask.TOKEN_CLASSIFY: "a token classifier",
+    PoolingTask.SPARSE_EMBED: "a model with sparse vectors, such as SPLADE or bge-m3",
+}
+"""What has to be served for a task."""
 _MOST_TOKENS: Final = 2**31 - 1
 """Tokens that an input can ever have: lengths travel as int32."""
 _TASK_PARAMETERS: Final = ("dimensions", "normalize", "use_activation", "step_tag_id", "returned_token_ids")
@@ -118,7 +127,8 @@ class PoolingParams:
         """
         if task not in model.tasks:
             raise UnsupportedTaskError(
-                f"{model.name} does not support the task {task.value!r}; it supports {_listed(model.tasks)}.",
+                f"{model.name} does not support the task {task.value!r}; it supports {_listed(model.tasks)}. "
+                f"Serve {_MODELS[task]} for it.",
                 param="task",
             )
         if self.task is not None and self.task is not task:

@@ -17,7 +17,7 @@ from .truncation import Truncation
 Text = str | Sequence[int]
 """A text, or its token ids."""
 
-_SPARE_TOKENS: Final = 8
+_SPARE_TOKENS: Final = 64
 """Where a bounded text has more tokens above the limit than this, what was left out of it cannot matter."""
 
 
@@ -43,13 +43,13 @@ class TextEncoder:
     ) -> list[TokenizedInput]:
         """Returns each input as a sequence; see TokenizerPool.encode."""
         skip = self._count_prefix(prompt, specials) if prompt and skip_prompt else 0
-        max_chars = truncation.max_chars
+        first_chars = truncation.first_chars
         tokenized: list[TokenizedInput] = []
-        num_chars = [min(len(item), max_chars) if isinstance(item, str) else 0 for item in inputs]
+        num_chars = [min(len(item), first_chars) if isinstance(item, str) else 0 for item in inputs]
         for first, last in portions(num_chars, gone):
             part = inputs[first:last]
             texts = self._tokenizer.cased([prompt + item for item in part if isinstance(item, str)])
-            bounded = self._tokenizer.bounded(texts, truncation)
+            bounded = self._tokenizer.bounded(texts, truncation, first_chars)
             encoded = self._backend.encode_batch_fast(bounded, add_special_tokens=specials)
             encodings = iter(zip(texts, bounded, encoded, strict=True))
             for index, item in enumerate(part, first):
@@ -66,17 +66,17 @@ class TextEncoder:
         """Returns the ids of each part of one text, and whether they are complete; see TokenizerPool.encode_parts."""
         texts = [prompt * (i == 0) + item for i, item in enumerate(inputs) if isinstance(item, str)]
         texts = self._tokenizer.cased(texts)
-        bounded = self._tokenizer.bounded(texts, truncation)
+        bounded = self._tokenizer.bounded(texts, truncation, truncation.first_chars)
         encodings: list[Encoding] = []
         is_whole = True
         for first, last in portions([len(text) for text in bounded], gone):
             encoded = self._backend.encode_batch_fast(bounded[first:last], add_special_tokens=False)
             for i, encoding in enumerate(encoded, first):
-                if bounded[i] is not texts[i]:
-                    if len(encoding) <= truncation.max_num_tokens + _SPARE_TOKENS:
-                        (encoding,) = self._backend.encode_batch_fast([texts[i]], add_special_tokens=False)
-                    else:
-                        is_whole = False
+                read, encoding = self._read_on(texts[i], bounded[i], encoding, truncation, specials=False)
+                if read is not texts[i]:
+                    is_whole = False
+                    if len(encoding) <= truncation.max_num_tokens:
+                        truncation.refuse_unread_unless_cut(len(texts[i]), len(encoding), i)
                 encodings.append(encoding)
         of_texts = iter(encodings)
         known, checked = self._tokenizer.known, self._tokenizer.checked
@@ -94,11 +94,10 @@ class TextEncoder:
     ) -> TokenizedInput:
         """Cuts an encoding to the limit and puts the special tokens, where there are to be any, around the rest."""
         limit = truncation.max_num_tokens
-        if bounded is not text and len(encoding) <= limit + _SPARE_TOKENS:
-            # Words of thousands of letters: the whole text must say what fits.
-            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=specials)
-            bounded = text
+        bounded, encoding = self._read_on(text, bounded, encoding, truncation, specials=specials)
         if len(encoding) <= limit:
+            if bounded is not text:
+                truncation.refuse_unread_unless_cut(len(text), len(encoding), index)
             ids = self._tokenizer.known(encoding.ids)
             return TokenizedInput(ids, num_prompt_tokens=max(min(skip, len(encoding) - 1), 0))
         truncation.refuse_unless_cut(len(encoding), index, is_whole=bounded is text)
@@ -110,6 +109,25 @@ class TextEncoder:
         if skip and self._tokenizer.cuts_left(truncation):
             skip = max(skip - num_cut, 0) if bounded is text else 0
         return TokenizedInput(self._tokenizer.known(cut_ids), num_prompt_tokens=min(skip, len(cut_ids) - 1))
+
+    def _read_on(
+        self, text: str, bounded: str, encoding: Encoding, truncation: Truncation, *, specials: bool
+    ) -> tuple[str, Encoding]:
+        """Reads more of a text whose beginning has too few tokens to tell what fits: blanks, words of many letters.
+
+        Returns:
+            What was read, and its tokens.
+        """
+        num_chars = truncation.first_chars
+        while (
+            bounded is not text
+            and len(encoding) <= truncation.max_num_tokens + _SPARE_TOKENS
+            and num_chars < truncation.max_chars
+        ):
+            num_chars = min(2 * num_chars, truncation.max_chars)
+            (bounded,) = self._tokenizer.bounded([text], truncation, num_chars)
+            (encoding,) = self._backend.encode_batch_fast([bounded], add_special_tokens=specials)
+        return bounded, encoding
 
     def _fit_ids(self, ids: NDArray[np.int32], truncation: Truncation, index: int) -> NDArray[np.int32]:
         limit = truncation.max_num_tokens

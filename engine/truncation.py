@@ -8,8 +8,13 @@ from typing import Final
 from .errors import InvalidRequestError, RequestTooLongError
 from .length_limit import worded_limit
 
-_CHARS_PER_TOKEN: Final = 64
-_MIN_CHARS: Final = 65_536
+_FEW_CHARS_PER_TOKEN: Final = 8
+_MANY_CHARS_PER_TOKEN: Final = 64
+_FIRST_CHARS: Final = 65_536
+_MAX_CHARS: Final = 524_288
+_MOST_CHARS: Final = 2_000_000
+_LONGEST_WORD: Final = 1_000
+"""Characters. Text is cut between words, unless that takes away more than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,25 +36,22 @@ class Truncation:
     name: str | None = None
 
     @property
+    def first_chars(self) -> int:
+        """Characters that are read first: they have more tokens than the limit in nearly every text."""
+        return min(max(_FEW_CHARS_PER_TOKEN * self.max_num_tokens, _FIRST_CHARS), self.max_chars)
+
+    @property
     def max_chars(self) -> int:
-        """Characters of a text that can matter: a token longer than this on average is not met in real text."""
-        return max(_CHARS_PER_TOKEN * self.max_num_tokens, _MIN_CHARS)
+        """Characters of a text that are read: more for a token of the limit are not met in real text.
 
-    def bounded(self, text: str, *, cuts_left: bool) -> str:
-        """Returns what the limit can keep of an enormous text, cut between words; other texts as they are.
-
-        Args:
-            text: The text.
-            cuts_left: Its end is kept; else its beginning.
+        Reading takes 500 bytes for a token and 30 for a character, so that this bounds the memory of one text.
         """
-        limit = self.max_chars
-        if len(text) <= limit:
-            return text
-        if cuts_left:
-            space = text.find(" ", len(text) - limit)
-            return text[space:] if space >= 0 else text
-        space = text.rfind(" ", 0, limit)
-        return text[:space] if space >= 0 else text
+        return min(max(_MANY_CHARS_PER_TOKEN * self.max_num_tokens, _MAX_CHARS), _MOST_CHARS)
+
+    @property
+    def kept_chars(self) -> int:
+        """Characters that the limit can keep of one text of a pair, of which not more is read where it may be cut."""
+        return min(max(_MANY_CHARS_PER_TOKEN * self.max_num_tokens, _FIRST_CHARS), _MOST_CHARS)
 
     def refuse_unless_cut(self, num_tokens: int, index: int, *, is_whole: bool = True) -> None:
         """Refuses an input above the limit, unless it is to be cut.
@@ -62,11 +64,29 @@ class Truncation:
         Raises:
             RequestTooLongError: It must not be cut.
         """
+        at_least = "" if is_whole else "at least "
+        self._refuse_unless_cut(f"input {index} has {at_least}{num_tokens} tokens", num_tokens)
+
+    def refuse_unread_unless_cut(self, num_chars: int, num_tokens: int, index: int) -> None:
+        """Refuses an input of which not even all was read, unless it is to be cut.
+
+        Args:
+            num_chars: Its characters.
+            num_tokens: Tokens of those that were read.
+            index: Its place in the request.
+
+        Raises:
+            RequestTooLongError: It must not be cut.
+        """
+        self._refuse_unless_cut(
+            f"input {index} has {num_chars} characters, of which {self.max_chars} would be read", num_tokens
+        )
+
+    def _refuse_unless_cut(self, what: str, num_tokens: int) -> None:
         if self.cut:
             return
-        at_least = "" if is_whole else "at least "
         raise RequestTooLongError(
-            f"{worded_limit(self.max_num_tokens, self.name)}, but input {index} has {at_least}{num_tokens} tokens. "
+            f"{worded_limit(self.max_num_tokens, self.name)}, but {what}. "
             "Please reduce the length of the input prompt, or set truncate_prompt_tokens to -1 to cut it.",
             num_tokens=num_tokens,
             max_num_tokens=self.max_num_tokens,
@@ -80,3 +100,21 @@ class Truncation:
             "--max-model-len.",
             param="truncate_prompt_tokens",
         )
+
+
+def bounded(text: str, num_chars: int, *, keeps_end: bool) -> str:
+    """Returns at most `num_chars` characters of a text, cut between words where there are words; a shorter one as it is.
+
+    Args:
+        text: The text.
+        num_chars: Characters.
+        keeps_end: Its end is kept; else its beginning.
+    """
+    if len(text) <= num_chars:
+        return text
+    if keeps_end:
+        start = len(text) - num_chars
+        spaces = [text.find(space, start, start + _LONGEST_WORD) for space in " \n"]
+        return text[min((place for place in spaces if place >= 0), default=start) :]
+    space = max(text.rfind(space, num_chars - _LONGEST_WORD, num_chars) for space in " \n")
+    return text[: space if space >= 0 else num_chars]

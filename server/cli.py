@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("penstock: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(["penstock: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return INTERRUPTED
 
 
@@ -74,9 +74,12 @@ def _embed(given: dict[str, Any]) -> int:
     file = given.pop("file")
     settings = load(EmbedSettings, given)
     model, _ = model_and_names(settings.model)
-    from .embed_file import embed_file
+    try:
+        from .embed_file import embed_file
 
-    embed_file(file, settings, model)
+        embed_file(file, settings, model)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on where it stopped") from None
     return 0
 
 

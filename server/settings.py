@@ -70,6 +70,14 @@ def _keys(value: object) -> object:
     return keys
 
 
+def _served_names(value: object) -> object:
+    """Refuses a list that was given but names nothing."""
+    names = _listed(value)
+    if not names and value != ():
+        raise ValueError("holds no name; give a name, or leave it out to serve the model under its own")
+    return names
+
+
 def _size(value: object, parse: ValidatorFunctionWrapHandler) -> object:
     try:
         return parse(value)
@@ -90,6 +98,7 @@ Origins = Annotated[Names, AfterValidator(_origins)]
 Keys = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_keys)]
 Seconds = Annotated[NonNegativeFloat, Field(allow_inf_nan=False)]
 Bytes = Annotated[ByteSize, WrapValidator(_size), Field(gt=0)]
+ServedNames = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_served_names)]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
@@ -211,7 +220,7 @@ class ServerSettings(EngineSettings):
 
     host: str = Field("0.0.0.0", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    served_model_name: Names = Field(
+    served_model_name: ServedNames = Field(
         (), description="Names under which the model is served, separated by commas; the first one is shown."
     )
     api_key: Keys = Field(

@@ -34,7 +34,8 @@ def _sentence(error: dict[str, Any], body: object) -> str:
             return "The body is empty; send a JSON object."
         return f"The body must be a JSON object, not {shown(error['input'])}."
     if kind == "missing":
-        return f"{field} is missing; the body has {shown_names(body if isinstance(body, dict) else ())}."
+        given = [name for name, value in body.items() if value is not None] if isinstance(body, dict) else ()
+        return f"{field} is missing; the body has {shown_names(given)}."
     reason = error["msg"].removeprefix("Value error, ").rstrip(".")
     if kind == "value_error":
         return f"{field} {reason}."

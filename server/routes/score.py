@@ -12,6 +12,7 @@ from penstock.engine.results import ScoreResult
 
 from ..context import context_of, until_client_leaves
 from ..cut_texts import cut_texts
+from ..field_names import fields_named
 from ..json_route import JsonRoute, json_response
 from ..schemas.common import usage_of
 from ..schemas.errors import ERROR_RESPONSES
@@ -26,11 +27,13 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     """Scores pairs of texts: by the cross-encoder that is served, or by the cosine of embeddings."""
     context = context_of(request)
     engine, name = context.models.find(body.model)
-    left, right = body.sides()
-    context.check_count(left, "text_1")
-    context.check_count(right, "text_2")
+    left, right = sides = body.sides()
+    for side in sides:
+        context.check_count(getattr(body, side), side)
     options = context.options(instruction=body.wanted_instruction(), priority=body.priority)
-    result = await until_client_leaves(request, _score(engine, body, left, right, options))
+    with fields_named("input", {"text_1": left, "text_2": right}):
+        work = _score(engine, body, getattr(body, left), getattr(body, right), options)
+        result = await until_client_leaves(request, work)
     return json_response(
         {
             "id": f"score-{request.scope['request_id']}",

@@ -9,6 +9,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from penstock.engine.chat_template import ChatOptions
 from penstock.engine.errors import InvalidRequestError
 
+from ..shown_values import shown
 from . import json_schema
 from .common import Flag, RequestBody
 from .texts import Inputs, Text
@@ -30,7 +31,7 @@ def parse_conversations(value: Any) -> Conversations:
         return [_messages(value, "")]
     for i, entry in enumerate(value):
         if not isinstance(entry, list) or not entry:
-            raise ValueError(f"holds chats, so every entry must be a list of messages; entry {i} is none")
+            raise ValueError(f"holds chats, so every entry must be a list of messages; entry {i} is {shown(entry)}")
     return [_messages(entry, f" of chat {i}") for i, entry in enumerate(value)]
 
 
@@ -39,8 +40,10 @@ def _messages(entries: list[Any], where: str) -> list[dict[str, Any]]:
 
 
 def _message(entry: Any, name: str) -> dict[str, Any]:
-    if not isinstance(entry, dict) or not isinstance(entry.get("role"), str):
-        raise ValueError(f'must hold objects {{"role": ..., "content": ...}}; {name} is none')
+    if not isinstance(entry, dict):
+        raise ValueError(f"holds {shown(entry)}, but {name} must be an object with role and content")
+    if not isinstance(entry.get("role"), str):
+        raise ValueError(f"holds a message without a role; {name} must be an object with role and content")
     content = entry.get("content")
     if content is None or isinstance(content, str):
         return {**entry, "content": content}

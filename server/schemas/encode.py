@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.engine.errors import InvalidRequestError
+from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.params import PoolingParams, PoolingTask
 
@@ -52,8 +52,19 @@ class EncodeRequest(EncodingOptions, InputFields, PoolingBody):
     instruction: str | None = Field(None, description="Replaces the instruction of the model's query prompt.")
 
     def wanted(self, model: ModelInfo) -> list[Output]:
-        """Returns the outputs to answer with, always in one order: together they name the task in the metrics."""
+        """Returns the outputs to answer with, always in one order: together they name the task in the metrics.
+
+        Raises:
+            UnsupportedTaskError: The model does not give one of `outputs`.
+        """
         if self.outputs is not None:
+            lacking = [output for output in self.outputs if TASKS[output] not in model.tasks]
+            if lacking:
+                has = [output for output, task in TASKS.items() if task in model.tasks]
+                raise UnsupportedTaskError(
+                    f"outputs holds {lacking[0]!r}, but {model.name} gives {', '.join(has) or 'no vectors'}.",
+                    param="outputs",
+                )
             return [output for output in TASKS if output in self.outputs]
         heads = model.token_heads
         has_vectors = model.multi_vector is not None or (heads is not None and heads.vectors_file is not None)

@@ -61,13 +61,13 @@ class ScoreRequest(PairBody):
         None, description="Tokens. Cut each document to this many first; 0 or absent: leave it whole."
     )
 
-    def sides(self) -> tuple[list[str], list[str]]:
-        """Returns the texts of both sides.
+    def sides(self) -> tuple[str, str]:
+        """Returns the names of the fields that hold the two sides.
 
         Raises:
             InvalidRequestError: Not exactly one pair of fields is there.
         """
-        given = [(getattr(self, a), getattr(self, b)) for a, b in _PAIRS if getattr(self, a) and getattr(self, b)]
+        given = [(a, b) for a, b in _PAIRS if getattr(self, a) and getattr(self, b)]
         if len(given) != 1:
             names = "; ".join(f"{a} and {b}" for a, b in _PAIRS)
             raise InvalidRequestError(f"Give exactly one of these pairs of fields: {names}.", param="text_1")

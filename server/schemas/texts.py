@@ -57,8 +57,10 @@ def check_length(values: list[Any]) -> None:
 
 def _checked_ids(ids: list[int]) -> list[int]:
     lowest, highest = min(ids), max(ids)
-    if lowest < 0 or highest > json_schema.MAX_INTEGER:
-        raise ValueError(f"holds {lowest if lowest < 0 else highest}, which is no token id: they count from 0")
+    if lowest < -json_schema.MAX_INTEGER or highest > json_schema.MAX_INTEGER:
+        raise ValueError("holds a number that is out of range: no model has such a token id")
+    if lowest < 0:
+        raise ValueError(f"holds {lowest}, which is no token id: they count from 0")
     return ids
 
 

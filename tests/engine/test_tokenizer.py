@@ -151,7 +151,14 @@ async def test_a_limit_below_the_special_tokens_is_refused(pool: TokenizerPool) 
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("text", ["word and other " * 20_000, "x" * 200_000 + " end", "start " + "y" * 200_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("word and other " * 20_000, "x" * 200_000 + " end", "start " + "y" * 200_000),
+        *("東京" * 50_000, "." * 100_000, "a line\n" * 15_000, " " * 300_000 + "the end", "the start" + "\n" * 300_000),
+    ],
+    ids=lambda text: text[:6].strip() + text[-6:].strip(),
+)
 async def test_enormous_texts_are_cut_as_if_all_of_them_were_read(
     pool: TokenizerPool, reference: Any, text: str, side: str
 ) -> None:
@@ -168,6 +175,19 @@ async def test_enormous_texts_are_cut_as_if_all_of_them_were_read(
 async def test_an_enormous_text_is_refused_without_reading_all_of_it(pool: TokenizerPool) -> None:
     with pytest.raises(RequestTooLongError, match=r"maximum context length is 32 tokens, but input 0 has at least \d+"):
         await pool.encode(["word " * 3_000_000], Truncation(max_num_tokens=32))
+
+
+@pytest.mark.parametrize("unit", ["x", "\n", "."])
+async def test_what_is_too_long_to_be_read_is_refused_or_cut(pool: TokenizerPool, unit: str) -> None:
+    text = "fox " + unit * 10_000_000
+    with pytest.raises(RequestTooLongError, match="32 tokens, but input 0 has"):
+        await pool.encode([text], Truncation(max_num_tokens=32))
+    with pytest.raises(RequestTooLongError, match="has 10000004 characters, of which 524288 would be read"):
+        await pool.encode_pairs([("the", "fox"), ("the", text)], Truncation(max_num_tokens=32))
+    (cut,) = await pool.encode([text], Truncation(max_num_tokens=32, cut=True))
+    (pair,) = await pool.encode_pairs([("the", text)], Truncation(max_num_tokens=32, cut=True))
+    assert len(cut) <= 32
+    assert len(pair) <= 32
 
 
 async def test_tokenize_and_decode_are_inverse(pool: TokenizerPool) -> None:

@@ -99,6 +99,18 @@ def test_a_model_that_cannot_be_stored_says_why(code: int, monkeypatch: pytest.M
     assert "\n" not in failed.value.message
 
 
+def test_a_hub_that_cannot_be_reached_is_named_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise OSError("Got: ConnectError: no route to host\nAn error happened")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelLoadError, match=r": ConnectError: no route to host$") as failed:
+        locate_model("owner/name")
+    assert "Got:" not in failed.value.message
+
+
 @pytest.mark.slow
 def test_a_real_server_goes_on_beside_what_fails(launch, small_bert: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"

@@ -12,6 +12,7 @@ import schemathesis
 OF_THE_MODEL = (
     r"does not support the task '\w+'; it supports",
     r" is a \w+; similarity needs embeddings",
+    r"^outputs holds '\w+', but .* gives ",
     r"^The task '\w+' takes the parameters? ",
     r"has no chat template",
     r"^prompt_name is .*; the model has",

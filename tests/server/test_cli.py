@@ -111,3 +111,25 @@ def test_bool_flags_have_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["settings"].auto_truncate is False
     assert cli.main(["serve", "some/model"]) == 0
     assert seen["settings"].auto_truncate is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["serve", "some/model"], "penstock: interrupted\n"),
+        (
+            ["embed", "x.txt", "--output", "out.npy"],
+            "penstock: interrupted; the same command goes on where it stopped\n",
+        ),
+    ],
+)
+def test_an_interruption_says_what_goes_on(
+    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.server.serve.serve", interrupt)
+    monkeypatch.setattr("penstock.server.embed_file.embed_file", interrupt)
+    assert cli.main(arguments) == cli.INTERRUPTED
+    assert capsys.readouterr().err == line

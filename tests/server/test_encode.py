@@ -83,7 +83,7 @@ async def test_options_reach_the_engine(serving: Serving, make_engine: type[Fake
 WRONG = [
     ({"input": ["a"], "outputs": ["dense", "colour"]}, "outputs", "colour"),
     ({"input": ["a"], "outputs": []}, "outputs", "at least 1"),
-    ({"input": ["a"], "outputs": ["sparse"]}, "task", "sparse_embed"),
+    ({"input": ["a"], "outputs": ["sparse"]}, "outputs", "holds 'sparse', but fake-model gives dense, multi_vector"),
     ({"input": ["a"], "encoding_format": "bytes"}, "encoding_format", "carries one output"),
     ({"outputs": ["dense"]}, "input", "missing"),
 ]

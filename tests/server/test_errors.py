@@ -223,3 +223,16 @@ async def test_a_list_is_wrong_at_its_first_wrong_entry(
     response = await client.post(path, json=body)
     assert response.status_code in (400, 422)
     assert " more." not in response.text  # one error, and not one for each entry: of a large body, gigabytes
+
+
+async def test_nulls_are_not_listed_as_given(client: httpx.AsyncClient) -> None:
+    message = (await client.post("/", json={"query": None, "parameters": {}})).json()["message"]
+    assert "query is missing; the body has parameters." in message
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 30, "-1" + "0" * 30])
+async def test_a_number_that_no_integer_holds_is_out_of_range(client: httpx.AsyncClient, number: str) -> None:
+    body = f'{{"input": [{number}]}}'
+    answer = await client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["message"] == "input holds a number that is out of range: no model has such a token id."

@@ -36,6 +36,7 @@ WRONG_BODIES = [
     ("numbers", {"text_1": "a", "text_2": [1]}, "text_2", "entry 0 is 1"),
     ("N:M", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2", "2 texts"),
     ("N:1", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_2", "2 texts"),
+    ("N:1 in other names", {"queries": ["a", "b"], "documents": ["a"]}, "documents", "2 texts"),
 ]
 
 

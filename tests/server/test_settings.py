@@ -116,6 +116,7 @@ WRONG_VALUES = [
     ("request_timeout_s", "nan", "finite"),
     ("drain_timeout_s", "inf", "finite"),
     ("api_key", ",", "holds no key"),
+    ("served_model_name", ",", "holds no name"),
     ("max_body_bytes", "0", "greater than 0"),
     ("chunk_size", "0", "greater than 0"),
     ("kv_cache_memory", "2 apples", "must be a size such as 2GiB or 500MB"),
