@@ -103,7 +103,7 @@ class Truncation:
 
 
 def bounded(text: str, num_chars: int, *, keeps_end: bool) -> str:
-    """Returns at most `num_chars` characters of a text, cut between words where there are words; a shorter one as it is.
+    """Returns at most `num_chars` characters of a text, cut between words where there are any; a shorter one as it is.
 
     Args:
         text: The text.
