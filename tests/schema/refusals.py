@@ -38,7 +38,7 @@ OF_TWO_FIELDS = (
     r"^late_chunking ",
     r"^embedding_type holds \d+ types, but encoding_format is",
     r"^embed_dtype is '\w+', but \w+ asks for",
-    r"^normalize is \w+ and use_activation is \w+, but",
+    r"^\w+ is \w+ and use_activation is \w+, but for embeddings they are two names",
     r"but class scores are floats",
     r"^encoding_format is '\w+', which (carries one output|puts a line)",
     r"^Give labels \(zero-shot\) or examples \(few-shot\)",
