@@ -12,7 +12,9 @@ _FEW_CHARS_PER_TOKEN: Final = 8
 _MANY_CHARS_PER_TOKEN: Final = 64
 _FIRST_CHARS: Final = 65_536
 _MAX_CHARS: Final = 524_288
+"""Of models with short limits, so that a text may begin with that many blanks."""
 _MOST_CHARS: Final = 2_000_000
+"""Of any model, so that one text takes no more than a GB to read."""
 _LONGEST_WORD: Final = 1_000
 """Characters. Text is cut between words, unless that takes away more than this."""
 
