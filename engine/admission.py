@@ -36,6 +36,11 @@ class Admission:
         self._past_tokens = self._past_s = 0.0
         self._tokens_of: Counter[str] = Counter()  # under way, by client
 
+    @property
+    def is_full(self) -> bool:
+        """Whether `check` refuses every client."""
+        return self._stats.num_tokens >= self._limit
+
     def check(self, client: str = "") -> None:
         """Refuses what there is no room for. Where clients are told apart, none may take more than it leaves free.
 
@@ -45,16 +50,13 @@ class Admission:
         Raises:
             EngineOverloadedError: There is no room now; it says when to come back.
         """
-        num_tokens, limit, rate = self._stats.num_tokens, self._max_tokens, self._tokens_per_s
-        is_bounded_in_time = self._is_queue and self._max_queue_s * rate < limit
-        if is_bounded_in_time:
-            limit = math.ceil(self._max_queue_s * rate)
+        num_tokens, limit = self._stats.num_tokens, self._limit
         num_free = limit - num_tokens
         if num_free <= 0:
             raise self._refusal(
-                f"What the server has under way takes about {num_tokens / rate:.0f} s; it takes no request from "
-                f"{self._max_queue_s:g} s on."
-                if is_bounded_in_time
+                f"What the server has under way takes about {num_tokens / self._tokens_per_s:.0f} s; it takes no "
+                f"request from {self._max_queue_s:g} s on."
+                if limit < self._max_tokens
                 else f"The server has {num_tokens} tokens under way and takes no request from {limit} on.",
                 1 - num_free,
             )
@@ -96,6 +98,13 @@ class Admission:
         """Lets the drain rate follow a forward that had all the tokens that it could take: others are slower."""
         self._past_tokens = _RATE_MEMORY * self._past_tokens + num_tokens
         self._past_s = _RATE_MEMORY * self._past_s + max(seconds, 1e-6)
+
+    @property
+    def _limit(self) -> int:
+        """Tokens under way from which on everybody is refused."""
+        if not self._is_queue or not self._max_queue_s * self._tokens_per_s < self._max_tokens:
+            return self._max_tokens
+        return math.ceil(self._max_queue_s * self._tokens_per_s)
 
     @property
     def _tokens_per_s(self) -> float:

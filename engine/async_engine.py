@@ -109,6 +109,20 @@ class AsyncEngine:
         """How often a dead core was replaced."""
         return self._supervisor.num_restarts
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the engine works, and has so much to do that `check_room` refuses every client."""
+        return self._requests.is_full
+
+    def check_room(self, client: str = "") -> None:
+        """Refuses what every call refuses first: a request of `client` for which there is no room now.
+
+        Raises:
+            EngineUnavailableError: The engine is not ready.
+            EngineOverloadedError: Too much is under way.
+        """
+        self._requests.check_room(client)
+
     def stats(self) -> DispatcherStats:
         """Returns counters and what is under way."""
         return self._dispatcher.stats

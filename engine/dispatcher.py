@@ -99,6 +99,11 @@ class Dispatcher:
         for request_id in list(self._pending):
             self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a request of any client would be refused now."""
+        return self._admission.is_full
+
     def check_room(self, client: str) -> None:
         """Raises EngineOverloadedError if a request of `client` would be refused now."""
         self._admission.check(client)

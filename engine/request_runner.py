@@ -35,17 +35,30 @@ class RequestRunner:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the engine works, and has so much to do that `check_room` refuses every client."""
+        return self._supervisor.state is EngineState.READY and self._dispatcher.is_full
+
+    def check_room(self, client: str) -> None:
+        """Refuses a request of `client` that cannot be taken now.
+
+        Raises:
+            EngineUnavailableError: The engine is not ready.
+            EngineOverloadedError: Too much is under way.
+        """
+        self._ensure_ready()
+        self._dispatcher.check_room(client)
+
     @contextlib.asynccontextmanager
     async def hold(self, options: RequestOptions) -> AsyncIterator[None]:
         """Holds one request, from its tokenization to its answer; `wait_until_idle` waits for it.
 
         Raises:
-            EngineUnavailableError: The engine is not ready.
-            EngineOverloadedError: Too much is under way.
+            EngineError: See `check_room`.
             DeadlineExceededError: The deadline passed inside.
         """
-        self._ensure_ready()
-        self._dispatcher.check_room(options.client)
+        self.check_room(options.client)
         self._num_requests += 1
         self._idle.clear()
         try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -12,9 +13,12 @@ from starlette.middleware.cors import CORSMiddleware
 from .api_keys import ApiKeys
 from .auth import AuthMiddleware
 from .body_limit import BodyLimitMiddleware
+from .connection import SHEDDER
 from .context import ModelTable, ServedModel, ServerContext
 from .error_handlers import install_error_handlers
+from .file_limit import file_limit
 from .json_route import JsonPaths
+from .load_shedding import LoadShedder, PacedRefusalsMiddleware
 from .metrics import Metrics
 from .middleware import (
     PathMiddleware,
@@ -23,6 +27,7 @@ from .middleware import (
 )
 from .observers import Observers
 from .openapi import DocumentedApp
+from .refusal_pace import RefusalPace
 from .routes import (
     classify,
     cohere,
@@ -67,12 +72,16 @@ def create_app(
     table = ModelTable()
     context = ServerContext(settings, Metrics(table.engines), table, int(time.time()))
     observers = Observers(settings, context.metrics)
+    dialects = (openai, multi_vector, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools)
+    routes = [route for module in (*dialects, encode) for route in module.router.routes]
+    pace = RefusalPace(max_waiting=file_limit() // 2)
+    shedder = LoadShedder(routes, table, keys, observers.all, pace)
     startup = Startup(models, settings, table, on_ready=on_ready, on_failure=on_failure)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
         async with observers.running(), startup.running():
-            yield
+            yield {SHEDDER: shedder}
 
     app = DocumentedApp(
         names=[name for model in models for name in model.names],
@@ -85,10 +94,9 @@ def create_app(
     app.state.context = context
     app.state.startup = startup
     app.router.redirect_slashes = False
-    dialects = (openai, multi_vector, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools)
     for module in (*dialects, encode, ops, playground):
         app.include_router(module.router)
-    app.router.routes.insert(0, JsonPaths(r for module in (*dialects, encode) for r in module.router.routes))
+    app.router.routes.insert(0, JsonPaths(routes))
     install_error_handlers(app)
     # The last one added sees a request first.
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=settings.max_body_bytes)
@@ -103,6 +111,7 @@ def create_app(
             allow_headers=("*",),
             expose_headers=("*",),
         )
+    app.add_middleware(PacedRefusalsMiddleware, pace=pace)
     app.add_middleware(TimingMiddleware, observers=observers.all)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(PathMiddleware)

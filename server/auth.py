@@ -35,7 +35,7 @@ class AuthMiddleware:
         if scope["type"] != "http" or is_open(scope["method"], scope["path"]):
             await self.app(scope, receive, send)
             return
-        client = self.keys.client_of(_offers(scope["headers"]))
+        client = self.keys.client_of(offered_keys(scope["headers"]))
         if client is not None:
             scope["api_client"] = client
             await self.app(scope, receive, send)
@@ -50,7 +50,7 @@ def is_open(method: str, path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES) or (path == "/" and method in ("GET", "HEAD"))
 
 
-def _offers(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+def offered_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
     """Yields what may be a key."""
     for name, value in headers:
         if name == b"authorization":

@@ -11,10 +11,15 @@ from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from fastapi import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from .load_shedding import LoadShedder, Refusal
 
 MAX_OVERHEAD_BYTES: Final = 64 * 1024
 """What may come between two bytes of bodies: a head, trailers, the frames of chunks."""
+SHEDDER: Final = "load_shedder"
+"""Where the state of the application's lifespan has its LoadShedder, if it has one."""
 _UPGRADE_HEADERS: Final = (b"connection", b"upgrade", b"http2-settings")
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -49,6 +54,9 @@ class Connection(HttpToolsProtocol):
         self._num_received = 0
         self._num_overhead = 0
         self._is_upgrade = False
+        self._refusal: Refusal | None = None  # until it has been sent
+        self._is_refused = False  # the request that is being read
+        self._shedder: LoadShedder | None = self.app_state.get(SHEDDER)
 
     def data_received(self, data: bytes) -> None:
         """Parses what has come; refuses a head or trailers that are too large, and what is no HTTP."""
@@ -68,27 +76,36 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def on_headers_complete(self) -> None:
-        """Begins a request, unless its head offers an upgrade: it is then read again, without the offer."""
+        """Begins a request, unless it is refused at once, or its head offers an upgrade: that is read again without."""
+        self._say_refusal()
         self._is_upgrade = self.parser.should_upgrade()
-        if not self._is_upgrade:
+        self._refusal = None if self._is_upgrade else self._shed()
+        self._is_refused = self._refusal is not None
+        if not self._is_upgrade and not self._is_refused:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Takes a piece of a body."""
+        """Takes a piece of a body; that of a request which was refused is thrown away."""
         self._num_overhead = 0
-        super().on_body(body)
+        if not self._is_refused:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Ends a request."""
         self._num_overhead = 0
-        if not self._is_upgrade:
+        if not self._is_upgrade and not self._is_refused:
             super().on_message_complete()
+
+    def shutdown(self) -> None:
+        """Begins to end the connection."""
+        self._say_refusal()
+        super().shutdown()
 
     @property
     def is_between_requests(self) -> bool:
         """Whether no request is under way; the head of one may be."""
         cycle: RequestResponseCycle | None = self.cycle  # uvicorn declares it without the None that it begins with
-        return cycle is None or cycle.response_complete
+        return self._refusal is None and (cycle is None or cycle.response_complete)
 
     @property
     def is_idle(self) -> bool:
@@ -103,9 +120,41 @@ class Connection(HttpToolsProtocol):
         if self.is_between_requests:
             is_timed = self.timeout_keep_alive_task is not None
             return None if is_timed else Owed(Part.HEAD, self.cycle, self._num_received)
+        if self._refusal is not None:
+            return None
         if self.cycle.more_body and not self.pipeline:  # where requests queue, nothing is read for a while
             return Owed(Part.BODY, self.cycle, self._num_received)
         return None
+
+    def _shed(self) -> Refusal | None:
+        """Refuses a request that there is no room for, if it is plain: nothing before it is unanswered or unread."""
+        if self._shedder is None or not self._shedder.is_full:
+            return None
+        is_plain = (
+            self.parser.get_method() == b"POST"
+            and self.parser.get_http_version() == "1.1"
+            and self.parser.should_keep_alive()
+            and not self.expect_100_continue
+            and self.is_between_requests
+            and not self.flow.write_paused
+        )
+        return self._shedder.refusal(self.url, self.headers, self.scope, self._answer) if is_plain else None
+
+    def _say_refusal(self) -> None:
+        """Does not let a refusal wait any longer."""
+        if self._refusal is not None:
+            self._refusal.send()
+
+    def _answer(self, response: Response) -> None:
+        """Sends a whole answer."""
+        self._refusal = None
+        if self.transport.is_closing():
+            return
+        lines = [STATUS_LINE[response.status_code]]
+        for name, value in (*self.server_state.default_headers, *response.raw_headers):
+            lines += (name, b": ", value, b"\r\n")
+        self.transport.write(b"".join((*lines, b"\r\n", response.body)))
+        self.on_response_complete()
 
     def _parse(self, data: bytes) -> bytes:
         """Parses up to a head that offers an upgrade; returns that head without its offer, and what is behind it."""

@@ -98,6 +98,11 @@ class ModelTable:
         """Returns every engine that has been loaded once, with its shown name."""
         return list(self._shown)
 
+    @property
+    def only(self) -> AsyncEngine | None:
+        """The engine that every request goes to; None where its body must be read to know, or no model is loaded."""
+        return self._shown[0].engine if len(self._shown) == 1 and not self._expected else None
+
     def states(self) -> dict[str, EngineState]:
         """Returns where each model is in its life, by its shown name."""
         states = {name: engine.state for engine, name in self._shown}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import resource
 from math import inf
 from socket import socket
 from typing import Any, Final
@@ -52,10 +50,3 @@ class HttpServer(uvicorn.Server):
     @property
     def _connections(self) -> set[Any]:
         return self.server_state.connections
-
-
-def raise_file_limit() -> None:
-    """Lets this process open as many files as its hard limit allows: a connection is one, and 1024 are soon used up."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # macOS has a hard limit that it does not grant
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import random
 import re
+from collections.abc import Iterable
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -46,20 +47,31 @@ class PathMiddleware:
         await self.app(scope, receive, send)
 
 
+class RequestIds:
+    """Names requests."""
+
+    def __init__(self) -> None:
+        self._random = random.Random()  # noqa: S311 - an id is no secret, and uuid4 asks the kernel each time
+
+    def of(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        """Returns what the client calls its request in x-request-id, or a name of our own."""
+        given = next((value for name, value in headers if name == b"x-request-id"), b"")
+        return given if _REQUEST_ID.fullmatch(given) else b"%032x" % self._random.getrandbits(128)
+
+
 class RequestIdMiddleware:
     """Takes x-request-id from the client or makes one, keeps it in the scope and sends it back."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._random = random.Random()  # noqa: S311 - an id is no secret, and uuid4 asks the kernel each time
+        self._ids = RequestIds()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sets scope["request_id"]."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        request_id = given if _REQUEST_ID.fullmatch(given) else b"%032x" % self._random.getrandbits(128)
+        request_id = self._ids.of(scope["headers"])
         scope["request_id"] = request_id.decode("ascii")
 
         async def send_with_id(message: Message) -> None:

@@ -28,7 +28,8 @@ from .app import create_app
 from .command_errors import UsageError
 from .connection import Connection
 from .context import ServedModel
-from .http_server import HttpServer, raise_file_limit
+from .file_limit import raise_file_limit
+from .http_server import HttpServer
 from .settings import ServerSettings, unknown_variables
 from .startup import check_prompt_name
 
@@ -74,9 +75,9 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
         failures.append(error)
         server.should_exit = True
 
+    raise_file_limit()
     app = create_app([ServedModel(names, start)], settings, on_ready=_freeze, on_failure=give_up)
     listener = bound_socket(settings.host, settings.port)
-    raise_file_limit()
     server = HttpServer(
         uvicorn.Config(
             app,
