@@ -25,10 +25,9 @@ from .middleware import RequestIds
 from .refusal_pace import RefusalPace
 from .timing import Observer, RequestRecord
 
-_NOT_ONLY_FORWARDS: Final = frozenset(
-    {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode", "/invocations"}
-)
-"""Paths of which some requests, or all, need no forward: a full engine does not concern them."""
+_NEED_NO_FORWARD: Final = frozenset({"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"})
+_TOLD_BY_THE_BODY: Final = frozenset({"/rerank", "/invocations"})
+"""Paths where the body tells which dialect an error is written in."""
 
 
 class Refusal:
@@ -92,7 +91,9 @@ class LoadShedder:
         self._routes = {
             route.path.encode(): route
             for route in routes
-            if isinstance(route, JsonRoute) and route.body_field is not None and route.path not in _NOT_ONLY_FORWARDS
+            if isinstance(route, JsonRoute)
+            and route.body_field is not None
+            and route.path not in _NEED_NO_FORWARD | _TOLD_BY_THE_BODY
         }
         self._models = models
         self._keys = keys

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import random
@@ -14,10 +15,15 @@ import socket
 import struct
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import pytest
+
+from penstock.server.refusal_pace import LONGEST_S, PER_TICK, TICK_S
+
+from .load import Load, Seen
 
 MIB = 2**20
 NUM_HANG_UPS = 1_000
@@ -131,74 +137,70 @@ def test_an_engine_that_is_killed_is_replaced_while_the_server_stays_alive(serve
     assert server.metric("penstock_engine_restarts_total") == num_restarts + 1
 
 
+QUEUED_TOKENS = 16_384
+TEXTS, TOKENS = 16, 16 * 62
+"""Of one request of the overload tests."""
+ENOUGH_CLIENTS = 12
+"""Keep the queue filled without a refusal."""
+
+
+@pytest.fixture(scope="module")
+def small_queue(launch):
+    return launch("--max-queued-tokens", str(QUEUED_TOKENS))
+
+
+def overload(server, run: Callable[[Load, float], Awaitable[float]]) -> tuple[Seen, str]:
+    """Measure the goodput of `run`, given the peak, between two peaks. Returns what came back to it, and the figures.
+
+    The share that it costs is no assertion: clients and refusals share the cores with the model.
+    """
+    body = request({"input": ["word " * 60] * TEXTS})
+
+    async def measure() -> tuple[Seen, str]:
+        load = Load(server.port, body)
+        before = await load.closed_loop(ENOUGH_CLIENTS, 12)
+        assert not load.seen.seconds[429]
+        load.seen.seconds[200].clear()
+        memory, num_refused = server.resident_bytes(), server.metric("penstock_engine_refused_requests_total")
+        during = await run(load, before)
+        grown = (server.resident_bytes() - memory) / MIB
+        seen = copy.deepcopy(load.seen)
+        after = await load.closed_loop(ENOUGH_CLIENTS, 12)
+        load.close()
+        answered, refused = seen.seconds[200], seen.seconds[429]
+        assert grown < 0.2 * memory / MIB
+        assert len(refused) > len(answered)
+        assert server.metric("penstock_engine_refused_requests_total") - num_refused == len(refused)
+        assert server.metric("penstock_engine_requests") == 0
+        assert min(seen.waits_s) >= 1
+        # However many wait, none waits for longer; the rest is scheduling.
+        assert max(refused) < LONGEST_S + 2
+        return seen, (
+            f"goodput {during:.1f} requests/s, {during / ((before + after) / 2):.1%} of a peak of {before:.1f} before "
+            f"and {after:.1f} after; {len(refused)} refused; answered after up to {max(answered):.1f} s, refused after "
+            f"{1000 * np.median(refused):.1f} ms, up to {max(refused):.1f} s; Retry-After {min(seen.waits_s)} to "
+            f"{max(seen.waits_s)} s; {grown:+.0f} MiB on {memory / MIB:.0f} MiB"
+        )
+
+    return asyncio.run(measure())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ten_times_the_capacity_for_a_minute(launch) -> None:
-    """A server with as many clients as keep it busy, and then with ten times the requests that it answered them.
+def test_ten_times_the_capacity_for_a_minute(small_queue) -> None:
+    """Ten times the requests that the server answered at its peak, whatever becomes of them; the queue begins full."""
+    num_first = 2 * QUEUED_TOKENS // TOKENS
+    _, figures = overload(small_queue, lambda load, peak: load.open_loop(10 * peak, 60, num_first=num_first))
+    print(figures)
 
-    The goodput that it costs is printed and not asserted: clients and refusals share the cores with the model.
-    """
-    max_queued_tokens, num_tokens = 16_384, 16 * 62
-    server = launch("--max-queued-tokens", str(max_queued_tokens))
-    body = request({"input": ["word " * 60] * 16})
-    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-    seconds: dict[int, list[float]] = {200: [], 429: []}
-    waits_s: list[int] = []
 
-    async def ask() -> None:
-        began_s = time.monotonic()
-        reader, writer = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(body)
-        status, headers = await asyncio.wait_for(answer_of(reader), 60)
-        idle.append((reader, writer))
-        seconds[status].append(time.monotonic() - began_s)
-        if status == 429:
-            waits_s.append(int(headers["retry-after"]))
-
-    async def peak(for_s: float) -> float:
-        """Requests answered per second where enough clients ask one after the other to keep the queue filled."""
-        began_s, num_before = time.monotonic(), len(seconds[200])
-
-        async def again() -> None:
-            while time.monotonic() < began_s + for_s:
-                await ask()
-
-        await asyncio.gather(*(again() for _ in range(12)))
-        return (len(seconds[200]) - num_before) / (time.monotonic() - began_s)
-
-    async def goodput(per_s: float, for_s: float) -> float:
-        """Requests answered per second where so many come, whatever becomes of them; the queue begins full."""
-        tasks = [asyncio.create_task(ask()) for _ in range(2 * max_queued_tokens // num_tokens)]
-        await asyncio.sleep(1.0)
-        began_s, num_before, num_sent = time.monotonic(), len(seconds[200]), 0
-        while (now_s := time.monotonic()) < began_s + for_s:
-            tasks.append(asyncio.create_task(ask()))
-            num_sent += 1
-            await asyncio.sleep(max(began_s + num_sent / per_s - now_s, 0.0))
-        answered = (len(seconds[200]) - num_before) / (time.monotonic() - began_s)
-        print(f"{num_sent} requests sent in {for_s:g} s", end="; ")
-        await asyncio.gather(*tasks)
-        return answered
-
-    async def run() -> None:
-        before = await peak(10)
-        memory = server.resident_bytes()
-        during = await goodput(10 * before, 60)
-        grown = (server.resident_bytes() - memory) / MIB
-        after = await peak(10)
-        share = during / ((before + after) / 2)
-        print(
-            f"goodput {during:.1f} requests/s, {share:.1%} of a peak of {before:.1f} before and {after:.1f} after; "
-            f"answered after up to {max(seconds[200]):.1f} s, refused after {1000 * np.median(seconds[429]):.1f} ms, "
-            f"up to {max(seconds[429]):.1f} s; Retry-After {min(waits_s)} to {max(waits_s)} s; "
-            f"{grown:+.0f} MiB on {memory / MIB:.0f} MiB"
-        )
-        assert grown < 0.2 * memory / MIB
-        for _, writer in idle:
-            writer.close()
-
-    asyncio.run(run())
-    assert min(waits_s) >= 1
-    assert len(seconds[429]) > len(seconds[200])
-    assert server.metric("penstock_engine_refused_requests_total") == len(seconds[429])
-    assert server.metric("penstock_engine_requests") == 0
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_clients", [24, 256])
+def test_clients_that_come_back_at_once(small_queue, num_clients: int) -> None:
+    """Clients that take a refusal for an invitation: before refusals were paced, they took most of the processor."""
+    for_s = 20
+    seen, figures = overload(small_queue, lambda load, _: load.closed_loop(num_clients, for_s))
+    print(f"{num_clients} clients: {figures}")
+    # A full tick of refusals, or as many as wait for the longest time that one may.
+    assert len(seen.seconds[429]) < for_s * (PER_TICK / TICK_S + num_clients / LONGEST_S) * 1.1

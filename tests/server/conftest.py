@@ -14,7 +14,7 @@ from penstock.engine.async_engine import RequestOptions
 from penstock.engine.chat_renderer import ChatRenderer
 from penstock.engine.chat_template import ChatOptions, ChatTemplate
 from penstock.engine.dispatcher import DispatcherStats
-from penstock.engine.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
 from penstock.engine.length_limit import worded_limit
 from penstock.engine.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
@@ -83,6 +83,14 @@ class FakeEngine:
         self.entered = asyncio.Event()
         self.was_cancelled = False
         self.is_closed = False
+
+    @property
+    def is_full(self) -> bool:
+        return isinstance(self.failure, EngineOverloadedError)
+
+    def check_room(self, client: str = "") -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def stats(self) -> DispatcherStats:
         return DispatcherStats(num_requests=3, num_tokens=42)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import ssl
 import subprocess
 import time
-from collections.abc import AsyncIterator
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import HTTPException
 
 from penstock.server.body_limit import BodyLimitMiddleware
-from penstock.server.connection import MAX_OVERHEAD_BYTES, Connection, Owed, Part
+from penstock.server.connection import MAX_OVERHEAD_BYTES, Owed, Part
 from penstock.server.connection_limits import HEAD_S, STALL_S, ConnectionLimits
-from penstock.server.http_server import HttpServer
+
+from .sockets import exchange, running
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -48,39 +46,6 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": content})
 
 
-@contextlib.asynccontextmanager
-async def running(app: Any = echo, **options: Any) -> AsyncIterator[tuple[HttpServer, int]]:
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_config=None, **options)
-    server = HttpServer(config)
-    with contextlib.ExitStack() as signals:
-        server.capture_signals = lambda: signals  # type: ignore[method-assign, assignment]
-        serving = asyncio.create_task(server.serve([listener]))
-        while not server.started:
-            await asyncio.sleep(0.005)
-        yield server, listener.getsockname()[1]
-        server.should_exit = True
-        await serving
-        listener.close()
-
-
-async def exchange(port: int, *pieces: bytes) -> bytes:
-    """Send pieces, and return what comes until the server closes or falls silent."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    answer = b""
-    with contextlib.suppress(ConnectionError, TimeoutError):
-        for piece in pieces:
-            writer.write(piece)
-            await writer.drain()
-            await asyncio.sleep(0)
-        async with asyncio.timeout(0.3):
-            while received := await reader.read(65_536):
-                answer += received
-    writer.close()
-    return answer
-
-
 HEAD = b"POST /p HTTP/1.1\r\nHost: x\r\n"
 FILL = b"y" * (MAX_OVERHEAD_BYTES // 2)
 
@@ -88,14 +53,14 @@ FILL = b"y" * (MAX_OVERHEAD_BYTES // 2)
 @pytest.mark.parametrize("start", [b"GET /", HEAD, HEAD + b"X: ", b"\r\n"])
 async def test_a_head_without_an_end_is_refused(start: bytes) -> None:
     fill = b"\r\n" * 20_000 if start == b"\r\n" else b"X: y\r\n" * 6_000 if start == HEAD else FILL
-    async with running() as (_, port):
+    async with running(echo) as (_, port):
         assert (await exchange(port, start, fill, fill, fill)).startswith(b"HTTP/1.1 431 ")
 
 
 @pytest.mark.parametrize("fill", [b"X: y\r\n" * 6_000, b"X: " + FILL])
 async def test_trailers_without_an_end_close_the_connection(fill: bytes) -> None:
     start = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
-    async with running() as (server, port):
+    async with running(echo) as (server, port):
         assert await exchange(port, start, fill, fill, fill) == b""
         assert not server.server_state.connections
 
@@ -104,7 +69,7 @@ async def test_long_bodies_and_many_requests_are_no_overhead() -> None:
     body = b"z" * (8 * MAX_OVERHEAD_BYTES)
     chunks = b"".join(b"1\r\nz\r\n" for _ in range(50_000)) + b"0\r\n\r\n"
     whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body)
-    async with running() as (_, port):
+    async with running(echo) as (_, port):
         answer = await exchange(port, whole, body, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
         assert answer.count(b"HTTP/1.1 200 ") == 2
         assert answer.count(b"z") == len(body) + 50_000
@@ -119,7 +84,7 @@ async def test_an_offer_of_http_2_is_not_taken_and_costs_no_body(size: int) -> N
         + b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\nX-A: b\r\n\r\nbody"
     )
     pieces = [request[i : i + size] for i in range(0, len(request), size)]
-    async with running() as (_, port):
+    async with running(echo) as (_, port):
         answer = await exchange(port, *pieces, b"GET /again HTTP/1.1\r\nHost: x\r\n\r\n")
     assert answer.count(b"HTTP/1.1 200 ") == 2
     assert b"POST /p content-length,host,x-a body" in answer
@@ -128,13 +93,13 @@ async def test_an_offer_of_http_2_is_not_taken_and_costs_no_body(size: int) -> N
 
 async def test_any_number_of_offers_may_come_at_once() -> None:
     offer = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
-    async with running() as (_, port):
+    async with running(echo) as (_, port):
         assert (await exchange(port, offer * 2_000)).count(b"HTTP/1.1 200 ") == 2_000
 
 
 async def test_what_is_no_http_gets_400() -> None:
     tunnels = [b"CONNECT %b HTTP/1.1\r\nHost: x\r\n\r\n" % target for target in (b"a:1", b"/", b"http://a:80")]
-    async with running() as (_, port):
+    async with running(echo) as (_, port):
         for wrong in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/7\r\n\r\n", *tunnels):
             answer = await exchange(port, wrong)
             assert answer.startswith(b"HTTP/1.1 400 ")
@@ -173,7 +138,7 @@ async def test_how_long_a_client_may_take(part: Part, silent_s: float, slow_s: f
 
 
 async def test_what_a_client_owes() -> None:
-    async with running(timeout_keep_alive=60) as (server, port):
+    async with running(echo, timeout_keep_alive=60) as (server, port):
 
         async def owes(*pieces: bytes) -> list[Part | None]:
             seen: list[Part | None] = []
@@ -253,7 +218,7 @@ async def test_idle_tls_connections_do_not_hold_up_the_end(certificate: tuple[Pa
         assert client.recv(15) == b"HTTP/1.1 200 OK"
         clients.append(client)  # and does not look at it any more, as an idle pool does
 
-    async with running(timeout_graceful_shutdown=30, **files) as (_, port):
+    async with running(echo, timeout_graceful_shutdown=30, **files) as (_, port):
         for _ in range(3):
             await asyncio.to_thread(ask, port)
         began_s = time.monotonic()
