@@ -8,10 +8,11 @@ body would be lost; such a request is answered in HTTP/1.1 (RFC 9110, section 7.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import httptools
 from fastapi import Response
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from .load_shedding import LoadShedder, Refusal
@@ -138,7 +139,7 @@ class Connection(HttpToolsProtocol):
             and self.is_between_requests
             and not self.flow.write_paused
         )
-        return self._shedder.refusal(self.url, self.headers, self.scope, self._answer) if is_plain else None
+        return self._shedder.refusal(self.url, cast("Scope", self.scope), self._answer) if is_plain else None
 
     def _say_refusal(self) -> None:
         """Does not let a refusal wait any longer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter, time_ns
-from typing import Final
+from typing import Any, Final
 
 from fastapi import Response
 from starlette.routing import BaseRoute
@@ -31,39 +31,56 @@ _TOLD_BY_THE_BODY: Final = frozenset({"/rerank", "/invocations"})
 
 
 class Refusal:
-    """The answer to a request that was refused; it goes out once.
+    """A request that was refused, and its answer, which goes out once.
+
+    The answer is written when it goes out: together with others, while what that takes is in the processor's caches.
 
     Args:
-        response: The answer.
-        record: Of the request, under its route.
-        answer: Sends it.
+        error: Why.
+        route: Of the request.
+        scope: Of the request.
+        answer: Sends a response.
         observers: Are told.
+        ids: Name the request.
     """
 
-    __slots__ = ("_answer", "_observers", "_record", "_response")
+    __slots__ = ("_answer", "_began_ns", "_began_s", "_error", "_ids", "_is_sent", "_observers", "_route", "_scope")
 
     def __init__(
         self,
-        response: Response,
-        record: RequestRecord,
+        error: EngineError,
+        route: JsonRoute,
+        scope: Mapping[str, Any],
+        *,
         answer: Callable[[Response], None],
         observers: Sequence[Observer],
+        ids: RequestIds,
     ) -> None:
-        self._response: Response | None = response
-        self._record = record
+        self._error = error
+        self._route = route
+        self._scope = scope
         self._answer = answer
         self._observers = observers
+        self._ids = ids
+        self._began_s, self._began_ns = perf_counter(), time_ns()
+        self._is_sent = False
 
     def send(self) -> None:
         """Sends it, unless that has happened."""
-        response, self._response = self._response, None
-        if response is None:
+        if self._is_sent:
             return
-        self._record.begin_answer(response.status_code)
+        self._is_sent = True
+        name, path = self._ids.of(self._scope["headers"]), self._route.path
+        request_id = name.decode("ascii")
+        known = {"method": "POST", "path": path, "route": self._route, "request_id": request_id}
+        record = RequestRecord({**self._scope, **known}, self._began_s, self._began_ns)
+        response = engine_refusal(path, self._error, request_id)
+        response.raw_headers.append((b"x-request-id", name))
+        record.begin_answer(response.status_code)
         self._answer(response)
-        self._record.end()
+        record.end()
         for observe in self._observers:
-            observe(self._record)
+            observe(record)
 
 
 class LoadShedder:
@@ -107,43 +124,34 @@ class LoadShedder:
         engine = self._models.only
         return engine is not None and engine.is_full
 
-    def refusal(
-        self,
-        target: bytes,
-        headers: Iterable[tuple[bytes, bytes]],
-        scope: Mapping[str, object],
-        answer: Callable[[Response], None],
-    ) -> Refusal | None:
+    def refusal(self, target: bytes, scope: Mapping[str, Any], answer: Callable[[Response], None]) -> Refusal | None:
         """Refuses a POST whose head has been read, unless the engine has room or the request is not plain.
-
-        The answer goes out later.
 
         Args:
             target: The request target, as it was sent.
-            headers: Of the request.
             scope: Of the request; its path is not known yet.
-            answer: Sends the whole answer.
+            answer: Sends the whole answer, later.
         """
-        engine, route = self._models.only, self._routes.get(target)
+        engine, route, headers = self._models.only, self._routes.get(target), scope["headers"]
         if engine is None or route is None or any(name == b"origin" for name, _ in headers):
             return None
         client = self._keys.client_of(offered_keys(headers)) if self._keys.are_required else ""
         if client is None:
             return None
-        began_s, began_ns = perf_counter(), time_ns()
-        name = self._ids.of(headers)
-        request_id = name.decode("ascii")
         try:
             engine.check_room(client)
         except EngineError as error:
-            response = engine_refusal(route.path, error, request_id)
-        else:
-            return None
-        response.raw_headers.append((b"x-request-id", name))
-        known = {**scope, "method": "POST", "path": route.path, "route": route, "request_id": request_id}
-        refusal = Refusal(response, RequestRecord(known, began_s, began_ns), answer, self._observers)
-        self._pace.add(refusal.send)
-        return refusal
+            refusal = Refusal(
+                error.with_traceback(None),  # it would hold this frame, and with it the refusal, in a cycle
+                route,
+                scope,
+                answer=answer,
+                observers=self._observers,
+                ids=self._ids,
+            )
+            self._pace.add(refusal.send)
+            return refusal
+        return None
 
 
 class PacedRefusalsMiddleware:
