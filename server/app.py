@@ -73,9 +73,9 @@ def create_app(
     context = ServerContext(settings, Metrics(table.engines), table, int(time.time()))
     observers = Observers(settings, context.metrics)
     dialects = (openai, multi_vector, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools)
-    routes = [route for module in (*dialects, encode) for route in module.router.routes]
+    json_paths = JsonPaths(route for module in (*dialects, encode) for route in module.router.routes)
     pace = RefusalPace(max_waiting=file_limit() // 2)
-    shedder = LoadShedder(routes, table, keys, observers.all, pace)
+    shedder = LoadShedder(json_paths.routes, table, keys, observers.all, pace, settings.max_body_bytes)
     startup = Startup(models, settings, table, on_ready=on_ready, on_failure=on_failure)
 
     @asynccontextmanager
@@ -96,7 +96,7 @@ def create_app(
     app.router.redirect_slashes = False
     for module in (*dialects, encode, ops, playground):
         app.include_router(module.router)
-    app.router.routes.insert(0, JsonPaths(routes))
+    app.router.routes.insert(0, json_paths)
     install_error_handlers(app)
     # The last one added sees a request first.
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=settings.max_body_bytes)

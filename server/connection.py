@@ -56,7 +56,7 @@ class Connection(HttpToolsProtocol):
         self._num_overhead = 0
         self._is_upgrade = False
         self._refusal: Refusal | None = None  # until it has been sent
-        self._is_refused = False  # the request that is being read
+        self._is_refused = False  # the request whose body is being read
         self._shedder: LoadShedder | None = self.app_state.get(SHEDDER)
 
     def data_received(self, data: bytes) -> None:
@@ -69,6 +69,8 @@ class Connection(HttpToolsProtocol):
                 data = self._parse(data)
         except httptools.HttpParserError:
             self.logger.debug("what %s sent is no HTTP request", self.client)
+            if not self._is_refused:
+                self._say_refusal()
             self.send_400_response("Invalid HTTP request received.")
             return
         if self._num_overhead > MAX_OVERHEAD_BYTES:
@@ -79,6 +81,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Begins a request, unless it is refused at once, or its head offers an upgrade: that is read again without."""
         self._say_refusal()
+        self._unset_keepalive_if_required()  # an answer that has just gone has set it
         self._is_upgrade = self.parser.should_upgrade()
         self._refusal = None if self._is_upgrade else self._shed()
         self._is_refused = self._refusal is not None
@@ -94,8 +97,24 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Ends a request."""
         self._num_overhead = 0
-        if not self._is_upgrade and not self._is_refused:
+        if self._is_refused:
+            self._is_refused = False
+            if self._refusal is None:  # it was sent before the end of the body, which has unset the time
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
+        elif not self._is_upgrade:
             super().on_message_complete()
+
+    def eof_received(self) -> None:
+        """Ends what the client sends; the event loop then closes the connection."""
+        self._say_refusal()
+        super().eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the connection."""
+        self._say_refusal()
+        super().connection_lost(exc)
 
     def shutdown(self) -> None:
         """Begins to end the connection."""
@@ -118,6 +137,8 @@ class Connection(HttpToolsProtocol):
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent:
             return Owed(Part.ANSWER, self.cycle, num_unsent)
+        if self._is_refused:
+            return Owed(Part.BODY, self.scope, self._num_received)
         if self.is_between_requests:
             is_timed = self.timeout_keep_alive_task is not None
             return None if is_timed else Owed(Part.HEAD, self.cycle, self._num_received)

@@ -65,6 +65,11 @@ class JsonPaths(BaseRoute):
             if isinstance(route, JsonRoute) and route.body_field is not None:
                 self._routes.setdefault(route.path, (route, route.get_route_handler()))
 
+    @property
+    def routes(self) -> dict[str, JsonRoute]:
+        """The routes by their paths."""
+        return {path: route for path, (route, _) in self._routes.items()}
+
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """See BaseRoute."""
         if scope["type"] != "http" or scope["method"] != "POST":

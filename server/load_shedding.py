@@ -1,20 +1,21 @@
 """Requests that come while the engine is full: refused when their head has been read, for as little as that can cost.
 
 The application would refuse them too, with the same answer, after it has read the body and found the route. Where the
-model takes all cores, that is what ten times the load costs those who are served.
+model takes all cores, that is what ten times the load costs those who are served. A body that the application would
+find fault with is not read: its request, too, is told to come back later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter, time_ns
-from typing import Any, Final
+from typing import Final
 
 from fastapi import Response
-from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.engine.errors import EngineError
+from penstock.engine.errors import EngineError, InvalidRequestError
 
 from .api_keys import ApiKeys
 from .auth import offered_keys
@@ -22,12 +23,16 @@ from .context import ModelTable
 from .error_handlers import engine_refusal
 from .json_route import JsonRoute
 from .middleware import RequestIds
-from .refusal_pace import RefusalPace
+from .refusal_pace import LONGEST_S, RefusalPace
+from .request_limits import limits_of
 from .timing import Observer, RequestRecord
 
 _NEED_NO_FORWARD: Final = frozenset({"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"})
 _TOLD_BY_THE_BODY: Final = frozenset({"/rerank", "/invocations"})
 """Paths where the body tells which dialect an error is written in."""
+
+
+Answer = Callable[[Response], None]
 
 
 class Refusal:
@@ -44,78 +49,79 @@ class Refusal:
         ids: Name the request.
     """
 
-    __slots__ = ("_answer", "_began_ns", "_began_s", "_error", "_ids", "_is_sent", "_observers", "_route", "_scope")
+    __slots__ = ("_answer", "_began_ns", "_began_s", "_error", "_ids", "_observers", "_route", "_scope")
 
     def __init__(
         self,
         error: EngineError,
         route: JsonRoute,
-        scope: Mapping[str, Any],
+        scope: Scope,
         *,
-        answer: Callable[[Response], None],
+        answer: Answer,
         observers: Sequence[Observer],
         ids: RequestIds,
     ) -> None:
         self._error = error
         self._route = route
         self._scope = scope
-        self._answer = answer
+        self._answer: Answer | None = answer
         self._observers = observers
         self._ids = ids
         self._began_s, self._began_ns = perf_counter(), time_ns()
-        self._is_sent = False
 
-    def send(self) -> None:
-        """Sends it, unless that has happened."""
-        if self._is_sent:
-            return
-        self._is_sent = True
-        name, path = self._ids.of(self._scope["headers"]), self._route.path
+    def send(self) -> bool:
+        """Sends it, unless that has happened; returns whether it did. Then it holds nothing of the request any more."""
+        answer, scope = self._answer, self._scope
+        if answer is None:
+            return False
+        self._answer, self._scope = None, {}
+        name, path = self._ids.of(scope["headers"]), self._route.path
         request_id = name.decode("ascii")
         known = {"method": "POST", "path": path, "route": self._route, "request_id": request_id}
-        record = RequestRecord({**self._scope, **known}, self._began_s, self._began_ns)
+        record = RequestRecord({**scope, **known}, self._began_s, self._began_ns)
         response = engine_refusal(path, self._error, request_id)
         response.raw_headers.append((b"x-request-id", name))
         record.begin_answer(response.status_code)
-        self._answer(response)
+        answer(response)
         record.end()
         for observe in self._observers:
             observe(record)
+        return True
 
 
 class LoadShedder:
     """Refuses what the engine has no room for. Whatever is not plain goes the long way, to the same answer.
 
-    Not plain are: another method than POST, an alias of a path, a request of a page in a browser (CORS), a missing key;
-    and every request where several models are served, because the body names the model.
+    Not plain are: another method than POST, an alias of a path, a request of a page in a browser (CORS), a missing key,
+    a wrong header, a body that is too large; and every request where several models are served, because the body names
+    the model.
 
     Args:
-        routes: Of the application.
+        routes: Of the application, by their paths.
         models: What is served.
         keys: Who may ask.
         observers: Are told of every answer.
         pace: When answers go out.
+        max_body_bytes: Of one body.
     """
 
     def __init__(
         self,
-        routes: Iterable[BaseRoute],
+        routes: Mapping[str, JsonRoute],
         models: ModelTable,
         keys: ApiKeys,
         observers: Sequence[Observer],
         pace: RefusalPace,
+        max_body_bytes: int,
     ) -> None:
         self._routes = {
-            route.path.encode(): route
-            for route in routes
-            if isinstance(route, JsonRoute)
-            and route.body_field is not None
-            and route.path not in _NEED_NO_FORWARD | _TOLD_BY_THE_BODY
+            path.encode(): route for path, route in routes.items() if path not in _NEED_NO_FORWARD | _TOLD_BY_THE_BODY
         }
         self._models = models
         self._keys = keys
         self._observers = tuple(observers)
         self._pace = pace
+        self._max_body_bytes = max_body_bytes
         self._ids = RequestIds()
 
     @property
@@ -124,7 +130,7 @@ class LoadShedder:
         engine = self._models.only
         return engine is not None and engine.is_full
 
-    def refusal(self, target: bytes, scope: Mapping[str, Any], answer: Callable[[Response], None]) -> Refusal | None:
+    def refusal(self, target: bytes, scope: Scope, answer: Answer) -> Refusal | None:
         """Refuses a POST whose head has been read, unless the engine has room or the request is not plain.
 
         Args:
@@ -133,10 +139,17 @@ class LoadShedder:
             answer: Sends the whole answer, later.
         """
         engine, route, headers = self._models.only, self._routes.get(target), scope["headers"]
-        if engine is None or route is None or any(name == b"origin" for name, _ in headers):
+        if engine is None or route is None:
             return None
+        for name, value in headers:
+            if name == b"origin" or (name == b"content-length" and int(value) > self._max_body_bytes):
+                return None
         client = self._keys.client_of(offered_keys(headers)) if self._keys.are_required else ""
         if client is None:
+            return None
+        try:
+            within_s = _longest_wait_s(scope)
+        except InvalidRequestError:
             return None
         try:
             engine.check_room(client)
@@ -149,13 +162,23 @@ class LoadShedder:
                 observers=self._observers,
                 ids=self._ids,
             )
-            self._pace.add(refusal.send)
+            self._pace.add(refusal.send, within_s=within_s)
             return refusal
         return None
 
 
+def _longest_wait_s(scope: Scope) -> float:
+    """Returns how many seconds a refusal may wait: half of the time after which its client has no use for it.
+
+    Raises:
+        InvalidRequestError: The header that says so is wrong.
+    """
+    timeout_s = limits_of(scope).timeout_s
+    return LONGEST_S if timeout_s is None else timeout_s / 2
+
+
 class PacedRefusalsMiddleware:
-    """Lets the refusals of the application go out at the same pace.
+    """Lets the refusals of the application go out at the same pace, when it has let go of what it holds for them.
 
     Args:
         app: What comes next.
@@ -168,10 +191,26 @@ class PacedRefusalsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Holds an answer back whose status is 429."""
+        held: list[Message] = []
 
-        async def send_in_turn(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 429:
-                await self.pace.turn()
+        async def send_or_hold(message: Message) -> None:
+            if held or (message["type"] == "http.response.start" and message["status"] == 429):
+                held.append(message)
+            else:
+                await send(message)
+
+        await self.app(scope, receive, send_or_hold)
+        if not held:
+            return
+        try:
+            within_s = _longest_wait_s(scope)
+        except InvalidRequestError:  # on a route that does not look at the header
+            within_s = LONGEST_S
+        try:
+            await self.pace.turn(within_s=within_s)
+        except asyncio.CancelledError:
+            # Only uvicorn cancels a request: its time to finish is over. The answer still goes out.
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+        for message in held:
             await send(message)
-
-        await self.app(scope, receive, send_in_turn if scope["type"] == "http" else send)

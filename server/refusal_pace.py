@@ -1,15 +1,16 @@
 """When refusals go out: a few times a second, together, and not many.
 
 A client that is refused and comes back at once would be refused again within a millisecond, and a few such clients
-take the processor from those who are served: with two cores and 64 of them, goodput was a third of the peak. Each has
-one request under way at a time, so an answer that comes later slows it down. And answers that go out together cost less
-than each by itself.
+take the processor from those who are served: with two cores and 64 of them, goodput was a third of the peak. A client
+mostly has one request under way on a connection, so an answer that comes later slows it down. And answers that go out
+together cost less than each by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import heapq
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
@@ -23,11 +24,12 @@ is 1 s."""
 
 class _Waiting(NamedTuple):
     latest_s: float
-    release: Callable[[], object]
+    number: int
+    release: Callable[[], bool]
 
 
 class RefusalPace:
-    """Releases refusals, the oldest first. Belongs to one event loop.
+    """Releases refusals, the one first that may wait for the least. Belongs to one event loop.
 
     Args:
         max_waiting: Refusals that wait for more than a tick at most: each holds a connection.
@@ -35,26 +37,34 @@ class RefusalPace:
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: list[_Waiting] = []  # a heap
+        self._numbers = itertools.count()
         self._is_ticking = False
 
-    def add(self, release: Callable[[], object]) -> None:
-        """Calls `release` when its turn has come."""
+    def add(self, release: Callable[[], bool], *, within_s: float = LONGEST_S) -> None:
+        """Calls `release` when its turn has come.
+
+        Args:
+            release: Returns whether anything went out; a client may have left.
+            within_s: Seconds that it waits at most.
+        """
         loop = asyncio.get_running_loop()
-        self._waiting.append(_Waiting(loop.time() + LONGEST_S, release))
+        heapq.heappush(self._waiting, _Waiting(loop.time() + min(within_s, LONGEST_S), next(self._numbers), release))
         if not self._is_ticking:
             self._is_ticking = True
             loop.call_later(TICK_S, self._tick)
 
-    def turn(self) -> Awaitable[None]:
+    def turn(self, *, within_s: float = LONGEST_S) -> Awaitable[None]:
         """Returns what ends when the turn of a refusal has come that is added now."""
         turn = asyncio.get_running_loop().create_future()
 
-        def release() -> None:
-            if not turn.done():  # its request may have been cancelled
-                turn.set_result(None)
+        def release() -> bool:
+            if turn.done():  # its request was cancelled
+                return False
+            turn.set_result(None)
+            return True
 
-        self.add(release)
+        self.add(release, within_s=within_s)
         return turn
 
     def _tick(self) -> None:
@@ -62,8 +72,7 @@ class RefusalPace:
         now_s, num_due = loop.time(), max(PER_TICK, len(self._waiting) - self._max_waiting)
         try:
             while self._waiting and (num_due > 0 or self._waiting[0].latest_s <= now_s):
-                num_due -= 1
-                self._waiting.popleft().release()
+                num_due -= heapq.heappop(self._waiting).release()
         finally:
             self._is_ticking = bool(self._waiting)
             if self._is_ticking:

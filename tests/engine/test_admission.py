@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
+from collections import Counter
 
 import pytest
 
@@ -101,3 +104,32 @@ def test_no_client_leaves_less_to_others_than_it_has() -> None:
     for _ in range(10):
         books.enter(100)  # nobody is told apart
     refusal(books)
+
+
+def test_it_is_full_when_everybody_is_refused() -> None:
+    chance = random.Random(0)
+    books, stats = admission(1_000, max_queue_s=6.0)
+    under_way: list[tuple[int, str]] = []
+    seen: Counter[tuple[bool, bool]] = Counter()
+    for _ in range(5_000):
+        if under_way and chance.random() < 0.4:
+            books.leave(*under_way.pop(chance.randrange(len(under_way))))
+        else:
+            entry = chance.choice((1, 20, 60)), chance.choice(("", "a", "b"))
+            with contextlib.suppress(EngineOverloadedError):
+                books.enter(*entry)
+                under_way.append(entry)
+        if chance.random() < 0.1:
+            books.follow(100, chance.choice((0.01, 1.0)))
+        stats.token_budget = chance.choice((10, 10_000))
+        is_full = books.is_full
+        for client in ("", "new"):
+            try:
+                books.check(client)
+            except EngineOverloadedError:
+                assert is_full
+            else:
+                assert not is_full
+        seen[is_full, stats.num_tokens < 1_000] += 1
+    # Full by tokens, full by time, not full.
+    assert all(seen[state] > 50 for state in ((True, False), (True, True), (False, True)))

@@ -117,7 +117,14 @@ async def test_too_long_an_input_is_refused_or_cut(engine: AsyncEngine, minilm_f
 async def test_a_full_queue_refuses_the_whole_request_and_keeps_what_it_has(engine: AsyncEngine) -> None:
     texts = ["word " * 100] * 100  # 10,200 tokens: two fill the queue
     tasks = [asyncio.create_task(engine.embed(texts, PARAMS)) for _ in range(4)]
+    assert not engine.is_full
+    engine.check_room()
+    while not engine.is_full:
+        await asyncio.sleep(0.001)
+    with pytest.raises(errors.EngineOverloadedError):
+        engine.check_room("anybody")
     results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert not engine.is_full
     refused = [r for r in results if isinstance(r, errors.EngineOverloadedError)]
     assert len(refused) == 2
     assert all(r.retry_after_s > 0 for r in refused)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import re
+import socket
 import struct
 from collections.abc import AsyncIterator
 from socket import SO_LINGER, SOL_SOCKET
@@ -17,8 +18,10 @@ import pytest
 from penstock.engine.errors import EngineOverloadedError, EngineUnavailableError
 from penstock.server import refusal_pace
 from penstock.server.app import create_app
+from penstock.server.connection import Part
 from penstock.server.context import ServedModel
 from penstock.server.http_server import HttpServer
+from penstock.server.json_route import JsonPaths
 from penstock.server.settings import ServerSettings
 
 from .conftest import FakeEngine
@@ -113,13 +116,15 @@ async def ask(port: int, *requests: bytes) -> list[Answer]:
             if answer.status != 100:
                 answers.append(answer)
 
-    async with asyncio.timeout(10):
-        reading = asyncio.create_task(read())
-        for sent in requests:
-            writer.write(sent)
-            await writer.drain()
-        await reading
-    writer.close()
+    try:
+        async with asyncio.timeout(10):
+            reading = asyncio.create_task(read())
+            for sent in requests:
+                writer.write(sent)
+                await writer.drain()
+            await reading
+    finally:
+        writer.close()
     return answers
 
 
@@ -153,10 +158,9 @@ async def test_what_needs_no_forward_is_not_refused(engine: FakeEngine) -> None:
         assert {name for name, _ in engine.calls} >= {"score", "embed"}
 
 
-async def test_every_path_is_thought_of(engine: FakeEngine) -> None:
-    app = create_app([], ServerSettings())
-    posts = {path for path, operations in app.openapi()["paths"].items() if "post" in operations}
-    assert posts <= {*SHED, *NOT_SHED}
+async def test_every_path_is_thought_of() -> None:
+    (paths,) = [route for route in create_app([], ServerSettings()).router.routes if isinstance(route, JsonPaths)]
+    assert set(paths.routes) == {*SHED, *NOT_SHED} - {"/ping"}
 
 
 @pytest.mark.parametrize(
@@ -168,6 +172,7 @@ async def test_every_path_is_thought_of(engine: FakeEngine) -> None:
         lambda sent: sent.replace(b"/v1/embeddings", b"/v1/embeddings/"),
         lambda sent: sent.replace(b"/v1/embeddings", b"/v1/v1/embeddings"),
         lambda sent: sent.replace(b"/v1/embeddings", b"/v1/%65mbeddings?a=b"),
+        lambda sent: sent.replace(b"Host: x", b"Origin: http://a.test"),
     ],
 )
 async def test_what_is_not_plain_is_refused_the_long_way(engine: FakeEngine, change: Any) -> None:
@@ -302,3 +307,131 @@ async def test_clients_that_leave_are_no_trouble(engine: FakeEngine, caplog: pyt
         ((status, _, _),) = await ask(port, request("/v1/embeddings", {"input": "a"}))
     assert status == 429
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_an_answer_under_way_comes_before_it(engine: FakeEngine) -> None:
+    engine.gate = asyncio.Event()
+    async with served(engine) as (_, port):
+        asking = asyncio.create_task(ask(port, *[request("/v1/embeddings", {"input": "a"})] * 2))
+        await engine.entered.wait()
+        engine.failure = FULL  # of the second, which has come and waits for the first
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        engine.gate.set()
+        assert [answer.status for answer in await asking] == [200, 429]
+
+
+async def test_one_that_does_not_read_is_not_written_to(engine: FakeEngine) -> None:
+    sent = request("/v1/embeddings", {"input": "a"})
+    async with served(engine) as (server, port):
+        engine.failure = FULL
+        client = socket.create_connection(("127.0.0.1", port))
+        client.setblocking(False)
+        (loop, num_sent) = (asyncio.get_running_loop(), 0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(3):
+                while num_sent < 200_000:
+                    await loop.sock_sendall(client, sent * 100)
+                    num_sent += 100
+        (connection,) = server.server_state.connections
+        assert connection.transport.get_write_buffer_size() < 2_000_000
+        client.close()
+
+
+async def test_the_long_way_waits_for_its_turn_and_holds_nothing(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusal_pace, "TICK_S", 60.0)
+    sent = request("/invocations", {"input": "z" * 900_000})
+    async with served(engine, max_body_bytes=1_000_000, options={"timeout_graceful_shutdown": 0}) as (server, port):
+        engine.failure = FULL
+        waiting = []
+        for number in range(1, 21):  # their bodies would not fit together
+            waiting.append(asyncio.create_task(ask(port, sent)))
+            while len(engine.calls) < number:
+                await asyncio.sleep(0.005)
+        assert not any(task.done() for task in waiting)
+        server.should_exit = True  # and the end of the time to drain lets them go
+        answers = [(await task)[0] for task in waiting]
+    assert {answer.status for answer in answers} == {429}
+    assert {answer.headers["retry-after"] for answer in answers} == {"3"}
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/invocations"])
+async def test_who_has_less_time_is_told_sooner(engine: FakeEngine, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusal_pace, "PER_TICK", 1)
+    async with served(engine) as (_, port):
+        engine.failure = FULL
+        others = [asyncio.create_task(ask(port, request("/v1/embeddings", {"input": "a"}))) for _ in range(30)]
+        await asyncio.sleep(0.05)
+        await ask(port, request(path, {"input": "a"}, "X-Request-Timeout: 0.2"))
+        assert not all(task.done() for task in others)
+        ((status, _, _),) = await ask(port, request(path, {"input": "a"}, "X-Request-Timeout: soon"))
+        assert status == 400
+        await asyncio.gather(*others)
+
+
+async def test_a_body_that_comes_late(engine: FakeEngine) -> None:
+    sent = request("/v1/embeddings", {"input": "a"})
+    async with served(engine, options={"timeout_keep_alive": 60}) as (server, port):
+        engine.failure = FULL
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent[:-3])
+        assert (await read_answer(reader)).status == 429
+        (connection,) = server.server_state.connections
+        owed = connection.owed()  # type: ignore[union-attr]
+        assert owed is not None
+        assert owed.part is Part.BODY
+        writer.write(sent[-3:])
+        await asyncio.sleep(0.05)
+        assert connection.owed() is None  # type: ignore[union-attr]
+        assert connection.timeout_keep_alive_task is not None
+        engine.failure = None
+        writer.write(sent)
+        assert (await read_answer(reader)).status == 200
+        writer.close()
+
+
+async def test_the_time_of_an_idle_connection_does_not_run_during_a_request(engine: FakeEngine) -> None:
+    sent = request("/v1/embeddings", {"input": "a"})
+    engine.gate = asyncio.Event()
+    async with served(engine, options={"timeout_keep_alive": 60}) as (server, port):
+        engine.failure = FULL
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        await asyncio.sleep(0.005)  # less than a tick: its refusal waits
+        engine.failure = None
+        writer.write(sent)
+        assert (await read_answer(reader)).status == 429
+        await engine.entered.wait()
+        (connection,) = server.server_state.connections
+        assert connection.timeout_keep_alive_task is None
+        engine.gate.set()
+        assert (await read_answer(reader)).status == 200
+        writer.close()
+
+
+async def test_a_client_that_sends_no_more_is_answered(engine: FakeEngine) -> None:
+    async with served(engine) as (_, port):
+        engine.failure = FULL
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request("/v1/embeddings", {"input": "a"}))
+        writer.write_eof()
+        assert (await read_answer(reader)).status == 429
+        writer.close()
+
+
+async def test_what_follows_it_may_be_no_http(engine: FakeEngine) -> None:
+    async with served(engine) as (_, port):
+        engine.failure = FULL
+        statuses = [
+            answer.status for answer in await ask(port, request("/v1/embeddings", {"input": "a"}), b"?\r\n\r\n")
+        ]
+    assert statuses == [429, 400]
+
+
+async def test_a_body_that_is_too_large_is_refused_for_that(engine: FakeEngine) -> None:
+    async with served(engine, max_body_bytes=1_000) as (_, port):
+        engine.failure = FULL
+        ((status, _, _),) = await ask(port, request("/v1/embeddings", {"input": "z" * 1_000}))
+    assert status == 413

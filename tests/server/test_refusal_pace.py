@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import time
 
@@ -33,8 +34,13 @@ def ticks(times_s: list[float]) -> list[int]:
 async def released(pace: RefusalPace, number: int) -> list[tuple[float, int]]:
     """Add so many at once; return when each went out, and which."""
     out: list[tuple[float, int]] = []
+
+    def release(index: int) -> bool:
+        out.append((time.monotonic(), index))
+        return True
+
     for index in range(number):
-        pace.add(lambda index=index: out.append((time.monotonic(), index)))  # type: ignore[misc]
+        pace.add(functools.partial(release, index))
     assert not out
     while len(out) < number:
         await asyncio.sleep(TICK_S / 4)
@@ -70,7 +76,7 @@ async def test_one_that_fails_stops_none_behind_it() -> None:
     failures: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["exception"]))
 
-    def fail() -> None:
+    def fail() -> bool:
         raise ValueError("sent to nobody")
 
     pace.add(fail)
@@ -89,3 +95,25 @@ async def test_a_turn_whose_request_was_cancelled_is_passed_over() -> None:
     tasks[0].cancel()
     await tasks[1]
     assert tasks[0].cancelled()
+
+
+async def test_what_did_not_go_out_takes_nobodys_place() -> None:
+    pace = RefusalPace(max_waiting=1000)
+    for _ in range(100):
+        pace.add(lambda: False)
+    out = await released(pace, PER_TICK)
+    assert ticks([time_s for time_s, _ in out]) == [PER_TICK]
+
+
+async def test_who_can_wait_for_less_goes_first() -> None:
+    pace = RefusalPace(max_waiting=1000)
+    order: list[float] = []
+
+    def release(within_s: float) -> bool:
+        order.append(within_s)
+        return True
+
+    for within_s in (2.0, 2.0, 0.5, 1.0, 9.0):
+        pace.add(functools.partial(release, within_s), within_s=within_s)
+    await released(pace, 1)
+    assert order == [0.5, 1.0, 2.0, 2.0, 9.0]
