@@ -102,9 +102,8 @@ class Admission:
     @property
     def _limit(self) -> int:
         """Tokens under way from which on everybody is refused."""
-        if not self._is_queue or not self._max_queue_s * self._tokens_per_s < self._max_tokens:
-            return self._max_tokens
-        return math.ceil(self._max_queue_s * self._tokens_per_s)
+        in_time = self._max_queue_s * self._tokens_per_s  # nan, which is never less, until a rate is measured
+        return math.ceil(in_time) if self._is_queue and in_time < self._max_tokens else self._max_tokens
 
     @property
     def _tokens_per_s(self) -> float:

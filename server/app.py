@@ -18,7 +18,7 @@ from .context import ModelTable, ServedModel, ServerContext
 from .error_handlers import install_error_handlers
 from .file_limit import file_limit
 from .json_route import JsonPaths
-from .load_shedding import LoadShedder, PacedRefusalsMiddleware
+from .load_shedding import LoadShedder
 from .metrics import Metrics
 from .middleware import (
     PathMiddleware,
@@ -27,7 +27,7 @@ from .middleware import (
 )
 from .observers import Observers
 from .openapi import DocumentedApp
-from .refusal_pace import RefusalPace
+from .refusal_pace import PacedRefusalsMiddleware, RefusalPace
 from .routes import (
     classify,
     cohere,

@@ -7,13 +7,12 @@ find fault with is not read: its request, too, is told to come back later.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter, time_ns
 from typing import Final
 
 from fastapi import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from penstock.engine.errors import EngineError, InvalidRequestError
 
@@ -23,8 +22,7 @@ from .context import ModelTable
 from .error_handlers import engine_refusal
 from .json_route import JsonRoute
 from .middleware import RequestIds
-from .refusal_pace import LONGEST_S, RefusalPace
-from .request_limits import limits_of
+from .refusal_pace import RefusalPace, longest_wait_s
 from .timing import Observer, RequestRecord
 
 _NEED_NO_FORWARD: Final = frozenset({"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"})
@@ -148,7 +146,7 @@ class LoadShedder:
         if client is None:
             return None
         try:
-            within_s = _longest_wait_s(scope)
+            within_s = longest_wait_s(scope)
         except InvalidRequestError:
             return None
         try:
@@ -165,52 +163,3 @@ class LoadShedder:
             self._pace.add(refusal.send, within_s=within_s)
             return refusal
         return None
-
-
-def _longest_wait_s(scope: Scope) -> float:
-    """Returns how many seconds a refusal may wait: half of the time after which its client has no use for it.
-
-    Raises:
-        InvalidRequestError: The header that says so is wrong.
-    """
-    timeout_s = limits_of(scope).timeout_s
-    return LONGEST_S if timeout_s is None else timeout_s / 2
-
-
-class PacedRefusalsMiddleware:
-    """Lets the refusals of the application go out at the same pace, when it has let go of what it holds for them.
-
-    Args:
-        app: What comes next.
-        pace: When they go out.
-    """
-
-    def __init__(self, app: ASGIApp, pace: RefusalPace) -> None:
-        self.app = app
-        self.pace = pace
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Holds an answer back whose status is 429."""
-        held: list[Message] = []
-
-        async def send_or_hold(message: Message) -> None:
-            if held or (message["type"] == "http.response.start" and message["status"] == 429):
-                held.append(message)
-            else:
-                await send(message)
-
-        await self.app(scope, receive, send_or_hold)
-        if not held:
-            return
-        try:
-            within_s = _longest_wait_s(scope)
-        except InvalidRequestError:  # on a route that does not look at the header
-            within_s = LONGEST_S
-        try:
-            await self.pace.turn(within_s=within_s)
-        except asyncio.CancelledError:
-            # Only uvicorn cancels a request: its time to finish is over. The answer still goes out.
-            if (task := asyncio.current_task()) is not None:
-                task.uncancel()
-        for message in held:
-            await send(message)
