@@ -24,7 +24,7 @@ from .input_encoder import InputEncoder
 from .label_classes import Embed, few_shot, zero_shot
 from .model_info import ModelInfo, ModelKind
 from .multi_vector import QUERY_PROMPTS, kept_ids
-from .params import PoolingParams, PoolingTask
+from .params import PoolingParams
 from .request import TokenizedInput
 from .request_options import DEFAULT_OPTIONS, RequestOptions
 from .request_runner import RequestRunner
@@ -40,6 +40,7 @@ from .results import (
 from .scoring import PairScorer
 from .sparse import SparseVector
 from .supervisor import CoreSupervisor, EngineState
+from .tasks import PoolingTask
 from .text_encoder import Text
 from .tokenizer import TokenizerPool
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final
 
-from .params import PoolerConfig
+from .pooler_config import PoolerConfig
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 DEVICES: Final = ("auto", "cpu", "cuda")

@@ -10,13 +10,13 @@ from .config import EngineConfig
 from .document_pieces import Pieces
 from .errors import InvalidRequestError, RequestTooLongError
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
-from .length_limit import limit_name
 from .long_text import LongText, Windows
 from .model_info import ModelInfo
 from .multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
-from .params import PoolingParams, PoolingTask
+from .params import PoolingParams
 from .request import TokenizedInput
 from .request_options import RequestOptions
+from .tasks import PoolingTask
 from .text_encoder import Text
 from .tokenizer import TokenizerPool
 from .truncation import Truncation, bounded
@@ -189,7 +189,7 @@ class InputEncoder:
 
     def _truncation(self, params: PoolingParams, *, param: str | None) -> Truncation:
         asked = params.truncate_prompt_tokens
-        limit, name = self._info.max_model_len, limit_name(self._info)
+        limit, name = self._info.max_model_len, self._info.limit_name
         if asked is not None and asked != -1:
             limit, name = asked, "truncate_prompt_tokens"
         elif self._long_text is not None and params.task is PoolingTask.EMBED:

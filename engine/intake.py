@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from .messages import Submit
 from .model_info import ModelInfo
-from .params import PoolingParams, PoolingTask, PoolingType
+from .params import PoolingParams
 from .request import Sequence as QueuedSequence, TokenizedInput
 from .sequence_pool import block_keys
+from .tasks import PoolingTask, PoolingType
 
 
 class Intake:

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from .errors import InvalidRequestError, RequestTooLongError
 from .length_limit import worded_limit
 from .model_info import ModelInfo
-from .params import PoolingType
 from .request import TokenizedInput
 from .special_tokens import SpecialTokens, count_prompt
+from .tasks import PoolingType
 
 Span = tuple[int, int]
 
@@ -71,7 +71,7 @@ class LateChunking:
         max_num_tokens: Tokens. Longest sequence.
         cut: Cut a longer one; False refuses it.
         cuts_left: Cut its beginning away, not its end.
-        name: What is behind max_num_tokens, where it is not the model's own; see length_limit.py.
+        name: What is behind max_num_tokens, where it is not the model's own; see ModelInfo.limit_name.
     """
 
     special: SpecialTokens

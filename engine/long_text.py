@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from .errors import InvalidRequestError, ModelLoadError
 from .model_info import ModelInfo
-from .params import ChunkedProcessingMode
 from .request import TokenizedInput
 from .special_tokens import SpecialTokens, count_prompt
+from .tasks import ChunkedProcessingMode
 
 Span = tuple[int, int]
 

@@ -6,8 +6,7 @@ import logging
 from dataclasses import replace
 
 from .config import EngineConfig
-from .length_limit import KV_CACHE_SOURCE
-from .model_info import ModelInfo
+from .model_info import KV_CACHE_SOURCE, ModelInfo
 from .scheduler import Scheduler
 from .sequence_pool import SequenceAllocator
 from .slicer import Slicer

@@ -9,8 +9,8 @@ from .model_draft import ModelDraft
 from .model_info import Activation, ModelKind
 from .model_reranker import find_answers, resolve_answers, resolve_score_template
 from .models.registry import NATIVE_MODEL_TYPES
-from .params import PoolingTask
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE
+from .tasks import PoolingTask
 
 # Families whose attention looks back only unless config.json says otherwise.
 # fmt: off

@@ -22,10 +22,10 @@ from .model_modules import read_modules
 from .model_multi_vector import read_stanford_modules, resolve_multi_vector
 from .model_sparse import resolve_sparse
 from .multi_vector import MultiVector
-from .params import PoolingTask, PoolingType
 from .score_template import ScoreTemplate
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles
 from .sparse import SparsePooling, TokenHeads
+from .tasks import PoolingTask, PoolingType
 
 __all__ = [
     "locate_model",

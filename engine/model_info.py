@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from .multi_vector import MultiVector
-from .params import ChunkedProcessingMode, PoolingTask, PoolingType
 from .score_template import ScoreTemplate
 from .sparse import SparsePooling, TokenHeads
+from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType
+
+KV_CACHE_SOURCE: Final = "size of the KV cache"
+"""Source of a max_model_len that is lower than the model's own: a sequence must find room in the pool."""
 
 
 class ModelKind(StrEnum):
@@ -185,3 +188,10 @@ class ModelInfo:
     def num_labels(self) -> int:
         """Number of class columns."""
         return len(self.labels)
+
+    @property
+    def limit_name(self) -> str | None:
+        """What is behind max_model_len; None where it is the model or the operator's --max-model-len."""
+        if self.sources.get("max_model_len") != KV_CACHE_SOURCE:
+            return None
+        return "the size of the server's KV cache, which --kv-cache-memory raises"

@@ -10,8 +10,8 @@ from typing import Any, Final
 from .config import EngineConfig
 from .errors import ModelLoadError
 from .model_draft import ModelDraft
-from .params import ChunkedProcessingMode, PoolingTask
 from .sentence_transformers_files import SentenceTransformersFiles
+from .tasks import ChunkedProcessingMode, PoolingTask
 
 # Families that number positions from pad_token_id + 1, so that the first rows of their position table are never used.
 # fmt: off

@@ -18,8 +18,8 @@ from .model_draft import ModelDraft
 from .model_info import DenseSpec, ModelKind
 from .model_limits import resolve_max_model_len
 from .multi_vector import DOCUMENT, QUERY, MultiVector, QueryExpansion
-from .params import PoolingTask
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles
+from .tasks import PoolingTask
 
 METADATA_FILE: Final = "artifact.metadata"
 _STANFORD: Final = "HF_ColBERT"

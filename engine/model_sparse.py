@@ -9,9 +9,9 @@ from .errors import UnsupportedModelError
 from .json_files import read_object
 from .model_draft import ModelDraft
 from .model_info import ModelKind
-from .params import PoolingTask
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE
 from .sparse import SparseKind, SparsePooling, TokenHeads
+from .tasks import PoolingTask
 
 # As bge-m3 is published, beside the weights of its encoder.
 _WEIGHTS_FILE: Final = "sparse_linear.pt"

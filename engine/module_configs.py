@@ -8,8 +8,8 @@ from typing import Any, Final
 from .errors import ModelLoadError, UnsupportedModelError
 from .json_files import read_object
 from .model_info import DenseSpec, PairChat
-from .params import PoolingType
 from .sentence_transformers_files import LogitScoreFile, SentenceTransformersFiles
+from .tasks import PoolingType
 
 _TRANSFORMER_FILES: Final = tuple(
     f"sentence_{model}_config.json"

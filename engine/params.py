@@ -1,62 +1,17 @@
-"""What one request may ask of pooling, and what the operator may set for all of them.
+"""What one request may ask of pooling. Knows nothing about tensors.
 
-PoolingParams travels with a request; PoolerConfig belongs to the served model. The order of
-resolution is request, then PoolerConfig, then the model's own files, then the built-in default.
-Knows nothing about tensors.
+The order of resolution is request, then PoolerConfig, then the model's own files, then the built-in default.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from .errors import InvalidRequestError, UnsupportedTaskError
-from .length_limit import limit_name
-
-if TYPE_CHECKING:
-    from .model_info import ModelInfo
-
-
-class PoolingTask(StrEnum):
-    """What a request wants from the model."""
-
-    EMBED = "embed"
-    CLASSIFY = "classify"
-    SCORE = "score"
-    TOKEN_EMBED = "token_embed"
-    TOKEN_CLASSIFY = "token_classify"
-    SPARSE_EMBED = "sparse_embed"
-
-
-class PoolingType(StrEnum):
-    """How token rows become the answer for a sequence. Values are the names on the wire."""
-
-    CLS = "CLS"
-    LAST = "LAST"
-    MEAN = "MEAN"
-    MAX = "MAX"
-    MEAN_SQRT_LEN = "MEAN_SQRT_LEN"
-    WEIGHTED_MEAN = "WEIGHTED_MEAN"
-    ATTENTION = "ATTENTION"
-    ALL = "ALL"
-    STEP = "STEP"
-
-    @property
-    def is_token_level(self) -> bool:
-        """True where the answer holds one row per token (ALL, STEP)."""
-        return self in (PoolingType.ALL, PoolingType.STEP)
-
-
-class ChunkedProcessingMode(StrEnum):
-    """How over-long text becomes one embedding; see long_text.py. Values are those of `chunked_processing_mode`."""
-
-    WINDOWS = "windows"
-    VLLM = "vllm"
-
+from .model_info import ModelInfo
+from .tasks import PoolingTask, PoolingType, listed
 
 VALID_PARAMETERS: Final[dict[PoolingTask, frozenset[str]]] = {
     PoolingTask.EMBED: frozenset({"dimensions", "normalize", "use_activation"}),
@@ -127,7 +82,7 @@ class PoolingParams:
         """
         if task not in model.tasks:
             raise UnsupportedTaskError(
-                f"{model.name} does not support the task {task.value!r}; it supports {_listed(model.tasks)}. "
+                f"{model.name} does not support the task {task.value!r}; it supports {listed(model.tasks)}. "
                 f"Serve {_MODELS[task]} for it.",
                 param="task",
             )
@@ -136,8 +91,8 @@ class PoolingParams:
         stray = [n for n in _TASK_PARAMETERS if getattr(self, n) is not None and n not in VALID_PARAMETERS[task]]
         if stray:
             raise InvalidRequestError(
-                f"The task {task.value!r} takes the parameters {_listed(VALID_PARAMETERS[task])}; "
-                f"it does not take {_listed(stray)}.",
+                f"The task {task.value!r} takes the parameters {listed(VALID_PARAMETERS[task])}; "
+                f"it does not take {listed(stray)}.",
                 param=stray[0],
             )
         self._verify_normalize()
@@ -166,7 +121,7 @@ class PoolingParams:
                 f"truncate_prompt_tokens is {limit}; it must be -1 (the model's maximum) or at least 1.",
                 param="truncate_prompt_tokens",
             )
-        longest, name = model.max_model_len, limit_name(model) or "max_model_len"
+        longest, name = model.max_model_len, model.limit_name or "max_model_len"
         if model.enable_chunked_processing and task in (PoolingTask.EMBED, PoolingTask.SCORE):
             longest, name = model.max_embed_len or _MOST_TOKENS, "max_embed_len"
         if limit > longest:
@@ -187,7 +142,7 @@ class PoolingParams:
         if model.matryoshka_dimensions:
             if dims not in model.matryoshka_dimensions:
                 raise InvalidRequestError(
-                    f"dimensions is {dims}; {model.name} declares {_listed(model.matryoshka_dimensions)} "
+                    f"dimensions is {dims}; {model.name} declares {listed(model.matryoshka_dimensions)} "
                     f"and its native {model.embedding_size}.",
                     param="dimensions",
                 )
@@ -242,132 +197,3 @@ class PoolingParams:
             step_tag_id=self.step_tag_id if self.step_tag_id is not None else model.step_tag_id,
             returned_token_ids=self.returned_token_ids or model.returned_token_ids,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolerConfig:
-    """The operator's settings for the pooler of one model (`--pooler-config`). None means: from the model's files.
-
-    Attributes:
-        pooling_type: Pooling of the sequence or, for ALL and STEP, of the tokens.
-        normalize: L2-normalise embeddings unless the request says otherwise.
-        dimensions: Width of embeddings unless the request says otherwise.
-        use_activation: Apply the class activation unless the request says otherwise.
-        logit_bias: Added to class logits before the activation, after mean and sigma.
-        logit_mean: Subtracted from class logits.
-        logit_sigma: Class logits are divided by it, after the mean is subtracted.
-        step_tag_id: STEP pooling: token id whose rows are kept.
-        returned_token_ids: STEP pooling: columns that are kept.
-        attention_head: ATTENTION pooling: the head whose weights are used; None averages all heads.
-        enable_chunked_processing: Embed text above max_model_len in windows and average their vectors.
-        max_embed_len: Tokens. Limit of an input with enable_chunked_processing; None leaves it to the queue.
-        chunk_overlap: Tokens that a window shares with the one before it.
-        chunked_processing_mode: How the windows are cut and averaged.
-    """
-
-    pooling_type: PoolingType | None = None
-    normalize: bool | None = None
-    dimensions: int | None = None
-    use_activation: bool | None = None
-    logit_bias: float | None = None
-    logit_mean: float | None = None
-    logit_sigma: float | None = None
-    step_tag_id: int | None = None
-    returned_token_ids: tuple[int, ...] | None = None
-    attention_head: int | None = None
-    enable_chunked_processing: bool | None = None
-    max_embed_len: int | None = None
-    chunk_overlap: int | None = None
-    chunked_processing_mode: ChunkedProcessingMode | None = None
-
-    def __post_init__(self) -> None:
-        """Raises ValueError that names the field and its value."""
-        for name in ("dimensions", "max_embed_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
-        for name in ("logit_bias", "logit_mean", "logit_sigma"):
-            value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"{name} is {value}; it must be a finite number.")
-        if self.logit_sigma == 0:
-            raise ValueError("logit_sigma is 0; logits are divided by it.")
-        for name in ("attention_head", "step_tag_id", "chunk_overlap"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}; it must be 0 or more.")
-        for name in ("max_embed_len", "chunk_overlap", "chunked_processing_mode"):
-            if getattr(self, name) is not None and not self.enable_chunked_processing:
-                raise ValueError(f"{name} says how over-long text is cut; it needs enable_chunked_processing: true.")
-        if self.chunk_overlap and self.chunked_processing_mode is ChunkedProcessingMode.VLLM:
-            raise ValueError(f"chunk_overlap is {self.chunk_overlap}; the mode 'vllm' knows no overlap.")
-
-    @classmethod
-    def from_json(cls, text: str) -> PoolerConfig:
-        """Parses the JSON of `--pooler-config`.
-
-        Raises:
-            ValueError: Not a JSON object, an unknown field, or a value of the wrong type; the message names it.
-        """
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not valid JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"must be a JSON object, not {type(fields).__name__}.")
-        return cls.from_dict(fields)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> PoolerConfig:
-        """Builds the configuration from plain values.
-
-        Raises:
-            ValueError: An unknown field or a value of the wrong type; the message names it.
-        """
-        known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(fields) - known)
-        if unknown:
-            raise ValueError(f"unknown field {unknown[0]!r}; known are {_listed(sorted(known))}.")
-        return cls(**{name: _checked(name, value) for name, value in fields.items()})
-
-
-_ENUM_FIELDS: Final[dict[str, type[StrEnum]]] = {
-    "pooling_type": PoolingType,
-    "chunked_processing_mode": ChunkedProcessingMode,
-}
-_BOOL_FIELDS: Final = {"normalize", "use_activation", "enable_chunked_processing"}
-_FLOAT_FIELDS: Final = {"logit_bias", "logit_mean", "logit_sigma"}
-
-
-def _checked(name: str, value: Any) -> Any:
-    """Returns `value` in the type of the PoolerConfig field `name`, or raises ValueError that names both."""
-    if value is None:
-        return None
-    if name in _ENUM_FIELDS:
-        known = {member.lower(): member for member in _ENUM_FIELDS[name]}
-        if str(value).lower() in known:
-            return known[str(value).lower()]
-        raise ValueError(f"{name} is {value!r}; it must be one of {_listed(known.values())}.")
-    if name in _BOOL_FIELDS:
-        if isinstance(value, bool):
-            return value
-        raise ValueError(f"{name} is {value!r}; it must be true or false.")
-    if name in _FLOAT_FIELDS:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        raise ValueError(f"{name} is {value!r}; it must be a number.")
-    if name == "returned_token_ids":
-        if isinstance(value, list | tuple) and value and all(type(i) is int and i >= 0 for i in value):
-            return tuple(value)
-        raise ValueError(f"returned_token_ids is {value!r}; it must be a list of token ids.")
-    if type(value) is int:
-        return value
-    raise ValueError(f"{name} is {value!r}; it must be an integer.")
-
-
-def _listed(values: Any) -> str:
-    """Returns values as a comma-separated list for an error message."""
-    shown = [getattr(v, "value", v) for v in values]
-    if isinstance(values, set | frozenset):
-        shown.sort()
-    return ", ".join(map(str, shown)) or "none"

@@ -13,12 +13,13 @@ from .input_encoder import InputEncoder
 from .instructions import instructed_prompt
 from .model_info import ModelInfo, ModelKind
 from .multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, late_score
-from .params import PoolingParams, PoolingTask
+from .params import PoolingParams
 from .request_options import RequestOptions
 from .request_runner import RequestRunner
 from .results import ScoreResult
 from .similarity import paired_cosine
 from .sparse import SparseVector
+from .tasks import PoolingTask
 
 
 class PairScorer:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from .model_info import DenseSpec, PairChat
-from .params import PoolingType
+from .tasks import PoolingType
 
 MODULES_FILE: Final = "modules.json"
 SETTINGS_FILE: Final = "config_sentence_transformers.json"

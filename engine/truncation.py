@@ -28,7 +28,7 @@ class Truncation:
         cut: Cut to the limit; False refuses.
         side: "left" or "right", the side that is cut away; None means the tokenizer's own.
         param: Request field that an error names.
-        name: What is behind the limit, where it is not the model's own; see length_limit.py.
+        name: What is behind the limit, where it is not the model's own; see ModelInfo.limit_name.
     """
 
     max_num_tokens: int

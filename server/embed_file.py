@@ -20,7 +20,8 @@ from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.errors import EngineError, InvalidRequestError, RequestTooLongError
 from penstock.engine.logs import configure_logging
 from penstock.engine.model_info import ModelInfo
-from penstock.engine.params import PoolingParams, PoolingTask
+from penstock.engine.params import PoolingParams
+from penstock.engine.tasks import PoolingTask
 
 from .command_errors import CommandError, UsageError
 from .embed_input import BadRowError, InputFile, Row, open_input

@@ -18,8 +18,8 @@ from ..errors import UnsupportedModelError, UnsupportedTaskError
 from ..layers.rows import Rows
 from ..model_info import ModelInfo, ModelKind
 from ..packed_batch import PackedBatch
-from ..params import PoolingType
 from ..request import TokenizedInput
+from ..tasks import PoolingType
 from .base import ModelOutput, PackedModel
 from .heads import TokenHead
 from .packed_attention import NAME, NotPackableError, PackedRow, packed_row, register

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..model_info import ModelInfo
 from ..models.base import ModelOutput, PackedModel
-from ..params import PoolingParams, PoolingType
+from ..params import PoolingParams
+from ..tasks import PoolingType
 from .cut import Cut, distinct
 from .factory import PoolerFactory
 from .groups import OutputGroup, by_group

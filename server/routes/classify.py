@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.model_info import Activation, ModelInfo, ModelKind
-from penstock.engine.params import PoolingTask
 from penstock.engine.results import ClassResult, TokenResult
+from penstock.engine.tasks import PoolingTask
 
 from ..chat_input import check_inputs, run_inputs
 from ..class_answers import cohere_rows, token_rows, vllm_rows

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 
 from penstock.engine.model_info import ModelInfo
-from penstock.engine.params import PoolingTask
+from penstock.engine.tasks import PoolingTask
 
 from ..context import context_of, until_client_leaves
 from ..encoding import base64_row

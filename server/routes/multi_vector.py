@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from penstock.engine.async_engine import RequestOptions
-from penstock.engine.params import PoolingTask
 from penstock.engine.results import TokenResult
+from penstock.engine.tasks import PoolingTask
 
 from ..chat_input import run_inputs
 from ..context import until_client_leaves

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Tag
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.params import PoolingTask
 from penstock.engine.results import ScoreResult
+from penstock.engine.tasks import PoolingTask
 
 from ..context import context_of, until_client_leaves
 from ..cut_texts import cut_texts

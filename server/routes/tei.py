@@ -13,8 +13,8 @@ from pydantic import Discriminator, Tag
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.model_info import ModelKind
-from penstock.engine.params import PoolingTask
 from penstock.engine.results import ClassResult
+from penstock.engine.tasks import PoolingTask
 
 from ..context import ServerContext, context_of, until_client_leaves
 from ..field_names import fields_named

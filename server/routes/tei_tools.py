@@ -9,8 +9,8 @@ from fastapi import APIRouter, Body, Request, Response
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.model_info import ModelInfo, ModelKind
-from penstock.engine.params import PoolingTask
 from penstock.engine.results import TokenizedText
+from penstock.engine.tasks import PoolingTask
 
 from ..context import context_of, until_client_leaves
 from ..field_names import fields_named

@@ -10,8 +10,9 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.params import PoolingParams, PoolingTask
+from penstock.engine.params import PoolingParams
 from penstock.engine.results import ClassResult, EmbeddingResult, TokenResult
+from penstock.engine.tasks import PoolingTask
 
 from ..chat_input import check_inputs, run_inputs
 from ..context import context_of, until_client_leaves

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.model_info import ModelInfo
-from penstock.engine.params import PoolingParams, PoolingTask
+from penstock.engine.params import PoolingParams
+from penstock.engine.tasks import PoolingTask
 
 from .common import PRIORITY, Count, Listed, Priority, RequestBody, Width
 from .contents import Contents

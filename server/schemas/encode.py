@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.model_info import ModelInfo
-from penstock.engine.params import PoolingParams, PoolingTask
+from penstock.engine.params import PoolingParams
+from penstock.engine.tasks import PoolingTask
 
 from ..encoding import Encoding
 from .chat import InputFields

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from penstock.engine.chat_template import ChatOptions
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.params import PoolingParams, PoolingTask
+from penstock.engine.params import PoolingParams
+from penstock.engine.tasks import PoolingTask
 
 from .chat import ChatFields, InputFields
 from .common import Count, Flag, Listed, PoolingBody, RequestBody, Usage, Width

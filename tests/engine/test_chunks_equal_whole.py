@@ -33,11 +33,12 @@ from penstock.engine.model_files import resolve_model, with_device
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.base import ModelOutput, PackedModel
 from penstock.engine.packed_batch import PackedBatch
-from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
+from penstock.engine.params import PoolingParams
 from penstock.engine.request import Sequence as QueuedSequence, SequenceSlice, TokenizedInput
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sequence_pool import Allocation, PoolPlan, plan_pool
 from penstock.engine.slice_memory import SliceMemory
+from penstock.engine.tasks import PoolingTask, PoolingType
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,8 +17,10 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.late_chunking import LateChunking, verify_late_chunking
 from penstock.engine.model_info import DenseSpec
-from penstock.engine.params import PoolerConfig, PoolingParams, PoolingType
+from penstock.engine.params import PoolingParams
+from penstock.engine.pooler_config import PoolerConfig
 from penstock.engine.special_tokens import SpecialTokens
+from penstock.engine.tasks import PoolingType
 
 PARAMS = PoolingParams()
 CHUNKS = ["Berlin is the capital of Germany.", "The city has 3.85 million people.", "It lies on the Spree."]

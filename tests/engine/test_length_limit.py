@@ -11,11 +11,12 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.input_encoder import InputEncoder
 from penstock.engine.late_chunking import LateChunking
-from penstock.engine.length_limit import limit_name, worded_limit
+from penstock.engine.length_limit import worded_limit
 from penstock.engine.make_scheduler import _limited
 from penstock.engine.model_info import ModelInfo, ModelKind
-from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
+from penstock.engine.params import PoolingParams
 from penstock.engine.special_tokens import SpecialTokens
+from penstock.engine.tasks import PoolingTask, PoolingType
 from penstock.engine.tokenizer import TokenizerPool
 
 NAME = "the size of the server's KV cache, which --kv-cache-memory raises"
@@ -47,9 +48,9 @@ class Tokenizer:
 
 def test_the_kv_cache_is_named_where_it_limits() -> None:
     limited = _limited(INFO, 40, 30)
-    assert (limit_name(INFO), limit_name(limited)) == (None, NAME)
-    assert worded_limit(40, limit_name(limited)) == f"This model's maximum context length is 40 tokens ({NAME})"
-    assert worded_limit(100, limit_name(INFO)) == "This model's maximum context length is 100 tokens"
+    assert (INFO.limit_name, limited.limit_name) == (None, NAME)
+    assert worded_limit(40, limited.limit_name) == f"This model's maximum context length is 40 tokens ({NAME})"
+    assert worded_limit(100, INFO.limit_name) == "This model's maximum context length is 100 tokens"
 
 
 NO, YES, SILENT = PoolingParams(refuse_too_long=True), PoolingParams(truncate_prompt_tokens=-1), PoolingParams()

@@ -16,9 +16,11 @@ from penstock.engine import errors
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.long_text import LongText, Windows
-from penstock.engine.params import ChunkedProcessingMode, PoolerConfig, PoolingParams
+from penstock.engine.params import PoolingParams
+from penstock.engine.pooler_config import PoolerConfig
 from penstock.engine.request import TokenizedInput
 from penstock.engine.special_tokens import SpecialTokens, count_prompt
+from penstock.engine.tasks import ChunkedProcessingMode
 
 PARAMS = PoolingParams()
 SIZE = 16

@@ -9,8 +9,10 @@ from penstock.engine import messages as m
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.frames import pack_inputs, pack_rows, unpack_inputs, unpack_rows
 from penstock.engine.model_info import DenseSpec, ModelInfo, ModelKind
-from penstock.engine.params import PoolerConfig, PoolingParams, PoolingTask, PoolingType
+from penstock.engine.params import PoolingParams
+from penstock.engine.pooler_config import PoolerConfig
 from penstock.engine.request import TokenizedInput
+from penstock.engine.tasks import PoolingTask, PoolingType
 
 INFO = ModelInfo(
     name="n",

@@ -16,7 +16,8 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ModelLoadError, UnsupportedModelError
 from penstock.engine.model_files import locate_model, resolve_model, resolved_table, with_device
 from penstock.engine.model_info import Activation, ModelInfo, ModelKind
-from penstock.engine.params import PoolerConfig, PoolingTask, PoolingType
+from penstock.engine.pooler_config import PoolerConfig
+from penstock.engine.tasks import PoolingTask, PoolingType
 
 BERT = {
     "model_type": "bert",

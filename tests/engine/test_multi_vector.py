@@ -21,7 +21,8 @@ from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.config import EngineConfig
 from penstock.engine.model_files import resolve_model
 from penstock.engine.multi_vector import MultiVector, QueryExpansion
-from penstock.engine.params import PoolingParams, PoolingTask
+from penstock.engine.params import PoolingParams
+from penstock.engine.tasks import PoolingTask
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

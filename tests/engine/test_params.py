@@ -7,14 +7,9 @@ import pytest
 
 from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.model_info import ModelInfo, ModelKind
-from penstock.engine.params import (
-    VALID_PARAMETERS,
-    ChunkedProcessingMode,
-    PoolerConfig,
-    PoolingParams,
-    PoolingTask,
-    PoolingType,
-)
+from penstock.engine.params import VALID_PARAMETERS, PoolingParams
+from penstock.engine.pooler_config import PoolerConfig
+from penstock.engine.tasks import ChunkedProcessingMode, PoolingTask, PoolingType
 
 
 def model(kind: ModelKind = ModelKind.EMBEDDING, **changes: Any) -> ModelInfo:

@@ -14,8 +14,8 @@ from penstock.engine.errors import ModelLoadError, UnsupportedModelError
 from penstock.engine.messages import Ready, TokenizerSpec, decode_from_core, encode
 from penstock.engine.model_files import resolve_model, resolved_table
 from penstock.engine.model_info import Activation, ClassifierMethod, ModelInfo, ModelKind, PairChat
-from penstock.engine.params import PoolingTask, PoolingType
 from penstock.engine.reranker_recipes import QWEN3_RERANKER, RECIPES, find_recipe, recipe_named
+from penstock.engine.tasks import PoolingTask, PoolingType
 
 VOCABULARY = ["no", "yes", "0", "1", "Yes", "<unk>"]
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64, "vocab_size": 10}

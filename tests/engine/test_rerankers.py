@@ -22,7 +22,8 @@ from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.model_info import ModelKind
-from penstock.engine.params import PoolingParams, PoolingType
+from penstock.engine.params import PoolingParams
+from penstock.engine.tasks import PoolingType
 
 QUERY = "What holds back the water?"
 DOCUMENTS = [

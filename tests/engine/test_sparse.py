@@ -19,8 +19,9 @@ from penstock.engine import errors
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.config import EngineConfig
 from penstock.engine.model_files import resolve_model
-from penstock.engine.params import PoolingParams, PoolingTask
+from penstock.engine.params import PoolingParams
 from penstock.engine.sparse import SparseKind, SparseVector
+from penstock.engine.tasks import PoolingTask
 
 from .test_multi_vector import DOCUMENTS, QUERIES, write_backbone, write_json
 

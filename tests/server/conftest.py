@@ -17,7 +17,7 @@ from penstock.engine.dispatcher import DispatcherStats
 from penstock.engine.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
 from penstock.engine.length_limit import worded_limit
 from penstock.engine.model_info import Activation, ModelInfo, ModelKind
-from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
+from penstock.engine.params import PoolingParams
 from penstock.engine.results import (
     ClassResult,
     CombinedResult,
@@ -29,6 +29,7 @@ from penstock.engine.results import (
 )
 from penstock.engine.sparse import SparseVector
 from penstock.engine.supervisor import EngineState
+from penstock.engine.tasks import PoolingTask, PoolingType
 from penstock.server.app import create_app
 from penstock.server.context import ServedModel
 from penstock.server.settings import ServerSettings

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from penstock.engine.model_info import Activation
-from penstock.engine.params import PoolingTask
+from penstock.engine.tasks import PoolingTask
 
 EXAMPLES = [{"text": "where is it", "label": "shipping"}, {"text": "money back", "label": "refund"}]
 

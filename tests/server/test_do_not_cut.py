@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from penstock.engine.params import PoolingTask
+from penstock.engine.tasks import PoolingTask
 
 from .conftest import FakeEngine, Serving
 

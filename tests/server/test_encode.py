@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.engine.multi_vector import MultiVector
-from penstock.engine.params import PoolingTask
 from penstock.engine.sparse import SparseKind, SparsePooling, TokenHeads
+from penstock.engine.tasks import PoolingTask
 
 from .conftest import FakeEngine, Serving
 

@@ -13,7 +13,7 @@ from penstock.engine.errors import (
     EngineUnavailableError,
     ModelExecutionError,
 )
-from penstock.engine.params import PoolingTask
+from penstock.engine.tasks import PoolingTask
 from penstock.server.app import create_app
 from penstock.server.context import ServedModel
 from penstock.server.openapi import DESCRIPTION

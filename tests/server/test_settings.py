@@ -5,7 +5,7 @@ import math
 import pytest
 
 from penstock.engine.config import DTYPES
-from penstock.engine.params import PoolingType
+from penstock.engine.tasks import PoolingType
 from penstock.server.command_errors import UsageError
 from penstock.server.default_model import NAMES, model_and_names
 from penstock.server.flags import flag_of, load

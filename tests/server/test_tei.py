@@ -15,8 +15,8 @@ from penstock.engine.errors import (
 )
 from penstock.engine.model_info import Activation
 from penstock.engine.multi_vector import MultiVector
-from penstock.engine.params import PoolingTask
 from penstock.engine.sparse import SparseKind, SparsePooling
+from penstock.engine.tasks import PoolingTask
 from penstock.server.error_handlers import TEI_PATHS
 from penstock.server.routes import tei, tei_tools
 

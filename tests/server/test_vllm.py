@@ -83,7 +83,7 @@ async def test_pooling_of_classifiers(serving, make_engine, kind: str, task: str
 
 
 async def test_a_late_interaction_model_gives_token_vectors_unasked(serving, make_engine) -> None:
-    from penstock.engine.params import PoolingTask
+    from penstock.engine.tasks import PoolingTask
 
     async with serving(make_engine(tasks=(PoolingTask.TOKEN_EMBED,))) as client:
         answer = (await client.post("/pooling", json={"model": "alias", "input": ["one two"]})).json()

@@ -12,7 +12,7 @@ from penstock.engine.errors import WeightError
 from penstock.engine.layers.weights import Weights
 from penstock.engine.model_info import ClassifierMethod, ModelInfo, ModelKind
 from penstock.engine.models.heads import decoder_head
-from penstock.engine.params import PoolingType
+from penstock.engine.tasks import PoolingType
 
 VOCAB_SIZE, SIZE = 20, 6
 EMBEDDING = "model.embed_tokens.weight"

@@ -6,7 +6,7 @@ import torch
 from penstock.engine.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError
 from penstock.engine.loader import load_model
 from penstock.engine.model_files import with_device
-from penstock.engine.params import PoolingType
+from penstock.engine.tasks import PoolingType
 
 from .parity import assert_close, rows_of, unit_error
 

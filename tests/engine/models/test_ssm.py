@@ -9,7 +9,7 @@ from penstock.engine.config import PoolerConfig
 from penstock.engine.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError, WeightError
 from penstock.engine.loader import load_model
 from penstock.engine.model_files import with_device
-from penstock.engine.params import PoolingType
+from penstock.engine.tasks import PoolingType
 
 from .parity import assert_close, rows_of, unit_error
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from penstock.engine.model_info import Activation, DenseSpec, ModelInfo, ModelKind
 from penstock.engine.models.base import ModelOutput, PackedModel
-from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
+from penstock.engine.params import PoolingParams
 from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata
+from penstock.engine.tasks import PoolingTask, PoolingType
 
 HIDDEN_SIZE = 24
 NUM_HEADS = 4

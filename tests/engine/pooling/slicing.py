@@ -11,8 +11,9 @@ from torch import Tensor
 
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.base import ModelOutput
-from penstock.engine.params import PoolingParams, PoolingTask
+from penstock.engine.params import PoolingParams
 from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates
+from penstock.engine.tasks import PoolingTask
 
 from .conftest import HIDDEN_SIZE, LENGTHS, NUM_HEADS, resolved
 

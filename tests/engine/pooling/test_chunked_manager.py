@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.params import PoolingType
 from penstock.engine.pooling import ChunkedPoolingManager, PoolerFactory, PoolingMetadata
+from penstock.engine.tasks import PoolingType
 
 from .conftest import SEQUENCE_TYPES
 

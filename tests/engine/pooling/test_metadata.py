@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.params import PoolingType
 from penstock.engine.pooling import PoolingMetadata, PoolingStates
+from penstock.engine.tasks import PoolingType
 
 
 def test_whole_sequences_need_no_state() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from penstock.engine.errors import UnsupportedTaskError
 from penstock.engine.model_info import DenseSpec, ModelInfo, ModelKind
 from penstock.engine.models.base import ModelOutput
-from penstock.engine.params import PoolingTask, PoolingType
 from penstock.engine.pooling import ModelPooler, PoolingMetadata, poolers
+from penstock.engine.tasks import PoolingTask, PoolingType
 
 from .conftest import (
     ATTENTION_HEAD,

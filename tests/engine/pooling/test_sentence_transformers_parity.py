@@ -9,8 +9,9 @@ from sentence_transformers.sentence_transformer.modules import Dense, Normalize,
 from torch import Tensor
 
 from penstock.engine.model_info import DenseSpec
-from penstock.engine.params import PoolingParams, PoolingTask, PoolingType
+from penstock.engine.params import PoolingParams
 from penstock.engine.pooling import ModelPooler
+from penstock.engine.tasks import PoolingTask, PoolingType
 
 from .conftest import HIDDEN_SIZE, LENGTHS, PoolAll, TinyModel, make_info
 

@@ -1,0 +1,133 @@
+"""The operator's settings for the pooler of one model. Knows nothing about tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from .tasks import ChunkedProcessingMode, PoolingType, listed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolerConfig:
+    """The operator's settings for the pooler of one model (`--pooler-config`). None means: from the model's files.
+
+    Attributes:
+        pooling_type: Pooling of the sequence or, for ALL and STEP, of the tokens.
+        normalize: L2-normalise embeddings unless the request says otherwise.
+        dimensions: Width of embeddings unless the request says otherwise.
+        use_activation: Apply the class activation unless the request says otherwise.
+        logit_bias: Added to class logits before the activation, after mean and sigma.
+        logit_mean: Subtracted from class logits.
+        logit_sigma: Class logits are divided by it, after the mean is subtracted.
+        step_tag_id: STEP pooling: token id whose rows are kept.
+        returned_token_ids: STEP pooling: columns that are kept.
+        attention_head: ATTENTION pooling: the head whose weights are used; None averages all heads.
+        enable_chunked_processing: Embed text above max_model_len in windows and average their vectors.
+        max_embed_len: Tokens. Limit of an input with enable_chunked_processing; None leaves it to the queue.
+        chunk_overlap: Tokens that a window shares with the one before it.
+        chunked_processing_mode: How the windows are cut and averaged.
+    """
+
+    pooling_type: PoolingType | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    logit_bias: float | None = None
+    logit_mean: float | None = None
+    logit_sigma: float | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: tuple[int, ...] | None = None
+    attention_head: int | None = None
+    enable_chunked_processing: bool | None = None
+    max_embed_len: int | None = None
+    chunk_overlap: int | None = None
+    chunked_processing_mode: ChunkedProcessingMode | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the field and its value."""
+        for name in ("dimensions", "max_embed_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        for name in ("logit_bias", "logit_mean", "logit_sigma"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name} is {value}; it must be a finite number.")
+        if self.logit_sigma == 0:
+            raise ValueError("logit_sigma is 0; logits are divided by it.")
+        for name in ("attention_head", "step_tag_id", "chunk_overlap"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}; it must be 0 or more.")
+        for name in ("max_embed_len", "chunk_overlap", "chunked_processing_mode"):
+            if getattr(self, name) is not None and not self.enable_chunked_processing:
+                raise ValueError(f"{name} says how over-long text is cut; it needs enable_chunked_processing: true.")
+        if self.chunk_overlap and self.chunked_processing_mode is ChunkedProcessingMode.VLLM:
+            raise ValueError(f"chunk_overlap is {self.chunk_overlap}; the mode 'vllm' knows no overlap.")
+
+    @classmethod
+    def from_json(cls, text: str) -> PoolerConfig:
+        """Parses the JSON of `--pooler-config`.
+
+        Raises:
+            ValueError: Not a JSON object, an unknown field, or a value of the wrong type; the message names it.
+        """
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not valid JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"must be a JSON object, not {type(fields).__name__}.")
+        return cls.from_dict(fields)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> PoolerConfig:
+        """Builds the configuration from plain values.
+
+        Raises:
+            ValueError: An unknown field or a value of the wrong type; the message names it.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(fields) - known)
+        if unknown:
+            raise ValueError(f"unknown field {unknown[0]!r}; known are {listed(sorted(known))}.")
+        return cls(**{name: _checked(name, value) for name, value in fields.items()})
+
+
+_ENUM_FIELDS: Final[dict[str, type[StrEnum]]] = {
+    "pooling_type": PoolingType,
+    "chunked_processing_mode": ChunkedProcessingMode,
+}
+_BOOL_FIELDS: Final = {"normalize", "use_activation", "enable_chunked_processing"}
+_FLOAT_FIELDS: Final = {"logit_bias", "logit_mean", "logit_sigma"}
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Returns `value` in the type of the PoolerConfig field `name`, or raises ValueError that names both."""
+    if value is None:
+        return None
+    if name in _ENUM_FIELDS:
+        known = {member.lower(): member for member in _ENUM_FIELDS[name]}
+        if str(value).lower() in known:
+            return known[str(value).lower()]
+        raise ValueError(f"{name} is {value!r}; it must be one of {listed(known.values())}.")
+    if name in _BOOL_FIELDS:
+        if isinstance(value, bool):
+            return value
+        raise ValueError(f"{name} is {value!r}; it must be true or false.")
+    if name in _FLOAT_FIELDS:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        raise ValueError(f"{name} is {value!r}; it must be a number.")
+    if name == "returned_token_ids":
+        if isinstance(value, list | tuple) and value and all(type(i) is int and i >= 0 for i in value):
+            return tuple(value)
+        raise ValueError(f"returned_token_ids is {value!r}; it must be a list of token ids.")
+    if type(value) is int:
+        return value
+    raise ValueError(f"{name} is {value!r}; it must be an integer.")

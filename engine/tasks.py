@@ -1,0 +1,51 @@
+"""What a model can be asked for, and how token rows become an answer. Values are the names on the wire."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+
+class PoolingTask(StrEnum):
+    """What a request wants from the model."""
+
+    EMBED = "embed"
+    CLASSIFY = "classify"
+    SCORE = "score"
+    TOKEN_EMBED = "token_embed"
+    TOKEN_CLASSIFY = "token_classify"
+    SPARSE_EMBED = "sparse_embed"
+
+
+class PoolingType(StrEnum):
+    """How token rows become the answer for a sequence. Values are the names on the wire."""
+
+    CLS = "CLS"
+    LAST = "LAST"
+    MEAN = "MEAN"
+    MAX = "MAX"
+    MEAN_SQRT_LEN = "MEAN_SQRT_LEN"
+    WEIGHTED_MEAN = "WEIGHTED_MEAN"
+    ATTENTION = "ATTENTION"
+    ALL = "ALL"
+    STEP = "STEP"
+
+    @property
+    def is_token_level(self) -> bool:
+        """True where the answer holds one row per token (ALL, STEP)."""
+        return self in (PoolingType.ALL, PoolingType.STEP)
+
+
+class ChunkedProcessingMode(StrEnum):
+    """How over-long text becomes one embedding; see long_text.py. Values are those of `chunked_processing_mode`."""
+
+    WINDOWS = "windows"
+    VLLM = "vllm"
+
+
+def listed(values: Any) -> str:
+    """Returns values as a comma-separated list for an error message."""
+    shown = [getattr(v, "value", v) for v in values]
+    if isinstance(values, set | frozenset):
+        shown.sort()
+    return ", ".join(map(str, shown)) or "none"
