@@ -1,1 +1,79 @@
-"""Text or token ids in, numpy arrays out. Knows no HTTP."""
+"""The engine: text or token ids in, numpy arrays out. Knows no HTTP; this face of it knows no torch.
+
+engine = await AsyncEngine.start(EngineConfig(model="path/or/hub-id"))
+result = await engine.embed(["some text"], PoolingParams())
+await engine.close()
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from .async_engine import AsyncEngine
+    from .protocol.config import CacheConfig, EngineConfig, SchedulerConfig
+    from .protocol.errors import EngineError
+    from .protocol.model_info import ModelInfo
+    from .protocol.params import PoolingParams
+    from .protocol.pooler_config import PoolerConfig
+    from .protocol.request_options import RequestOptions
+    from .protocol.results import (
+        ClassResult,
+        CombinedResult,
+        EmbeddingResult,
+        ScoreResult,
+        SparseResult,
+        TokenizedText,
+        TokenResult,
+    )
+    from .protocol.tasks import PoolingTask, PoolingType
+
+__all__ = [
+    "AsyncEngine",
+    "CacheConfig",
+    "ClassResult",
+    "CombinedResult",
+    "EmbeddingResult",
+    "EngineConfig",
+    "EngineError",
+    "ModelInfo",
+    "PoolerConfig",
+    "PoolingParams",
+    "PoolingTask",
+    "PoolingType",
+    "RequestOptions",
+    "SchedulerConfig",
+    "ScoreResult",
+    "SparseResult",
+    "TokenResult",
+    "TokenizedText",
+]
+
+_HOMES: Final = {
+    "AsyncEngine": ".async_engine",
+    "CacheConfig": ".protocol.config",
+    "ClassResult": ".protocol.results",
+    "CombinedResult": ".protocol.results",
+    "EmbeddingResult": ".protocol.results",
+    "EngineConfig": ".protocol.config",
+    "EngineError": ".protocol.errors",
+    "ModelInfo": ".protocol.model_info",
+    "PoolerConfig": ".protocol.pooler_config",
+    "PoolingParams": ".protocol.params",
+    "PoolingTask": ".protocol.tasks",
+    "PoolingType": ".protocol.tasks",
+    "RequestOptions": ".protocol.request_options",
+    "SchedulerConfig": ".protocol.config",
+    "ScoreResult": ".protocol.results",
+    "SparseResult": ".protocol.results",
+    "TokenResult": ".protocol.results",
+    "TokenizedText": ".protocol.results",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name when it is first asked for: the command line shows its help without loading the engine."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)

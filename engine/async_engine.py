@@ -14,21 +14,20 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .char_admission import CharAdmission
-from .chat_template import ChatOptions, Conversation
-from .config import EngineConfig
-from .dispatcher import Arrays, Dispatcher
-from .dispatcher_stats import DispatcherStats
-from .errors import UnsupportedTaskError
-from .input_encoder import InputEncoder
-from .label_classes import Embed, few_shot, zero_shot
-from .model_info import ModelInfo, ModelKind
-from .multi_vector import QUERY_PROMPTS, kept_ids
-from .params import PoolingParams
-from .request import TokenizedInput
-from .request_options import DEFAULT_OPTIONS, RequestOptions
-from .request_runner import RequestRunner
-from .results import (
+from .frontend.dispatcher import Arrays, Dispatcher
+from .frontend.label_classes import Embed, few_shot, zero_shot
+from .frontend.request_runner import RequestRunner
+from .frontend.scoring import PairScorer
+from .frontend.stats import DispatcherStats
+from .frontend.supervisor import CoreSupervisor, EngineState
+from .protocol.chat_template import ChatOptions, Conversation
+from .protocol.config import EngineConfig
+from .protocol.errors import UnsupportedTaskError
+from .protocol.model_info import ModelInfo, ModelKind
+from .protocol.multi_vector import QUERY_PROMPTS, kept_ids
+from .protocol.params import PoolingParams
+from .protocol.request_options import DEFAULT_OPTIONS, RequestOptions
+from .protocol.results import (
     ClassResult,
     CombinedResult,
     EmbeddingResult,
@@ -37,12 +36,13 @@ from .results import (
     TokenizedText,
     TokenResult,
 )
-from .scoring import PairScorer
-from .sparse import SparseVector
-from .supervisor import CoreSupervisor, EngineState
-from .tasks import PoolingTask
-from .text_encoder import Text
-from .tokenizer import TokenizerPool
+from .protocol.sparse import SparseVector
+from .protocol.tasks import PoolingTask
+from .protocol.tokenized_input import TokenizedInput
+from .tokenization.char_admission import CharAdmission
+from .tokenization.input_encoder import InputEncoder
+from .tokenization.texts import Text
+from .tokenization.tokenizer import TokenizerPool
 
 __all__ = ["AsyncEngine", "RequestOptions"]
 

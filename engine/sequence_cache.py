@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cache_spec import CacheSpec
+from .sequence_pool.cache_spec import CacheSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

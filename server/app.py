@@ -10,24 +10,17 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from .api_keys import ApiKeys
-from .auth import AuthMiddleware
-from .body_limit import BodyLimitMiddleware
-from .connection import SHEDDER
-from .context import ModelTable, ServedModel, ServerContext
-from .error_handlers import install_error_handlers
-from .file_limit import file_limit
-from .json_route import JsonPaths
-from .load_shedding import LoadShedder
-from .metrics import Metrics
-from .middleware import (
-    PathMiddleware,
-    RequestIdMiddleware,
-    UnexpectedErrorMiddleware,
-)
-from .observers import Observers
+from .calls.context import ModelTable, ServedModel, ServerContext
+from .calls.startup import Startup
+from .errors.handlers import install_error_handlers
+from .middleware.api_keys import ApiKeys
+from .middleware.auth import AuthMiddleware
+from .middleware.body_limit import BodyLimitMiddleware
+from .middleware.middleware import PathMiddleware, RequestIdMiddleware, UnexpectedErrorMiddleware
+from .observability.metrics import Metrics
+from .observability.observers import Observers
+from .observability.timing import TimingMiddleware
 from .openapi import DocumentedApp
-from .refusal_pace import PacedRefusalsMiddleware, RefusalPace
 from .routes import (
     classify,
     cohere,
@@ -36,7 +29,6 @@ from .routes import (
     multi_vector,
     openai,
     ops,
-    playground,
     rerank,
     score,
     tei,
@@ -44,10 +36,14 @@ from .routes import (
     tokenize,
     vllm,
 )
+from .routes.playground import page as playground
 from .settings import ServerSettings
-from .startup import Startup
-from .timing import TimingMiddleware
-from .version import penstock_version
+from .transport.connection import SHEDDER
+from .transport.file_limit import file_limit
+from .transport.load_shedding import LoadShedder
+from .transport.refusal_pace import PacedRefusalsMiddleware, RefusalPace
+from .wire.json_route import JsonPaths
+from .wire.version import penstock_version
 
 
 def create_app(

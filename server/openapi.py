@@ -12,10 +12,10 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from .auth import is_open
-from .error_handlers import TEI_PATHS
-from .request_limits import MAX_PRIORITY
+from .errors.handlers import TEI_PATHS
+from .middleware.auth import is_open
 from .schemas.errors import ErrorBody, TeiErrorBody
+from .wire.request_limits import MAX_PRIORITY
 
 Json = dict[str, Any]
 

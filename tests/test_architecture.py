@@ -14,9 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("server", "engine", "kernels")
 KERNELS_MAY_IMPORT = {"numpy", "torch", "triton"}
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-PLAIN_MODULES = next(
-    contract["source_modules"] for contract in CONTRACTS if contract["id"] == "plain-engine-without-torch"
-)
+PLAIN_ROOMS = next(c["source_modules"] for c in CONTRACTS if c["id"] == "plain-engine-without-torch")
 
 
 class Import(NamedTuple):
@@ -78,12 +76,26 @@ def test_importing_loads_no_torch() -> None:
     program = """
 import sys
 from importlib import import_module
-for module in sys.argv[1:]:
+from pkgutil import walk_packages
+names = []
+for room in sys.argv[1:]:
+    path = getattr(import_module(room), "__path__", None)
+    names += [room, *(found.name for found in walk_packages(path or [], f"{room}."))]
+for module in names:
     import_module(module)
     loaded = {"torch", "transformers"} & set(sys.modules)
     if loaded:
         sys.exit(f"{module} loads {', '.join(loaded)}")
 """
-    modules = [*PLAIN_MODULES, "penstock.server.cli", "penstock.server.app"]
+    modules = [*PLAIN_ROOMS, "penstock.server.commands.cli", "penstock.server.app"]
     done = subprocess.run([sys.executable, "-c", program, *modules], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_face_of_the_engine_names_what_is_there() -> None:
+    import penstock.engine
+
+    for name in penstock.engine.__all__:
+        assert getattr(penstock.engine, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        penstock.engine.Nothing  # noqa: B018

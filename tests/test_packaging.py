@@ -55,7 +55,7 @@ def test_no_layer_is_importable_under_its_bare_name(name: str) -> None:
 def test_installed_metadata() -> None:
     assert importlib.metadata.version("penstock") == PYPROJECT["project"]["version"]
     (script,) = importlib.metadata.distribution("penstock").entry_points.select(group="console_scripts")
-    assert (script.name, script.value) == ("penstock", "penstock.server.cli:main")
+    assert (script.name, script.value) == ("penstock", "penstock.server.commands.cli:main")
 
 
 def test_constraints_pin_every_dependency() -> None:

@@ -21,7 +21,7 @@ def test_the_tree_is_up_to_date() -> None:
 
 @pytest.mark.parametrize("command", ["serve", "embed", "info"])
 def test_commands_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from penstock.server.cli import main
+    from penstock.server.commands.cli import main
 
     assert f"penstock {command}" in README
     with pytest.raises(SystemExit) as done:

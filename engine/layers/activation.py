@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import UnsupportedModelError
+from ..protocol.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)

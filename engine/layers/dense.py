@@ -6,8 +6,8 @@ from typing import Final
 
 from torch import Tensor, nn
 
-from ..errors import UnsupportedModelError
-from ..model_info import DenseSpec
+from ..protocol.errors import UnsupportedModelError
+from ..protocol.model_info import DenseSpec
 from .linear import Linear
 from .weights import Weights
 

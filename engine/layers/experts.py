@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import ModelLoadError
+from ..protocol.errors import ModelLoadError
 from .gated_mlp import GatedMlp
 from .linear import Linear
 from .rows import Rows, round_up

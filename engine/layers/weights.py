@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..errors import WeightError
+from ..protocol.errors import WeightError
 
 
 class TensorSource(Protocol):

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from ..cache_spec import CacheSpec
-from ..errors import UnsupportedTaskError
 from ..layers.weights import Weights
-from ..model_info import ModelInfo
+from ..protocol.errors import UnsupportedTaskError
+from ..protocol.model_info import ModelInfo
+from ..sequence_pool.cache_spec import CacheSpec
 
 if TYPE_CHECKING:
     from ..packed_batch import PackedBatch

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..layers.linear import Linear
 from ..layers.weights import Weights
-from ..model_info import ClassifierMethod, ModelInfo, ModelKind
+from ..protocol.model_info import ClassifierMethod, ModelInfo, ModelKind
 from .base import Head
 
 _LM_HEAD: Final = "lm_head"

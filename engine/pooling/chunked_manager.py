@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..params import PoolingParams
-from ..tasks import PoolingType
+from ..protocol.params import PoolingParams
+from ..protocol.tasks import PoolingType
 from .cursor import PoolingCursor
 from .factory import PoolerFactory
 from .metadata import PoolingMetadata

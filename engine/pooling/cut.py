@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.kernels.pooling import pool
 
-from ..params import PoolingParams
+from ..protocol.params import PoolingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

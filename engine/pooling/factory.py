@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..tasks import PoolingType
+from ..protocol.tasks import PoolingType
 from .poolers import (
     AllPooler,
     AttentionWeightedPooler,

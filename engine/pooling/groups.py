@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from ..params import PoolingParams
-from ..tasks import PoolingTask
+from ..protocol.params import PoolingParams
+from ..protocol.tasks import PoolingTask
 from .cut import distinct
 
 _OUTPUT_NAMES: Final = {

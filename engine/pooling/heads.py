@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..model_info import Activation, ModelInfo
-from ..params import PoolingParams
+from ..protocol.model_info import Activation, ModelInfo
+from ..protocol.params import PoolingParams
 from .cut import Cut, distinct
 
 RowMap = Callable[[Tensor], Tensor]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from penstock.kernels.maxsim import maxsim
 
-from ..multi_vector import MultiVector
-from ..params import PoolingParams
+from ..protocol.multi_vector import MultiVector
+from ..protocol.params import PoolingParams
 from .cut import distinct
 from .metadata import PoolingMetadata
 from .packing import prefix_sums, ranges

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..params import PoolingParams
-from ..tasks import PoolingType
+from ..protocol.params import PoolingParams
+from ..protocol.tasks import PoolingType
 from .cursor import PoolingCursor
 from .packing import Rows, cu_seqlens_of, prefix_sums, rows_between
 from .slices import BatchSlices

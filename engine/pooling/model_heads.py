@@ -8,10 +8,10 @@ from typing import Final
 
 from torch import Tensor
 
-from ..model_info import ModelInfo
 from ..models.base import PackedModel
-from ..params import PoolingParams
-from ..sparse import SparseKind
+from ..protocol.model_info import ModelInfo
+from ..protocol.params import PoolingParams
+from ..protocol.sparse import SparseKind
 from .factory import PoolerFactory
 from .groups import OutputGroup
 from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, RowMap

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..model_info import ModelInfo
 from ..models.base import ModelOutput, PackedModel
-from ..params import PoolingParams
-from ..tasks import PoolingType
+from ..protocol.model_info import ModelInfo
+from ..protocol.params import PoolingParams
+from ..protocol.tasks import PoolingType
 from .cut import Cut, distinct
 from .factory import PoolerFactory
 from .groups import OutputGroup, by_group

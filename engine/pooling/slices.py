@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..tasks import PoolingType
+from ..protocol.tasks import PoolingType
 from .cursor import PoolingCursor
 from .packing import IntArray, cu_seqlens_of, prefix_sums, rows_between
 from .states import PoolingStates, finalize_states, update_states

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.masked_lm import BLOCK_ROWS
-from ..sparse import SparseKind, SparsePooling
+from ..models.encoders.masked_lm import BLOCK_ROWS
+from ..protocol.sparse import SparseKind, SparsePooling
 from .heads import RowMap
 from .metadata import PoolingMetadata
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.kernels.pooling import PoolingKind, PoolingState, finish, pool, pool_partial
 
-from ..tasks import PoolingType
+from ..protocol.tasks import PoolingType
 
 _KERNEL_KINDS: Final[dict[PoolingType, PoolingKind]] = {
     PoolingType.CLS: "cls",

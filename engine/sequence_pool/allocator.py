@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import InvalidSlot, PoolExhausted
+from ..protocol.errors import InvalidSlot, PoolExhausted
 from .pool import SequencePool
 from .prefix_cache import PrefixCache
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..errors import InvalidSlot, PoolExhausted
+from ..protocol.errors import InvalidSlot, PoolExhausted
 from .free_ranges import FreeRanges
 
 

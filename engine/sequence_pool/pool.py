@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from ..errors import InvalidSlot
+from ..protocol.errors import InvalidSlot
 from .kv_cache_pool import KvCachePool
 from .ssm_state_pool import SequenceSlot, SsmStatePool
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ..cache_spec import CacheSpec
-from ..errors import ModelLoadError
+from ..protocol.errors import ModelLoadError
+from .cache_spec import CacheSpec
 
 _SLOT_SHARE: Final = 0.25
 """Part of a hybrid's memory that state slots may take. Each sequence needs one slot but many blocks."""

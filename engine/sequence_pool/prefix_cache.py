@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InvalidSlot
+from ..protocol.errors import InvalidSlot
 from .kv_cache_pool import KvCachePool
 
 _KEY_SIZE: Final = 16

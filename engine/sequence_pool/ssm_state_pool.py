@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..errors import InvalidSlot, PoolExhausted
+from ..protocol.errors import InvalidSlot, PoolExhausted
 
 
 class SlotArray(Protocol):

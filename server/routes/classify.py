@@ -8,18 +8,18 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
-from penstock.engine.model_info import Activation, ModelInfo, ModelKind
-from penstock.engine.results import ClassResult, TokenResult
-from penstock.engine.tasks import PoolingTask
+from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
+from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
+from penstock.engine.protocol.results import ClassResult, TokenResult
+from penstock.engine.protocol.tasks import PoolingTask
 
-from ..chat_input import check_inputs, run_inputs
-from ..class_answers import cohere_rows, token_rows, vllm_rows
-from ..context import ServerContext, context_of, until_client_leaves
-from ..field_names import fields_named
-from ..json_route import JsonRoute, json_response
-from ..limits import check_num_ids, check_token_values
-from ..prompts import request_options
+from ..answers.classes import cohere_rows, token_rows, vllm_rows
+from ..answers.tei import prediction_rows
+from ..calls.chat_input import check_inputs, run_inputs
+from ..calls.context import ServerContext, context_of, until_client_leaves
+from ..calls.limits import check_num_ids, check_token_values
+from ..calls.prompts import request_options
+from ..errors.field_names import fields_named
 from ..schemas.classify import (
     ClassifyRequest,
     ClassifyResponse,
@@ -27,10 +27,10 @@ from ..schemas.classify import (
     InfinityClassifyResponse,
     TokenClassifyResponse,
 )
-from ..schemas.common import usage_of
 from ..schemas.errors import ERROR_RESPONSES
-from ..schemas.texts import Text
-from ..tei_answers import prediction_rows
+from ..schemas.fields.common import usage_of
+from ..schemas.fields.texts import Text
+from ..wire.json_route import JsonRoute, json_response
 
 router = APIRouter(route_class=JsonRoute, tags=["classify"], responses=ERROR_RESPONSES)
 

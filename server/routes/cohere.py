@@ -8,16 +8,13 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 
-from penstock.engine.model_info import ModelInfo
-from penstock.engine.tasks import PoolingTask
+from penstock.engine.protocol.model_info import ModelInfo
+from penstock.engine.protocol.tasks import PoolingTask
 
-from ..context import context_of, until_client_leaves
-from ..encoding import base64_row
-from ..field_names import fields_named
-from ..json_route import JsonRoute, json_response
-from ..limits import check_num_chars, check_num_ids
-from ..prompts import request_options
-from ..quantize import check_width, quantize
+from ..calls.context import context_of, until_client_leaves
+from ..calls.limits import check_num_chars, check_num_ids
+from ..calls.prompts import request_options
+from ..errors.field_names import fields_named
 from ..schemas.cohere import (
     CohereDetokenizeRequest,
     CohereDetokenizeResponse,
@@ -27,8 +24,11 @@ from ..schemas.cohere import (
     CohereTokenizeRequest,
     CohereTokenizeResponse,
 )
-from ..schemas.encodings import QUANTIZATIONS, EmbeddingType
 from ..schemas.errors import ERROR_RESPONSES
+from ..schemas.fields.encodings import QUANTIZATIONS, EmbeddingType
+from ..wire.encoding import base64_row
+from ..wire.json_route import JsonRoute, json_response
+from ..wire.quantize import check_width, quantize
 
 router = APIRouter(route_class=JsonRoute, tags=["cohere"], responses=ERROR_RESPONSES)
 

@@ -7,18 +7,18 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from penstock.engine.async_engine import RequestOptions
-from penstock.engine.results import CombinedResult
+from penstock.engine.protocol.results import CombinedResult
 
-from ..chat_input import run_inputs
-from ..context import until_client_leaves
-from ..embedding_call import EmbeddingCall
-from ..encoding import encode_rows
-from ..field_names import fields_named
-from ..json_route import JsonRoute, json_response
-from ..limits import check_token_values
+from ..calls.chat_input import run_inputs
+from ..calls.context import until_client_leaves
+from ..calls.embedding_call import EmbeddingCall
+from ..calls.limits import check_token_values
+from ..errors.field_names import fields_named
 from ..schemas.encode import TASKS, EncodeRequest, EncodeResponse
 from ..schemas.errors import ERROR_RESPONSES
-from ..schemas.texts import Text
+from ..schemas.fields.texts import Text
+from ..wire.encoding import encode_rows
+from ..wire.json_route import JsonRoute, json_response
 
 router = APIRouter(route_class=JsonRoute, tags=["penstock"], responses=ERROR_RESPONSES)
 

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Body, Request, Response
 
-from penstock.engine.errors import InvalidRequestError
-from penstock.engine.model_info import ModelKind
+from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.model_info import ModelKind
 
-from ..context import context_of
-from ..json_body import parsed
-from ..json_route import JsonRoute
+from ..answers.vectors import BYTES_RESPONSE
+from ..calls.context import context_of
+from ..errors.tei_errors import answered_as_tei
 from ..schemas.classify import ClassifyRequest
 from ..schemas.errors import SHARED_ERROR_RESPONSES
 from ..schemas.openai import EmbeddingRequest
@@ -19,9 +19,9 @@ from ..schemas.rerank import RerankRequest
 from ..schemas.score import ScoreRequest
 from ..schemas.tei import TeiEmbedRequest, TeiPredictRequest, TeiRerankRequest, TeiSimilarityRequest
 from ..schemas.vllm import PoolingRequest
-from ..shown_values import shown_names
-from ..tei_errors import answered_as_tei
-from ..vector_answer import BYTES_RESPONSE
+from ..wire.json_body import parsed
+from ..wire.json_route import JsonRoute
+from ..wire.shown_values import shown_names
 from . import classify, openai, rerank, score, tei_tools, vllm
 
 router = APIRouter(route_class=JsonRoute, tags=["vllm"], responses=SHARED_ERROR_RESPONSES)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from penstock.engine.async_engine import RequestOptions
-from penstock.engine.results import TokenResult
-from penstock.engine.tasks import PoolingTask
+from penstock.engine.protocol.results import TokenResult
+from penstock.engine.protocol.tasks import PoolingTask
 
-from ..chat_input import run_inputs
-from ..context import until_client_leaves
-from ..embedding_call import EmbeddingCall
-from ..field_names import fields_named
-from ..json_route import JsonRoute
-from ..limits import check_token_values
+from ..answers.vectors import BYTES_RESPONSE, vectors_response
+from ..calls.chat_input import run_inputs
+from ..calls.context import until_client_leaves
+from ..calls.embedding_call import EmbeddingCall
+from ..calls.limits import check_token_values
+from ..errors.field_names import fields_named
 from ..schemas.errors import ERROR_RESPONSES
+from ..schemas.fields.texts import Text
 from ..schemas.openai import EmbeddingRequest, MultiVectorResponse
-from ..schemas.texts import Text
-from ..vector_answer import BYTES_RESPONSE, vectors_response
+from ..wire.json_route import JsonRoute
 
 router = APIRouter(route_class=JsonRoute, tags=["jina"], responses=ERROR_RESPONSES)
 

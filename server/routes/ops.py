@@ -8,12 +8,12 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from penstock.engine.supervisor import EngineState
+from penstock.engine.frontend.supervisor import EngineState
 
-from ..context import context_of
-from ..json_route import json_response
+from ..calls.context import context_of
 from ..schemas.ops import Health, Version
-from ..version import penstock_version
+from ..wire.json_route import json_response
+from ..wire.version import penstock_version
 
 router = APIRouter(tags=["operations"])
 _UNHEALTHY: Final[dict[int | str, dict[str, Any]]] = {503: {"model": Health, "description": "Not healthy."}}

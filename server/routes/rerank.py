@@ -11,20 +11,20 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Tag
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.results import ScoreResult
-from penstock.engine.tasks import PoolingTask
+from penstock.engine.protocol.results import ScoreResult
+from penstock.engine.protocol.tasks import PoolingTask
 
-from ..context import context_of, until_client_leaves
-from ..cut_texts import cut_texts
-from ..json_route import json_response
-from ..schemas.common import usage_of
+from ..answers.tei import TEI_HEADERS
+from ..calls.context import context_of, until_client_leaves
+from ..calls.cut_texts import cut_texts
+from ..errors.tei_errors import SharedRoute, answered_as_tei
 from ..schemas.errors import SHARED_ERROR_RESPONSES
+from ..schemas.fields.common import usage_of
 from ..schemas.rerank import RerankRequest, RerankResponse
-from ..schemas.tagged import OWN, TEI, by_keys
 from ..schemas.tei import TeiRerankRequest
 from ..schemas.tei_answers import TeiRank
-from ..tei_answers import TEI_HEADERS
-from ..tei_errors import SharedRoute, answered_as_tei
+from ..wire.json_route import json_response
+from ..wire.tagged import OWN, TEI, by_keys
 from .tei import rerank_texts
 
 router = APIRouter(route_class=SharedRoute, tags=["rerank"], responses=SHARED_ERROR_RESPONSES)

@@ -7,16 +7,16 @@ import time
 from fastapi import APIRouter, Request, Response
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.results import ScoreResult
-from penstock.engine.tasks import PoolingTask
+from penstock.engine.protocol.results import ScoreResult
+from penstock.engine.protocol.tasks import PoolingTask
 
-from ..context import context_of, until_client_leaves
-from ..cut_texts import cut_texts
-from ..field_names import fields_named
-from ..json_route import JsonRoute, json_response
-from ..schemas.common import usage_of
+from ..calls.context import context_of, until_client_leaves
+from ..calls.cut_texts import cut_texts
+from ..errors.field_names import fields_named
 from ..schemas.errors import ERROR_RESPONSES
+from ..schemas.fields.common import usage_of
 from ..schemas.score import ScoreRequest, ScoreResponse
+from ..wire.json_route import JsonRoute, json_response
 
 router = APIRouter(route_class=JsonRoute, tags=["score"], responses=ERROR_RESPONSES)
 

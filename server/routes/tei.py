@@ -11,17 +11,18 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Tag
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
-from penstock.engine.model_info import ModelKind
-from penstock.engine.results import ClassResult
-from penstock.engine.tasks import PoolingTask
+from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
+from penstock.engine.protocol.model_info import ModelKind
+from penstock.engine.protocol.results import ClassResult
+from penstock.engine.protocol.tasks import PoolingTask
 
-from ..context import ServerContext, context_of, until_client_leaves
-from ..field_names import fields_named
-from ..limits import check_token_values
+from ..answers.tei import TEI_HEADERS, prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
+from ..calls.context import ServerContext, context_of, until_client_leaves
+from ..calls.limits import check_token_values
+from ..errors.field_names import fields_named
+from ..errors.tei_errors import TeiRoute
 from ..schemas.cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
 from ..schemas.errors import TEI_ERROR_RESPONSES
-from ..schemas.tagged import COHERE, TEI, embed_dialect
 from ..schemas.tei import (
     TeiEmbedRequest,
     TeiPredictRequest,
@@ -30,8 +31,7 @@ from ..schemas.tei import (
     TeiTokenEmbedRequest,
 )
 from ..schemas.tei_answers import TeiPrediction, TeiSparseValue
-from ..tei_answers import TEI_HEADERS, prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
-from ..tei_errors import TeiRoute
+from ..wire.tagged import COHERE, TEI, embed_dialect
 from . import cohere
 
 EmbedBody = Annotated[

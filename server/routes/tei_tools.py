@@ -6,17 +6,16 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Body, Request, Response
 
-from penstock.engine.config import SchedulerConfig
-from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
-from penstock.engine.model_info import ModelInfo, ModelKind
-from penstock.engine.results import TokenizedText
-from penstock.engine.tasks import PoolingTask
+from penstock.engine.protocol.config import SchedulerConfig
+from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
+from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.results import TokenizedText
+from penstock.engine.protocol.tasks import PoolingTask
 
-from ..context import context_of, until_client_leaves
-from ..field_names import fields_named
-from ..json_body import parsed
-from ..json_route import json_response
-from ..limits import check_num_chars, check_num_ids
+from ..calls.context import context_of, until_client_leaves
+from ..calls.limits import check_num_chars, check_num_ids
+from ..errors.field_names import fields_named
+from ..errors.tei_errors import TeiRoute
 from ..schemas.errors import TEI_ERROR_RESPONSES
 from ..schemas.tei import (
     TeiDecodeRequest,
@@ -28,9 +27,10 @@ from ..schemas.tei import (
     TeiTokenizeRequest,
 )
 from ..schemas.tei_answers import TeiInfo
-from ..shown_values import shown
-from ..tei_errors import TeiRoute
-from ..version import penstock_version
+from ..wire.json_body import parsed
+from ..wire.json_route import json_response
+from ..wire.shown_values import shown
+from ..wire.version import penstock_version
 from .tei import embed, embed_sparse, predict, rerank_texts, similarity
 
 router = APIRouter(route_class=TeiRoute, tags=["tei"], responses=TEI_ERROR_RESPONSES)

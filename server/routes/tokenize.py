@@ -9,18 +9,18 @@ from pydantic import Tag
 
 from penstock.engine.async_engine import AsyncEngine
 
-from ..chat_input import check_messages
-from ..context import context_of, until_client_leaves
-from ..field_names import fields_named
-from ..json_route import json_response
-from ..limits import check_num_chars, check_num_ids
+from ..calls.chat_input import check_messages
+from ..calls.context import context_of, until_client_leaves
+from ..calls.limits import check_num_chars, check_num_ids
+from ..errors.field_names import fields_named
+from ..errors.tei_errors import SharedRoute, answered_as_tei
 from ..schemas.cohere import CohereTokenizeRequest, CohereTokenizeResponse
 from ..schemas.errors import SHARED_ERROR_RESPONSES
-from ..schemas.tagged import COHERE, OWN, TEI, by_keys
 from ..schemas.tei import TeiTokenizeRequest
 from ..schemas.tei_answers import TeiToken
 from ..schemas.vllm import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from ..tei_errors import SharedRoute, answered_as_tei
+from ..wire.json_route import json_response
+from ..wire.tagged import COHERE, OWN, TEI, by_keys
 from . import cohere, tei_tools
 
 router = APIRouter(route_class=SharedRoute, tags=["tokenize"], responses=SHARED_ERROR_RESPONSES)

@@ -9,23 +9,23 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.errors import InvalidRequestError
-from penstock.engine.params import PoolingParams
-from penstock.engine.results import ClassResult, EmbeddingResult, TokenResult
-from penstock.engine.tasks import PoolingTask
+from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.results import ClassResult, EmbeddingResult, TokenResult
+from penstock.engine.protocol.tasks import PoolingTask
 
-from ..chat_input import check_inputs, run_inputs
-from ..context import context_of, until_client_leaves
-from ..encoding import Encoding, Rows
-from ..json_route import JsonRoute, json_response
-from ..limits import check_token_values
-from ..prompts import request_options
-from ..quantize import check_width
-from ..schemas.common import usage_of
+from ..answers.vectors import BYTES_RESPONSE, check_bytes, vectors_response
+from ..calls.chat_input import check_inputs, run_inputs
+from ..calls.context import context_of, until_client_leaves
+from ..calls.limits import check_token_values
+from ..calls.prompts import request_options
 from ..schemas.errors import ERROR_RESPONSES
-from ..schemas.texts import Text
+from ..schemas.fields.common import usage_of
+from ..schemas.fields.texts import Text
 from ..schemas.vllm import Load, PoolingRequest, PoolingResponse
-from ..vector_answer import BYTES_RESPONSE, check_bytes, vectors_response
+from ..wire.encoding import Encoding, Rows
+from ..wire.json_route import JsonRoute, json_response
+from ..wire.quantize import check_width
 
 router = APIRouter(route_class=JsonRoute, tags=["vllm"], responses=ERROR_RESPONSES)
 

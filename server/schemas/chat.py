@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
-from penstock.engine.chat_template import ChatOptions
-from penstock.engine.errors import InvalidRequestError
+from penstock.engine.protocol.chat_template import ChatOptions
+from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..shown_values import shown
-from . import json_schema
-from .common import Flag, RequestBody
-from .texts import Inputs, Text
+from ..wire import json_schema
+from ..wire.shown_values import shown
+from .fields.common import Flag, RequestBody
+from .fields.texts import Inputs, Text
 
 Conversations = list[list[dict[str, Any]]]
 

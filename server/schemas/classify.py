@@ -9,15 +9,15 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.engine.errors import InvalidRequestError
-from penstock.engine.params import PoolingParams
+from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.params import PoolingParams
 
+from ..wire.json_schema import exactly_one
 from .chat import InputFields
-from .common import Flag, Listed, PoolingBody, Usage
-from .json_schema import exactly_one
+from .fields.common import Flag, Listed, PoolingBody, Usage
+from .fields.texts import Text, TextOrTexts
+from .fields.truncate import CohereTruncate, parse_truncate, truncated
 from .rerank import ApiVersion
-from .texts import Text, TextOrTexts
-from .truncate import CohereTruncate, parse_truncate, truncated
 
 MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs: about 20 MB of JSON.
 

@@ -10,18 +10,18 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from penstock.engine.errors import InvalidRequestError
-from penstock.engine.model_info import ModelInfo
-from penstock.engine.params import PoolingParams
-from penstock.engine.tasks import PoolingTask
+from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.model_info import ModelInfo
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.tasks import PoolingTask
 
-from .common import PRIORITY, Count, Listed, Priority, RequestBody, Width
-from .contents import Contents
-from .encodings import EmbeddingTypes
-from .json_schema import exactly_one
+from ..wire.json_schema import exactly_one
+from .fields.common import PRIORITY, Count, Listed, Priority, RequestBody, Width
+from .fields.contents import Contents
+from .fields.encodings import EmbeddingTypes
+from .fields.texts import Texts
+from .fields.truncate import CohereTruncate
 from .rerank import ApiVersion
-from .texts import Texts
-from .truncate import CohereTruncate
 
 _ENDPOINTS: Final = {
     "embed": (PoolingTask.EMBED,),

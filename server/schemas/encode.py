@@ -6,16 +6,16 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.engine.errors import InvalidRequestError, UnsupportedTaskError
-from penstock.engine.model_info import ModelInfo
-from penstock.engine.params import PoolingParams
-from penstock.engine.tasks import PoolingTask
+from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
+from penstock.engine.protocol.model_info import ModelInfo
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.tasks import PoolingTask
 
-from ..encoding import Encoding
+from ..wire.encoding import Encoding
+from ..wire.json_schema import exactly_one
 from .chat import InputFields
-from .common import Flag, Listed, PoolingBody, Usage, Width
-from .encodings import EncodingOptions
-from .json_schema import exactly_one
+from .fields.common import Flag, Listed, PoolingBody, Usage, Width
+from .fields.encodings import EncodingOptions
 
 Output = Literal["dense", "sparse", "multi_vector"]
 

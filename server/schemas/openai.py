@@ -6,14 +6,14 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.engine.errors import InvalidRequestError
-from penstock.engine.params import PoolingParams
+from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.params import PoolingParams
 
+from ..wire.json_schema import exactly_one
 from .chat import InputFields
-from .common import Count, Flag, PoolingBody, Usage, Width
-from .encodings import EmbeddingTypeOptions
-from .json_schema import exactly_one
-from .truncate import Truncate, truncated
+from .fields.common import Count, Flag, PoolingBody, Usage, Width
+from .fields.encodings import EmbeddingTypeOptions
+from .fields.truncate import Truncate, truncated
 
 
 class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):

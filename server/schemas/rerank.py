@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.engine.params import PoolingParams
+from penstock.engine.protocol.params import PoolingParams
 
-from .common import Count, Flag, FlagOrWord, Listed, PairBody, Usage
-from .contents import Documents, document_texts
-from .texts import TextOrObject
-from .truncate import truncated
+from .fields.common import Count, Flag, FlagOrWord, Listed, PairBody, Usage
+from .fields.contents import Documents, document_texts
+from .fields.texts import TextOrObject
+from .fields.truncate import truncated
 
 
 class RerankRequest(PairBody):

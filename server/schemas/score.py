@@ -6,13 +6,13 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from penstock.engine.errors import InvalidRequestError
+from penstock.engine.protocol.errors import InvalidRequestError
 
-from . import json_schema
-from .common import Count, PairBody, Usage
-from .contents import content_text
-from .json_schema import exactly_one
-from .texts import parse_text_or_texts
+from ..wire import json_schema
+from ..wire.json_schema import exactly_one
+from .fields.common import Count, PairBody, Usage
+from .fields.contents import content_text
+from .fields.texts import parse_text_or_texts
 
 _PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 

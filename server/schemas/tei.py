@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from penstock.engine.params import PoolingParams
+from penstock.engine.protocol.params import PoolingParams
 
-from .common import PRIORITY, Count, Flag, Listed, Priority, RequestBody, Width
-from .tei_inputs import IdBatches, SequenceInputs, TruncationSide
-from .texts import Inputs, TextOrObject, TextOrTexts, Texts
+from .fields.common import PRIORITY, Count, Flag, Listed, Priority, RequestBody, Width
+from .fields.tei_inputs import IdBatches, SequenceInputs, TruncationSide
+from .fields.texts import Inputs, TextOrObject, TextOrTexts, Texts
 
 
 class TeiBody(RequestBody):

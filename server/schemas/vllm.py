@@ -6,15 +6,15 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from penstock.engine.chat_template import ChatOptions
-from penstock.engine.errors import InvalidRequestError
-from penstock.engine.params import PoolingParams
-from penstock.engine.tasks import PoolingTask
+from penstock.engine.protocol.chat_template import ChatOptions
+from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.tasks import PoolingTask
 
+from ..wire.json_schema import exactly_one
 from .chat import ChatFields, InputFields
-from .common import Count, Flag, Listed, PoolingBody, RequestBody, Usage, Width
-from .encodings import EncodingOptions
-from .json_schema import exactly_one
+from .fields.common import Count, Flag, Listed, PoolingBody, RequestBody, Usage, Width
+from .fields.encodings import EncodingOptions
 
 _EXAMPLE_CHAT: Final[list[JsonValue]] = [{"role": "user", "content": "What holds back the water?"}]
 

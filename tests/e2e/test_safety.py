@@ -122,7 +122,7 @@ def test_live_then_ready_then_guarded_then_silent(starting, keys: Path, log: Pat
 def test_files_that_do_not_fit_end_in_a_line(
     flags: tuple[str, ...], part: str, certificate: tuple[Path, Path], default_model, monkeypatch, capsys
 ) -> None:
-    from penstock.server import cli, serve
+    from penstock.server.commands import cli, serve
 
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
     given = [flag.format(certificate=certificate[0], key=certificate[1]) for flag in flags]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.chunked_prefill import ChunkedPrefillConfig, ChunkedPrefillManager
+from penstock.engine.scheduling.chunked_prefill import ChunkedPrefillConfig, ChunkedPrefillManager
 
-from .chunk_steps import Clock
+from .scheduling.chunk_steps import Clock
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from penstock.engine import errors
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.params import PoolingParams
-from penstock.engine.stage_times import STAGE_TIMES, Stage, StageTimes
-from penstock.engine.supervisor import EngineState
+from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.protocol import errors
+from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
 
 TEXTS = ["", "a", "The quick brown fox.", "naïve café — 東京 🚀", *("word " * n for n in (3, 31, 64, 200))]
 PARAMS = PoolingParams()

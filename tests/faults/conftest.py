@@ -20,9 +20,9 @@ import httpx
 import pytest
 
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.config import EngineConfig
+from penstock.engine.protocol.config import EngineConfig
 from penstock.server.app import create_app
-from penstock.server.context import ServedModel
+from penstock.server.calls.context import ServedModel
 from penstock.server.settings import ServerSettings
 
 Serving = Callable[[Path], AbstractAsyncContextManager[tuple[httpx.AsyncClient, AsyncEngine]]]

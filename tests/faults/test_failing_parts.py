@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.engine.errors import ModelLoadError
-from penstock.engine.model_hub import locate_model
+from penstock.engine.model_files.hub import locate_model
+from penstock.engine.protocol.errors import ModelLoadError
 
 SECRET = "a sentence that belongs to somebody"
 

@@ -19,7 +19,7 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.server.embed_journal import Journal, JournalError
+from penstock.server.commands.embed.journal import Journal, JournalError
 
 MIB = 2**20
 COMMAND = (sys.executable, "-P", "-m", "penstock.server")

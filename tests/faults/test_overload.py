@@ -11,12 +11,12 @@ from collections import Counter, deque
 
 import numpy as np
 
-from penstock.engine.dispatcher import Dispatcher, Outgoing
-from penstock.engine.errors import EngineOverloadedError
-from penstock.engine.frames import pack_rows, unpack_inputs
-from penstock.engine.messages import Cancel, Frame, RowHeader, Rows, StepLoad, Submit
-from penstock.engine.params import PoolingParams
-from penstock.engine.request import TokenizedInput
+from penstock.engine.frontend.dispatcher import Dispatcher, Outgoing
+from penstock.engine.protocol.errors import EngineOverloadedError
+from penstock.engine.protocol.frames import pack_rows, unpack_inputs
+from penstock.engine.protocol.messages import Cancel, Frame, RowHeader, Rows, StepLoad, Submit
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.tokenized_input import TokenizedInput
 
 STEP_TOKENS = 1_000
 """Tokens. What the core does in a step, which takes a second."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from penstock.server.default_model import default_model_folder
+from penstock.server.commands.default_model import default_model_folder
 
 SIZES = {
     "vocab_size": 30522,

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from penstock.engine.async_engine import RequestOptions
-from penstock.engine.chat_renderer import ChatRenderer
-from penstock.engine.chat_template import ChatOptions, ChatTemplate
-from penstock.engine.dispatcher import DispatcherStats
-from penstock.engine.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
-from penstock.engine.length_limit import worded_limit
-from penstock.engine.model_info import Activation, ModelInfo, ModelKind
-from penstock.engine.params import PoolingParams
-from penstock.engine.results import (
+from penstock.engine.frontend.dispatcher import DispatcherStats
+from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.protocol.chat_template import ChatOptions, ChatTemplate
+from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.length_limit import worded_limit
+from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.results import (
     ClassResult,
     CombinedResult,
     EmbeddingResult,
@@ -27,11 +27,11 @@ from penstock.engine.results import (
     TokenizedText,
     TokenResult,
 )
-from penstock.engine.sparse import SparseVector
-from penstock.engine.supervisor import EngineState
-from penstock.engine.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.sparse import SparseVector
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.tokenization.chat_renderer import ChatRenderer
 from penstock.server.app import create_app
-from penstock.server.context import ServedModel
+from penstock.server.calls.context import ServedModel
 from penstock.server.settings import ServerSettings
 
 WIDTH = 8

@@ -7,9 +7,9 @@ import sys
 import httpx
 import pytest
 
-from penstock.engine.errors import ModelLoadError
+from penstock.engine.protocol.errors import ModelLoadError
 from penstock.server.app import create_app
-from penstock.server.context import ServedModel
+from penstock.server.calls.context import ServedModel
 from penstock.server.settings import ServerSettings
 
 STARTING = {
@@ -134,7 +134,7 @@ async def test_two_models_in_one_table(make_engine) -> None:
         assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == ["one", "uno", "two"]
 
 
-MODULES = ["cli", "serve", "app", "settings", "embed_file"]
+MODULES = ["commands.cli", "commands.serve", "app", "settings", "commands.embed.run"]
 
 
 @pytest.mark.parametrize("module", MODULES)

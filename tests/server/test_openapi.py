@@ -7,15 +7,15 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from penstock.engine.errors import (
+from penstock.engine.protocol.errors import (
     DeadlineExceededError,
     EngineOverloadedError,
     EngineUnavailableError,
     ModelExecutionError,
 )
-from penstock.engine.tasks import PoolingTask
+from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server.app import create_app
-from penstock.server.context import ServedModel
+from penstock.server.calls.context import ServedModel
 from penstock.server.openapi import DESCRIPTION
 from penstock.server.settings import ServerSettings
 

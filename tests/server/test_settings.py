@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from penstock.engine.config import DTYPES
-from penstock.engine.tasks import PoolingType
-from penstock.server.command_errors import UsageError
-from penstock.server.default_model import NAMES, model_and_names
-from penstock.server.flags import flag_of, load
+from penstock.engine.protocol.config import DTYPES
+from penstock.engine.protocol.tasks import PoolingType
+from penstock.server.commands.default_model import NAMES, model_and_names
+from penstock.server.commands.flags import flag_of, load
+from penstock.server.errors.command_errors import UsageError
 from penstock.server.settings import EmbedSettings, ServerSettings, environment_variable, unknown_variables
 
 
@@ -168,7 +168,7 @@ def test_served_names(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_and_names(str(folder)) == (str(folder), ("my-model", str(folder)))
     assert model_and_names("owner/name") == ("owner/name", ("owner/name",))
     assert model_and_names("owner/name", ("a", "b")) == ("owner/name", ("a", "b"))
-    monkeypatch.setattr("penstock.server.default_model.default_model_folder", lambda: folder)
+    monkeypatch.setattr("penstock.server.commands.default_model.default_model_folder", lambda: folder)
     assert model_and_names(None) == (str(folder), NAMES)
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers
 
-from penstock.engine.config import EngineConfig
-from penstock.engine.model_files import resolve_model, with_device
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.models.base import PackedModel
 from penstock.engine.packed_batch import PackedBatch
-from penstock.engine.request import TokenizedInput
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.model_info import ModelInfo
+from penstock.engine.protocol.tokenized_input import TokenizedInput
 from penstock.engine.sequence_cache import BatchCache, KvCache, SsmStates
 
 SIZES = {

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.errors import WeightError
 from penstock.engine.layers.weights import Weights
-from penstock.engine.model_info import ClassifierMethod, ModelInfo, ModelKind
 from penstock.engine.models.heads import decoder_head
-from penstock.engine.tasks import PoolingType
+from penstock.engine.protocol.errors import WeightError
+from penstock.engine.protocol.model_info import ClassifierMethod, ModelInfo, ModelKind
+from penstock.engine.protocol.tasks import PoolingType
 
 VOCAB_SIZE, SIZE = 20, 6
 EMBEDDING = "model.embed_tokens.weight"

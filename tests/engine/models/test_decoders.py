@@ -6,12 +6,12 @@ import pytest
 import torch
 import transformers
 
-from penstock.engine.cache_spec import CacheSpec, KvLayerSpec
-from penstock.engine.errors import UnsupportedModelError, UnsupportedTaskError
-from penstock.engine.layers.rotary import whole_lens
-from penstock.engine.loader import load_model
-from penstock.engine.model_files import with_device
+from penstock.engine.core.weights_loader import load_model
+from penstock.engine.layers.attention.rotary import whole_lens
+from penstock.engine.model_files.resolve import with_device
+from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError
 from penstock.engine.sequence_cache import BatchCache
+from penstock.engine.sequence_pool.cache_spec import CacheSpec, KvLayerSpec
 
 from .parity import assert_close, rows_of
 

@@ -6,9 +6,9 @@ import logging
 import pytest
 import torch
 
-from penstock.engine.errors import UnsupportedModelError, UnsupportedTaskError, WeightError
-from penstock.engine.loader import load_model
-from penstock.engine.models.fallback import TransformersModel
+from penstock.engine.core.weights_loader import load_model
+from penstock.engine.models.fallback.fallback import TransformersModel
+from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError, WeightError
 
 from .parity import assert_close, rows_of
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from penstock.engine.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError
-from penstock.engine.loader import load_model
-from penstock.engine.model_files import with_device
-from penstock.engine.tasks import PoolingType
+from penstock.engine.core.weights_loader import load_model
+from penstock.engine.model_files.resolve import with_device
+from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError
+from penstock.engine.protocol.tasks import PoolingType
 
 from .parity import assert_close, rows_of, unit_error
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.errors import UnsupportedModelError
 from penstock.engine.layers.activation import find_activation
+from penstock.engine.layers.attention.rope import RopeSpec
+from penstock.engine.layers.attention.rotary import RotaryEmbedding
 from penstock.engine.layers.linear import GatedLinear, Linear
 from penstock.engine.layers.norm import LayerNorm
 from penstock.engine.layers.rms_norm import RmsNorm
-from penstock.engine.layers.rope import RopeSpec
-from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.layers.rows import Rows, round_up
+from penstock.engine.protocol.errors import UnsupportedModelError
 
 ACTIVATIONS = {
     None: lambda x: x,

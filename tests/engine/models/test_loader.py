@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.engine.errors import UnsupportedModelError, WeightError
-from penstock.engine.loader import load_dense, load_model
-from penstock.engine.model_info import DenseSpec
-from penstock.engine.models.registry import find_model_class
+from penstock.engine.core.weights_loader import load_dense, load_model
+from penstock.engine.models import find_model_class
+from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
+from penstock.engine.protocol.model_info import DenseSpec
 
 from .parity import assert_close, rows_of
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from penstock.engine.errors import UnsupportedModelError, UnsupportedTaskError
-from penstock.engine.loader import load_model
-from penstock.engine.model_files import with_device
+from penstock.engine.core.weights_loader import load_model
+from penstock.engine.model_files.resolve import with_device
+from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError
 
 from .parity import assert_close
 

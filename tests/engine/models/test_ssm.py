@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 
-from penstock.engine.config import PoolerConfig
-from penstock.engine.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError, WeightError
-from penstock.engine.loader import load_model
-from penstock.engine.model_files import with_device
-from penstock.engine.tasks import PoolingType
+from penstock.engine.core.weights_loader import load_model
+from penstock.engine.model_files.resolve import with_device
+from penstock.engine.protocol.config import PoolerConfig
+from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError, WeightError
+from penstock.engine.protocol.tasks import PoolingType
 
 from .parity import assert_close, rows_of, unit_error
 

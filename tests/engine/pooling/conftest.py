@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.model_info import Activation, DenseSpec, ModelInfo, ModelKind
 from penstock.engine.models.base import ModelOutput, PackedModel
-from penstock.engine.params import PoolingParams
 from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata
-from penstock.engine.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 HIDDEN_SIZE = 24
 NUM_HEADS = 4

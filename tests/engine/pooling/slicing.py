@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.base import ModelOutput
-from penstock.engine.params import PoolingParams
 from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates
-from penstock.engine.tasks import PoolingTask
+from penstock.engine.protocol.model_info import ModelInfo
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.tasks import PoolingTask
 
 from .conftest import HIDDEN_SIZE, LENGTHS, NUM_HEADS, resolved
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.pooling import ChunkedPoolingManager, PoolerFactory, PoolingMetadata
-from penstock.engine.tasks import PoolingType
+from penstock.engine.protocol.tasks import PoolingType
 
 from .conftest import SEQUENCE_TYPES
 

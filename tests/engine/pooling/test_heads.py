@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.model_info import Activation, ModelKind
-from penstock.engine.params import PoolingParams
 from penstock.engine.pooling import ClassifierPoolerHead, EmbeddingPoolerHead
+from penstock.engine.protocol.model_info import Activation, ModelKind
+from penstock.engine.protocol.params import PoolingParams
 
 from .conftest import make_info
 

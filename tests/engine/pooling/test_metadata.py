@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.pooling import PoolingMetadata, PoolingStates
-from penstock.engine.tasks import PoolingType
+from penstock.engine.protocol.tasks import PoolingType
 
 
 def test_whole_sequences_need_no_state() -> None:

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.errors import UnsupportedTaskError
-from penstock.engine.model_info import DenseSpec, ModelInfo, ModelKind
 from penstock.engine.models.base import ModelOutput
 from penstock.engine.pooling import ModelPooler, PoolingMetadata, poolers
-from penstock.engine.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.errors import UnsupportedTaskError
+from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 from .conftest import (
     ATTENTION_HEAD,

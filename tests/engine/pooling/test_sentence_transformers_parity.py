@@ -8,10 +8,10 @@ import torch
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 from torch import Tensor
 
-from penstock.engine.model_info import DenseSpec
-from penstock.engine.params import PoolingParams
 from penstock.engine.pooling import ModelPooler
-from penstock.engine.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.model_info import DenseSpec
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 from .conftest import HIDDEN_SIZE, LENGTHS, PoolAll, TinyModel, make_info
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
-from penstock.engine.model_info import ModelInfo, ModelKind
 from penstock.engine.models.base import ModelOutput
 from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates, poolers
-from penstock.engine.request import TokenizedInput
+from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.tokenized_input import TokenizedInput
 from penstock.engine.sequence_cache import BatchCache
-from penstock.engine.tasks import PoolingTask, PoolingType
 
 from .conftest import (
     HIDDEN_SIZE,

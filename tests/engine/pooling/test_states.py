@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.pooling import PoolerFactory, PoolingMetadata, PoolingStates, SequencePooler
-from penstock.engine.tasks import PoolingType
+from penstock.engine.protocol.tasks import PoolingType
 
 SEQUENCE_TYPES = [t for t in PoolingType if not t.is_token_level]
 TOKEN_TYPES = [t for t in PoolingType if t.is_token_level]

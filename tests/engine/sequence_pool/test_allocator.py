@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.errors import InvalidSlot, PoolExhausted
+from penstock.engine.protocol.errors import InvalidSlot, PoolExhausted
 from penstock.engine.sequence_pool import (
     Allocation,
     KvCachePool,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.cache_spec import CacheSpec, KvLayerSpec, SsmLayerSpec
-from penstock.engine.errors import InvalidSlot, ModelLoadError, PoolExhausted
+from penstock.engine.protocol.errors import InvalidSlot, ModelLoadError, PoolExhausted
 from penstock.engine.sequence_pool import KvCachePool, PoolPlan, SequencePool, SsmStatePool, plan_pool
+from penstock.engine.sequence_pool.cache_spec import CacheSpec, KvLayerSpec, SsmLayerSpec
 from penstock.engine.sequence_pool.free_ranges import FreeRanges
 
 KV = KvLayerSpec(num_kv_heads=2, head_size=4)

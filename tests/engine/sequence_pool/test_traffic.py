@@ -13,7 +13,12 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from penstock.engine.chunked_prefill import ChunkedPrefillConfig, ChunkedPrefillManager, ChunkState, PrefillChunk
+from penstock.engine.scheduling.chunked_prefill import (
+    ChunkedPrefillConfig,
+    ChunkedPrefillManager,
+    ChunkState,
+    PrefillChunk,
+)
 from penstock.engine.sequence_pool import (
     Allocation,
     KvCachePool,

@@ -1,0 +1,64 @@
+"""Turns a request into sequences for the scheduler: their lengths, and what the prefix cache may do for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..protocol.messages import Submit
+from ..protocol.model_info import ModelInfo
+from ..protocol.params import PoolingParams
+from ..protocol.tasks import PoolingTask, PoolingType
+from ..protocol.tokenized_input import TokenizedInput
+from ..scheduling.sequence import Sequence as QueuedSequence
+from ..sequence_pool import block_keys
+
+
+class Intake:
+    """Knows the rules of one model. Thread-safe: it keeps nothing.
+
+    Args:
+        info: The model.
+        block_size: Tokens of a block of the prefix cache; None where there is no cache.
+        seed: Sets the model apart from others in the names of blocks.
+    """
+
+    def __init__(self, info: ModelInfo, block_size: int | None, seed: str) -> None:
+        self._block_size = block_size
+        self._seed = seed.encode()
+        self._pools_last_row = info.sequence_pooling == (PoolingType.LAST,)
+
+    def sequences(self, message: Submit, inputs: Sequence[TokenizedInput], now_s: float) -> list[QueuedSequence]:
+        """Returns one sequence per input.
+
+        Args:
+            message: The request.
+            inputs: Its inputs, in order.
+            now_s: Seconds. Monotonic time of its arrival.
+        """
+        deadline_s = None if message.timeout_s is None else now_s + message.timeout_s
+        needs_last_row = self._needs_last_row(message.params)
+        return [
+            QueuedSequence(
+                message.request_id,
+                index,
+                len(tokens),
+                now_s,
+                message.priority,
+                deadline_s,
+                self._keys(tokens),
+                needs_last_row,
+                client=message.client,
+            )
+            for index, tokens in enumerate(inputs)
+        ]
+
+    def _keys(self, tokens: TokenizedInput) -> tuple[bytes, ...]:
+        """Names of the full blocks of a sequence."""
+        if self._block_size is None:
+            return ()
+        return tuple(block_keys(tokens.token_ids, self._block_size, self._seed))
+
+    def _needs_last_row(self, params: PoolingParams) -> bool:
+        """Whether the answer comes from the last token alone, so that the cache may stand in for rows before it."""
+        is_token_level = params.task in (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY)
+        return self._pools_last_row and not is_token_level

@@ -1,0 +1,41 @@
+"""Reads the heads for single tokens that lie in files of their own beside a model's weights (bge-m3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ..layers.linear import Linear
+from ..layers.weights import Weights
+from ..pooling import TokenMaps
+from ..protocol.messages import TokenizerSpec
+from ..protocol.model_info import ModelInfo
+from .weights_loader import Checkpoint
+
+
+def load_token_maps(info: ModelInfo, tokenizer: TokenizerSpec) -> TokenMaps:
+    """Returns the heads for single tokens, float32, and the tokens that have no part in answers for tokens.
+
+    Raises:
+        WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
+    """
+    marks, heads = tokenizer.marks, info.token_heads
+    if heads is None:
+        return TokenMaps(skip_ids=marks.skip_ids)
+    return TokenMaps(
+        vectors=_load(info, heads.vectors_file, info.hidden_size),
+        weights=_load(info, heads.weights_file, 1),
+        unweighted_ids=marks.unweighted_ids,
+    )
+
+
+def _load(info: ModelInfo, file: str | None, out_features: int) -> Linear | None:
+    if file is None:
+        return None
+    checkpoint = Checkpoint(dict.fromkeys(("weight", "bias"), Path(info.path) / file))
+    with torch.no_grad():
+        weights = Weights(checkpoint, torch.float32, torch.device(info.device))
+        linear = Linear.load_head(weights, "", info.hidden_size, out_features)
+    checkpoint.close()
+    return linear

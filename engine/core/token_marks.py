@@ -1,0 +1,75 @@
+"""Finds the tokens of a multi-vector model's recipe in its tokenizer, in the engine process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from ..protocol.errors import UnsupportedModelError
+from ..protocol.model_info import ModelInfo
+from ..protocol.multi_vector import MultiVector, QueryExpansion, TokenMarks
+
+logger = logging.getLogger("penstock.engine")
+
+
+def register_markers(tokenizer: Any, recipe: MultiVector) -> None:
+    """Lets the tokenizer read each marker that its vocabulary holds as one token, as the model was trained on it.
+
+    Read as text, "[unused0]" would be four tokens. Markers that the vocabulary does not hold stay text.
+
+    Args:
+        tokenizer: A fast tokenizer of transformers. Modified.
+        recipe: Names the markers.
+    """
+    from transformers import AddedToken
+
+    vocabulary = tokenizer.get_vocab()
+    for marker in recipe.markers:
+        for token in (marker, *marker.split(None, 1)[:1]):
+            if token in vocabulary:
+                if tokenizer.tokenize(token) != [token]:
+                    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True)], special_tokens=True)
+                break
+
+
+def find_marks(tokenizer: Any, info: ModelInfo) -> TokenMarks:
+    """Returns the ids of the recipe's tokens.
+
+    Raises:
+        UnsupportedModelError: The tokenizer does not have the expansion token, or fills up on the left.
+    """
+    recipe = info.multi_vector
+    if info.token_heads is not None:
+        own = (tokenizer.cls_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+        return TokenMarks(unweighted_ids=tuple(sorted({i for i in own if i is not None})))
+    if recipe is None:
+        return TokenMarks()
+    expansion_id = None if recipe.expansion is None else _expansion_id(tokenizer, recipe.expansion, info)
+    return TokenMarks(expansion_id=expansion_id, skip_ids=_ids(tokenizer, recipe.skip_words, info.name))
+
+
+def _expansion_id(tokenizer: Any, expansion: QueryExpansion, info: ModelInfo) -> int:
+    if tokenizer.padding_side != "right":
+        raise UnsupportedModelError(
+            f"{info.name} fills queries up on the left, which penstock does not ({info.sources['multi_vector']})."
+        )
+    if expansion.token is not None:
+        found = tokenizer.get_vocab().get(expansion.token)
+    else:
+        found = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
+    if found is None or not 0 <= found < info.vocab_size:
+        raise UnsupportedModelError(
+            f"{info.name} fills queries up with the token {expansion.token or 'for masks'!r} "
+            f"({info.sources['multi_vector']}), which its tokenizer or the model does not have."
+        )
+    return int(found)
+
+
+def _ids(tokenizer: Any, words: Sequence[str], name: str) -> tuple[int, ...]:
+    """Returns the ids of words that are one token each."""
+    vocabulary = tokenizer.get_vocab()
+    unknown = [word for word in words if word not in vocabulary]
+    if unknown:
+        logger.warning("%s: no tokens of the vocabulary, so left in documents: %s", name, " ".join(unknown))
+    return tuple(vocabulary[word] for word in words if word in vocabulary)

@@ -1,0 +1,125 @@
+"""Resolves the tokenizer of a model in the engine process, where transformers may be imported."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Final
+
+from ..model_files.json_files import read_object
+from ..protocol.chat_template import chat_template_of
+from ..protocol.errors import UnsupportedModelError
+from ..protocol.messages import TokenizerSpec
+from ..protocol.model_info import ModelInfo, ModelKind
+from ..protocol.score_template import ScoreTemplate
+from ..tokenization.long_text import LongText
+from ..tokenization.special_tokens import SpecialTokens
+from .chat_score_template import chat_score_template
+from .token_marks import find_marks, register_markers
+
+logger = logging.getLogger("penstock.engine")
+
+_SAMPLE: Final = "One short text to begin with."
+
+
+def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> TokenizerSpec:
+    """Loads the tokenizer as transformers would and serialises it for clients.
+
+    Raises:
+        UnsupportedModelError: The model has no tokenizer that the `tokenizers` library can run.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the tokenizers library raises no other class for a file that it cannot read
+        raise UnsupportedModelError(
+            f"The tokenizer of {info.name} in {info.path} cannot be loaded: {_line(error)}"
+        ) from error
+    if info.multi_vector is not None:
+        register_markers(tokenizer, info.multi_vector)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UnsupportedModelError(
+            f"The tokenizer of {info.name} ({type(tokenizer).__name__}) has no tokenizer.json form; "
+            "convert it with transformers' fast tokenizers and save it in the model folder."
+        )
+    backend.no_truncation()
+    backend.no_padding()
+    try:
+        sample_ids, type_ids = backend.encode(_SAMPLE).ids, backend.encode("a", "b").type_ids
+        special_tokens = SpecialTokens.of(backend)
+    except Exception as error:  # as above
+        path = Path(info.path) / "tokenizer.json"
+        raise UnsupportedModelError(
+            f"The tokenizer of {info.name} ({path}) cannot read a text: {_line(error)}"
+        ) from error
+    if set(sample_ids) <= set(tokenizer.all_special_ids):
+        raise UnsupportedModelError(
+            f"The tokenizer of {info.name} knows no word of {_SAMPLE!r}: {info.path} holds no tokenizer.json, "
+            "nor a vocabulary that transformers could build one from."
+        )
+    if backend.get_vocab_size() > info.vocab_size:
+        logger.warning(
+            "the tokenizer of %s has %d tokens, but the model has %d embeddings; texts with the others are refused.",
+            info.name,
+            backend.get_vocab_size(),
+            info.vocab_size,
+        )
+    usable_ids = tuple(token_id for token_id in sample_ids if token_id < info.vocab_size)
+    if not usable_ids:
+        raise UnsupportedModelError(
+            f"The tokenizer of {info.name} does not fit the model: it makes the ids {min(sample_ids)} to "
+            f"{max(sample_ids)} of {_SAMPLE!r}, but the model has embeddings for 0 to {info.vocab_size - 1} only."
+        )
+    if sample_ids[-1] not in tokenizer.all_special_ids and _asks_for_end(info):
+        logger.warning(
+            "tokenizer_config.json of %s has add_eos_token, but its tokenizer.json adds no token at the end; "
+            "tokenizer.json counts, as in transformers 5.",
+            info.name,
+        )
+    LongText.of(info, special_tokens)  # refuses settings that do not fit the tokenizer
+    uses_token_types = "token_type_ids" in tokenizer.model_input_names and info.config.get("type_vocab_size", 2) > 1
+    if uses_token_types and type_ids != sorted(type_ids):
+        raise UnsupportedModelError(
+            f"The tokenizer of {info.name} mixes token types within a text; "
+            "penstock knows one block of type 0, then one of type 1."
+        )
+    return TokenizerSpec(
+        json=backend.to_str(),
+        truncation_side=tokenizer.truncation_side,
+        uses_token_types=uses_token_types,
+        sample_ids=usable_ids,
+        score_template=_score_template(tokenizer, info),
+        chat_template=chat_template_of(tokenizer),
+        marks=find_marks(tokenizer, info),
+    )
+
+
+def _line(error: Exception) -> str:
+    """Returns what went wrong in one line."""
+    return " ".join(str(error).split())
+
+
+def _asks_for_end(info: ModelInfo) -> bool:
+    """Whether the model's settings want a token after each text. transformers 5 leaves that to tokenizer.json."""
+    return read_object(Path(info.path) / "tokenizer_config.json").get("add_eos_token") is True
+
+
+def _score_template(tokenizer: Any, info: ModelInfo) -> ScoreTemplate | None:
+    """Returns the prompt around a pair: the one that is known, or the one that the chat template makes."""
+    chat = info.pair_chat
+    if chat is None:
+        if info.score_template is None and info.classifier_tokens and info.kind is ModelKind.CROSS_ENCODER:
+            logger.warning(
+                "%s answers with a word but has no prompt for pairs: a query and a document are joined bare. "
+                "Give the prompt it was trained on with --hf-overrides score_template.",
+                info.name,
+            )
+        return info.score_template
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **chat.arguments))
+
+    prompt = info.prompts[info.default_prompt_name] if info.default_prompt_name is not None else None
+    return chat_score_template(render, chat, prompt, info.name)

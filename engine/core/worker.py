@@ -1,0 +1,120 @@
+"""The engine process: an EngineCore between two sockets. Started by core_client.py; ends when its parent does.
+
+    python -P -m penstock.engine.core.worker INBOX OUTBOX
+
+INBOX and OUTBOX are ZeroMQ endpoints; the process binds the first and connects to the second. The first message must be
+Start. End of standard input means that the parent has gone, however it went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import zmq
+
+from ..logs import configure_logging
+from ..protocol.messages import Cancel, Frame, FromCore, Ping, Pong, Start, Stop, Submit, decode_to_core, encode
+from .core import EngineCore, Send
+
+logger = logging.getLogger("penstock.engine")
+
+
+def main() -> None:
+    """Runs the process until Stop arrives or the parent ends."""
+    inbox_endpoint, outbox_endpoint = sys.argv[1:3]
+
+    endpoints = (inbox_endpoint, outbox_endpoint)
+    threading.Thread(target=_end_with_parent, args=endpoints, name="parent-watch", daemon=True).start()
+    context = zmq.Context()
+    inbox = context.socket(zmq.PULL)
+    outbox = context.socket(zmq.PUSH)
+    for socket in (inbox, outbox):
+        socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
+    inbox.bind(inbox_endpoint)
+    outbox.connect(outbox_endpoint)
+
+    start = decode_to_core(inbox.recv())
+    if not isinstance(start, Start):
+        raise TypeError(f"the first message must be Start, not {type(start).__name__}")
+    configure_logging(start.log_level, start.log_format)
+    # Answers to Ping and Failed messages of submit() come from the receiving thread, results from the device thread.
+    sending = threading.Lock()
+
+    def send(message: FromCore, frames: list[Frame]) -> None:
+        with sending:
+            if not outbox.closed:  # after the last step nobody waits for what the receiving thread says
+                outbox.send_multipart([encode(message), *frames], copy=False)
+
+    core = EngineCore(start.config, send, on_ready=_freeze)
+    threading.Thread(target=_receive, args=(inbox, core, send), name="inbox", daemon=True).start()
+    try:
+        core.run()
+    except Exception:
+        logger.exception("the engine process ends")
+        os._exit(1)  # not through the interpreter's shutdown, which would wait for the inbox thread
+    with sending:
+        outbox.close(linger=2000)
+    context.term()  # ends the inbox thread and waits until the last messages have left
+
+
+def _freeze() -> None:
+    """Takes what loading has made, torch above all, out of the collector's sight: walking it takes tens of ms."""
+    gc.collect()
+    gc.freeze()
+
+
+def _receive(inbox: zmq.Socket[bytes], core: EngineCore, send: Send) -> None:
+    """Hands messages to the core as they come; a message that it cannot take ends the process, never hangs it."""
+    try:
+        while True:
+            frames = inbox.recv_multipart(copy=False)
+            first = decode_to_core(frames[0].buffer) if len(frames) == 1 else None
+            if isinstance(first, Ping):
+                send(Pong(), [])
+            elif isinstance(first, Stop):
+                core.stop()
+            else:
+                core.receive(list(_items([f.buffer for f in frames])))
+    except zmq.ContextTerminated:
+        inbox.close(linger=0)
+    except Exception:
+        logger.exception("the engine process cannot read its inbox")
+        os._exit(1)
+
+
+def _items(frames: Iterable[Frame]) -> Iterator[Submit | Cancel | Frame]:
+    """Parses the messages of one transmission; the frame that follows a Submit is passed on as it is."""
+    rest = iter(frames)
+    for first in rest:
+        message = decode_to_core(first)
+        if not isinstance(message, Submit | Cancel):
+            raise TypeError(f"{type(message).__name__} cannot come now")
+        yield message
+        if isinstance(message, Submit):
+            yield next(rest)
+
+
+def _end_with_parent(*endpoints: str) -> None:
+    """Blocks until the parent's end of standard input closes, then ends the process at once.
+
+    A parent that was killed has left its sockets behind: they go too, with their folder, and nothing else in it.
+    """
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    paths = [Path(endpoint.removeprefix("ipc://")) for endpoint in endpoints]
+    with contextlib.suppress(OSError):  # the parent has removed them itself, as it does where it ends in peace
+        for path in paths:
+            path.unlink(missing_ok=True)
+        paths[0].parent.rmdir()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Who is let in: nobody while too much is under way, in tokens or in the time that they take.
+
+What is under way decides, not what a request brings: so a request can be refused before it has been tokenized, when
+refusing it costs almost nothing, and a large one is not kept out for ever by small ones that still fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Final
+
+from ..protocol.errors import EngineOverloadedError, InvalidRequestError
+from .stats import DispatcherStats
+
+_RATE_MEMORY: Final = 0.8
+"""What an older forward weighs in the drain rate, of the next one's weight."""
+_FEW_REQUESTS: Final = 16
+"""Fewer requests are never refused for the time that they take: large ones of few clients may wait for each other."""
+
+
+class Admission:
+    """Keeps the books of the tokens under way. Belongs to one event loop.
+
+    Args:
+        stats: Where it keeps `num_requests`, `num_tokens` and `num_refused_total`.
+        max_tokens: Tokens under way from which on requests are refused; a single request may have no more.
+        max_queue_s: Seconds that the tokens under way take, from which on requests are refused.
+    """
+
+    def __init__(self, stats: DispatcherStats, max_tokens: int, max_queue_s: float) -> None:
+        self._stats = stats
+        self._max_tokens = max_tokens
+        self._max_queue_s = max_queue_s
+        # Of past forwards. Their sums make the rate, not the mean of their rates: slow ones take most of the time.
+        self._past_tokens = self._past_s = 0.0
+        self._tokens_of: Counter[str] = Counter()  # under way, by client
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `check` refuses every client."""
+        return self._stats.num_tokens >= self._limit
+
+    def check(self, client: str = "") -> None:
+        """Refuses what there is no room for. Where clients are told apart, none may take more than it leaves free.
+
+        Args:
+            client: Whose request it is; "" where nobody is told apart.
+
+        Raises:
+            EngineOverloadedError: There is no room now; it says when to come back.
+        """
+        num_tokens, limit = self._stats.num_tokens, self._limit
+        num_free = limit - num_tokens
+        if num_free <= 0:
+            raise self._refusal(
+                f"What the server has under way takes about {num_tokens / self._tokens_per_s:.0f} s; it takes no "
+                f"request from {self._max_queue_s:g} s on."
+                if limit < self._max_tokens
+                else f"The server has {num_tokens} tokens under way and takes no request from {limit} on.",
+                1 - num_free,
+            )
+        num_own = self._tokens_of[client] if client else 0
+        if num_own >= num_free:
+            raise self._refusal(
+                f"Your requests under way have {num_own} tokens and leave {num_free} to other clients, who are to have "
+                "at least as many.",
+                num_own - num_free + 1,
+            )
+
+    def enter(self, num_tokens: int, client: str = "") -> None:
+        """Books a request.
+
+        Raises:
+            InvalidRequestError: It is larger than any request may be.
+            EngineOverloadedError: See `check`.
+        """
+        if num_tokens > self._max_tokens:
+            raise InvalidRequestError(
+                f"The request has {num_tokens} tokens; the server takes at most {self._max_tokens} at once. "
+                "Split it into smaller requests.",
+                param="input",
+            )
+        self.check(client)
+        self._stats.num_requests += 1
+        self._stats.num_tokens += num_tokens
+        self._tokens_of[client] += num_tokens
+
+    def leave(self, num_tokens: int, client: str = "") -> None:
+        """Takes a request from the books."""
+        self._stats.num_requests -= 1
+        self._stats.num_tokens -= num_tokens
+        self._tokens_of[client] -= num_tokens
+        if not self._tokens_of[client]:
+            del self._tokens_of[client]
+
+    def follow(self, num_tokens: int, seconds: float) -> None:
+        """Lets the drain rate follow a forward that had all the tokens that it could take: others are slower."""
+        self._past_tokens = _RATE_MEMORY * self._past_tokens + num_tokens
+        self._past_s = _RATE_MEMORY * self._past_s + max(seconds, 1e-6)
+
+    @property
+    def _limit(self) -> int:
+        """Tokens under way from which on everybody is refused."""
+        in_time = self._max_queue_s * self._tokens_per_s  # nan, which is never less, until a rate is measured
+        return math.ceil(in_time) if self._is_queue and in_time < self._max_tokens else self._max_tokens
+
+    @property
+    def _tokens_per_s(self) -> float:
+        """The drain rate; nan until it is measured."""
+        return self._past_tokens / self._past_s if self._past_s else math.nan
+
+    @property
+    def _is_queue(self) -> bool:
+        """Whether requests wait for many others. What two forwards can hold never does, and tells no rate either."""
+        return self._stats.num_requests >= _FEW_REQUESTS and self._stats.num_tokens > 2 * self._stats.token_budget
+
+    def _refusal(self, reason: str, num_excess: int) -> EngineOverloadedError:
+        """Counts a refusal and returns it; `num_excess` tokens must leave before there is room."""
+        self._stats.book_refusal()
+        rate = self._tokens_per_s
+        retry_after_s = 1.0 if math.isnan(rate) else num_excess / rate
+        return EngineOverloadedError(f"{reason} Please try again later.", retry_after_s=retry_after_s)

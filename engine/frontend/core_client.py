@@ -1,0 +1,242 @@
+"""Two ways to have an engine core: in a supervised process (the default) or in a thread of this one.
+
+Both are started once, take messages, hand back messages on the event loop, and say when the core has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import zmq
+
+from ..protocol.errors import ModelLoadError
+from ..protocol.messages import (
+    Cancel,
+    Frame,
+    FromCore,
+    Ping,
+    Pong,
+    Ready,
+    Start,
+    Stop,
+    Submit,
+    decode_from_core,
+    encode,
+)
+from .dispatcher import Outgoing
+from .heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from ..core.core import EngineCore
+
+logger = logging.getLogger("penstock.engine")
+
+OnMessage = Callable[[FromCore, list[Frame]], None]
+OnExit = Callable[[str], None]
+
+_STOP_TIMEOUT_S = 5.0
+"""Seconds that a core gets to finish its step before it is killed."""
+_KILL_TIMEOUT_S = 10.0
+"""Seconds after which nobody waits for a killed core any more."""
+
+
+class CoreClient(Protocol):
+    """The client's end of a core. All methods belong to the event loop."""
+
+    def send(self, items: list[Outgoing]) -> None:
+        """Sends messages, each Submit followed by its frame, without blocking."""
+
+    async def start(self) -> None:
+        """Starts the core; Ready or LoadFailed follows as a message."""
+
+    async def close(self) -> None:
+        """Stops the core and waits until it is gone. May be called twice."""
+
+
+class ProcessCore:
+    """A core in a process of its own.
+
+    Args:
+        start: What to serve.
+        on_message: Called for every message of the core.
+        on_exit: Called once with a reason when the process ends without having been asked to, or hangs.
+    """
+
+    def __init__(self, start: Start, on_message: OnMessage, on_exit: OnExit) -> None:
+        self._start = start
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._resources = contextlib.ExitStack()
+        self._closing = False
+        self._has_ended = False
+        self._heartbeat = Heartbeat(start.config.hang_timeout_s, self._ping, self._give_up)
+
+    async def start(self) -> None:
+        """See CoreClient. Raises OSError if no process can be started."""
+        folder = tempfile.mkdtemp(prefix="penstock-")  # mode 0700: only this user reaches the sockets
+        self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
+        inbox, outbox = (f"ipc://{folder}/{name}" for name in ("inbox", "outbox"))
+        context = zmq.Context()
+        self._resources.callback(context.destroy, linger=0)
+        self._inbox = context.socket(zmq.PUSH)
+        self._outbox = context.socket(zmq.PULL)
+        for socket in (self._inbox, self._outbox):
+            socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
+        self._inbox.connect(inbox)  # a connected PUSH socket queues at once; a bound one waits for its peer
+        self._outbox.bind(outbox)
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "penstock.engine.core.worker", inbox, outbox),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in a terminal is for the server, which then stops the core
+        )
+        self._inbox.send(encode(self._start), flags=zmq.NOBLOCK)
+        self._tasks = [asyncio.create_task(self._watch(self._process))]
+        loop, descriptor = asyncio.get_running_loop(), self._outbox.fileno()
+        loop.add_reader(descriptor, self._receive)
+        self._resources.callback(loop.remove_reader, descriptor)
+
+    def send(self, items: list[Outgoing]) -> None:
+        """See CoreClient."""
+        frames = [encode(i) if isinstance(i, Submit | Cancel) else i for i in items]
+        self._inbox.send_multipart(frames, flags=zmq.NOBLOCK)
+
+    async def close(self) -> None:
+        """See CoreClient. A core that does not end in time is killed; one that a driver holds then is left behind."""
+        if self._closing:
+            return
+        self._closing = True
+        try:
+            if self._process is not None and self._process.returncode is None:
+                await self._end(self._process)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._resources.close()
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        self._inbox.send(encode(Stop()), flags=zmq.NOBLOCK)
+        try:
+            await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself in this very moment
+                process.kill()
+            try:
+                await asyncio.wait_for(process.wait(), _KILL_TIMEOUT_S)
+            except TimeoutError:
+                logger.critical("the engine process %d was killed and does not end; it is left behind.", process.pid)
+
+    def _ping(self) -> None:
+        self._inbox.send(encode(Ping()), flags=zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        """Takes all messages that have come: the descriptor tells of those that come to an empty socket alone."""
+        try:
+            while True:
+                try:
+                    first, *frames = self._outbox.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    return
+                self._take(decode_from_core(first.buffer), [f.buffer for f in frames])
+        except Exception:
+            logger.exception("the engine's messages cannot be read; its process is ended, so that another takes over")
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+
+    def _take(self, message: FromCore, frames: list[Frame]) -> None:
+        if isinstance(message, Pong):
+            self._heartbeat.heard()
+            return
+        if isinstance(message, Ready) and self._start.config.hang_timeout_s:
+            self._tasks.append(asyncio.create_task(self._heartbeat.run()))  # loading may hold the interpreter
+        self._on_message(message, frames)
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        if not self._closing:
+            await asyncio.sleep(0.05)  # its last messages, such as LoadFailed, may still be on the way
+            reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._report_end(f"the engine process {process.pid} ended with {reason}")
+
+    def _give_up(self) -> None:
+        """Takes a process that does not answer as lost. It need not have ended: a driver may hold it for ever."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        self._report_end(
+            f"the engine process {process.pid} has not answered for {self._start.config.hang_timeout_s:g} s"
+        )
+
+    def _report_end(self, reason: str) -> None:
+        if not self._has_ended and not self._closing:
+            self._has_ended = True
+            self._on_exit(reason)
+
+
+class ThreadCore:
+    """A core in a thread of this process, for library use and quick tests. Arguments as in ProcessCore."""
+
+    def __init__(self, start: Start, on_message: OnMessage, on_exit: OnExit) -> None:
+        self._start = start
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._closing = False
+        self._core: EngineCore | None = None
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> None:
+        """See CoreClient."""
+        loop = asyncio.get_running_loop()
+
+        def send(message: FromCore, frames: list[Frame]) -> None:
+            loop.call_soon_threadsafe(self._on_message, message, frames)
+
+        def run() -> None:
+            try:
+                from ..core.core import EngineCore  # imports torch, which takes a second: not on the event loop
+
+                core = EngineCore(self._start.config, send)
+                loop.call_soon_threadsafe(created.set_result, core)
+                core.run()
+                reason = "the engine thread ended"
+            except Exception as error:
+                logger.exception("the engine thread failed")
+                reason = f"the engine thread failed: {error!r}"
+            loop.call_soon_threadsafe(ended, reason)
+
+        def ended(reason: str) -> None:
+            if not created.done():
+                created.set_exception(ModelLoadError(reason))
+            elif not self._closing:
+                self._on_exit(reason)
+
+        created: asyncio.Future[EngineCore] = loop.create_future()
+        self._thread = threading.Thread(target=run, name="engine-core", daemon=True)
+        self._thread.start()
+        self._core = await created
+
+    def send(self, items: list[Outgoing]) -> None:
+        """See CoreClient."""
+        if self._core is None:
+            raise RuntimeError("the core has not been started")
+        self._core.receive(items)
+
+    async def close(self) -> None:
+        """See CoreClient. Waits for the step that runs now."""
+        self._closing = True
+        if self._core is None or self._thread is None:
+            return
+        self._core.stop()
+        await asyncio.to_thread(self._thread.join)

@@ -1,0 +1,156 @@
+"""Scores of text pairs: with a cross-encoder as one joint sequence, with embedding models by cosine or MaxSim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..protocol.errors import InvalidRequestError
+from ..protocol.model_info import ModelInfo, ModelKind
+from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, late_score
+from ..protocol.params import PoolingParams
+from ..protocol.request_options import RequestOptions
+from ..protocol.results import ScoreResult
+from ..protocol.sparse import SparseVector
+from ..protocol.tasks import PoolingTask
+from ..tokenization.input_encoder import InputEncoder
+from ..tokenization.instructions import instructed_prompt
+from .request_runner import RequestRunner
+from .similarity import paired_cosine
+
+
+class PairScorer:
+    """Scores pairs with one model.
+
+    Args:
+        info: The model.
+        encoder: Of its inputs.
+        requests: Runs them.
+    """
+
+    def __init__(self, info: ModelInfo, encoder: InputEncoder, requests: RequestRunner) -> None:
+        self._info = info
+        self._encoder = encoder
+        self._requests = requests
+
+    async def score(
+        self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
+    ) -> ScoreResult:
+        """See AsyncEngine.score."""
+        if not left or not right:
+            raise InvalidRequestError(
+                "Scoring needs at least one text on each side.", param="text_1" if not left else "text_2"
+            )
+        if len(left) not in (1, len(right)):
+            raise InvalidRequestError(
+                f"{len(left)} texts cannot be paired with {len(right)}; give 1 to 1, 1 to N or N to N.", param="text_2"
+            )
+        is_joint, is_late = self._info.kind is ModelKind.CROSS_ENCODER, self._info.multi_vector is not None
+        is_sparse = PoolingTask.EMBED not in self._info.tasks and self._info.sparse is not None
+        if is_joint:
+            params = params.resolved(PoolingTask.SCORE, self._info)
+        else:
+            params.verify(PoolingTask.SCORE, self._info)
+            task = PoolingTask.TOKEN_EMBED if is_late else PoolingTask.SPARSE_EMBED if is_sparse else PoolingTask.EMBED
+            normalize = True if task is PoolingTask.EMBED else None
+            params = params.clone(use_activation=None, normalize=normalize).resolved(task, self._info)
+        if is_joint:
+            score = self._score_jointly
+        elif is_late:
+            score = self._score_late
+        else:
+            score = self._score_by_sparse_vectors if is_sparse else self._score_by_cosine
+        async with self._requests.hold(options):
+            if options.max_pieces == 1:
+                return await score(left, right, params, options)
+            own = options if is_joint else self._named_prompt(DOCUMENT_PROMPTS, options)
+            pieces = await self._encoder.pieces(left, right, params, own)
+            queries = left if len(left) == 1 else [left[owner] for owner in pieces.owners]
+            if params.truncate_prompt_tokens is None and not params.refuse_too_long:
+                params = params.clone(truncate_prompt_tokens=-1)  # a piece by itself may have a token more
+            return pieces.join(await score(queries, pieces.texts, params, options))
+
+    async def _score_jointly(
+        self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
+    ) -> ScoreResult:
+        queries = left if len(left) == len(right) else [left[0]] * len(right)
+        pairs = list(zip(queries, right, strict=True))
+        tokenized = await self._encoder.pairs(pairs, params, options, param=None)
+        outputs = await self._requests.run(tokenized, params, options)
+        return ScoreResult(np.array([o["scores"][0] for o in outputs], np.float32), [len(t) for t in tokenized])
+
+    async def _score_by_cosine(
+        self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
+    ) -> ScoreResult:
+        queries = await self._encoder.windows(left, params, self._query_options(options), param=None)
+        of_documents = self._named_prompt(DOCUMENT_PROMPTS, options)
+        documents = await self._encoder.windows(right, params, of_documents, param=None)
+        vectors = await self._requests.embed([queries, documents], params, options)
+        num_tokens = list(documents.num_tokens)
+        for i, of_query in enumerate(queries.num_tokens):
+            num_tokens[i] += of_query
+        return ScoreResult(paired_cosine(*vectors), num_tokens)
+
+    async def _score_by_sparse_vectors(
+        self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
+    ) -> ScoreResult:
+        recipe = self._info.sparse
+        assert recipe is not None, "only models with sparse vectors are scored by them"
+        queries = await self._encoder.encode(left, params, self._query_options(options), param=None)
+        of_documents = self._named_prompt(DOCUMENT_PROMPTS, options)
+        documents = await self._encoder.encode(right, params, of_documents, param=None)
+        outputs = await self._requests.run([*queries, *documents], params, options)
+        vectors = [SparseVector.of(output["sparse"]) for output in outputs]
+        own = vectors[: len(left)] if len(left) == len(right) else [vectors[0]] * len(right)
+        scores = [
+            query.similarity(document, is_cosine=recipe.is_cosine)
+            for query, document in zip(own, vectors[len(left) :], strict=True)
+        ]
+        num_tokens = [len(document) for document in documents]
+        for place, query in enumerate(queries):
+            num_tokens[place] += len(query)
+        return ScoreResult(np.array(scores, np.float32), num_tokens)
+
+    async def _score_late(
+        self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
+    ) -> ScoreResult:
+        """Scores by MaxSim. Queries run first; documents are then compared where they are computed."""
+        recipe = self._info.multi_vector
+        assert recipe is not None, "only multi-vector models are scored late"
+        of_query = params.clone(is_query=True)
+        texts = list(dict.fromkeys(left))
+        queries = await self._encoder.encode(texts, of_query, self._query_options(options), param=None)
+        documents = await self._encoder.encode(right, params, self._named_prompt(DOCUMENT_PROMPTS, options), param=None)
+        with self._requests.book([*queries, *documents], options):
+            outputs = await self._requests.run(queries, of_query, options, is_booked=True)
+            rows: dict[str, NDArray[np.float32]] = {
+                text: output["token_embeddings"] for text, output in zip(texts, outputs, strict=True)
+            }
+            own = [rows[text] for text in (left if len(left) == len(right) else [left[0]] * len(right))]
+            compared = [replace(document, query=query) for document, query in zip(documents, own, strict=True)]
+            outputs = await self._requests.run(compared, params.clone(is_compared=True), options, is_booked=True)
+        scores = [
+            late_score(output["similarities"], len(query), averages=recipe.averages)
+            for output, query in zip(outputs, own, strict=True)
+        ]
+        num_tokens = [len(document) for document in documents]
+        lengths = dict(zip(texts, map(len, queries), strict=True))
+        for place, text in enumerate(left):
+            num_tokens[place] += lengths.pop(text, 0)  # a query that several pairs share counts once
+        return ScoreResult(np.array(scores, np.float32), num_tokens)
+
+    def _query_options(self, options: RequestOptions) -> RequestOptions:
+        """Puts the request's instruction into the model's query prompt, or takes that prompt as it is."""
+        if not options.instruction:
+            return self._named_prompt(QUERY_PROMPTS, options)
+        names = (*QUERY_PROMPTS, self._info.default_prompt_name or "")
+        return replace(options, prompt=instructed_prompt(self._info, names, options.instruction))
+
+    def _named_prompt(self, names: Sequence[str], options: RequestOptions) -> RequestOptions:
+        """Takes the first of these prompts that the model has, unless the request asks for one."""
+        if options.prompt is not None or options.prompt_name is not None:
+            return options
+        return replace(options, prompt_name=next((name for name in names if name in self._info.prompts), None))

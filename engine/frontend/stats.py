@@ -1,0 +1,74 @@
+"""What the client of an engine knows of it: what is under way, and what it did since the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from ..protocol.messages import CacheUse, Rows
+from .step_histogram import StepHistogram
+
+_STEP_TOKENS: Final = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+_STEP_SEQS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_STEP_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_STEP_FILLS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
+
+
+@dataclass(slots=True)
+class DispatcherStats:
+    """Counters since the start, and what is under way.
+
+    Attributes:
+        num_requests: Requests under way.
+        num_tokens: Tokens under way.
+        num_waiting: Sequences in the engine that no forward has begun, at the last step.
+        num_waiting_tokens: Their tokens.
+        token_budget: The most tokens in one forward, at the last step; 0 before the first.
+        num_batched_tokens_total: Tokens that went through the model.
+        num_steps_total: Forwards.
+        step_s_total: Seconds spent in them.
+        num_refused_total: Requests refused because the queue was full.
+        step_tokens: Tokens of the forwards.
+        step_seqs: Their sequences.
+        step_seconds: Seconds that they took.
+        step_fill: Their tokens as a share of the most that there could have been, 0 to 1.
+        cache_use: Of the memory of sliced sequences; None for models that cannot be sliced.
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    token_budget: int = 0
+    num_batched_tokens_total: int = 0
+    num_steps_total: int = 0
+    step_s_total: float = 0.0
+    num_refused_total: int = 0
+    step_tokens: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_TOKENS))
+    step_seqs: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_SEQS))
+    step_seconds: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_SECONDS))
+    step_fill: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_FILLS))
+    cache_use: CacheUse | None = None
+
+    def book_refusal(self) -> None:
+        """Counts a request that was refused."""
+        self.num_refused_total += 1
+
+    def book(self, message: Rows) -> None:
+        """Counts what a message tells of a step."""
+        self.cache_use = message.cache_use
+        load = message.load
+        if load is not None:
+            self.token_budget = load.token_budget
+        if load is not None and self.num_requests:  # or all have been cancelled, and no step may follow that says so
+            self.num_waiting, self.num_waiting_tokens = load.num_waiting, load.num_waiting_tokens
+        if not message.num_tokens:
+            return
+        self.num_batched_tokens_total += message.num_tokens
+        self.num_steps_total += 1
+        self.step_s_total += message.step_s
+        self.step_tokens.observe(message.num_tokens)
+        self.step_seconds.observe(message.step_s)
+        if load is not None:
+            self.step_seqs.observe(load.num_seqs)
+            self.step_fill.observe(message.num_tokens / load.token_budget)

@@ -1,0 +1,142 @@
+"""Keeps an engine core alive: starts it, hears it, and starts it again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from enum import StrEnum
+
+import zmq
+
+from ..protocol import errors
+from ..protocol.config import EngineConfig
+from ..protocol.errors import ModelLoadError
+from ..protocol.messages import Failed, Frame, FromCore, LoadFailed, Ready, Rows, Start
+from .core_client import CoreClient, ProcessCore, ThreadCore
+from .dispatcher import Dispatcher
+
+logger = logging.getLogger("penstock.engine")
+
+_MAX_RESTARTS = 3
+"""Restarts in a row that may fail before the engine counts as dead; attempts go on, more slowly."""
+_MAX_PAUSE_S = 30.0
+
+
+class EngineState(StrEnum):
+    """Where an engine is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class CoreSupervisor:
+    """Owns the core of one engine and connects it to a dispatcher. Belongs to one event loop.
+
+    Requests that a dying core takes with it fail with EngineUnavailableError; they are not run again, since one of them
+    may have killed it.
+
+    Args:
+        config: What to serve.
+        dispatcher: Gets the core's results.
+        log_level: Level of the core's log.
+        log_format: Its form, "console" or "json".
+
+    Attributes:
+        state: Where the engine is in its life.
+        num_restarts: How often a dead core was replaced.
+    """
+
+    def __init__(self, config: EngineConfig, dispatcher: Dispatcher, *, log_level: str, log_format: str) -> None:
+        self.state = EngineState.STARTING
+        self.num_restarts = 0
+        self._config = config
+        self._start_message = Start(config, log_level, log_format)
+        self._dispatcher = dispatcher
+        self._core: CoreClient | None = None
+        self._ready: asyncio.Future[Ready]
+        self._restarting: asyncio.Task[None] | None = None
+        self._is_ending = False
+
+    async def start(self) -> Ready:
+        """Starts a core and waits until it can serve.
+
+        Raises:
+            ModelLoadError: The model cannot be served, or the core ended while it loaded.
+        """
+        self._ready = asyncio.get_running_loop().create_future()
+        kind = ThreadCore if self._config.in_process else ProcessCore
+        self._core = kind(self._start_message, self._receive, self._core_ended)
+        try:
+            await self._core.start()
+            return await self._ready
+        except BaseException:
+            await self._core.close()
+            raise
+
+    def drain(self) -> None:
+        """Marks the engine as ending, so that its core is not replaced any more."""
+        self._is_ending = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+        if self.state is not EngineState.DEAD:
+            self.state = EngineState.DRAINING
+
+    async def close(self) -> None:
+        """Stops the core and fails what is under way. May be called twice."""
+        self.state = EngineState.DEAD
+        self._is_ending = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.gather(self._restarting, return_exceptions=True)
+        self._dispatcher.disconnect("the server is shutting down")
+        if self._core is not None:
+            await self._core.close()
+
+    def _receive(self, message: FromCore, frames: list[Frame]) -> None:
+        match message:
+            case Rows():
+                self._dispatcher.receive_rows(message, frames[0])
+            case Failed():
+                self._dispatcher.receive_failure(message)
+            case Ready():
+                self._core_ready(message)
+            case LoadFailed():
+                if not self._ready.done():
+                    self._ready.set_exception(getattr(errors, message.kind)(message.message))
+
+    def _core_ready(self, message: Ready) -> None:
+        """Called when the core can serve. It may end before whoever waits in `start` goes on."""
+        if self._core is None or self._is_ending or self._ready.done():
+            return
+        self._dispatcher.connect(self._core.send)
+        self.state = EngineState.READY
+        self._ready.set_result(message)
+
+    def _core_ended(self, reason: str) -> None:
+        """Called when the core is gone without having been asked to go."""
+        self._dispatcher.disconnect(reason)
+        if not self._ready.done():
+            self._ready.set_exception(ModelLoadError(f"The model could not be loaded: {reason}."))
+        elif self.state is EngineState.READY:
+            logger.error("%s; it is started again.", reason)
+            self.state = EngineState.STARTING
+            self._restarting = asyncio.create_task(self._restart())
+
+    async def _restart(self) -> None:
+        for attempt in itertools.count():
+            if self._core is not None:
+                await self._core.close()
+            await asyncio.sleep(min(2.0**attempt - 1, _MAX_PAUSE_S))
+            try:
+                await self.start()
+            except (ModelLoadError, OSError, zmq.ZMQError) as error:
+                logger.error("the engine could not be started again: %s", error)
+            else:
+                self.num_restarts += 1
+                return
+            if attempt + 1 == _MAX_RESTARTS:
+                logger.critical("the engine is down after %d attempts; they go on.", _MAX_RESTARTS)
+                self.state = EngineState.DEAD

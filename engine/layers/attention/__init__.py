@@ -1,0 +1,1 @@
+"""Attention, and the places of tokens that it turns by."""

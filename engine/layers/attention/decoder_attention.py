@@ -1,0 +1,281 @@
+"""Self-attention of decoders: grouped queries, local windows, and a past that lies in a paged cache.
+
+Without a cache in the batch every sequence is whole and attends to itself. With one, what is new is stored first; the
+sequences that begin in this batch still attend to their packed rows alone, the others to their blocks.
+
+Shape letters: T packed tokens in R rows, D model width, H query heads, G key heads, K head size, C tokens before a
+slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention import AttentionPlan, attention, attention_paged
+from penstock.kernels.kv_store import kv_store
+
+from ...sequence_cache import BatchCache, KvCache
+from ...sequence_pool.cache_spec import KvLayerSpec
+from ..linear import Linear
+from ..rms_norm import RmsNorm
+from ..rows import Rows
+from ..weights import Weights
+from .rotary import Rotation
+
+_NAMES: Final = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The shape of one attention layer.
+
+    Attributes:
+        num_heads: H.
+        num_kv_heads: G; query head h reads key head h // (H / G).
+        head_size: K.
+        scale: Factor of the scores.
+        is_causal: Whether a token sees only itself and earlier ones.
+        window: (left, right) tokens that a query sees beside its own, the right one bounded by `is_causal` too; None
+            sees all.
+        softcap: c: scaled scores s become c * tanh(s / c).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    is_causal: bool = True
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+
+    @property
+    def kv_layer(self) -> KvLayerSpec:
+        """What a cache keeps of every token."""
+        return KvLayerSpec(self.num_kv_heads, self.head_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderPlan:
+    """How the layers of one window walk a batch: first the sequences that begin in it, then those with a past.
+
+    Attributes:
+        fresh: Plan of the former; None where there are none.
+        num_fresh_tokens: Their rows.
+        fresh_cu_seqlens: Prefix sums of their lengths, int32.
+        fresh_seq_lens: Their lengths.
+        past_cu_seqlens: Prefix sums of the lengths of the latter, from 0; None where there are none.
+        past_seq_lens: Their lengths.
+    """
+
+    fresh: AttentionPlan | None
+    num_fresh_tokens: int
+    fresh_cu_seqlens: Tensor
+    fresh_seq_lens: tuple[int, ...]
+    past_cu_seqlens: Tensor | None
+    past_seq_lens: tuple[int, ...]
+
+
+class DecoderAttention:
+    """softmax(scale * q k^T) v per head; the output projection is the caller's.
+
+    Args:
+        qkv: Product that gives the heads of q, k and v side by side, [T, (H + 2 * G) * K].
+        spec: The shape.
+        kv_index: Number of this layer among the attention layers, which is its number in the cache.
+        qk_norm: Norm of every head of q and k before the rotation, weight [H + G, K]; None has none.
+    """
+
+    def __init__(self, qkv: Linear, spec: AttentionSpec, kv_index: int, *, qk_norm: RmsNorm | None = None) -> None:
+        self.qkv = qkv
+        self.spec = spec
+        self.kv_index = kv_index
+        self.qk_norm = qk_norm
+
+    @classmethod
+    def load(
+        cls,
+        weights: Weights,
+        size: int,
+        spec: AttentionSpec,
+        kv_index: int,
+        *,
+        names: tuple[str, ...] = _NAMES,
+        bias: bool = False,
+        qk_norm: RmsNorm | None = None,
+    ) -> DecoderAttention:
+        """Reads the projections and makes them one product.
+
+        Args:
+            weights: View that holds them.
+            size: D.
+            spec: As for the class.
+            kv_index: As for the class.
+            names: Those of q, k and v, or of one map that gives all three.
+            bias: Whether they have one.
+            qk_norm: As for the class.
+        """
+        widths = [spec.num_heads * spec.head_size, *[spec.num_kv_heads * spec.head_size] * 2]
+        if len(names) == 1:
+            widths = [sum(widths)]
+        parts = list(zip(names, widths, strict=True))
+        weight = torch.cat([weights.tensor(f"{name}.weight", width, size) for name, width in parts])
+        bias_O = torch.cat([weights.tensor(f"{name}.bias", width) for name, width in parts]) if bias else None
+        return cls(Linear(weight, bias_O), spec, kv_index, qk_norm=qk_norm)
+
+    def plan(self, rows: Rows) -> DecoderPlan:
+        """Returns how the kernels walk this batch; layers of one window share it."""
+        batch, spec = rows.batch, self.spec
+        num_fresh = len(batch.seq_lens) if batch.cache is None else batch.cache.num_fresh
+        seq_lens, cu_seqlens = batch.seq_lens, batch.cu_seqlens
+        plan = None
+        if num_fresh:
+            plan = AttentionPlan.build(
+                seq_lens[:num_fresh],
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                dtype=self.qkv.dtype,
+                is_causal=spec.is_causal,
+                window=spec.window,
+                device=rows.input_ids.device,
+            )
+        has_past = num_fresh < len(seq_lens)
+        return DecoderPlan(
+            fresh=plan,
+            num_fresh_tokens=batch.cache.num_fresh_tokens if batch.cache is not None else batch.num_tokens,
+            fresh_cu_seqlens=cu_seqlens[: num_fresh + 1],
+            fresh_seq_lens=seq_lens[:num_fresh],
+            past_cu_seqlens=cu_seqlens[num_fresh:] - cu_seqlens[num_fresh] if has_past else None,
+            past_seq_lens=seq_lens[num_fresh:],
+        )
+
+    def __call__(self, hidden_RD: Tensor, rows: Rows, plan: DecoderPlan, rotation: Rotation | None = None) -> Tensor:
+        """Returns [R, H * K]; writes the cache of the batch, where it has one.
+
+        Args:
+            hidden_RD: [R, D].
+            rows: Which rows are tokens, and where sequences begin.
+            plan: What `plan` of a layer with the same shape gave.
+            rotation: Rotary position embedding of q and k; None has none.
+        """
+        q_THK, k_TGK, v_TGK = self._project(hidden_RD, rows, rotation)
+        cache = rows.batch.cache
+        parts = []
+        if cache is not None:
+            self._store(k_TGK, v_TGK, cache)
+        if plan.fresh is not None:
+            fresh = slice(plan.num_fresh_tokens)
+            parts.append(self._attend_fresh(q_THK[fresh], k_TGK[fresh], v_TGK[fresh], plan))
+        if cache is not None and plan.past_cu_seqlens is not None:
+            kv, block_tables = _paged(cache)
+            parts.append(
+                attention_paged(
+                    q_THK[plan.num_fresh_tokens :],
+                    kv.k[self.kv_index],
+                    kv.v[self.kv_index],
+                    block_tables,
+                    plan.past_cu_seqlens,
+                    plan.past_seq_lens,
+                    cache.past_lens,
+                    context_lens_on_device=cache.past_lens_on_device,
+                    scale=self.spec.scale,
+                    window=self.spec.window,
+                    softcap=self.spec.softcap,
+                )
+            )
+        attended_THK = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return rows.pad(attended_THK.flatten(1))
+
+    def end_weights(self, hidden_RD: Tensor, rows: Rows, rotation: Rotation | None = None) -> Tensor:
+        """Returns how much one token of each sequence attends to its tokens, per head: ModelOutput.attention_weights.
+
+        It is the last token of a causal layer and the first of another. In a batch of slices the keys before a slice
+        come from the cache, so the call of the layer comes first. Projects q and k anew: only ATTENTION pooling asks
+        for it, and only of the last layer.
+        """
+        batch, cache = rows.batch, rows.batch.cache
+        q_THK, k_TGK, _ = self._project(hidden_RD, rows, rotation)
+        num_fresh = len(batch.seq_lens) if cache is None else cache.num_fresh
+        weights = []
+        end = 0
+        for n, length in enumerate(batch.seq_lens):
+            start, end = end, end + length
+            keys_LGK = k_TGK[start:end]
+            if cache is not None and n >= num_fresh:
+                kv, block_tables = _paged(cache)
+                keys_LGK = _gather(kv.k[self.kv_index], block_tables[n - num_fresh], cache.context_lens[n] + length)
+            weights.append(self._weights(q_THK[end - 1 if self.spec.is_causal else start], keys_LGK))
+        return torch.cat(weights)
+
+    def _attend_fresh(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, plan: DecoderPlan) -> Tensor:
+        """Attention of the sequences that begin in this batch, over their own rows."""
+        return attention(
+            q_THK,
+            k_TGK,
+            v_TGK,
+            plan.fresh_cu_seqlens,
+            plan.fresh_seq_lens,
+            max_seqlen=max(plan.fresh_seq_lens),
+            scale=self.spec.scale,
+            is_causal=self.spec.is_causal,
+            window=self.spec.window,
+            softcap=self.spec.softcap,
+            plan=plan.fresh,
+        )
+
+    def _project(self, hidden_RD: Tensor, rows: Rows, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q [T, H, K], k and v [T, G, K]."""
+        spec = self.spec
+        num_qk = spec.num_heads + spec.num_kv_heads
+        qkv_TUK = rows.trim(self.qkv(hidden_RD)).unflatten(1, (-1, spec.head_size))
+        qk_TUK, v_TGK = qkv_TUK[:, :num_qk], qkv_TUK[:, num_qk:]
+        if self.qk_norm is not None:
+            qk_TUK = self.qk_norm(qk_TUK)
+        if rotation is not None:
+            rotation.apply_(qk_TUK[:, None])
+        return qk_TUK[:, : spec.num_heads], qk_TUK[:, spec.num_heads :], v_TGK
+
+    def _store(self, k_TGK: Tensor, v_TGK: Tensor, cache: BatchCache) -> None:
+        """Writes what later slices will look at."""
+        if cache.kv is not None and cache.store_slots is not None and len(cache.store_slots):
+            kv_store(
+                k_TGK,
+                v_TGK,
+                cache.kv.k[self.kv_index],
+                cache.kv.v[self.kv_index],
+                rows=cache.store_rows,
+                slots=cache.store_slots,
+            )
+
+    def _weights(self, query_HK: Tensor, keys_LGK: Tensor) -> Tensor:
+        """Returns [L, H] float32, the attention of the last (or first) of L tokens."""
+        spec, length = self.spec, len(keys_LGK)
+        query_GUK = query_HK.float().unflatten(0, (spec.num_kv_heads, -1)) * spec.scale
+        scores_LH = torch.einsum("guk,lgk->lgu", query_GUK, keys_LGK.float()).flatten(1)
+        if spec.softcap is not None:
+            scores_LH = torch.tanh(scores_LH / spec.softcap) * spec.softcap
+        if spec.window is not None:
+            left, right = spec.window
+            if spec.is_causal and 0 <= left < length - 1:
+                scores_LH[: length - 1 - left] = float("-inf")
+            elif not spec.is_causal and 0 <= right < length - 1:
+                scores_LH[right + 1 :] = float("-inf")
+        return scores_LH.softmax(0)
+
+
+def _paged(cache: BatchCache) -> tuple[KvCache, Tensor]:
+    """Returns where the past of a batch lies."""
+    if cache.kv is None or cache.block_tables is None:
+        raise ValueError("a batch of slices with a past must bring its keys, values and block tables")
+    return cache.kv, cache.block_tables
+
+
+def _gather(cache_PBGK: Tensor, block_table: Tensor, length: int) -> Tensor:
+    """Returns the first `length` rows [L, G, K] of one sequence."""
+    num_blocks = -(-length // cache_PBGK.shape[1])
+    blocks: Sequence[int] = block_table[:num_blocks].tolist()
+    return cache_PBGK[blocks].flatten(0, 1)[:length]

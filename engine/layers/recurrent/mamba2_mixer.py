@@ -1,0 +1,154 @@
+"""The mixer of Mamba-2: Mamba's convolution and gate around a recurrence that decays a whole head at once (SSD).
+
+Source: Dao and Gu, Transformers are SSMs (arXiv 2405.21060), section 7.
+Shape letters: T packed tokens in R rows, D model width, H heads of P channels, C = H * P, G groups of heads that share
+their B and C matrices, S state size, E = C + 2 * G * S channels of the convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.ssd import ssd
+
+from ...sequence_pool.cache_spec import SsmLayerSpec
+from ..linear import Linear
+from ..rows import Rows
+from ..weights import Weights
+from .causal_conv import CausalConv
+from .ssm_states import LayerStates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Sizes:
+    """What the shapes of one mixer depend on, and its options.
+
+    Attributes:
+        hidden_size: D.
+        num_heads: H.
+        head_size: P.
+        num_groups: G.
+        state_size: S.
+        conv_width: Width of the convolution.
+        bias: Whether the outer projections have one.
+        conv_bias: Whether the convolution has one.
+        activation: After the convolution.
+        step_limit: Smallest and largest step.
+        eps: Of the norm before the output projection.
+    """
+
+    hidden_size: int
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    conv_width: int
+    bias: bool
+    conv_bias: bool
+    activation: str
+    step_limit: tuple[float, float]
+    eps: float
+
+    @property
+    def inner_size(self) -> int:
+        """C."""
+        return self.num_heads * self.head_size
+
+    @property
+    def conv_size(self) -> int:
+        """E."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def cache_spec(self) -> SsmLayerSpec:
+        """What must be kept of a sequence from slice to slice."""
+        return SsmLayerSpec((self.conv_size, self.conv_width - 1), (self.num_heads, self.head_size, self.state_size))
+
+
+class GatedGroupNorm:
+    """RMSNorm of x * silu(z) over each group of channels. The arithmetic is float32.
+
+    Args:
+        weight_C: [C] float32.
+        num_groups: G.
+        eps: Added to the mean square.
+    """
+
+    __slots__ = ("_eps", "_num_groups", "_weight_C")
+
+    def __init__(self, weight_C: Tensor, num_groups: int, eps: float) -> None:
+        self._weight_C = weight_C
+        self._num_groups = num_groups
+        self._eps = eps
+
+    def __call__(self, x_RC: Tensor, gate_RC: Tensor) -> Tensor:
+        """Returns [R, C] in the type of the gate."""
+        gated_RGc = (x_RC * F.silu(gate_RC.float())).unflatten(1, (self._num_groups, -1))
+        inverse_RG1 = torch.rsqrt(gated_RGc.square().mean(-1, keepdim=True).add_(self._eps))
+        normed_RC: Tensor = gated_RGc.mul_(inverse_RG1).flatten(1)
+        return normed_RC.mul_(self._weight_C).to(gate_RC.dtype)
+
+
+class Mamba2Mixer:
+    """out(norm(silu(z) * SSM(conv(x, B, C)))), with z, x, B, C and the step from one product.
+
+    The step, the recurrence and its state are float32 whatever the type of the model.
+
+    Args:
+        weights: View of the mixer.
+        sizes: See there.
+        index: Number of the layer among the model's SSM layers.
+    """
+
+    def __init__(self, weights: Weights, sizes: Mamba2Sizes, index: int) -> None:
+        D, H, C, E = sizes.hidden_size, sizes.num_heads, sizes.inner_size, sizes.conv_size
+        self.sizes = sizes
+        self.index = index
+        self.in_proj = Linear.load(weights, "in_proj", D, C + E + H, bias=sizes.bias)
+        self.conv = CausalConv(weights, "conv1d", E, sizes.conv_width, sizes.conv_bias, sizes.activation)
+        self.dt_bias_H = weights.tensor("dt_bias", H, dtype=torch.float32)
+        self.a_H = -torch.exp(weights.tensor("A_log", H, dtype=torch.float32))
+        self.d_H = weights.tensor("D", H, dtype=torch.float32)
+        self.norm = GatedGroupNorm(weights.tensor("norm.weight", C, dtype=torch.float32), sizes.num_groups, sizes.eps)
+        self.out_proj = Linear.load(weights, "out_proj", C, D, bias=sizes.bias)
+
+    def __call__(self, x_RD: Tensor, rows: Rows, *, add: Tensor | None = None) -> Tensor:
+        """Returns [R, D].
+
+        Args:
+            x_RD: [R, D].
+            rows: Which rows are tokens, and where sequences begin.
+            add: [R, D], the type of x. Added to the result (a residual).
+        """
+        batch, sizes = rows.batch, self.sizes
+        states = LayerStates.of(batch, self.index)
+        conv_state, ssm_state = states.load()
+        gate_RC, xbc_RE, dt_RH = self.in_proj(x_RD).split((sizes.inner_size, sizes.conv_size, sizes.num_heads), -1)
+        xbc_TE, conv_state = self.conv(rows.trim(xbc_RE), batch, conv_state, return_final_states=states.must_save)
+        shared = sizes.num_groups * sizes.state_size
+        x_TC, b_TX, c_TX = xbc_TE.split((sizes.inner_size, shared, shared), -1)
+        y_THP, ssm_state = ssd(
+            x_TC.unflatten(1, (sizes.num_heads, sizes.head_size)),
+            self._steps(rows.trim(dt_RH)),
+            self.a_H,
+            b_TX.unflatten(1, (sizes.num_groups, sizes.state_size)),
+            c_TX.unflatten(1, (sizes.num_groups, sizes.state_size)),
+            batch.cu_seqlens,
+            batch.seq_lens,
+            d=self.d_H,
+            initial_states=ssm_state,
+            return_final_states=states.must_save,
+        )
+        states.save(conv_state, ssm_state)
+        return self.out_proj(self.norm(rows.pad(y_THP.flatten(1)), gate_RC), add=add)
+
+    def _steps(self, dt_TH: Tensor) -> Tensor:
+        """Returns the length of every step, [T, H] float32."""
+        steps_TH = F.softplus(dt_TH.float() + self.dt_bias_H)
+        low, high = self.sizes.step_limit
+        return steps_TH if low <= 0 and math.isinf(high) else steps_TH.clamp_(low, high)

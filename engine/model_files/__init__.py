@@ -1,0 +1,1 @@
+"""What a model's folder says about it. Plain Python without torch."""

@@ -1,0 +1,193 @@
+"""Tells from config.json what a checkpoint is: its family, its head, its classes and what turns logits into scores."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..protocol.errors import ModelLoadError, UnsupportedModelError
+from ..protocol.model_info import Activation, ModelKind
+from ..protocol.tasks import PoolingTask
+from .draft import ModelDraft
+from .registry import NATIVE_MODEL_TYPES
+from .reranker import find_answers, resolve_answers, resolve_score_template
+from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE
+
+# Families whose attention looks back only unless config.json says otherwise.
+# fmt: off
+DECODER_MODEL_TYPES: Final = frozenset((
+    "arcee", "bamba", "bitnet", "bloom", "codegen", "cohere", "cohere2", "deepseek_v2", "deepseek_v3",
+    "ernie4_5", "exaone4", "falcon", "falcon_h1", "falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text",
+    "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo",
+    "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "granitemoehybrid", "helium", "jamba", "lfm2",
+    "llama", "llama4", "llama4_text", "mamba", "mamba2", "minicpm3", "ministral", "ministral3", "mistral",
+    "mixtral", "modernbert-decoder", "mpt", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe",
+    "openai-gpt", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma", "rwkv", "seed_oss", "smollm3", "stablelm",
+    "starcoder2", "xglm", "zamba", "zamba2",
+))
+# fmt: on
+_ACTIVATIONS: Final = {"Sigmoid": Activation.SIGMOID, "Softmax": Activation.SOFTMAX, "Identity": Activation.IDENTITY}
+_PROBLEM_ACTIVATIONS: Final = {
+    "regression": Activation.IDENTITY,
+    "single_label_classification": Activation.SOFTMAX,
+    "multi_label_classification": Activation.SIGMOID,
+}
+_TASKS: Final = {
+    ModelKind.EMBEDDING: (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE),
+    ModelKind.SEQUENCE_CLASSIFIER: (PoolingTask.CLASSIFY,),
+    ModelKind.CROSS_ENCODER: (PoolingTask.CLASSIFY, PoolingTask.SCORE),
+    ModelKind.TOKEN_CLASSIFIER: (PoolingTask.TOKEN_CLASSIFY,),
+}
+
+
+def resolve_architecture(draft: ModelDraft) -> None:
+    """Fills in family, sizes, kind and tasks.
+
+    Raises:
+        UnsupportedModelError: config.json does not say what the model is.
+    """
+    config = draft.config
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise UnsupportedModelError(f"The config.json of {draft.name} has no model_type; its architecture is unknown.")
+    architectures = config.get("architectures") or []
+    architecture = architectures[0] if architectures else "AutoModel"
+    is_made_causal = bool(config.get("is_decoder")) and model_type not in DECODER_MODEL_TYPES
+    native = model_type in NATIVE_MODEL_TYPES and not is_made_causal
+    # BERT's line has variants under this key; Granite means something else by it.
+    is_plain = config.get("position_embedding_type", "absolute") == "absolute" or model_type in DECODER_MODEL_TYPES
+    native = native and is_plain
+    draft.set("model_type", model_type, draft.source_of("model_type"))
+    draft.set("architecture", architecture, draft.source_of("architectures") if architectures else "default")
+    draft.set("native", native, draft.sources["model_type"])
+    for name in ("hidden_size", "vocab_size"):
+        value, source = draft.lookup(name)
+        if type(value) is not int or value < 1:
+            raise UnsupportedModelError(
+                f"The config.json of {draft.name} has {name} {value!r}; it must be a positive integer."
+            )
+        draft.set(name, value, source)
+    heads, source = draft.lookup("num_attention_heads")
+    draft.set("num_attention_heads", heads if type(heads) is int else 0, source or "default")
+    draft.set("is_causal", *_causality(draft, architecture, model_type))
+
+    # A Pooling module makes an embedding model of any checkpoint, unless the operator names another architecture.
+    has_pooling = draft.files is not None and draft.files.pooling is not None
+    pools = has_pooling and "architectures" not in draft.engine.hf_overrides
+    draft.answers = None if pools else find_answers(draft, architecture)
+    if draft.answers is not None or (architecture.endswith("ForSequenceClassification") and not pools):
+        kind = ModelKind.CROSS_ENCODER if len(_labels(draft)[0]) == 1 else ModelKind.SEQUENCE_CLASSIFIER
+    elif architecture.endswith("ForTokenClassification") and not pools:
+        kind = ModelKind.TOKEN_CLASSIFIER
+    else:
+        kind = ModelKind.EMBEDDING
+    own_source = draft.answers.source if draft.answers is not None else draft.sources["architecture"]
+    draft.set("kind", kind, MODULES_FILE if pools else own_source)
+    draft.set("tasks", _TASKS[kind], "kind")
+
+
+def _causality(draft: ModelDraft, architecture: str, model_type: str) -> tuple[bool, str]:
+    """Returns whether attention looks back only, and the source."""
+    config = draft.config
+    if isinstance(config.get("is_causal"), bool):
+        return config["is_causal"], draft.source_of("is_causal")
+    if config.get("use_bidirectional_attention") in (True, "all"):
+        return False, draft.source_of("use_bidirectional_attention")
+    if "Bidirectional" in architecture:
+        return False, draft.sources["architecture"]
+    if config.get("is_decoder") is True:
+        return True, draft.source_of("is_decoder")
+    if architecture.endswith("ForCausalLM") and model_type not in NATIVE_MODEL_TYPES:
+        return True, draft.sources["architecture"]
+    return model_type in DECODER_MODEL_TYPES, draft.sources["model_type"]
+
+
+def _labels(draft: ModelDraft) -> tuple[tuple[str, ...], str]:
+    """Returns the class names in the order of the columns, and the source."""
+    if draft.answers is not None:
+        return draft.answers.labels, draft.answers.source
+    config, overrides = draft.config, draft.engine.hf_overrides
+    id2label = config.get("id2label")
+    if isinstance(id2label, dict) and id2label and ("num_labels" not in overrides or "id2label" in overrides):
+        if not all(str(column).isdecimal() for column in id2label):
+            raise ModelLoadError(f"{draft.source_of('id2label')} of {draft.name} must map column numbers to names.")
+        names = {int(column): str(label) for column, label in id2label.items()}
+        return tuple(names.get(i, f"LABEL_{i}") for i in range(max(names) + 1)), draft.source_of("id2label")
+    num_labels = config.get("num_labels")
+    if num_labels is None:
+        # transformers leaves id2label out of config.json for its default of two classes.
+        return ("LABEL_0", "LABEL_1"), "default"
+    if type(num_labels) is not int or num_labels < 1:
+        raise ModelLoadError(
+            f"{draft.source_of('num_labels')} of {draft.name} is {num_labels!r}; it must be 1 or more."
+        )
+    return tuple(f"LABEL_{i}" for i in range(num_labels)), draft.source_of("num_labels")
+
+
+def resolve_classes(draft: ModelDraft) -> None:
+    """Fills in class names, problem type, activation and the prompt of a reranker; needs `kind` and `path`.
+
+    Raises:
+        UnsupportedModelError: A problem type or an activation that penstock has no code for.
+        ModelLoadError: Broken class names, or a wrong setting of a reranker.
+    """
+    resolve_answers(draft, draft.answers)
+    resolve_score_template(draft, is_pair_model=draft.fields["kind"] is ModelKind.CROSS_ENCODER)
+    for prompt in ("score_template", "pair_chat"):
+        if draft.fields[prompt] is not None:
+            # Its classes are answers to a prompt around a query and a document, which a single text does not have.
+            draft.set("tasks", (PoolingTask.SCORE,), draft.sources[prompt])
+    if draft.fields["kind"] is ModelKind.EMBEDDING:
+        for name, value in (("labels", ()), ("problem_type", None), ("activation", Activation.IDENTITY)):
+            draft.set(name, value, "kind")
+        return
+    draft.set("labels", *_labels(draft))
+    problem_type = draft.config.get("problem_type")
+    if problem_type is not None and problem_type not in _PROBLEM_ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{draft.source_of('problem_type')} of {draft.name} is {problem_type!r}; "
+            f"penstock knows {', '.join(_PROBLEM_ACTIVATIONS)}."
+        )
+    draft.set("problem_type", problem_type, draft.source_of("problem_type") if problem_type else "default")
+    draft.set("activation", *_activation(draft))
+
+
+def _activation(draft: ModelDraft) -> tuple[Activation, str]:
+    """Returns the activation that the model's own files ask for, and the source.
+
+    A cross-encoder follows sentence-transformers' CrossEncoder, a classifier transformers' problem_type.
+    """
+    kind, problem_type = draft.fields["kind"], draft.fields["problem_type"]
+    if kind is ModelKind.CROSS_ENCODER:
+        saved = _saved_activation(draft)
+        if saved is not None:
+            return saved
+    if problem_type is not None:
+        return _PROBLEM_ACTIVATIONS[problem_type], draft.sources["problem_type"]
+    if kind is ModelKind.CROSS_ENCODER:
+        return Activation.SIGMOID, "default of cross-encoders"
+    if kind is ModelKind.SEQUENCE_CLASSIFIER:
+        saved = _saved_activation(draft)
+        if saved is not None:
+            return saved
+    return Activation.SOFTMAX, "default of classifiers"
+
+
+def _saved_activation(draft: ModelDraft) -> tuple[Activation, str] | None:
+    """Returns the activation that sentence-transformers saved with a cross-encoder, and the source."""
+    nested = draft.config.get("sentence_transformers")
+    old_key = "sbert_ce_default_activation_function"
+    for path, source in (
+        (draft.files.activation_fn if draft.files else None, f"{SETTINGS_FILE}: activation_fn"),
+        (nested.get("activation_fn") if isinstance(nested, dict) else None, draft.source_of("sentence_transformers")),
+        (draft.config.get(old_key), draft.source_of(old_key)),
+    ):
+        if path is None:
+            continue
+        activation = _ACTIVATIONS.get(str(path).rsplit(".", 1)[-1])
+        if activation is None or not str(path).startswith("torch.nn."):
+            raise UnsupportedModelError(
+                f"{source} of {draft.name} is {path!r}; penstock knows torch.nn's {', '.join(_ACTIVATIONS)}."
+            )
+        return activation, source
+    return None

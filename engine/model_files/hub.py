@@ -1,0 +1,84 @@
+"""Finds the folder that holds a model's files: a local folder, or a snapshot from the Hugging Face hub or its cache.
+
+Knows file names only; what the files say is read in model_files.py.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from ..protocol.errors import ModelLoadError
+
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_DESCRIPTION_FILES: Final = ("config.json", "modules.json")
+_ALLOW: Final = (
+    *("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"),
+    *("artifact.metadata", "sparse_linear.pt", "colbert_linear.pt"),
+)
+_IGNORE: Final = ("onnx/*", "openvino/*", "original/*", "consolidated*", "*.onnx.json", "*.tflite")
+_WITHOUT_WEIGHTS: Final = ("_Pooling", "_Normalize", "_Dropout")
+
+
+def locate_model(name: str, revision: str | None = None) -> Path:
+    """Returns the local folder of a model, fetching it from the hub when it is neither a folder nor cached.
+
+    Works offline when the files are in the hub's cache. Of a hub repository only JSON, tokenizer files, templates, code
+    (never run unless trust_remote_code is on) and weights are fetched; `.bin` weights only for want of safetensors.
+
+    Args:
+        name: Local folder or hub id, such as "sentence-transformers/all-MiniLM-L6-v2".
+        revision: Branch, tag or commit of a hub id; None takes the default branch.
+
+    Raises:
+        ModelLoadError: No such folder or repository, or a folder without model files; the message says what was tried.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not any((folder / file).is_file() for file in _DESCRIPTION_FILES):
+            raise ModelLoadError(f"The folder {folder} is not a model: it holds neither config.json nor modules.json.")
+        return folder.resolve()
+    if folder.exists():
+        raise ModelLoadError(f"{folder} is a file; a model is a folder with config.json, or a hub id.")
+    if not _HUB_ID.fullmatch(name):
+        raise ModelLoadError(f"There is no folder {str(folder)!r}, and {name!r} is not a hub id (owner/name).")
+    return _fetch(name, revision)
+
+
+def _fetch(name: str, revision: str | None) -> Path:
+    """Returns the snapshot folder of a hub id."""
+    from huggingface_hub import constants, snapshot_download
+
+    where = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
+    try:
+        path = Path(
+            snapshot_download(name, revision=revision, allow_patterns=list(_ALLOW), ignore_patterns=list(_IGNORE))
+        )
+        if not any((path / file).is_file() for file in _DESCRIPTION_FILES):
+            raise ModelLoadError(
+                f"The hub repository {where} is not a model: it holds neither config.json nor modules.json."
+            )
+        if bin_files := _missing_weights(path):
+            snapshot_download(name, revision=revision, allow_patterns=bin_files)
+    except Exception as error:
+        # huggingface_hub lets errors of its HTTP library through, and that library differs by version.
+        raise ModelLoadError(
+            f"The model {where} could not be loaded. Tried the folder {str(Path(name).absolute())!r}, the hub and its "
+            f"local cache in {constants.HF_HUB_CACHE!r}: {_first_line(error)}"
+        ) from error
+    if not any((path / file).is_file() for file in _DESCRIPTION_FILES):
+        raise ModelLoadError(f"The hub repository {where} is not a model: neither config.json nor modules.json.")
+    return path
+
+
+def _missing_weights(path: Path) -> list[str]:
+    """Patterns of the `.bin` weights of those folders (the model and its modules) that hold no safetensors."""
+    folders = sorted({file.parent for file in path.glob("**/config.json")})
+    bare = [folder.relative_to(path) for folder in folders if not any(folder.glob("*.safetensors"))]
+    return [(folder / "pytorch_model*.bin").as_posix() for folder in bare if not folder.name.endswith(_WITHOUT_WEIGHTS)]
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error's text, or its class name; without the "Got: " that huggingface_hub begins with."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ")

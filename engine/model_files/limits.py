@@ -1,0 +1,151 @@
+"""How many tokens an input of a model may hold, and which file says so.
+
+The model's own limit is the one that sentence-transformers would use, but never more than the position table serves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ..protocol.config import EngineConfig
+from ..protocol.errors import ModelLoadError
+from ..protocol.tasks import ChunkedProcessingMode, PoolingTask
+from .draft import ModelDraft
+from .sentence_transformers_files import SentenceTransformersFiles
+
+# Families that number positions from pad_token_id + 1, so that the first rows of their position table are never used.
+# fmt: off
+OFFSET_MODEL_TYPES: Final = frozenset((
+    "camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm",
+    "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+))
+# fmt: on
+_POSITION_KEYS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+# Scalings of rotary positions whose max_position_embeddings may be the length before they are applied.
+_STRETCHING_ROPE_TYPES: Final = ("dynamic", "yarn")
+# transformers writes int(1e30) where a tokenizer has no limit.
+_NO_LIMIT: Final = 10**9
+_DEFAULT_MAX_MODEL_LEN: Final = 512
+# Families whose only memory is a state of fixed size: no number of tokens is too many, and a long text costs no more
+# per token than a short one. What bounds their default is the length that such models are trained on.
+_STATE_MODEL_TYPES: Final = frozenset(("falcon_mamba", "mamba", "mamba2"))
+_DEFAULT_STATE_MAX_MODEL_LEN: Final = 8192
+
+
+def resolve_max_model_len(
+    config: dict[str, Any],
+    tokenizer_config: dict[str, Any],
+    files: SentenceTransformersFiles | None,
+    engine: EngineConfig,
+) -> tuple[int, str]:
+    """Returns the longest input in tokens, special tokens included, and the source.
+
+    Args:
+        config: config.json with overrides.
+        tokenizer_config: tokenizer_config.json.
+        files: sentence-transformers' files, where there are some.
+        engine: max_model_len of the operator, who may lower the model's own limit or raise it up to the position limit.
+
+    Raises:
+        ModelLoadError: The operator asks for more than the model has positions for.
+    """
+    table, limit, position_source = _position_limit(config)
+    own, source = _own_limit(table, position_source, tokenizer_config, files) or _default_limit(config)
+    if limit is not None and own > limit:
+        own, source = limit, position_source
+    if engine.max_model_len is None:
+        return own, source
+    if limit is not None and engine.max_model_len > limit:
+        raise ModelLoadError(
+            f"--max-model-len is {engine.max_model_len}, but {engine.model} has positions for {limit} tokens "
+            f"({position_source}).",
+            param="max_model_len",
+        )
+    return engine.max_model_len, "--max-model-len"
+
+
+def resolve_long_text(draft: ModelDraft) -> None:
+    """Fills in what happens to text above max_model_len, which only the operator sets.
+
+    Raises:
+        ModelLoadError: The settings do not fit the model.
+    """
+    pooler = draft.engine.pooler_config
+    defaults: dict[str, Any] = {
+        "enable_chunked_processing": False,
+        "max_embed_len": None,
+        "chunk_overlap": 0,
+        "chunked_processing_mode": ChunkedProcessingMode.WINDOWS,
+    }
+    for name, default in defaults.items():
+        value = getattr(pooler, name)
+        draft.set(name, default if value is None else value, "default" if value is None else "--pooler-config")
+    if not pooler.enable_chunked_processing:
+        return
+    if PoolingTask.EMBED not in draft.fields["tasks"]:
+        raise ModelLoadError(
+            "--pooler-config: enable_chunked_processing embeds long text, but "
+            f"{draft.name} has no task 'embed' ({draft.sources['tasks']})."
+        )
+    overlap, size = draft.fields["chunk_overlap"], draft.fields["max_model_len"]
+    if overlap >= size:
+        raise ModelLoadError(
+            f"--pooler-config: chunk_overlap is {overlap}, but a window of {draft.name} has {size} tokens "
+            f"({draft.sources['max_model_len']}); the overlap must be smaller."
+        )
+
+
+def _position_limit(config: dict[str, Any]) -> tuple[int | None, int | None, str]:
+    """Returns the rows of the position table, how many tokens they serve, and the source; None where nothing limits."""
+    text_config = config.get("text_config")
+    for part in (config, text_config if isinstance(text_config, dict) else {}):
+        for key in _POSITION_KEYS:
+            rows = part.get(key)
+            # NOTE: -1 is XLNet's and T5's way to say that there is no table.
+            if type(rows) is int and 0 < rows < _NO_LIMIT:
+                if part.get("model_type") not in OFFSET_MODEL_TYPES:
+                    limit = _stretched_limit(part, rows)
+                    return rows, limit, f"config.json: {key}{', stretched by its rope_type' * (limit > rows)}"
+                pad_token_id = part.get("pad_token_id")
+                offset = (1 if pad_token_id is None else pad_token_id) + 1
+                return rows, rows - offset, f"config.json: {key} - {offset}"
+    return None, None, ""
+
+
+def _stretched_limit(config: dict[str, Any], positions: int) -> int:
+    """Returns the tokens that rotary positions serve: some scalings are set to reach past max_position_embeddings."""
+    values = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    factor = values.get("factor")
+    rope_type = values.get("rope_type") or values.get("type")
+    if rope_type not in _STRETCHING_ROPE_TYPES or not isinstance(factor, int | float):
+        return positions
+    return max(positions, int(factor * (values.get("original_max_position_embeddings") or positions)))
+
+
+def _own_limit(
+    table: int | None, table_source: str, tokenizer_config: dict[str, Any], files: SentenceTransformersFiles | None
+) -> tuple[int, str] | None:
+    """Returns the limit that sentence-transformers would use, and the source; None where no file names one."""
+    if files is not None:
+        for value, key in ((files.tokenizer_max_length, "model_max_length"), (files.max_seq_length, "max_seq_length")):
+            limit = _as_limit(value)
+            if limit is not None:
+                return limit, f"{files.transformer_source}: {key}"
+    limits = [(table, table_source)] if table is not None else []
+    limit = _as_limit(tokenizer_config.get("model_max_length"))
+    if limit is not None:
+        limits.append((limit, "tokenizer_config.json: model_max_length"))
+    return min(limits, default=None)
+
+
+def _default_limit(config: dict[str, Any]) -> tuple[int, str]:
+    """Returns the limit of a model whose files name none, and the source."""
+    if config.get("model_type") in _STATE_MODEL_TYPES:
+        return _DEFAULT_STATE_MAX_MODEL_LEN, "default of models without positions"
+    return _DEFAULT_MAX_MODEL_LEN, "default"
+
+
+def _as_limit(value: Any) -> int | None:
+    """The number of tokens; None for what stands in files where there is no limit."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if is_number and 0 < value < _NO_LIMIT else None

@@ -1,0 +1,217 @@
+"""Reads how a model with one vector per token treats queries and documents, from the files of three libraries.
+
+sentence-transformers' MultiVectorEncoder keeps it in the configs of its Transformer and MultiVectorMask modules, PyLate
+in config_sentence_transformers.json, Stanford's ColBERT in artifact.metadata. Where a file is silent, the values are
+those that sentence-transformers takes when it loads the same folder. JSON only: no torch, no weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import string
+from pathlib import Path
+from typing import Any, Final
+
+from ..protocol.errors import ModelLoadError, UnsupportedModelError
+from ..protocol.model_info import DenseSpec, ModelKind
+from ..protocol.multi_vector import DOCUMENT, QUERY, MultiVector, QueryExpansion
+from ..protocol.tasks import PoolingTask
+from .draft import ModelDraft
+from .json_files import read_object
+from .limits import resolve_max_model_len
+from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles
+
+METADATA_FILE: Final = "artifact.metadata"
+_STANFORD: Final = "HF_ColBERT"
+_QUERY_LENGTH: Final = 32
+_DIMENSIONS: Final = 128
+_PUNCTUATION: Final = tuple(string.punctuation)
+_PYLATE_KEYS: Final = frozenset(
+    (
+        "query_length",
+        "document_length",
+        "do_query_expansion",
+        "attend_to_expansion_tokens",
+        "query_prefix",
+        "document_prefix",
+        "skiplist_words",
+    )
+)
+# Families whose attention can leave tokens out; see layers/hidden_tokens.py.
+_HIDING_MODEL_TYPES: Final = frozenset(
+    ("bert", "camembert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta")
+)
+
+
+def read_stanford_modules(root: Path) -> SentenceTransformersFiles | None:
+    """Returns the modules of a folder that Stanford's ColBERT has saved; None for others.
+
+    Its projection lies among the model's weights.
+    """
+    config = read_object(root / "config.json")
+    if _STANFORD not in (config.get("architectures") or ()):
+        return None
+    dense = DenseSpec(
+        folder="",
+        in_features=config.get("hidden_size") or config.get("dim") or 0,
+        out_features=read_object(root / METADATA_FILE).get("dim") or _DIMENSIONS,
+        bias=False,
+        activation="Identity",
+    )
+    return SentenceTransformersFiles(dense=(dense,), has_normalize=True)
+
+
+def resolve_multi_vector(draft: ModelDraft, root: Path, tokenizer_config: dict[str, Any]) -> None:
+    """Fills in `multi_vector` and, for models that have it, prompts and the longest input.
+
+    Args:
+        draft: Resolved but for these.
+        root: Folder of the model.
+        tokenizer_config: tokenizer_config.json.
+
+    Raises:
+        ModelLoadError: A setting has no meaning.
+        UnsupportedModelError: penstock has no code for a setting.
+    """
+    draft.set("multi_vector", None, "default")
+    files = draft.files
+    gives_vectors = PoolingTask.TOKEN_EMBED in draft.fields["tasks"] and not draft.fields["sequence_pooling"]
+    if draft.fields["kind"] is not ModelKind.EMBEDDING or not gives_vectors or files is None:
+        return
+    recipe, prompts, source = _read(draft, root, files)
+    if recipe.expansion is not None and not recipe.expansion.attends and not _hides(draft):
+        raise UnsupportedModelError(
+            f"{source} of {draft.name} fills queries up with tokens that the others must not attend to, for which "
+            f"penstock has code in these families: {', '.join(sorted(_HIDING_MODEL_TYPES))}."
+        )
+    draft.set("multi_vector", recipe, source)
+    if prompts:
+        draft.set("prompts", {**draft.fields["prompts"], **prompts}, source)
+    if recipe.document_length is not None and draft.engine.max_model_len is None:
+        # The length that PyLate has saved with the Transformer is that of what it was last used for.
+        longest = max(recipe.document_length, recipe.max_num_tokens(is_query=True) or 0)
+        own = dataclasses.replace(files, max_seq_length=longest, tokenizer_max_length=None)
+        limit, limit_source = resolve_max_model_len(draft.config, tokenizer_config, own, draft.engine)
+        draft.set("max_model_len", limit, source if limit == longest else limit_source)
+    limit, limit_source = draft.fields["max_model_len"], draft.sources["max_model_len"]
+    if recipe.expansion is not None and recipe.expansion.length > limit:
+        raise ModelLoadError(
+            f"{draft.name} fills queries up to {recipe.expansion.length} tokens ({source}), but its longest input is "
+            f"{limit} ({limit_source}).",
+            param="max_model_len",
+        )
+
+
+def _hides(draft: ModelDraft) -> bool:
+    return draft.fields["native"] and draft.fields["model_type"] in _HIDING_MODEL_TYPES
+
+
+def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tuple[MultiVector, dict[str, str], str]:
+    """Returns the recipe, the prompts that it adds, and the file that it was read from."""
+    settings = read_object(root / SETTINGS_FILE)
+    averages = str(settings.get("similarity_fn_name")).lower() == "meanmaxsim"
+    if not (root / MODULES_FILE).is_file():
+        for name, own_source in draft.sources.items():
+            if own_source.startswith(MODULES_FILE):  # the modules are what such a folder means
+                draft.sources[name] = draft.source_of("architectures")
+        recipe, prompts = _read_stanford(read_object(root / METADATA_FILE))
+        return recipe, prompts, METADATA_FILE
+    module = read_object(root / files.transformer_source) if files.transformer_source else {}
+    source = files.transformer_source or SETTINGS_FILE
+    recipe, prompts = MultiVector(), {}
+    if _PYLATE_KEYS & settings.keys():
+        recipe, prompts = _read_pylate(settings, files)
+        source = SETTINGS_FILE
+    elif settings.get("model_type") == "ColBERT":
+        recipe = MultiVector(skip_words=_PUNCTUATION)
+    own: dict[str, Any] = {"averages": averages}
+    for name in ("query_length", "document_length"):
+        if module.get(name) is not None:
+            own[name] = _length(module[name], f"{files.transformer_source}: {name}")
+    if "query_expansion" in module:
+        own["expansion"] = _expansion(module["query_expansion"], f"{files.transformer_source}: query_expansion")
+    if files.mask_folder is not None:
+        own |= _read_mask(root, files.mask_folder)
+    return dataclasses.replace(recipe, **own), prompts, source
+
+
+def _read_stanford(metadata: dict[str, Any]) -> tuple[MultiVector, dict[str, str]]:
+    """Returns what artifact.metadata says."""
+    markers = {
+        QUERY: metadata.get("query_token_id") or "[unused0]",
+        DOCUMENT: metadata.get("doc_token_id") or "[unused1]",
+    }
+    longest = metadata.get("doc_maxlen")
+    recipe = MultiVector(
+        document_length=None if longest is None else _length(longest, f"{METADATA_FILE}: doc_maxlen"),
+        expansion=QueryExpansion(
+            length=_length(metadata.get("query_maxlen") or _QUERY_LENGTH, f"{METADATA_FILE}: query_maxlen"),
+            attends=bool(metadata.get("attend_to_mask_tokens")),
+        ),
+        skip_words=_PUNCTUATION if metadata.get("mask_punctuation", True) else (),
+        markers=tuple(markers.values()),
+    )
+    return recipe, {name: f"{marker} " for name, marker in markers.items()}
+
+
+def _read_pylate(settings: dict[str, Any], files: SentenceTransformersFiles) -> tuple[MultiVector, dict[str, str]]:
+    """Returns what PyLate's settings say."""
+    prompts = {}
+    for name in (QUERY, DOCUMENT):
+        marker = settings.get(f"{name}_prefix")
+        if marker is not None:
+            prompts[name] = marker + files.prompts.get(name, "").removeprefix(marker)
+    markers = tuple(marker for name in (QUERY, DOCUMENT) if (marker := settings.get(f"{name}_prefix")))
+    query_length = settings.get("query_length")
+    expansion = None
+    if settings.get("do_query_expansion") is not False:
+        expansion = QueryExpansion(
+            length=_length(query_length or _QUERY_LENGTH, f"{SETTINGS_FILE}: query_length"),
+            attends=bool(settings.get("attend_to_expansion_tokens")),
+        )
+    words = settings.get("skiplist_words")
+    is_own = bool(markers) or settings.get("model_type") == "ColBERT"
+    longest = settings.get("document_length")
+    recipe = MultiVector(
+        query_length=None if query_length is None else _length(query_length, f"{SETTINGS_FILE}: query_length"),
+        document_length=None if longest is None else _length(longest, f"{SETTINGS_FILE}: document_length"),
+        expansion=expansion,
+        skip_words=tuple(words) if words is not None else _PUNCTUATION if is_own else (),
+        markers=markers,
+    )
+    return recipe, prompts
+
+
+def _read_mask(root: Path, folder: str) -> dict[str, Any]:
+    """Returns what the config of a MultiVectorMask module says."""
+    path = root / folder / "config.json"
+    config = read_object(path)
+    if config.get("keep_only_token_ids"):
+        raise UnsupportedModelError(f"{path} has keep_only_token_ids, which penstock has no code for.")
+    tasks = config.get("skiplist_tasks")
+    tasks = [DOCUMENT] if tasks is None else [tasks] if isinstance(tasks, str) else tasks
+    return {
+        "skip_words": tuple(config.get("skiplist_words") or ()),
+        "skips_queries": QUERY in tasks,
+        "skips_documents": DOCUMENT in tasks,
+    }
+
+
+def _expansion(value: Any, source: str) -> QueryExpansion | None:
+    """Returns the `query_expansion` of a Transformer module."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("strategy") not in ("fixed", "min"):
+        raise ModelLoadError(f"{source} is {value!r}; it must be an object whose strategy is 'fixed' or 'min'.")
+    return QueryExpansion(
+        length=_length(value.get("length"), f"{source}: length"),
+        is_fixed=value["strategy"] == "fixed",
+        attends=bool(value.get("attend", False)),
+        token=value.get("token"),
+    )
+
+
+def _length(value: Any, source: str) -> int:
+    if type(value) is not int or value < 1:
+        raise ModelLoadError(f"{source} is {value!r}; it must be a number of tokens.")
+    return value

@@ -1,0 +1,275 @@
+"""Reads a model's JSON files into ModelInfo: every value that changes results, and the file that it came from.
+
+No torch and no weights, so that `penstock info` and the server's start-up cost milliseconds. Where files disagree, the
+order is: the operator (`--pooler-config`, `--max-model-len`, `--hf-overrides`), sentence-transformers' files,
+config.json, defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+from ..protocol.config import EngineConfig
+from ..protocol.errors import ModelLoadError
+from ..protocol.model_info import DenseSpec, ModelInfo, ModelKind, PairChat
+from ..protocol.multi_vector import MultiVector
+from ..protocol.score_template import ScoreTemplate
+from ..protocol.sparse import SparsePooling, TokenHeads
+from ..protocol.tasks import PoolingTask, PoolingType
+from .architecture import DECODER_MODEL_TYPES, resolve_architecture, resolve_classes
+from .draft import ModelDraft, merged
+from .hub import locate_model
+from .json_files import read_object
+from .limits import resolve_long_text, resolve_max_model_len
+from .modules import read_modules
+from .multi_vector import read_stanford_modules, resolve_multi_vector
+from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles
+from .sparse import resolve_sparse
+
+__all__ = [
+    "locate_model",
+    "resolve_model",
+    "resolved_table",
+    "with_device",
+]
+
+_POOLER_FLAG: Final = "--pooler-config"
+_INSTRUCTOR_MODELS: Final = ("hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl")
+# Rows of the table that mean nothing for a classifier, and for an embedding model.
+# fmt: off
+_EMBEDDING_FIELDS: Final = frozenset((
+    "embedding_size", "dense", "normalize", "dimensions", "is_matryoshka", "matryoshka_dimensions", "prompts",
+    "default_prompt_name", "include_prompt", "enable_chunked_processing", "max_embed_len", "chunk_overlap",
+    "chunked_processing_mode",
+))
+_LONG_TEXT_FIELDS: Final = frozenset(("max_embed_len", "chunk_overlap", "chunked_processing_mode"))
+_CLASS_FIELDS: Final = frozenset((
+    "use_activation", "activation", "logit_bias", "logit_mean", "logit_sigma", "step_tag_id", "returned_token_ids",
+    "labels", "problem_type", "classifier_tokens", "classifier_method", "score_template", "pair_chat",
+))
+# fmt: on
+
+
+def resolve_model(config: EngineConfig) -> ModelInfo:
+    """Locates a model and resolves everything that its files and the operator say about it.
+
+    `device` and `dtype` stay as requested, "auto" included; see `with_device`.
+
+    Raises:
+        UnsupportedModelError: The architecture or one of its modules is not known; the message names it.
+        ModelLoadError: The model is not found, a file is broken, or a setting does not fit the model.
+    """
+    root = locate_model(config.model, config.revision)
+    files = read_modules(root) or read_stanford_modules(root)
+    path = root / (files.transformer_folder if files else "")
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(f"{path} holds no config.json.")
+    model_config = merged(read_object(path / "config.json"), config.hf_overrides)
+    draft = ModelDraft(config.model, model_config, config, files)
+    draft.set("name", config.name or config.model, "--served-model-name" if config.name else "--model")
+    draft.set("path", str(path), "--model" if path == root else MODULES_FILE)
+    resolve_architecture(draft)
+    resolve_classes(draft)
+    _resolve_pooling(draft)
+    _resolve_embedding(draft)
+    _resolve_matryoshka(draft)
+    _resolve_operator_settings(draft)
+    _resolve_text(draft)
+    tokenizer_config = read_object(path / "tokenizer_config.json")
+    draft.set("max_model_len", *resolve_max_model_len(model_config, tokenizer_config, files, config))
+    resolve_sparse(draft, root)
+    resolve_multi_vector(draft, root, tokenizer_config)
+    resolve_long_text(draft)
+    return ModelInfo(**draft.fields, sources=draft.sources, config=model_config)
+
+
+def with_device(info: ModelInfo, device: str, dtype: str) -> ModelInfo:
+    """Returns `info` with the device and dtype that the runner decided on.
+
+    Args:
+        info: As resolved from the files.
+        device: Such as "cpu" or "cuda".
+        dtype: Such as "float32".
+    """
+    sources = dict(info.sources)
+    for name, value in (("device", device), ("dtype", dtype)):
+        if getattr(info, name) != value:
+            sources[name] = "chosen at start-up"
+    return dataclasses.replace(info, device=device, dtype=dtype, sources=sources)
+
+
+def resolved_table(info: ModelInfo) -> list[tuple[str, str, str]]:
+    """Returns (field, value, source) rows for `penstock info` and the start-up log.
+
+    Fields that the model's kind never uses are left out, and what belongs to a mode that is off.
+    """
+    unused = _CLASS_FIELDS if info.kind is ModelKind.EMBEDDING else _EMBEDDING_FIELDS
+    if not info.enable_chunked_processing:
+        unused |= _LONG_TEXT_FIELDS
+    fields = [f.name for f in dataclasses.fields(info) if f.name not in unused | {"name", "sources", "config"}]
+    return [(name, _shown(getattr(info, name)), info.sources[name]) for name in fields]
+
+
+def _resolve_pooling(draft: ModelDraft) -> None:
+    """Fills in how token rows become an answer."""
+    pooler, files = draft.engine.pooler_config, draft.files
+    draft.set("sequence_pooling", *_model_pooling(draft))
+    draft.set("token_pooling", PoolingType.ALL, "default")
+    if pooler.pooling_type is not None:
+        if pooler.pooling_type.is_token_level:
+            draft.set("token_pooling", pooler.pooling_type, _POOLER_FLAG)
+        else:
+            draft.set("sequence_pooling", (pooler.pooling_type,), _POOLER_FLAG)
+    if draft.fields["kind"] is ModelKind.EMBEDDING and not draft.fields["sequence_pooling"]:
+        # Without a Pooling module (ColBERT) the model was trained for one vector per token.
+        draft.set("tasks", (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE), draft.sources["sequence_pooling"])
+
+    draft.set("include_prompt", True, "default")
+    if draft.name in _INSTRUCTOR_MODELS:
+        draft.set("include_prompt", False, "default of INSTRUCTOR models")
+    elif files is not None and files.pooling is not None:
+        draft.set("include_prompt", files.include_prompt, files.pooling_source)
+
+    heads = draft.fields["num_attention_heads"]
+    if PoolingType.ATTENTION in draft.fields["sequence_pooling"] and not heads:
+        raise ModelLoadError(f"ATTENTION pooling needs attention heads; the config.json of {draft.name} names none.")
+    if pooler.attention_head is not None and pooler.attention_head >= heads:
+        raise ModelLoadError(
+            f"--pooler-config: attention_head is {pooler.attention_head}; "
+            f"{draft.name} has {heads} heads, numbered from 0 ({draft.sources['num_attention_heads']})."
+        )
+    columns = pooler.returned_token_ids or ()
+    num_labels = len(draft.fields["labels"])
+    if draft.fields["kind"] is ModelKind.TOKEN_CLASSIFIER and any(column >= num_labels for column in columns):
+        raise ModelLoadError(
+            f"--pooler-config: returned_token_ids is {list(columns)}; {draft.name} gives columns 0 to {num_labels - 1}."
+        )
+
+
+def _model_pooling(draft: ModelDraft) -> tuple[tuple[PoolingType, ...], str]:
+    """Returns the pooling types of a sequence that the model's own files ask for, and the source."""
+    kind, is_causal, files = draft.fields["kind"], draft.fields["is_causal"], draft.files
+    if kind is ModelKind.TOKEN_CLASSIFIER:
+        return (), "kind"
+    if kind is not ModelKind.EMBEDDING:
+        named = draft.config.get("classifier_pooling")
+        if named in ("cls", "mean"):
+            return (PoolingType(named.upper()),), draft.source_of("classifier_pooling")
+        return (_classifier_pooling(draft),), draft.sources["model_type"]
+    if files is not None:
+        if files.pooling is None:
+            return (), f"{MODULES_FILE}: no Pooling module"
+        return files.pooling, files.pooling_source
+    # As sentence-transformers does for a model without its files.
+    if is_causal:
+        return (PoolingType.LAST,), "default of causal models"
+    return (PoolingType.MEAN,), "default of encoders"
+
+
+def _classifier_pooling(draft: ModelDraft) -> PoolingType:
+    """Returns which row the head of a classifier was trained on: a decoder's last, also where it looks both ways."""
+    model_type = draft.fields["model_type"]
+    if model_type == "llama_bidirec":
+        # NVIDIA's rerankers name it in a key of their own.
+        named = {"cls": PoolingType.CLS, "last": PoolingType.LAST}
+        return named.get(str(draft.config.get("pooling")), PoolingType.MEAN)
+    is_decoder = draft.fields["is_causal"] or model_type in DECODER_MODEL_TYPES
+    return PoolingType.LAST if is_decoder else PoolingType.CLS
+
+
+def _resolve_embedding(draft: ModelDraft) -> None:
+    """Fills in what happens to a pooled row: Dense modules and normalisation."""
+    pooler, files = draft.engine.pooler_config, draft.files
+    is_embedding = draft.fields["kind"] is ModelKind.EMBEDDING
+    dense = files.dense if files is not None and is_embedding else ()
+    draft.set("dense", dense, MODULES_FILE if dense else "default")
+    width = draft.fields["hidden_size"] * (len(draft.fields["sequence_pooling"]) or 1)
+    for spec in dense:
+        if spec.in_features != width:
+            raise ModelLoadError(
+                f"{spec.folder} of {draft.name} takes rows of {spec.in_features}, but what comes before it gives "
+                f"{width} (pooling {_shown(draft.fields['sequence_pooling'])}, {draft.sources['sequence_pooling']})."
+            )
+        width = spec.out_features
+    source = MODULES_FILE if dense else draft.sources["hidden_size"]
+    draft.set("embedding_size", width if is_embedding else 0, source if is_embedding else "kind")
+
+    if pooler.normalize is not None:
+        draft.set("normalize", pooler.normalize, _POOLER_FLAG)
+    elif pooler.use_activation is not None and is_embedding:
+        draft.set("normalize", pooler.use_activation, f"{_POOLER_FLAG}: use_activation")
+    elif files is not None and is_embedding:
+        draft.set("normalize", files.has_normalize, MODULES_FILE)
+    else:
+        draft.set("normalize", True, "default")
+
+
+def _resolve_matryoshka(draft: ModelDraft) -> None:
+    """Fills in the widths that embeddings may be cut to."""
+    pooler, files, config, width = draft.engine.pooler_config, draft.files, draft.config, draft.fields["embedding_size"]
+    declared = config.get("matryoshka_dimensions") or ()
+    if not isinstance(declared, list | tuple) or not all(type(d) is int and d > 0 for d in declared):
+        raise ModelLoadError(
+            f"{draft.source_of('matryoshka_dimensions')} is {declared!r}; it must be a list of widths."
+        )
+    declared_source = draft.source_of("matryoshka_dimensions") if declared else "default"
+    draft.set("matryoshka_dimensions", tuple(declared), declared_source)
+    flag = config.get("is_matryoshka", False)
+    if not isinstance(flag, bool):
+        raise ModelLoadError(f"{draft.source_of('is_matryoshka')} is {flag!r}; it must be true or false.")
+    draft.set("is_matryoshka", flag or bool(declared), draft.source_of("is_matryoshka") if flag else declared_source)
+
+    draft.set("dimensions", None, "default")
+    if pooler.dimensions is not None:
+        if width and pooler.dimensions > width:
+            raise ModelLoadError(
+                f"--pooler-config: dimensions is {pooler.dimensions}; {draft.name} gives up to {width}."
+            )
+        draft.set("dimensions", pooler.dimensions, _POOLER_FLAG)
+    elif files is not None and files.truncate_dim is not None and width:
+        draft.set("dimensions", min(files.truncate_dim, width), f"{SETTINGS_FILE}: truncate_dim")
+
+
+def _resolve_operator_settings(draft: ModelDraft) -> None:
+    """Fills in what only the operator sets."""
+    engine = draft.engine
+    defaults = {"use_activation": True, "logit_bias": 0.0, "logit_mean": 0.0, "logit_sigma": 1.0}
+    for name in (*defaults, "step_tag_id", "returned_token_ids", "attention_head"):
+        value = getattr(engine.pooler_config, name)
+        draft.set(name, defaults.get(name) if value is None else value, "default" if value is None else _POOLER_FLAG)
+    draft.set("auto_truncate", engine.auto_truncate, "--auto-truncate" if engine.auto_truncate else "default")
+    for name in ("dtype", "device"):
+        value = getattr(engine, name)
+        draft.set(name, value, "default" if value == "auto" else f"--{name}")
+
+
+def _resolve_text(draft: ModelDraft) -> None:
+    """Fills in what happens to text before it is tokenized."""
+    files = draft.files or SentenceTransformersFiles()
+    named = files.default_prompt_name is not None
+    draft.set("prompts", files.prompts, SETTINGS_FILE if files.prompts else "default")
+    draft.set("default_prompt_name", files.default_prompt_name, SETTINGS_FILE if named else "default")
+    draft.set("do_lower_case", files.do_lower_case, files.transformer_source or "default")
+
+
+def _shown(value: Any) -> str:
+    """A value in one short line."""
+    if value is None or value in ((), {}):
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {text!r}" for name, text in value.items())
+    if isinstance(value, ScoreTemplate):
+        return " + ".join(map(repr, value.parts))
+    if isinstance(value, MultiVector | SparsePooling | TokenHeads):
+        return ", ".join(f"{name} {_shown(part)}" for name, part in dataclasses.asdict(value).items() if part)
+    if isinstance(value, PairChat):
+        return "chat template"
+    if isinstance(value, DenseSpec):
+        return f"{value.in_features} -> {value.out_features} {value.activation}"
+    if isinstance(value, tuple):
+        shown = ", ".join(_shown(item) for item in value[:12])
+        return f"{shown}, ... ({len(value)})" if len(value) > 12 else shown
+    return str(value)

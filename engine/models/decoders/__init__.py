@@ -1,0 +1,1 @@
+"""Models that attend to what lies behind: Llama and its relatives."""

@@ -1,0 +1,1 @@
+"""Models that attend both ways: BERT and its relatives."""

@@ -1,0 +1,172 @@
+"""ModernBERT: rotary positions, pre-norm, GeGLU, no biases, and global attention only in every third layer.
+
+Source: Warner et al., Smarter, Better, Faster, Longer (arXiv 2412.13663).
+Held to transformers 5.23 in float32 within 1e-5.
+
+Shape letters: T packed tokens in R rows, N sequences, D model width, I inner width of the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.attention import AttentionPlan
+
+from ...layers.attention.attention import SelfAttention
+from ...layers.attention.rope import RopeSpec
+from ...layers.attention.rotary import RotaryEmbedding, Rotation
+from ...layers.linear import GatedLinear, Linear
+from ...layers.norm import LayerNorm
+from ...layers.rows import Rows
+from ...layers.weights import Weights
+from ...protocol.errors import UnsupportedModelError
+from ...protocol.model_info import ModelInfo, ModelKind
+from ..base import ModelOutput, NativeModel, read_config
+from ..heads import LinearHead
+
+if TYPE_CHECKING:
+    from ...packed_batch import PackedBatch
+
+_GLOBAL: Final = "full_attention"
+_LOCAL: Final = "sliding_attention"
+# Layer type -> key of the theta in older config.json files, and its default.
+_THETAS: Final = {_GLOBAL: ("global_rope_theta", 160_000.0), _LOCAL: ("local_rope_theta", 10_000.0)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModernBertConfig:
+    """The values of config.json that the forward depends on, with transformers' defaults."""
+
+    vocab_size: int = 50368
+    hidden_size: int = 768
+    intermediate_size: int = 1152
+    num_hidden_layers: int = 22
+    num_attention_heads: int = 12
+    hidden_activation: str = "gelu"
+    norm_eps: float = 1e-5
+    norm_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    local_attention: int = 128
+    global_attn_every_n_layers: int = 3
+    layer_types: list[str] | None = None
+    classifier_bias: bool = False
+    classifier_activation: str = "gelu"
+
+    @property
+    def types(self) -> list[str]:
+        """The kind of attention of each layer."""
+        if self.layer_types is not None:
+            return self.layer_types
+        every = self.global_attn_every_n_layers
+        return [_LOCAL if i % every else _GLOBAL for i in range(self.num_hidden_layers)]
+
+
+class ModernBertLayer:
+    """x + Attention(Norm(x)), then x + GeGLU(Norm(x)). The first layer's input comes normalised."""
+
+    def __init__(self, weights: Weights, config: ModernBertConfig, index: int) -> None:
+        D, I = config.hidden_size, config.intermediate_size  # noqa: E741
+        self.type = config.types[index]
+        reach = config.local_attention // 2
+        self.attention_norm = _load_norm(weights, "attn_norm", config) if index else None
+        self.attention = SelfAttention.load(
+            weights,
+            ("attn.Wqkv",),
+            D,
+            config.num_attention_heads,
+            bias=config.attention_bias,
+            window=(reach, reach) if self.type == _LOCAL else None,
+        )
+        self.attention_out = Linear.load(weights, "attn.Wo", D, D, bias=config.attention_bias)
+        self.mlp_norm = _load_norm(weights, "mlp_norm", config)
+        self.mlp_in = GatedLinear.load(
+            weights, "mlp.Wi", D, I, bias=config.mlp_bias, activation=config.hidden_activation
+        )
+        self.mlp_out = Linear.load(weights, "mlp.Wo", I, D, bias=config.mlp_bias)
+
+    def __call__(self, hidden_RD: Tensor, rows: Rows, plan: AttentionPlan, rotation: Rotation) -> Tensor:
+        """Returns the next hidden states."""
+        attended_RD = self.attention(self.attention_input(hidden_RD), rows, plan, rotation=rotation)
+        hidden_RD = self.attention_out(attended_RD, add=hidden_RD)
+        return self.mlp_out(self.mlp_in(self.mlp_norm(hidden_RD)), add=hidden_RD)
+
+    def attention_input(self, hidden_RD: Tensor) -> Tensor:
+        """Returns the rows that q, k and v are made of."""
+        return hidden_RD if self.attention_norm is None else self.attention_norm(hidden_RD)
+
+
+class ModernBertModel(NativeModel):
+    """The encoder with the head that the model's kind asks for."""
+
+    def __init__(self, info: ModelInfo, weights: Weights) -> None:
+        config = read_config(ModernBertConfig, info.config)
+        self.hidden_size = D = config.hidden_size
+        base = weights.scope_of("embeddings.tok_embeddings.weight", ("model", ""))
+        self.embedding_VD = base.tensor("embeddings.tok_embeddings.weight", config.vocab_size, D)
+        self.embedding_norm = _load_norm(base, "embeddings.norm", config)
+        self.layers = [ModernBertLayer(base.scope(f"layers.{i}"), config, i) for i in range(config.num_hidden_layers)]
+        self.final_norm = _load_norm(base, "final_norm", config)
+        head_size = D // config.num_attention_heads
+        self.rotary = {
+            layer_type: RotaryEmbedding(RopeSpec(theta=_theta(info.config, layer_type), size=head_size), weights.device)
+            for layer_type in set(config.types)
+        }
+        if info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
+            self.sequence_head = ModernBertHead(weights, config, info.num_labels)
+        elif info.kind is ModelKind.TOKEN_CLASSIFIER:
+            self.token_head = ModernBertHead(weights, config, info.num_labels)
+
+    def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+        """See PackedModel."""
+        rows = Rows.of(batch)
+        plans: dict[str, AttentionPlan] = {}
+        for layer in self.layers:
+            if layer.type not in plans:
+                plans[layer.type] = layer.attention.plan(rows)
+        rotations = {layer_type: rotary(batch) for layer_type, rotary in self.rotary.items()}
+        hidden_RD = layer_input_RD = self.embedding_norm(F.embedding(rows.input_ids, self.embedding_VD))
+        for layer in self.layers:
+            layer_input_RD, hidden_RD = hidden_RD, layer(hidden_RD, rows, plans[layer.type], rotations[layer.type])
+        attention_TH = None
+        if need_attention:
+            last = self.layers[-1]
+            attention_TH = last.attention.first_token_weights(
+                last.attention_input(layer_input_RD), rows, rotation=rotations[last.type]
+            )
+        return ModelOutput(hidden_states=rows.trim(self.final_norm(hidden_RD)), attention_weights=attention_TH)
+
+
+class ModernBertHead:
+    """logits = classifier(Norm(gelu(dense(x)))), for a pooled row or for every token. float32."""
+
+    def __init__(self, weights: Weights, config: ModernBertConfig, num_labels: int) -> None:
+        D, activation = config.hidden_size, config.classifier_activation
+        self.dense = Linear.load_head(weights, "head.dense", D, D, bias=config.classifier_bias, activation=activation)
+        self.norm = _load_norm(weights, "head.norm", config, dtype=torch.float32)
+        self.classifier = LinearHead(weights, "classifier", D, num_labels)
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        """Returns [N, num_labels]."""
+        return self.classifier(self.norm(self.dense(x_ND)))
+
+
+def _load_norm(weights: Weights, name: str, config: ModernBertConfig, *, dtype: torch.dtype | None = None) -> LayerNorm:
+    """Reads a LayerNorm of the model's width."""
+    return LayerNorm.load(weights, name, config.hidden_size, config.norm_eps, bias=config.norm_bias, dtype=dtype)
+
+
+def _theta(config: Mapping[str, Any], layer_type: str) -> float:
+    """Returns the base of the rotary wavelengths of a layer type, from today's config.json or an older one."""
+    old_key, default = _THETAS[layer_type]
+    parameters = (config.get("rope_parameters") or {}).get(layer_type) or {}
+    rope_type = (config.get("rope_scaling") or parameters).get("rope_type", "default")
+    if rope_type != "default":
+        raise UnsupportedModelError(f"rope_type is {rope_type!r}; penstock's ModernBERT knows 'default'.")
+    return float(parameters.get("rope_theta") or config.get(old_key) or default)

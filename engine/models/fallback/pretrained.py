@@ -1,0 +1,98 @@
+"""Loads a model of transformers from a local folder, and says plainly why where it cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+
+from ...protocol.errors import UnsupportedModelError, WeightError
+from ...protocol.model_info import ModelInfo, ModelKind
+
+_LOAD_ERRORS: Final = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+_AUTO_CLASSES: Final = {
+    ModelKind.SEQUENCE_CLASSIFIER: "AutoModelForSequenceClassification",
+    ModelKind.CROSS_ENCODER: "AutoModelForSequenceClassification",
+    ModelKind.TOKEN_CLASSIFIER: "AutoModelForTokenClassification",
+}
+_MAX_NAMED: Final = 5
+
+
+def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
+    """Loads the weights into transformers' class for the kind of `info`, in evaluation mode on its device.
+
+    Raises:
+        UnsupportedModelError: transformers does not know the model, or has no text encoder for it.
+        WeightError: A tensor is missing or has the wrong shape.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    _check_architecture(info, trust_remote_code=trust_remote_code)
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            info.path, trust_remote_code=trust_remote_code, **_overrides(info)
+        )
+        model, report = _auto_class(info, config).from_pretrained(
+            info.path,
+            config=config,
+            dtype=getattr(torch, info.dtype),
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except _LOAD_ERRORS as error:
+        raise UnsupportedModelError(
+            f"transformers cannot load {info.name} ({info.architecture}, model_type {info.model_type!r}): {error}"
+        ) from error
+    missing = sorted(
+        name for name in report["missing_keys"] if info.kind is not ModelKind.EMBEDDING or "pooler" not in name
+    )
+    if missing:
+        raise WeightError(f"The checkpoint of {info.name} has no weight {_listed(missing)}.")
+    return model.eval().to(info.device)
+
+
+def _check_architecture(info: ModelInfo, *, trust_remote_code: bool) -> None:
+    """Refuses what transformers would load as something else without a word."""
+    if trust_remote_code:
+        return
+    has_code = bool(info.config.get("auto_map"))
+    own_code = " It comes with code of its own, which --trust-remote-code would run." if has_code else ""
+    if has_code and not hasattr(transformers, info.architecture):
+        raise UnsupportedModelError(
+            f"The architecture {info.architecture!r} of {info.name} is not one of "
+            f"transformers {transformers.__version__}.{own_code}"
+        )
+    position_type = info.config.get("position_embedding_type", "absolute")
+    if info.model_type in ("bert", "electra", "roberta", "xlm-roberta", "camembert") and position_type != "absolute":
+        raise UnsupportedModelError(
+            f"position_embedding_type of {info.name} is {position_type!r}; "
+            f"transformers {transformers.__version__} knows 'absolute' alone.{own_code}"
+        )
+
+
+def _overrides(info: ModelInfo) -> dict[str, Any]:
+    """Returns what the operator laid over config.json."""
+    stored = json.loads((Path(info.path) / "config.json").read_text("utf-8"))
+    return {key: value for key, value in info.config.items() if key not in stored or stored[key] != value}
+
+
+def _auto_class(info: ModelInfo, config: Any) -> Any:
+    """Returns the class of transformers that picks the model's own."""
+    if info.classifier_tokens:
+        return transformers.AutoModelForCausalLM
+    if info.kind in _AUTO_CLASSES:
+        return getattr(transformers, _AUTO_CLASSES[info.kind])
+    encoders = transformers.models.auto.modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
+    if encoders.get(config.model_type, "").endswith("EncoderModel"):
+        return transformers.AutoModelForTextEncoding
+    if config.is_encoder_decoder:
+        raise ValueError("it has an encoder and a decoder, and transformers offers its encoder alone for no text task")
+    return transformers.AutoModel
+
+
+def _listed(names: list[str]) -> str:
+    """Returns the first few names for a message."""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(repr(name) for name in names[:_MAX_NAMED]) + more

@@ -1,0 +1,1 @@
+"""Models with state spaces in place of some or all attention: Mamba and its relatives."""

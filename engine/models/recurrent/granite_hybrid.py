@@ -1,0 +1,114 @@
+"""Granite 4's hybrid: Bamba's layers with scaled sums, a shared MLP, and experts beside it in the larger models.
+
+Source: IBM, Granite 4.0 (2025). Held to transformers 5.23 in float32 within 1e-5.
+Shape letters: X experts, D model width, I inner width of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import torch
+
+from ...layers.experts import SparseExperts
+from ...layers.gated_mlp import GatedMlp
+from ...layers.linear import GatedLinear, Linear
+from ...layers.recurrent.mamba2_mixer import Mamba2Mixer
+from ...layers.weights import Weights
+from ...protocol.errors import UnsupportedModelError
+from .bamba import Mamba2HybridConfig
+from .hybrid import HybridModel
+
+# Older config.json files use the short names.
+_ATTENTION: Final = ("attention", "full_attention")
+_RECURRENT: Final = ("mamba", "linear_attention")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraniteHybridConfig(Mamba2HybridConfig):
+    """The values of config.json that the forward depends on, with transformers' defaults."""
+
+    vocab_size: int = 32000
+    intermediate_size: int = 11008
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    position_embedding_type: str | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    shared_intermediate_size: int = 1024
+
+    final_norm: ClassVar[str] = "norm"
+    mlp_norm: ClassVar[str] = "post_attention_layernorm"
+
+    @property
+    def attention_layers(self) -> frozenset[int]:
+        """See HybridConfig."""
+        types = self.layer_types or [_RECURRENT[0]] * self.num_hidden_layers
+        known = (*_ATTENTION, *_RECURRENT)
+        if len(types) != self.num_hidden_layers or not set(types) <= set(known):
+            raise UnsupportedModelError(
+                f"layer_types is {types}; it must be {self.num_hidden_layers} of {', '.join(known)}."
+            )
+        return frozenset(i for i, name in enumerate(types) if name in _ATTENTION)
+
+    @property
+    def has_rotary(self) -> bool:
+        """See HybridConfig."""
+        return self.position_embedding_type == "rope"
+
+    @property
+    def scale(self) -> float:
+        """See DecoderConfig."""
+        return self.attention_multiplier
+
+    @property
+    def embedding_scale(self) -> float:
+        """See HybridConfig."""
+        return self.embedding_multiplier
+
+    @property
+    def residual_scale(self) -> float:
+        """See HybridConfig."""
+        return self.residual_multiplier
+
+
+class GraniteHybridModel(HybridModel[GraniteHybridConfig]):
+    """The decoder with the head that the model's kind asks for."""
+
+    config_class = GraniteHybridConfig
+
+    def load_mixer(self, weights: Weights, config: GraniteHybridConfig, index: int) -> Mamba2Mixer:
+        """See HybridModel."""
+        return Mamba2Mixer(weights, config.sizes, index)
+
+    def load_feed_forward(
+        self, weights: Weights, config: GraniteHybridConfig, index: int
+    ) -> tuple[GatedMlp | None, SparseExperts | None]:
+        """See HybridModel."""
+        D = config.hidden_size
+        mlp = GatedMlp.load(
+            weights.scope("shared_mlp"),
+            D,
+            config.shared_intermediate_size,
+            activation=config.hidden_act,
+            names=("input_linear",),
+            down="output_linear",
+        )
+        return mlp, _load_experts(weights.scope("block_sparse_moe"), config) if config.num_local_experts else None
+
+
+def _load_experts(weights: Weights, config: GraniteHybridConfig) -> SparseExperts:
+    """Reads the experts, whose maps lie on top of each other."""
+    X, D, I = config.num_local_experts, config.hidden_size, config.intermediate_size  # noqa: E741
+    both_X2ID = weights.tensor("input_linear.weight", X, 2 * I, D)
+    down_XDI = weights.tensor("output_linear.weight", X, D, I)
+    experts = [
+        GatedMlp(GatedLinear(both_2ID, None, config.hidden_act), Linear(down_DI, None))
+        for both_2ID, down_DI in zip(both_X2ID, down_XDI, strict=True)
+    ]
+    router_XD = weights.tensor("router.layer.weight", X, D, dtype=torch.float32)
+    return SparseExperts(router_XD, experts, config.num_experts_per_tok, renormalise=True)

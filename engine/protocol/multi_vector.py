@@ -1,0 +1,122 @@
+"""How models that give one vector per token (ColBERT) read queries and documents. Plain Python and numpy.
+
+Source: Khattab and Zaharia, ColBERT (arXiv 2004.12832). The settings are those of sentence-transformers'
+MultiVectorEncoder; see model_multi_vector.py for the files that they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .tokenized_input import TokenizedInput
+
+QUERY: Final = "query"
+DOCUMENT: Final = "document"
+QUERY_PROMPTS: Final = (QUERY, "search_query")
+DOCUMENT_PROMPTS: Final = (DOCUMENT, "passage", "corpus", "search_document")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryExpansion:
+    """The tokens behind a short query, whose vectors are matched like those of its own.
+
+    Attributes:
+        length: Tokens. Shorter queries are filled up to it.
+        is_fixed: Longer queries are cut to it.
+        attends: The query's own tokens attend to them; where not, no token does, themselves included.
+        token: By name; None takes the tokenizer's mask token or, without one, its end of text.
+    """
+
+    length: int
+    is_fixed: bool = True
+    attends: bool = False
+    token: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiVector:
+    """The recipe of one model.
+
+    Attributes:
+        query_length: Tokens. Queries are cut to it; None takes max_model_len.
+        document_length: Tokens. Longest document; None takes max_model_len.
+        expansion: What happens to short queries; None leaves them as they are.
+        skip_words: Tokens, by name, whose vectors are left out.
+        skips_queries: They are left out of queries, too.
+        skips_documents: They are left out of documents.
+        markers: Texts at the head of prompts that are one token where the vocabulary has them.
+        averages: A score is divided by the number of the query's vectors.
+    """
+
+    query_length: int | None = None
+    document_length: int | None = None
+    expansion: QueryExpansion | None = None
+    skip_words: tuple[str, ...] = ()
+    skips_queries: bool = False
+    skips_documents: bool = True
+    markers: tuple[str, ...] = ()
+    averages: bool = False
+
+    def max_num_tokens(self, *, is_query: bool) -> int | None:
+        """Returns the longest query or document in tokens; None where max_model_len is."""
+        if not is_query:
+            return self.document_length
+        if self.expansion is not None:
+            length = self.expansion.length
+            if self.expansion.is_fixed:
+                return length
+            return None if self.query_length is None else max(length, self.query_length)
+        return self.query_length
+
+    def skips(self, *, is_query: bool) -> bool:
+        """Whether vectors are left out of a query or a document."""
+        return self.skips_queries if is_query else self.skips_documents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMarks:
+    """What the recipe's tokens are in the tokenizer of the model.
+
+    Attributes:
+        expansion_id: Id of the token behind short queries; None where there is none.
+        skip_ids: Ids whose vectors are left out.
+        unweighted_ids: Ids that have no weight in a sparse vector made of token weights.
+    """
+
+    expansion_id: int | None = None
+    skip_ids: tuple[int, ...] = ()
+    unweighted_ids: tuple[int, ...] = ()
+
+
+def expanded(tokens: TokenizedInput, expansion: QueryExpansion, token_id: int) -> TokenizedInput:
+    """Returns a query filled up to the length of the expansion; a longer one stays as it is."""
+    missing = expansion.length - len(tokens)
+    if missing <= 0:
+        return tokens
+    token_ids = np.concatenate([tokens.token_ids, np.full(missing, token_id, np.int32)])
+    return replace(tokens, token_ids=token_ids, num_hidden=0 if expansion.attends else missing)
+
+
+def kept_ids(token_ids: NDArray[np.int32], skip_ids: Sequence[int]) -> NDArray[np.int32]:
+    """Returns the ids of the tokens whose vectors are in the answer."""
+    return token_ids[~np.isin(token_ids, skip_ids)] if skip_ids else token_ids
+
+
+def late_score(similarities: NDArray[np.float32], num_rows: int, *, averages: bool) -> float:
+    """Returns the score of a document.
+
+    Args:
+        similarities: [P, Q]. For each of its parts, the largest similarity to every vector of the query; a document
+            without vectors has no parts, and the score 0.
+        num_rows: Q.
+        averages: Divide by Q.
+    """
+    if not len(similarities) or not num_rows:
+        return 0.0
+    total = float(similarities.max(axis=0).sum())
+    return total / num_rows if averages else total

@@ -1,0 +1,1 @@
+"""Which sequences run next, and in which chunks. Plain Python without torch."""

@@ -1,0 +1,219 @@
+"""Renders chats by a model's chat template, with what transformers gives templates and in jinja2's sandbox.
+
+A template comes with the model and is not trusted: it sees plain values only, cannot change them, and reaches nothing
+else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from functools import cached_property
+from typing import Any, Final
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from ..protocol.chat_template import ChatOptions, ChatTemplate, Conversation, Message
+from ..protocol.errors import InvalidRequestError
+
+RESERVED: Final = frozenset(
+    {"messages", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
+)
+"""Names that chat_template_kwargs must not hold: they are options of their own, or none of the request's business."""
+
+# Of the private use area: no template spells it. Whether the space after it is still there tells of trimming.
+_END: Final = "\ue0a4 "
+_PROBE: Final = "\ue0a5"
+
+
+class ChatRenderer:
+    """Renders chats by one template. Safe to use from several threads.
+
+    Args:
+        template: The model's template. It is compiled when it is first used: many models come with a template that
+            nobody ever uses, and a broken one must not keep them from being served.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+
+    def render(self, conversation: Conversation, options: ChatOptions) -> str:
+        """Returns the text of a chat.
+
+        Raises:
+            InvalidRequestError: The template does not take these messages; the message holds its words.
+        """
+        if options.add_generation_prompt and options.continue_final_message:
+            raise InvalidRequestError(
+                "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+                param="continue_final_message",
+            )
+        reserved = sorted(RESERVED & set(options.arguments))
+        if reserved:
+            raise InvalidRequestError(
+                f"chat_template_kwargs holds {reserved[0]!r}, which is not a value for the template to read.",
+                param="chat_template_kwargs",
+            )
+        if not conversation:
+            raise InvalidRequestError("messages is empty; give at least one message.", param="messages")
+        messages = [self._shaped(message) for message in conversation]
+        if options.continue_final_message:
+            return self._continued(messages, options)
+        return self._run(messages, options)
+
+    def _run(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+        values = {
+            "tools": None,
+            "documents": None,
+            **self._template.special_tokens,
+            **options.arguments,
+            "messages": messages,
+            "add_generation_prompt": options.add_generation_prompt,
+        }
+        try:
+            return self._compiled.render(values)
+        except TemplateError as error:
+            raise _refused(str(error)) from error
+        except Exception as error:
+            # A template may stumble over anything.
+            raise _refused(f"{type(error).__name__}: {error}") from error
+
+    def _continued(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+        """Returns the chat up to the end of the text of its last message."""
+        content = messages[-1].get("content") or ""
+        parts = content if isinstance(content, list) else [{"text": content}]
+        text = parts[-1]["text"]
+        marked = text + _END if isinstance(content, str) else [*parts[:-1], {**parts[-1], "text": text + _END}]
+        rendered = self._run([*messages[:-1], {**messages[-1], "content": marked}], options)
+        place = rendered.rfind(_END[0])
+        if place < 0 or text.strip() not in rendered:
+            raise InvalidRequestError(
+                "continue_final_message is true, but the model's chat template leaves the last message out or changes "
+                "it.",
+                param="continue_final_message",
+            )
+        return rendered[:place] if rendered.startswith(_END, place) else rendered[:place].rstrip()
+
+    def _shaped(self, message: Message) -> dict[str, Any]:
+        """Returns a message with its content in a form that the template reads: a text or a list of typed parts."""
+        content = message.get("content")
+        if isinstance(content, list) and not self._reads_parts:
+            return {**message, "content": _text_of(message)}
+        if isinstance(content, str) and self._reads_parts and not self._reads_texts:
+            return {**message, "content": [{"type": "text", "text": content}]}
+        return dict(message)
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template goes through the parts of a content; others would print the list itself."""
+        return self._shows([{"type": "text", "text": _PROBE}])
+
+    @cached_property
+    def _reads_texts(self) -> bool:
+        """Whether the template takes a content that is a text; some go through parts only."""
+        return self._shows(_PROBE * 2)
+
+    def _shows(self, content: Any) -> bool:
+        try:
+            rendered = self._run([{"role": "user", "content": content}], ChatOptions())
+        except InvalidRequestError:
+            return False
+        before, shown, _ = rendered.partition(content if isinstance(content, str) else _PROBE)
+        return bool(shown) and not before.endswith('"text": "')
+
+    @cached_property
+    def _compiled(self) -> Template:
+        return _environment().from_string(self._template.source)
+
+
+def _text_of(message: Message) -> str:
+    """Returns the text of a message; parts stand on lines of their own."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
+
+
+def _refused(why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"The model's chat template does not take these messages: {why}", param="messages")
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks an assistant's words for training; here it is what stands inside it."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        """Returns the statements up to endgeneration, in a scope of their own."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class _TemplateDict:
+    """`dict` without the type behind it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """Returns dict.fromkeys."""
+        return dict.fromkeys(*args)
+
+
+class _TemplateNamespace(Namespace):
+    """`namespace` whose attributes cannot be those of the object behind it."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # No parameter is called self, so that namespace(self=...) works.
+        for name in dict(*args[1:], **kwargs):
+            _check_public(name)
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+def _check_public(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {name!r}")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Returns jinja2's sandbox with the filters and functions that transformers gives chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    functions: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _TemplateDict(),
+        "namespace": _TemplateNamespace,
+    }
+    environment.globals.update(functions)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)  # noqa: DTZ005 - as in transformers: the server's own time

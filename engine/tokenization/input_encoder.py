@@ -1,0 +1,212 @@
+"""From what a request holds to the sequences that the model runs: prompts, limits, windows, joined texts, pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from ..protocol.config import EngineConfig
+from ..protocol.errors import InvalidRequestError, RequestTooLongError
+from ..protocol.model_info import ModelInfo
+from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
+from ..protocol.params import PoolingParams
+from ..protocol.request_options import RequestOptions
+from ..protocol.tasks import PoolingTask
+from ..protocol.tokenized_input import TokenizedInput
+from .document_pieces import Pieces
+from .late_chunking import JoinedText, LateChunking, verify_late_chunking
+from .long_text import LongText, Windows
+from .texts import Text
+from .tokenizer import TokenizerPool
+from .truncation import Truncation, bounded
+
+_SPARE_TOKENS: Final = 4
+"""A piece of a text may have this many tokens more by itself; pieces that must not be cut leave room for them."""
+
+
+class InputEncoder:
+    """Encodes the inputs of one model. Safe to use from many tasks of one event loop.
+
+    Every method raises InvalidRequestError where there are no inputs, and for what TokenizerPool refuses.
+
+    Args:
+        info: The model.
+        tokenizer: Its tokenizer.
+        config: What to do with over-long inputs.
+
+    Raises:
+        ModelLoadError: Long-text mode does not fit the tokenizer.
+    """
+
+    def __init__(self, info: ModelInfo, tokenizer: TokenizerPool, config: EngineConfig) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+        self._auto_truncate = config.auto_truncate
+        self._max_queued_tokens = config.scheduler.max_queued_tokens
+        self._long_text = LongText.of(info, tokenizer.special_tokens)
+
+    async def encode(
+        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
+    ) -> list[TokenizedInput]:
+        """Returns each input as one sequence; short queries of a multi-vector model are filled up."""
+        _check_given(inputs)
+        prompt = self._prompt(options, is_query=params.is_query)
+        truncation = self._truncation(params, param=param)
+        skip_prompt = not self._info.include_prompt
+        tokenized = await self._tokenizer.encode(
+            inputs,
+            truncation,
+            prompt=prompt,
+            skip_prompt=skip_prompt,
+            add_special_tokens=options.add_special_tokens,
+        )
+        recipe, token_id = self._info.multi_vector, self._tokenizer.marks.expansion_id
+        if recipe is None or recipe.expansion is None or token_id is None or not params.is_query:
+            return tokenized
+        return [
+            expanded(tokens, recipe.expansion, token_id) if isinstance(item, str) else tokens
+            for item, tokens in zip(inputs, tokenized, strict=True)
+        ]
+
+    async def windows(
+        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
+    ) -> Windows:
+        """Returns inputs of the embed task; those that are longer than the model takes are cut (long_text.py)."""
+        tokenized = await self.encode(inputs, params, options, param=param)
+        if self._long_text is None or all(len(tokens) <= self._info.max_model_len for tokens in tokenized):
+            return Windows.whole(tokenized)
+        prompt_ids = await self._prompt_ids(self._prompt(options))
+        has_special = [isinstance(item, str) and options.add_special_tokens for item in inputs]
+        return self._long_text.cut(tokenized, has_special, prompt_ids)
+
+    async def pairs(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        params: PoolingParams,
+        options: RequestOptions,
+        *,
+        param: str | None,
+    ) -> list[TokenizedInput]:
+        """Returns each pair, such as a query and a document, as one sequence."""
+        _check_given(pairs)
+        truncation = self._truncation(params, param=param)
+        return await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
+
+    async def pieces(
+        self, queries: Sequence[str], documents: Sequence[str], params: PoolingParams, options: RequestOptions
+    ) -> Pieces:
+        """Cuts documents into pieces that fit beside their query or, for the embed task, by themselves.
+
+        Raises:
+            RequestTooLongError: A document does not fit into the pieces and must not be cut.
+        """
+        truncation = replace(self._truncation(params, param=None), cut=True)
+        if params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED):
+            taken = await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
+        else:
+            pairs = [(query, "a") for query in queries]
+            taken = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
+        rooms = [truncation.max_num_tokens - len(tokens) for tokens in taken]
+        num_chars = replace(truncation, max_num_tokens=options.max_pieces * truncation.max_num_tokens).max_chars
+        read = [bounded(document, num_chars, keeps_end=False) for document in documents]
+        details = await self._tokenizer.token_details(read, add_special_tokens=False)
+        offsets = [detail.offsets for detail in details]
+        rooms = rooms if len(rooms) > 1 else rooms * len(documents)
+        spare = _SPARE_TOKENS if params.refuse_too_long else 0
+        pieces = Pieces.of(read, offsets, rooms, options.max_pieces, spare=spare)
+        unread = next((i for i, document in enumerate(documents) if read[i] is not document), None)
+        too_long = pieces.cut_document if pieces.cut_document is not None else unread
+        if params.refuse_too_long and too_long is not None:
+            num_tokens, room = len(offsets[too_long]), rooms[too_long]
+            at_least = "" if read[too_long] is documents[too_long] else "at least "
+            raise RequestTooLongError(
+                f"Document {too_long} has {at_least}{num_tokens} tokens, which do not fit into {options.max_pieces} "
+                f"pieces of up to {room - spare}. Please allow more pieces, or set truncate_prompt_tokens to -1 to cut "
+                "it.",
+                num_tokens=num_tokens,
+                max_num_tokens=options.max_pieces * (room - spare),
+                param=None,
+            )
+        return pieces
+
+    def late_chunking(self, params: PoolingParams) -> LateChunking:
+        """Returns how the inputs of a request are joined for late chunking.
+
+        Raises:
+            InvalidRequestError: The model or its tokenizer does not allow it.
+        """
+        verify_late_chunking(self._info)
+        special = self._tokenizer.special_tokens
+        if special is None:
+            raise InvalidRequestError(
+                f"late_chunking needs a tokenizer that puts special tokens around a text; that of {self._info.name} "
+                "does more to it.",
+                param="late_chunking",
+            )
+        truncation = self._truncation(params, param="input")
+        return LateChunking(
+            special=special,
+            include_prompt=self._info.include_prompt,
+            max_num_tokens=truncation.max_num_tokens,
+            cut=truncation.cut,
+            cuts_left=self._tokenizer.cuts_left(truncation),
+            name=truncation.name,
+        )
+
+    async def join(
+        self, late: LateChunking, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
+    ) -> JoinedText:
+        """Returns all inputs as one sequence.
+
+        Raises:
+            InvalidRequestError: An input has no tokens.
+        """
+        _check_given(inputs)
+        prompt = self._prompt(options) if isinstance(inputs[0], str) else ""
+        truncation = self._truncation(params, param="input")
+        parts, is_whole = await self._tokenizer.encode_parts(inputs, truncation, prompt=prompt)
+        prompt_ids = await self._prompt_ids(prompt)
+        return late.join(parts, [isinstance(i, str) for i in inputs], prompt_ids, is_whole=is_whole)
+
+    async def _prompt_ids(self, prompt: str) -> Sequence[int]:
+        """Returns the token ids of a prompt by itself, without special tokens."""
+        return (await self._tokenizer.token_ids([prompt], add_special_tokens=False))[0] if prompt else ()
+
+    def _prompt(self, options: RequestOptions, *, is_query: bool = False) -> str:
+        if options.prompt is not None:
+            return options.prompt
+        name = options.prompt_name or self._info.default_prompt_name
+        if self._info.multi_vector is not None and options.prompt_name is None:
+            names = QUERY_PROMPTS if is_query else DOCUMENT_PROMPTS
+            name = next((name for name in names if name in self._info.prompts), None)
+        if name is None:
+            return ""
+        if name not in self._info.prompts:
+            known = ", ".join(self._info.prompts) or "none"
+            raise InvalidRequestError(f"prompt_name is {name[:60]!r}; the model has: {known}.", param="prompt_name")
+        return self._info.prompts[name]
+
+    def _truncation(self, params: PoolingParams, *, param: str | None) -> Truncation:
+        asked = params.truncate_prompt_tokens
+        limit, name = self._info.max_model_len, self._info.limit_name
+        if asked is not None and asked != -1:
+            limit, name = asked, "truncate_prompt_tokens"
+        elif self._long_text is not None and params.task is PoolingTask.EMBED:
+            longest = self._info.max_embed_len
+            limit, name = (longest, "max_embed_len") if longest else (self._max_queued_tokens, "max_queued_tokens")
+        cut = not params.refuse_too_long and (asked is not None or self._auto_truncate)
+        recipe = self._info.multi_vector
+        if recipe is not None:
+            own = recipe.max_num_tokens(is_query=params.is_query)
+            if own is not None and own < limit:
+                limit, name = own, "of a query" if params.is_query else "of a document"
+            # The model knows queries of one length alone.
+            is_fixed = params.is_query and recipe.expansion is not None and recipe.expansion.is_fixed
+            cut = cut or (is_fixed and not params.refuse_too_long)
+        return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param, name=name)
+
+
+def _check_given(inputs: Sequence[object]) -> None:
+    if not inputs:
+        raise InvalidRequestError("Give at least one input.", param="input")

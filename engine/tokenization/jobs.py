@@ -1,0 +1,192 @@
+"""Work for the threads of a tokenizer: jobs of one turn of the event loop travel together, in bounded portions.
+
+A few short texts take less time than to wake a thread and to be woken by it: they are tokenized in the turn itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Final, TypeVar
+
+from ..protocol.errors import EngineUnavailableError, RequestCancelledError
+from ..protocol.stage_times import STAGE_TIMES, Stage
+from .char_admission import CharAdmission
+
+T = TypeVar("T")
+IsGone = Callable[[], bool]
+"""Whether the caller has gone, so that the rest of its job need not be done."""
+
+LONG_JOB: Final = 20_000
+"""Characters. A job of more goes to a worker alone, so that short ones do not wait for it."""
+_AT_ONCE: Final = 2_000
+"""Characters of a turn that are tokenized in it, at most 0.5 ms; a text counts as many more as follow."""
+_CHARS_PER_TEXT: Final = 50
+_MIN_SHARE: Final = 8
+"""Jobs. Fewer than this are not worth a second worker."""
+_MAX_CHARS_PER_CALL: Final = 250_000
+"""Characters that are tokenized before anybody looks whether the caller is still there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """Work for a worker thread. `work` asks the function that it is given whether to go on."""
+
+    work: Callable[[IsGone], Any]
+    future: asyncio.Future[Any]
+    num_chars: int
+    num_texts: int | None
+
+    @property
+    def cost(self) -> float:
+        """Characters that take as long; infinity where nobody knows."""
+        return inf if self.num_texts is None else self.num_chars + _CHARS_PER_TEXT * self.num_texts
+
+
+_Result = tuple[asyncio.Future[Any], Any, BaseException | None]
+
+
+class TokenizerJobs:
+    """Runs jobs in worker threads. Safe to use from many tasks of one event loop.
+
+    Args:
+        num_workers: Threads.
+        admission: Bounds the text that may wait; None takes all that comes.
+    """
+
+    def __init__(self, num_workers: int, admission: CharAdmission | None = None) -> None:
+        self._num_workers = num_workers
+        self._admission = admission or CharAdmission(sys.maxsize)
+        self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
+        self._is_closed = False
+        self._waiting: list[_Job] = []
+        self._awaited: set[asyncio.Future[Any]] = set()
+
+    async def run(self, work: Callable[[IsGone], T], num_chars: int, *, num_texts: int | None = None) -> T:
+        """Runs `work` in a worker thread, together with what else this turn of the event loop asks for.
+
+        Going to a thread and back takes longer than to tokenize a short text, and requests that travel together can
+        run as one batch.
+
+        Args:
+            work: What to do. It is given a function that tells whether to go on.
+            num_chars: Characters that it tokenizes.
+            num_texts: Where it does nothing but tokenize that many texts, so that little of it may run in this turn.
+
+        Raises:
+            EngineOverloadedError: Too much text waits already.
+            EngineUnavailableError: `close` was called.
+        """
+        if self._is_closed:
+            raise EngineUnavailableError("The server is shutting down.")
+        with self._admission.hold(num_chars):
+            return await self._run_admitted(work, num_chars, num_texts)
+
+    def close(self) -> None:
+        """Ends the worker threads. What is still awaited fails with EngineUnavailableError."""
+        self._is_closed = True
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for future in self._awaited:
+            if not future.done():
+                future.set_exception(EngineUnavailableError("The server is shutting down."))
+
+    async def _run_admitted(self, work: Callable[[IsGone], T], num_chars: int, num_texts: int | None) -> T:
+        began_s = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._begin, loop)
+        self._waiting.append(_Job(work, future, num_chars, num_texts))
+        self._awaited.add(future)
+        try:
+            return await future
+        finally:
+            self._awaited.discard(future)
+            if (times := STAGE_TIMES.get()) is not None:
+                times.last_s = time.perf_counter()
+                times.add(Stage.TOKENIZATION, began_s, times.last_s - began_s)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Deals what waits out to the workers."""
+        waiting, self._waiting = self._waiting, []
+        if self._is_closed:
+            return
+        if sum(job.cost for job in waiting) <= _AT_ONCE:
+            _settle(_results(waiting))
+            return
+        short = [job for job in waiting if job.num_chars <= LONG_JOB]
+        share = max(-(-len(short) // self._num_workers), _MIN_SHARE)
+        for start in range(0, len(short), share):
+            self._hand_over(short[start : start + share], loop)
+        for job in waiting:
+            if job.num_chars > LONG_JOB:
+                self._hand_over([job], loop)
+
+    def _hand_over(self, jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self._executor.submit(self._work, jobs, loop)
+        except RuntimeError as error:  # the machine gives no more threads
+            refusal = EngineUnavailableError(f"The server cannot tokenize at the moment: {error}. Please try again.")
+            _settle([(job.future, None, refusal) for job in jobs])
+
+    @staticmethod
+    def _work(jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
+        """Runs jobs in a worker thread and hands all their results to the event loop at once."""
+        done = _results(jobs)
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits
+            loop.call_soon_threadsafe(_settle, done)
+
+
+def portions(num_chars: Sequence[int], gone: IsGone) -> Iterator[tuple[int, int]]:
+    """Cuts a list of texts into runs of bounded size, each from its first text up to the end of its last.
+
+    Args:
+        num_chars: Characters of each text.
+        gone: Asked between two runs.
+
+    Raises:
+        RequestCancelledError: The caller has gone.
+    """
+    first = total = 0
+    for last, count in enumerate(num_chars):
+        if total and total + count > _MAX_CHARS_PER_CALL:
+            yield first, last
+            first, total = last, 0
+            if gone():
+                raise RequestCancelledError("The caller has gone.")
+        total += count
+    yield first, len(num_chars)
+
+
+def _results(jobs: Sequence[_Job]) -> list[_Result]:
+    """Runs jobs whose caller is still there."""
+    done: list[_Result] = []
+    for job in jobs:
+        if job.future.done():
+            continue
+        try:
+            done.append((job.future, job.work(job.future.done), None))
+        except Exception as error:  # noqa: BLE001 - it is raised again where the job was asked for
+            done.append((job.future, None, error))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - a panic in the tokenizers library; its text may hold the input
+            done.append((job.future, None, RuntimeError(f"the tokenizer failed: {type(error).__name__}")))
+    return done
+
+
+def _settle(done: Sequence[_Result]) -> None:
+    """Fills futures on their event loop; those whose caller has gone are left alone."""
+    for future, result, error in done:
+        if future.done():
+            continue
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)

@@ -1,0 +1,157 @@
+"""Late chunking: the inputs of a request run as one text, and each gets the mean of its own token rows.
+
+So every vector knows the whole text (Günther et al., Late Chunking, arXiv:2409.04701). The request's shape is that of
+Jina's API. What is decided here:
+
+* The inputs are tokenized one by one and their tokens joined; nothing is put between them, the prompt stands once
+  before all, and the model's special tokens once around all. Inputs of token ids are taken as they are: where the first
+  input is ids, nothing is put before it, and where the last one is, nothing after it.
+* The rows of the leading special tokens and the prompt count for the first input (not in models that leave their prompt
+  out of the pooling), those of the trailing ones for the last, as in Jina's code. So one input alone gives what it
+  gives without late chunking.
+* Only models that pool by MEAN have this; Dense modules must be linear, so that they may come before the mean.
+
+Plain numpy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..protocol.errors import InvalidRequestError, RequestTooLongError
+from ..protocol.length_limit import worded_limit
+from ..protocol.model_info import ModelInfo
+from ..protocol.tasks import PoolingType
+from ..protocol.tokenized_input import TokenizedInput
+from .special_tokens import SpecialTokens, count_prompt
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedText:
+    """N inputs as one sequence.
+
+    Attributes:
+        tokens: The sequence.
+        spans: [N]. First row and end of each input in it.
+        num_tokens: [N]. Tokens that each input brought; special tokens and the prompt count with the outer ones.
+    """
+
+    tokens: TokenizedInput
+    spans: list[Span]
+    num_tokens: list[int]
+
+    def pool(self, rows_TD: NDArray[np.float32], *, normalize: bool) -> NDArray[np.float32]:  # noqa: N803
+        """Returns the mean of each input's rows [N, D] float32, L2-normalised where it is asked for.
+
+        Args:
+            rows_TD: The embedding of each token, not normalised.
+            normalize: Whether to normalise.
+        """
+        means = [rows_TD[first:last].mean(axis=0, dtype=np.float64) for first, last in self.spans]
+        pooled = np.stack(means).astype(np.float32)
+        if normalize:
+            pooled /= np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+        return pooled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateChunking:
+    """How one model's inputs are joined.
+
+    Attributes:
+        special: What the tokenizer puts around a text.
+        include_prompt: False leaves the rows of the prompt, and the special tokens before it, out of the first input.
+        max_num_tokens: Tokens. Longest sequence.
+        cut: Cut a longer one; False refuses it.
+        cuts_left: Cut its beginning away, not its end.
+        name: What is behind max_num_tokens, where it is not the model's own; see ModelInfo.limit_name.
+    """
+
+    special: SpecialTokens
+    include_prompt: bool
+    max_num_tokens: int
+    cut: bool
+    cuts_left: bool
+    name: str | None = None
+
+    def join(
+        self, parts: Sequence[NDArray[np.int32]], is_text: Sequence[bool], prompt_ids: Sequence[int], *, is_whole: bool
+    ) -> JoinedText:
+        """Joins inputs.
+
+        Args:
+            parts: N >= 1. Token ids of each input without special tokens; the first one begins with the prompt.
+            is_text: Whether each came as text.
+            prompt_ids: Of the prompt by itself, without special tokens; empty where there is none.
+            is_whole: Whether the parts are complete; else they are only known to be too long.
+
+        Raises:
+            RequestTooLongError: They are too long together and must not be cut.
+            InvalidRequestError: An input has no tokens, or none are left of it.
+        """
+        leading = self.special.leading if is_text[0] else self.special.leading[:0]
+        trailing = self.special.trailing if is_text[-1] else self.special.trailing[:0]
+        bounds = np.cumsum([0, *map(len, parts)])
+        num_tokens = int(bounds[-1]) + len(leading) + len(trailing)
+        kept_from, kept_to = 0, int(bounds[-1])
+        if num_tokens > self.max_num_tokens:
+            self._refuse_unless_cut(num_tokens, is_whole=is_whole)
+            room = max(self.max_num_tokens - len(leading) - len(trailing), 0)
+            kept_from, kept_to = (kept_to - room, kept_to) if self.cuts_left else (0, room)
+
+        num_prompt = count_prompt(parts[0], prompt_ids)
+        first_text = max(num_prompt, kept_from)
+        inner = np.clip(bounds, kept_from, kept_to)
+        own = np.diff(np.concatenate([[np.clip(first_text, kept_from, kept_to)], inner[1:]]))
+        if not own.all():
+            index = int(np.flatnonzero(own == 0)[0])
+            left = " left after truncation" if len(parts[index]) > num_prompt * (index == 0) else ""
+            raise InvalidRequestError(
+                f"input {index} has no tokens{left}; late chunking needs at least one of each input.", param="input"
+            )
+
+        ids = np.concatenate([leading, np.concatenate(parts)[kept_from:kept_to], trailing])
+        rows = inner - kept_from + len(leading)
+        rows[0], rows[-1] = 0, len(ids)
+        spans = [(int(first), int(last)) for first, last in itertools.pairwise(rows)]
+        if not self.include_prompt and len(prompt_ids) > kept_from:
+            last = spans[0][1]
+            spans[0] = (min(len(leading) + len(prompt_ids) - kept_from, last - 1), last)
+        return JoinedText(TokenizedInput(ids), spans, np.diff(rows).tolist())
+
+    def _refuse_unless_cut(self, num_tokens: int, *, is_whole: bool) -> None:
+        if self.cut:
+            return
+        at_least = "" if is_whole else "at least "
+        raise RequestTooLongError(
+            f"{worded_limit(self.max_num_tokens, self.name)}, but the inputs have {at_least}{num_tokens} tokens "
+            "together, and late_chunking runs them as one text. "
+            "Please send fewer or shorter inputs, or set truncate_prompt_tokens to -1 to cut the text.",
+            num_tokens=num_tokens,
+            max_num_tokens=self.max_num_tokens,
+        )
+
+
+def verify_late_chunking(info: ModelInfo) -> None:
+    """Raises InvalidRequestError where the mean of token rows is not what the model gives."""
+    if info.sequence_pooling != (PoolingType.MEAN,):
+        pooling = " + ".join(info.sequence_pooling)
+        raise InvalidRequestError(
+            f"late_chunking averages the token rows of each input, but {info.name} pools by {pooling} "
+            f"({info.sources.get('sequence_pooling', 'unknown')}); leave late_chunking out.",
+            param="late_chunking",
+        )
+    bent = [dense.activation for dense in info.dense if dense.activation != "Identity"]
+    if bent:
+        raise InvalidRequestError(
+            f"late_chunking averages the token rows of each input, but {info.name} bends the mean with a Dense module "
+            f"({bent[0]}); leave late_chunking out.",
+            param="late_chunking",
+        )

@@ -1,0 +1,103 @@
+"""Answers with a vector or matrix per input: JSON rows, or bytes with the rest in a header, as vLLM has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastapi import Response
+
+from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.model_info import ModelInfo
+from penstock.engine.protocol.params import PoolingParams
+
+from ..wire.encoding import Encoding, EncodingFormat, Rows, encode_rows, wire_rows
+from ..wire.json_route import json_response
+from ..wire.quantize import check_width
+
+MAX_METADATA_ROWS: Final = 512  # A header of 64 KiB is the most that Python's http.client takes; a row is about 110 B.
+BYTES_RESPONSE: Final[dict[str, Any]] = {
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    "headers": {
+        "metadata": {
+            "description": (
+                "With encoding_format 'bytes': JSON with id, created, model, usage and, in data, the index, "
+                "embed_dtype, endianness, start, end and shape of each row in the body."
+            ),
+            "schema": {"type": "string"},
+        }
+    },
+}
+
+
+def vectors_response(
+    head: Mapping[str, Any], rows: Rows, encodings: Mapping[str, Encoding], *, name: str = "embedding"
+) -> Response:
+    """Returns the answer to a request for vectors.
+
+    Args:
+        head: What stands beside `data`: id, object, created, model, usage.
+        rows: [N, D] float32, or N arrays.
+        encodings: How to write them; of several, each row holds them all by their names.
+        name: The `object` of a row; its field too, but for "pooling", whose field is `data`.
+    """
+    (first, *others) = encodings.values()
+    if first.is_bytes:
+        return _bytes_response(head, rows, first)
+    if others:
+        columns = [encode_rows(rows, encoding) for encoding in encodings.values()]
+        values: list[Any] = [dict(zip(encodings, row, strict=True)) for row in zip(*columns, strict=True)]
+    else:
+        values = encode_rows(rows, first)
+    field = "data" if name == "pooling" else name
+    data = [{"object": name, "index": i, field: value} for i, value in enumerate(values)]
+    return json_response({**head, "data": data})
+
+
+def check_bytes(encoding: Encoding, num_rows: int) -> None:
+    """Raises InvalidRequestError if the header of an answer in bytes would be longer than clients take."""
+    if encoding.format is EncodingFormat.BYTES and num_rows > MAX_METADATA_ROWS:
+        raise InvalidRequestError(
+            f"encoding_format is 'bytes', which puts a line for each of the {num_rows} inputs into a header that HTTP "
+            f"clients take for up to {MAX_METADATA_ROWS}; send fewer inputs, or ask for 'bytes_only' or 'base64'.",
+            param="encoding_format",
+        )
+
+
+def check_encodings(
+    encodings: Mapping[str, Encoding], num_rows: int, model: ModelInfo, params: PoolingParams, *, quantized_by: str
+) -> None:
+    """Checks how a request for embeddings wants them written.
+
+    Args:
+        encodings: See `vectors_response`.
+        num_rows: Inputs.
+        model: That embeds them.
+        params: Of the request.
+        quantized_by: Field that asks for integers.
+
+    Raises:
+        InvalidRequestError: See `check_bytes` and `check_width`.
+    """
+    for encoding in encodings.values():
+        check_bytes(encoding, num_rows)
+        if encoding.quantization is not None:
+            width = params.dimensions or model.dimensions or model.embedding_size
+            check_width(width, encoding.quantization, param=quantized_by)
+
+
+def _bytes_response(head: Mapping[str, Any], rows: Rows, encoding: Encoding) -> Response:
+    arrays = wire_rows(rows, encoding)
+    body = b"".join([array.data for array in arrays])
+    if encoding.format is EncodingFormat.BYTES_ONLY:
+        return Response(body, media_type="application/octet-stream")
+    data, start = [], 0
+    for i, array in enumerate(arrays):
+        place = {"start": start, "end": start + array.nbytes, "shape": array.shape}
+        data.append({"index": i, "embed_dtype": encoding.element, "endianness": encoding.endianness, **place})
+        start += array.nbytes
+    metadata = {"id": head["id"], "created": head["created"], "model": head["model"], "data": data}
+    # In ASCII: the id and the model's name may hold letters that a header cannot.
+    line = json.dumps({**metadata, "usage": head["usage"]}, separators=(",", ":"))
+    return Response(body, media_type="application/octet-stream", headers={"metadata": line})

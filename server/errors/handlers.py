@@ -1,0 +1,66 @@
+"""Answers to errors that no route has answered, in the body that clients of the path read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from penstock.engine.protocol.errors import EngineError, InvalidRequestError
+
+from ..wire.shown_values import shown
+from .table import ERROR_KINDS, engine_error_response, error_response, status_response
+from .tei_errors import tei_engine_error_response, tei_status_response
+from .validation import explain
+
+TEI_PATHS: Final = frozenset({"/", "/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode"})
+"""Paths that are TEI's alone: its clients read `error` as a text."""
+_METHODS: Final = ("GET", "HEAD", "POST")
+
+
+def refusal(path: str, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Returns the answer to a request that meets no route."""
+    respond = tei_status_response if path in TEI_PATHS else status_response
+    return respond(status, message, headers)
+
+
+def engine_refusal(path: str, error: EngineError, request_id: str) -> Response:
+    """Returns the answer to a request that an error of the engine ends from outside of its route."""
+    respond = tei_engine_error_response if path in TEI_PATHS else engine_error_response
+    return respond(error, request_id)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Registers the handlers for everything that a route may raise on purpose."""
+
+    async def on_engine_error(request: Request, error: Any) -> Response:
+        return engine_error_response(error, request.scope["request_id"])
+
+    async def on_validation_error(request: Request, error: Any) -> Response:
+        message, param = explain(error.errors(), error.body)
+        return error_response(ERROR_KINDS[InvalidRequestError], message, param=param)
+
+    async def on_http_error(request: Request, error: Any) -> Response:
+        path: str = request.scope["path"]
+        message, headers = str(error.detail), error.headers
+        if error.status_code == 404:
+            message = f"There is no {shown(path)} on this server; /docs lists its routes."
+        elif error.status_code == 405:
+            # The router knows one route of the path alone: GET and HEAD of a health route are two.
+            allowed = ", ".join(method for method in _METHODS if _takes(app, request, method))
+            headers = {"allow": allowed}
+            message = f"{shown(path)} takes {allowed}, not {request.method}."
+        return refusal(path, error.status_code, message, headers)
+
+    app.add_exception_handler(EngineError, on_engine_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+
+
+def _takes(app: FastAPI, request: Request, method: str) -> bool:
+    scope = {**request.scope, "method": method}
+    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

@@ -1,0 +1,58 @@
+"""pydantic's list of errors as one readable sentence that names the field and the value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ..wire.shown_values import shown, shown_names
+from ..wire.tagged import TAGS
+
+MAX_SHOWN_ERRORS: Final = 3
+
+
+def explain(errors: Sequence[Any], body: object) -> tuple[str, str | None]:
+    """Returns the message for the errors of one body, and the name of the first field at fault.
+
+    Args:
+        errors: pydantic's error dictionaries.
+        body: The parsed body, or its text where it could not be parsed.
+    """
+    messages = [_sentence(error, body) for error in errors[:MAX_SHOWN_ERRORS]]
+    more = len(errors) - len(messages)
+    if more > 0:
+        messages.append(f"and {more} more.")
+    return " ".join(messages), _field(_untagged(errors[0]["loc"])[:2]) or None
+
+
+def _sentence(error: dict[str, Any], body: object) -> str:
+    kind, field = error["type"], _field(_untagged(error["loc"]))
+    if kind == "json_invalid":
+        return f"The body is not valid JSON: {error['ctx']['error']} (byte {error['loc'][-1]})."
+    if not field:
+        if kind == "missing":
+            return "The body is empty; send a JSON object."
+        return f"The body must be a JSON object, not {shown(error['input'])}."
+    if kind == "missing":
+        given = [name for name, value in body.items() if value is not None] if isinstance(body, dict) else ()
+        return f"{field} is missing; the body has {shown_names(given)}."
+    reason = error["msg"].removeprefix("Value error, ").rstrip(".")
+    if kind == "value_error":
+        return f"{field} {reason}."
+    return f"{field}: {reason}, not {shown(error['input'])}."
+
+
+def _untagged(loc: Sequence[str | int]) -> list[str | int]:
+    """Returns the place of an error without the dialect of the body, which pydantic puts into it."""
+    return [part for part in loc if part not in TAGS]
+
+
+def _field(loc: Sequence[str | int]) -> str:
+    """Returns `documents[3].text` for ("body", "documents", 3, "text")."""
+    path = ""
+    for part in loc[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]" if path else ""
+        else:
+            path += f".{part}" if path else part
+    return path

@@ -1,0 +1,195 @@
+"""Prometheus metrics of one application, in a registry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.frontend.stats import DispatcherStats
+from penstock.engine.frontend.step_histogram import StepHistogram
+from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.protocol.stage_times import Stage
+
+from .timing import REQUEST, RequestRecord
+
+_LATENCY_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_STAGE_BUCKETS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, *_LATENCY_BUCKETS_S)
+_ENGINE_GAUGES: Final = {
+    "num_requests": ("penstock_engine_requests", "Requests under way in the engine."),
+    "num_tokens": ("penstock_engine_queued_tokens", "Tokens under way in the engine, waiting or running."),
+    "num_waiting": ("penstock_engine_waiting_inputs", "Inputs that no forward had begun when the last one ended."),
+    "num_waiting_tokens": ("penstock_engine_waiting_tokens", "Tokens of these inputs."),
+    "token_budget": ("penstock_engine_token_budget", "The most tokens in one forward; lowered when memory is short."),
+}
+_ENGINE_COUNTERS: Final = {
+    "num_batched_tokens_total": ("penstock_engine_batched_tokens", "Tokens that went through the model."),
+    "num_steps_total": ("penstock_engine_steps", "Forwards."),
+    "step_s_total": ("penstock_engine_step_seconds", "Seconds spent in forwards."),
+    "num_refused_total": ("penstock_engine_refused_requests", "Requests refused because the queue was full."),
+}
+_ENGINE_HISTOGRAMS: Final = {
+    "step_tokens": ("penstock_engine_batch_tokens", "Tokens of a forward."),
+    "step_seqs": ("penstock_engine_batch_inputs", "Inputs of a forward, or chunks of them."),
+    "step_fill": ("penstock_engine_batch_fill", "Tokens of a forward as a share of the most in one, 0 to 1."),
+    "step_seconds": ("penstock_engine_step_duration_seconds", "Seconds of a forward."),
+}
+_CACHE_GAUGES: Final = {
+    "usage": ("penstock_engine_cache_usage", "Share of the memory for inputs in chunks that is held, 0 to 1."),
+}
+_CACHE_COUNTERS: Final = {
+    "prefix_queried_tokens_total": (
+        "penstock_engine_prefix_queried_tokens",
+        "Tokens that were looked up in the prefix cache.",
+    ),
+    "prefix_hit_tokens_total": ("penstock_engine_prefix_hit_tokens", "Tokens that were found in the prefix cache."),
+    "num_evicted_blocks_total": (
+        "penstock_engine_prefix_evicted_blocks",
+        "Blocks that left the prefix cache because their place was needed.",
+    ),
+    "num_preemptions_total": ("penstock_engine_preemptions", "Long inputs that gave up their memory for urgent ones."),
+    "num_chunks_total": ("penstock_engine_chunks", "Chunks of long inputs that went through the model."),
+}
+
+NamedEngines = Callable[[], Iterable[tuple[AsyncEngine, str]]]
+
+
+class Metrics:
+    """Counters of the HTTP side, and the engines' own figures, read when they are asked for.
+
+    Args:
+        engines: Returns the engines with the name that labels their figures.
+    """
+
+    def __init__(self, engines: NamedEngines) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._registry.register(_EngineCollector(engines))
+        self._requests = Counter(
+            "penstock_http_requests", "Answers by route and status.", ("route", "status"), registry=self._registry
+        )
+        self._latency: dict[str, StepHistogram] = {}
+        self._stages: dict[tuple[str, str], dict[Stage, StepHistogram]] = {}
+        self._registry.register(_RequestCollector(self._latency, self._stages))
+        self._inputs = Counter("penstock_inputs", "Texts, documents or pairs.", ("task",), registry=self._registry)
+        self._tokens = Counter("penstock_tokens", "Tokens of inputs.", ("task",), registry=self._registry)
+
+    def count(self, task: str, num_tokens: Sequence[int]) -> int:
+        """Books the inputs of a finished request and returns the sum of its tokens."""
+        total = sum(num_tokens)
+        if (record := REQUEST.get()) is not None:
+            record.task, record.num_inputs, record.num_tokens = task, len(num_tokens), total
+        self._inputs.labels(task).inc(len(num_tokens))
+        self._tokens.labels(task).inc(total)
+        return total
+
+    def observe(self, record: RequestRecord) -> None:
+        """Books one answer."""
+        self._requests.labels(record.route, str(record.status)).inc()
+        latency = self._latency.get(record.route)
+        if latency is None:
+            latency = self._latency[record.route] = StepHistogram(_LATENCY_BUCKETS_S)
+        latency.observe(record.seconds)
+        if record.task is None or not record.is_answered:
+            return
+        stages = self._stages.get((record.route, record.task))
+        if stages is None:
+            stages = {stage: StepHistogram(_STAGE_BUCKETS_S) for stage in Stage}
+            self._stages[record.route, record.task] = stages
+        for stage, seconds in record.stage_seconds.items():
+            stages[stage].observe(seconds)
+
+    def exposition(self) -> bytes:
+        """Returns all figures in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _RequestCollector(Collector):
+    """Reads the histograms of requests at scrape time. prometheus_client's own cost more than all else here.
+
+    Args:
+        latency: Of whole requests, by route.
+        stages: Of their stages, by route and task.
+    """
+
+    def __init__(
+        self,
+        latency: Mapping[str, StepHistogram],
+        stages: Mapping[tuple[str, str], Mapping[Stage, StepHistogram]],
+    ) -> None:
+        self._latency, self._stages = latency, stages
+
+    def collect(self) -> Iterable[Metric]:
+        latency = HistogramMetricFamily(
+            "penstock_http_request_duration_seconds",
+            "Seconds from the head of the request to the end of the answer.",
+            labels=("route",),
+        )
+        for route, histogram in self._latency.items():
+            _add(latency, (route,), histogram)
+        stages = HistogramMetricFamily(
+            "penstock_stage_duration_seconds",
+            "Seconds that requests which were answered spent in tokenization, queue, inference and encoding.",
+            labels=("route", "task", "stage"),
+        )
+        for (route, task), histograms in self._stages.items():
+            for stage, histogram in histograms.items():
+                _add(stages, (route, task, stage), histogram)
+        yield latency
+        yield stages
+
+
+class _EngineCollector(Collector):
+    """Reads AsyncEngine.stats() at scrape time."""
+
+    def __init__(self, engines: NamedEngines) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterable[Metric]:
+        engines = list(self._engines())
+        stats = [(engine.stats(), model) for engine, model in engines]
+        cache_uses = [(use, model) for s, model in stats if (use := s.cache_use) is not None]
+        yield from _families(GaugeMetricFamily, _ENGINE_GAUGES, stats)
+        yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, stats)
+        yield from _histograms(stats)
+        yield from _families(GaugeMetricFamily, _CACHE_GAUGES, cache_uses)
+        yield from _families(CounterMetricFamily, _CACHE_COUNTERS, cache_uses)
+        ready = GaugeMetricFamily("penstock_engine_ready", "1 where the engine can serve.", labels=("model",))
+        restarts = CounterMetricFamily("penstock_engine_restarts", "Restarts of the engine.", labels=("model",))
+        for engine, model in engines:
+            ready.add_metric((model,), float(engine.state is EngineState.READY))
+            restarts.add_metric((model,), engine.num_restarts)
+        yield ready
+        yield restarts
+
+
+def _families(
+    family: type[GaugeMetricFamily | CounterMetricFamily],
+    fields: Mapping[str, tuple[str, str]],
+    figures: Sequence[tuple[object, str]],
+) -> Iterable[Metric]:
+    """Yields one family per field, with a value for each model's figures."""
+    for field, (name, text) in fields.items():
+        metric = family(name, text, labels=("model",))
+        for values, model in figures:
+            metric.add_metric((model,), getattr(values, field))
+        yield metric
+
+
+def _histograms(figures: Sequence[tuple[DispatcherStats, str]]) -> Iterable[Metric]:
+    """Yields one family per histogram of forwards, with one of each model."""
+    for field, (name, text) in _ENGINE_HISTOGRAMS.items():
+        metric = HistogramMetricFamily(name, text, labels=("model",))
+        for stats, model in figures:
+            _add(metric, (model,), getattr(stats, field))
+        yield metric
+
+
+def _add(family: HistogramMetricFamily, labels: Sequence[str], histogram: StepHistogram) -> None:
+    buckets = [("+Inf" if bound == inf else str(bound), count) for bound, count in histogram.cumulative()]
+    family.add_metric(labels, buckets, histogram.total)

@@ -1,0 +1,112 @@
+"""What is known of a request when its answer has gone, and who is told of it: metrics, the access log, traces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
+
+PROBES: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"})
+"""Routes that are asked every few seconds: neither logged nor traced."""
+UNKNOWN_ROUTE: Final = "other"
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """A request and its answer.
+
+    Attributes:
+        scope: The ASGI scope of the request.
+        began_s: Seconds, of time.perf_counter(). When its head was read.
+        began_ns: Nanoseconds since 1970 of the same moment.
+        stages: Where its time went.
+        route: The route that answered it, as in the OpenAPI schema. Unknown paths are one, so that they cost no memory.
+        status: HTTP status; 500 until an answer has begun.
+        seconds: Seconds to the end of the answer.
+        stage_seconds: Sums of `stages`.
+        task: What the engine did; None where it did nothing or failed.
+        num_inputs: Texts, documents or pairs that it ran.
+        num_tokens: Their tokens.
+        trace_id: Of its span; None without traces.
+    """
+
+    scope: Scope
+    began_s: float
+    began_ns: int
+    stages: StageTimes = field(default_factory=StageTimes)
+    route: str = UNKNOWN_ROUTE
+    status: int = 500
+    seconds: float = 0.0
+    stage_seconds: Mapping[Stage, float] = field(default_factory=dict)
+    task: str | None = None
+    num_inputs: int = 0
+    num_tokens: int = 0
+    trace_id: str | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it was no error."""
+        return self.status < 400
+
+    def begin_answer(self, status: int) -> None:
+        """Notes that the head of the answer goes out."""
+        self.status = status
+        if self.is_answered and self.stages.last_s is not None:
+            self.stages.add(Stage.ENCODE, self.stages.last_s, time.perf_counter() - self.stages.last_s)
+        self.stage_seconds = self.stages.seconds()
+
+    def end(self) -> None:
+        """Notes that the answer has gone."""
+        self.seconds = time.perf_counter() - self.began_s
+        self.route = getattr(self.scope.get("route"), "path", UNKNOWN_ROUTE)
+
+
+Observer = Callable[[RequestRecord], Any]
+"""Is told of every request when its answer has gone."""
+
+REQUEST: Final[ContextVar[RequestRecord | None]] = ContextVar("penstock_request", default=None)
+"""The request that the current task answers. It belongs to the task, not to this module."""
+
+
+class TimingMiddleware:
+    """Times every request, tells the client in the header Server-Timing, and then the observers, in their order."""
+
+    def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
+        self.app = app
+        self.observers = tuple(observers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on with a record of its own."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        record = RequestRecord(scope, time.perf_counter(), time.time_ns())
+        request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
+
+        async def send_and_note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.begin_answer(message["status"])
+                if record.stage_seconds:
+                    timing = (b"server-timing", server_timing(record.stage_seconds))
+                    message["headers"] = [*message.get("headers", ()), timing]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        finally:
+            STAGE_TIMES.reset(stages_token)
+            REQUEST.reset(request_token)
+            record.end()
+            for observe in self.observers:
+                observe(record)
+
+
+def server_timing(seconds: Mapping[Stage, float]) -> bytes:
+    """Returns the value of the header Server-Timing (W3C), in milliseconds."""
+    return ", ".join([f"{stage};dur={1000 * spent:.3f}" for stage, spent in seconds.items()]).encode()

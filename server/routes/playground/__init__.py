@@ -1,0 +1,1 @@
+"""The page for trying a server in a browser."""

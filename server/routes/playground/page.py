@@ -1,0 +1,79 @@
+"""The root path: the playground for browsers, health for everybody else.
+
+The playground is one file that takes nothing from elsewhere: its own style and script are allowed by their hashes,
+requests go to this server alone, and text becomes part of the page as text only (Trusted Types).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from .. import ops
+
+router = APIRouter(include_in_schema=False)
+
+
+def content_security_policy(page: bytes) -> str:
+    """Returns the policy under which nothing runs but the `<style>` and `<script>` elements of `page`."""
+    directives = {
+        "default-src": "'none'",
+        "script-src": _hashes(page, b"script"),
+        "style-src": _hashes(page, b"style"),
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in directives.items())
+
+
+def _hashes(page: bytes, tag: bytes) -> str:
+    contents = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'" for content in contents)
+
+
+PAGE: Final = (Path(__file__).parent / "playground.html").read_bytes()
+_HEADERS: Final = {
+    "content-type": "text/html; charset=utf-8",
+    "content-security-policy": content_security_policy(PAGE),
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+    "vary": "accept",
+}
+
+
+@router.get("/")
+@router.head("/")
+async def root(request: Request) -> Response:
+    """Shows the playground where HTML is asked for by name; otherwise tells health, as TEI's root path does."""
+    if prefers_html(",".join(request.headers.getlist("accept"))):
+        return Response(PAGE, headers=_HEADERS)
+    response = await ops.ready(request)
+    response.headers["vary"] = "accept"
+    return response
+
+
+def prefers_html(accept: str) -> bool:
+    """Returns whether an Accept header names HTML and likes it no less than JSON. `*/*` is what curl sends."""
+    weights = dict(_weighted(entry) for entry in accept.split(","))
+    html = weights.get("text/html", 0.0)
+    return html > 0 and html >= weights.get("application/json", 0.0)
+
+
+def _weighted(entry: str) -> tuple[str, float]:
+    media, *parameters = (part.strip().lower() for part in entry.split(";"))
+    quality = next((part[2:] for part in parameters if part.startswith("q=")), "1")
+    try:
+        return media, float(quality)
+    except ValueError:
+        return media, 0.0

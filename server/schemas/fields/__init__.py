@@ -1,0 +1,1 @@
+"""Fields that bodies of several dialects share."""

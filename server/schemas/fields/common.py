@@ -1,0 +1,133 @@
+"""Pieces that request and response schemas of all dialects share.
+
+Clients send null for an option that they leave out, and options that only other servers know: null means absent
+everywhere, and unknown keys are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    WithJsonSchema,
+)
+
+from penstock.engine.protocol.params import PoolingParams
+
+from ...wire import json_schema
+from ...wire.request_limits import MAX_PRIORITY
+from ...wire.shown_values import shown
+
+Entry = TypeVar("Entry")
+Listed = Annotated[list[Entry], Field(fail_fast=True)]
+"""A list whose check ends at the first wrong entry: pydantic would make an error of each, gigabytes of a large body."""
+UNNAMED_MODEL: Final = "default/not-specified"
+"""What Infinity's client sends where its caller named no model."""
+
+
+def parse_flag(value: Any) -> Any:
+    """Returns true or false for the words, which RAGFlow sends."""
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
+def parse_whole_number(value: Any) -> Any:
+    """Returns 5 for 5.0, which is the same in JSON, and refuses what no client means: true, "5"."""
+    if isinstance(value, bool | str):
+        raise ValueError(f"must be a whole number, not {shown(value)}")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Count = Annotated[int, Field(ge=0, le=json_schema.MAX_INTEGER), BeforeValidator(parse_whole_number)]
+Width = Annotated[int, Field(ge=1, le=json_schema.MAX_INTEGER), BeforeValidator(parse_whole_number)]
+TokenLimit = Annotated[int, BeforeValidator(parse_whole_number), WithJsonSchema(json_schema.TOKEN_LIMIT)]
+ModelName = Annotated[str, AfterValidator(lambda name: "" if name == UNNAMED_MODEL else name)]
+Flag = StrictBool
+"""true or false, and not the 0, "no" or "off" that pydantic would take for them."""
+FlagOrWord = Annotated[StrictBool, BeforeValidator(parse_flag, json_schema_input_type=bool | Literal["true", "false"])]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), BeforeValidator(parse_whole_number)]
+PRIORITY: Final[Any] = Field(
+    None,
+    description=(
+        "Lower goes first; a level is worth a second of waiting. Absent: what the header x-priority says, otherwise 0."
+    ),
+)
+
+
+class RequestBody(BaseModel):
+    """Base of all request bodies.
+
+    Attributes:
+        model: Served name; the default model where it is absent or empty.
+        user: Accepted and ignored.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    model: ModelName | None = Field(None, description="Served name; absent: the default model.")
+    user: str | None = Field(None, description="Accepted and ignored.")
+
+
+class PoolingBody(RequestBody):
+    """Options that every task of a pooling model takes."""
+
+    truncate_prompt_tokens: TokenLimit | None = Field(
+        None,
+        description="Tokens. Cut every input to this many; -1: to the longest taken; absent: as --auto-truncate says.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(None, description="The side that is cut away.")
+    use_activation: Flag | None = Field(
+        None, description="Classes and scores: apply the activation. Embeddings: newer name of `normalize`."
+    )
+    priority: Priority | None = PRIORITY
+
+    def pooling_params(self) -> PoolingParams:
+        """Returns what the request asks of pooling."""
+        return PoolingParams(
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
+            use_activation=self.use_activation,
+        )
+
+
+class PairBody(PoolingBody):
+    """Options of the routes that score a query against documents."""
+
+    instruction: str | None = Field(
+        None,
+        description=(
+            "What the model is to look for, for rerankers that take an instruction and for embedding models with a "
+            "query prompt of the form `Instruct: ...`; other models refuse it. Absent or empty: the model's own."
+        ),
+        examples=["Given a question about the law, retrieve the paragraphs that answer it"],
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="vLLM's other place of `instruction`, which wins; what else it holds is ignored."
+    )
+
+    def wanted_instruction(self) -> str | None:
+        """Returns the instruction of the request, in whichever place it stands."""
+        instruction = (self.chat_template_kwargs or {}).get("instruction")
+        return instruction if isinstance(instruction, str) else self.instruction
+
+
+class Usage(BaseModel):
+    """Tokens of the inputs as the model saw them: after truncation, with prompts and special tokens.
+
+    A text that is embedded in windows counts once, not every window of it.
+    A query counts once for every document that a cross-encoder reads it with, once for an embedding model; labels and
+    examples of a classification count, too.
+    """
+
+    prompt_tokens: int = Field(examples=[12])
+    total_tokens: int = Field(examples=[12])
+
+
+def usage_of(num_tokens: int) -> dict[str, int]:
+    """Returns the `usage` object of a response."""
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

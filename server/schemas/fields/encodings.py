@@ -1,0 +1,138 @@
+"""The request fields that say how vectors are written, in the words of OpenAI, vLLM, Jina and Voyage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from penstock.engine.protocol.errors import InvalidRequestError
+
+from ...wire.encoding import EmbedDtype, Encoding, EncodingFormat, Endianness
+from ...wire.quantize import Quantization
+from .common import Listed
+
+EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
+
+QUANTIZATIONS: Final[dict[str, Quantization]] = {
+    "int8": "int8",
+    "uint8": "uint8",
+    "binary": "binary",
+    "ubinary": "ubinary",
+}
+
+
+def _listed(value: Any) -> Any:
+    """Takes one type for a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+EmbeddingTypes = Annotated[
+    Listed[EmbeddingType], BeforeValidator(_listed, json_schema_input_type=EmbeddingType | list[EmbeddingType])
+]
+"""One type or several, which Jina and Cohere take."""
+
+
+class EncodingOptions(BaseModel):
+    """OpenAI's `encoding_format`, and vLLM's fields beside it."""
+
+    encoding_format: EncodingFormat | None = Field(
+        None,
+        description=(
+            "'float' (default); 'base64'; 'bytes': a binary body and a `metadata` header that describes it; "
+            "'bytes_only': the body alone; 'int8', 'uint8', 'binary', 'ubinary': JSON integers."
+        ),
+    )
+    embed_dtype: EmbedDtype | None = Field(
+        None, description="Number format of base64 and bytes; absent: float32. JSON numbers are not affected."
+    )
+    endianness: Endianness | None = Field(None, description="Byte order of base64 and bytes; absent: little.")
+
+    def encoding(self) -> Encoding:
+        """Returns how the request wants its vectors.
+
+        Raises:
+            InvalidRequestError: Fields that contradict each other.
+        """
+        asked = self.encoding_format or EncodingFormat.FLOAT
+        base = Encoding(
+            format=EncodingFormat.FLOAT if asked in QUANTIZATIONS else asked,
+            dtype=self.embed_dtype or EmbedDtype.FLOAT32,
+            endianness=self.endianness or Endianness.LITTLE,
+        )
+        return self._quantized(base, QUANTIZATIONS.get(asked), "encoding_format")
+
+    def encodings(self) -> dict[str, Encoding]:
+        """Returns how the request wants its vectors, one way or several by name.
+
+        Raises:
+            InvalidRequestError: Fields that contradict each other.
+        """
+        return {"embedding": self.encoding()}
+
+    def quantized_by(self) -> str:
+        """Returns the field that asks for integers, for messages."""
+        return "encoding_format"
+
+    def _quantized(self, base: Encoding, kind: Quantization | None, param: str) -> Encoding:
+        if kind is not None and base.dtype is not EmbedDtype.FLOAT32:
+            raise InvalidRequestError(
+                f"embed_dtype is {base.dtype.value!r}, but {param} asks for {kind!r}; give one of them.",
+                param="embed_dtype",
+            )
+        return base if kind is None else replace(base, quantization=kind)
+
+
+class EmbeddingTypeOptions(EncodingOptions):
+    """The above, with Jina's `embedding_type` and Voyage's `output_dtype`."""
+
+    embedding_type: EmbeddingTypes | None = Field(
+        None,
+        description=(
+            "Jina's name: one type or a list. Integers of it are JSON numbers unless encoding_format asks for bytes; "
+            "of a list of several, every `embedding` is an object that holds them by name."
+        ),
+    )
+    encoding_type: EmbeddingType | None = Field(None, description="Older name of `embedding_type`.")
+    output_dtype: Literal["float", "int8", "uint8", "binary", "ubinary"] | None = Field(
+        None, description="Voyage's name: the type of the numbers, in the encoding that encoding_format says."
+    )
+
+    def encodings(self) -> dict[str, Encoding]:
+        """Returns how the request wants its vectors, one way or several by name.
+
+        Raises:
+            InvalidRequestError: Fields that contradict each other.
+        """
+        base = self.encoding()
+        asked = self.embedding_type or ([self.encoding_type] if self.encoding_type else [])
+        types: dict[EmbeddingType, None] = dict.fromkeys(asked)
+        if len(types) > 1 and base.is_bytes:
+            raise InvalidRequestError(
+                f"embedding_type holds {len(types)} types, but encoding_format is {base.format.value!r}, which carries "
+                "one; ask for one type, or leave encoding_format out.",
+                param="embedding_type",
+            )
+        if len(types) > 1:
+            plain = replace(base, format=EncodingFormat.FLOAT, quantization=None)
+            return {name: self._typed(plain, name) for name in types}
+        if types:
+            return {"embedding": self._typed(base, next(iter(types)))}
+        kind = QUANTIZATIONS.get(self.output_dtype or "float")
+        return {"embedding": self._quantized(base, kind, "output_dtype")}
+
+    def quantized_by(self) -> str:
+        """Returns the field that asks for integers, for messages."""
+        if self.embedding_type or self.encoding_type:
+            return "embedding_type" if self.embedding_type else "encoding_type"
+        return "output_dtype" if self.output_dtype in QUANTIZATIONS else "encoding_format"
+
+    def _typed(self, base: Encoding, name: EmbeddingType) -> Encoding:
+        if name == "float":
+            return base
+        if name == "base64":
+            return replace(base, format=EncodingFormat.BASE64, quantization=None)
+        # The OpenAI SDKs ask for base64 unasked and would read integers in it as floats.
+        base = base if base.is_bytes else replace(base, format=EncodingFormat.FLOAT)
+        return self._quantized(base, QUANTIZATIONS[name], "embedding_type")

@@ -1,0 +1,80 @@
+"""Forms of the inputs that TEI alone takes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, PlainValidator, WithJsonSchema
+
+from ...wire import json_schema
+from .texts import check_length, whole_numbers
+
+
+class Sequences(NamedTuple):
+    """What is to be classified.
+
+    Attributes:
+        entries: One text or two for each.
+        is_batch: Sent as a list of them; False for a single one.
+    """
+
+    entries: list[list[str]]
+    is_batch: bool
+
+
+def parse_sequences(value: Any) -> Sequences:
+    """Returns the texts and pairs of TEI's `inputs`: a text, a pair [text, text], or a list of [text] and pairs.
+
+    Raises:
+        ValueError: Anything else; the message names the entry.
+    """
+    entries = [value] if isinstance(value, str) else value
+    if not isinstance(entries, list) or not entries:
+        raise ValueError("must be a text, a pair [text, text], or a list of [text] and [text, text], and not empty")
+    if isinstance(entries[0], str):
+        if len(entries) > 2:
+            raise ValueError(
+                f"is a flat list of {len(entries)}; a flat list is a text or a pair. "
+                "Send several as [[text], [text], ...]"
+            )
+        return Sequences([_sequence(entries, 0)], is_batch=False)
+    return Sequences([_sequence(entry, i) for i, entry in enumerate(entries)], is_batch=True)
+
+
+def _sequence(entry: Any, index: int) -> list[str]:
+    if not isinstance(entry, list) or len(entry) not in (1, 2) or not all(isinstance(text, str) for text in entry):
+        raise ValueError(f"must hold [text] or pairs [text, text]; entry {index} is neither")
+    return entry
+
+
+def lower_case(value: Any) -> Any:
+    """Returns a text in lower case: clients say both `Left` and `left`."""
+    return value.lower() if isinstance(value, str) else value
+
+
+SequenceInputs = Annotated[Sequences, PlainValidator(parse_sequences), WithJsonSchema(json_schema.SEQUENCES)]
+TruncationSide = Annotated[
+    Literal["left", "right"],
+    BeforeValidator(lower_case),
+    WithJsonSchema({"type": "string", "pattern": "^([Ll]eft|[Rr]ight)$"}),
+]
+
+
+def parse_batches(value: Any) -> list[list[int]]:
+    """Returns the lists of token ids of `ids`, which may be one list.
+
+    Raises:
+        ValueError: Anything else.
+    """
+    batches = [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
+    if not isinstance(batches, list) or not batches:
+        raise ValueError("must be a list of token ids, or a list of such lists, and not empty")
+    check_length(batches)
+    batches = [whole_numbers(ids) if isinstance(ids, list) else ids for ids in batches]
+    for i, ids in enumerate(batches):
+        if not isinstance(ids, list) or set(map(type, ids)) != {int}:
+            raise ValueError(f"must hold token ids or lists of them; list {i} does not, or is empty")
+    return batches
+
+
+IdBatches = Annotated[list[list[int]], PlainValidator(parse_batches), WithJsonSchema(json_schema.ID_BATCHES)]

@@ -1,0 +1,1 @@
+"""Values as they travel: JSON in and out, encodings of vectors, headers."""

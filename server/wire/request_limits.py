@@ -1,0 +1,73 @@
+"""What the headers of a request say about its time and its turn, and whose turn it is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.types import Scope
+
+from penstock.engine.protocol.errors import InvalidRequestError
+
+MAX_PRIORITY: Final = 999
+"""Cohere's largest; a level is worth a second of waiting, so that more would mean nothing but 'never' or 'now'."""
+_TIMEOUT: Final = b"x-request-timeout"
+_PRIORITY: Final = b"x-priority"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """How a request wants to be treated among others.
+
+    Attributes:
+        timeout_s: Seconds after which its answer is of no use; None: it does not say.
+        priority: Lower goes first.
+        client: Who shares the device with others as one; "" where nobody is told apart.
+    """
+
+    timeout_s: float | None = None
+    priority: int = 0
+    client: str = ""
+
+
+def limits_of(scope: Scope) -> RequestLimits:
+    """Returns the limits in the headers of a request: `x-request-timeout` in seconds, and `x-priority`.
+
+    Raises:
+        InvalidRequestError: A header does not hold such a number.
+    """
+    timeout_s, priority = None, 0
+    for name, value in scope["headers"]:
+        if name == _TIMEOUT:
+            timeout_s = _seconds(value.decode("latin-1").strip())
+        elif name == _PRIORITY:
+            priority = _level(value.decode("latin-1").strip())
+    return RequestLimits(timeout_s, priority, scope.get("api_client", ""))
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidRequestError(
+            f"The header x-request-timeout is {text[:40]!r}; it must be seconds above 0, such as 2.5.",
+            param="x-request-timeout",
+        )
+    return seconds
+
+
+def _level(text: str) -> int:
+    try:
+        level = int(text)
+    except ValueError:
+        level = MAX_PRIORITY + 1
+    if abs(level) > MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"The header x-priority is {text[:40]!r}; it must be a whole number from -{MAX_PRIORITY} to "
+            f"{MAX_PRIORITY}, of which the lower goes first.",
+            param="x-priority",
+        )
+    return level

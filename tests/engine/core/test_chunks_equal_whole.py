@@ -1,0 +1,386 @@
+"""The promise of chunked prefill: through the whole engine loop, a chunked answer equals the unchunked one.
+
+Random models with attention, with SSM layers and with both; every pooling type; chunks of 1, 7, 64 tokens and of a size
+that adapts; other requests beside them; preemption in the middle; with and without hits in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.core.core import EngineCore
+from penstock.engine.core.runner import ModelRunner
+from penstock.engine.core.slice_memory import SliceMemory
+from penstock.engine.core.weights_loader import load_model
+from penstock.engine.model_files.resolve import resolve_model, with_device
+from penstock.engine.models.base import ModelOutput, PackedModel
+from penstock.engine.packed_batch import PackedBatch
+from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
+from penstock.engine.protocol.frames import pack_inputs, unpack_rows
+from penstock.engine.protocol.messages import CacheUse, Failed, Frame, FromCore, Rows, Submit, TokenizerSpec
+from penstock.engine.protocol.model_info import ModelInfo
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.tokenized_input import TokenizedInput
+from penstock.engine.scheduling.sequence import Sequence as QueuedSequence, SequenceSlice
+from penstock.engine.sequence_pool import Allocation, PoolPlan, plan_pool
+from penstock.engine.sequence_pool.cache_spec import CacheSpec, SsmLayerSpec
+
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 1e-5
+SHORT = (1, 5, 12)
+LONG = (34, 70)
+MAX_NUM_SEQS = 8
+SIZES = {
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+}
+MODELS = {
+    "llama": ("LlamaModel", SIZES),
+    "gemma2": ("Gemma2Model", SIZES | {"head_dim": 8, "sliding_window": 24, "query_pre_attn_scalar": 8}),
+    "mamba2": (
+        "Mamba2Model",
+        {
+            "vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8,
+            "head_dim": 8, "n_groups": 2, "chunk_size": 16,
+        },
+    ),
+    "bamba": (
+        "BambaModel",
+        SIZES
+        | {
+            "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+        },
+    ),
+}  # fmt: skip
+POOLING = [t for t in PoolingType if not t.is_token_level]
+
+
+@dataclasses.dataclass
+class Loaded:
+    """A model, loaded once."""
+
+    info: ModelInfo
+    model: PackedModel
+
+    def runner(self, config: EngineConfig, pooling: PoolingType | None) -> ModelRunner:
+        info = self.info if pooling is None else dataclasses.replace(self.info, sequence_pooling=(pooling,))
+        return ModelRunner(
+            info,
+            TokenizerSpec(json="", truncation_side="right", uses_token_types=False, sample_ids=(5, 6, 7)),
+            self.model,
+            (),
+            config,
+        )
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    class_name, sizes = MODELS[request.param]
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    model_class = getattr(transformers, class_name)
+    model_class(model_class.config_class(**sizes)).save_pretrained(folder)
+    info = with_device(resolve_model(EngineConfig(model=str(folder))), "cpu", "float32")
+    assert info.native
+    yield Loaded(info, load_model(info))
+    torch.set_num_threads(threads)
+
+
+class Client:
+    """Steps a core by hand and collects its answers."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        pooling: PoolingType | None = None,
+        *,
+        chunking: bool = True,
+        prefixes: bool = False,
+        kv_cache_memory: int = 64 << 20,
+        budget: int = 32,
+        chunk_size: int | None = None,
+        max_num_seqs: int = 64,
+    ) -> None:
+        config = EngineConfig(
+            model="unused",
+            scheduler=SchedulerConfig(
+                enable_chunked_prefill=chunking,
+                max_num_batched_tokens=budget,
+                chunk_size=chunk_size,
+                max_num_seqs=max_num_seqs,
+            ),
+            cache=CacheConfig(kv_cache_memory=kv_cache_memory, enable_prefix_caching=prefixes),
+        )
+        self.answers: dict[int, np.ndarray] = {}
+        self.failures: dict[int, Failed] = {}
+        self.cache_use = CacheUse(0, 0, 0, 0, 0, 0)
+        self._parts: dict[int, list[np.ndarray]] = {}
+        self._unanswered: set[int] = set()
+        self._core = EngineCore(config, self._receive, load_runner=lambda c: loaded.runner(c, pooling))
+        self._core.load()
+        self._params = {
+            task: PoolingParams(normalize=False if task is PoolingTask.EMBED else None).resolved(task, loaded.info)
+            for task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
+        }
+
+    def submit(
+        self, *requests: tuple[int, Sequence[int]], task: PoolingTask = PoolingTask.EMBED, priority: int = 0
+    ) -> None:
+        items: list[Submit | Frame] = []
+        for request_id, tokens in requests:
+            self._unanswered.add(request_id)
+            self.answers.pop(request_id, None)
+            items.append(Submit(request_id, self._params[task], priority))
+            items.append(pack_inputs([TokenizedInput(np.asarray(tokens, np.int32))]))
+        self._core.receive(items)
+
+    def run(self, num_steps: int | None = None) -> None:
+        """Steps until everything is answered, or so often."""
+        steps = 0
+        while self._unanswered and steps != num_steps:
+            self._core.step()
+            steps += 1
+            assert steps < 2000
+
+    def _receive(self, message: FromCore, frames: list[Frame]) -> None:
+        if isinstance(message, Failed):
+            self.failures[message.request_id] = message
+            self._unanswered.remove(message.request_id)
+        elif isinstance(message, Rows):
+            self.cache_use = message.cache_use or self.cache_use
+            for header, array in zip(message.rows, unpack_rows(message.rows, frames[0]), strict=True):
+                parts = self._parts.setdefault(header.request_id, [])
+                parts.append(array if array.ndim > 1 else array[None])
+                if header.is_last:
+                    self.answers[header.request_id] = np.concatenate(self._parts.pop(header.request_id))
+                    self._unanswered.remove(header.request_id)
+
+
+@pytest.fixture
+def client(loaded: Loaded) -> Callable[..., Client]:
+    def make(pooling: PoolingType | None = None, **options: Any) -> Client:
+        return Client(loaded, pooling, **options)
+
+    return make
+
+
+def texts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    numbers = np.random.default_rng(seed)
+    return [numbers.integers(3, 200, length).tolist() for length in lengths]
+
+
+def run(client: Client, inputs: Sequence[Sequence[int]], task: PoolingTask = PoolingTask.EMBED) -> list[np.ndarray]:
+    client.submit(*enumerate(inputs), task=task)
+    client.run()
+    assert not client.failures
+    return [client.answers[i] for i in range(len(inputs))]
+
+
+def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert np.abs(a - b).max() <= TOLERANCE * max(1.0, float(np.abs(b).max()))
+
+
+def skip_without_heads(loaded: Loaded, pooling: PoolingType) -> None:
+    if pooling is PoolingType.ATTENTION and not loaded.info.num_attention_heads:
+        pytest.skip("the model has no attention heads")
+
+
+@pytest.mark.parametrize("pooling", POOLING)
+def test_every_pooling_type_at_every_chunk_size(
+    loaded: Loaded, client: Callable[..., Client], pooling: PoolingType
+) -> None:
+    skip_without_heads(loaded, pooling)
+    inputs = texts([*SHORT, *LONG])
+    expected = run(client(pooling, chunking=False), inputs)
+    for chunk_size in (1, 7, 64, None):
+        chunked = client(pooling, chunk_size=chunk_size, prefixes=chunk_size == 64)
+        assert_same(run(chunked, inputs), expected)
+        assert chunked.cache_use.num_chunks_total >= sum(
+            length / (chunk_size or 32) for length in (LONG if chunk_size != 64 else LONG[1:])
+        )
+        assert chunked.cache_use.usage == 0
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, None])
+def test_token_rows_are_streamed_in_order(client: Callable[..., Client], chunk_size: int | None) -> None:
+    inputs = texts([*SHORT, *LONG])
+    expected = run(client(chunking=False), inputs, PoolingTask.TOKEN_EMBED)
+    assert [len(rows) for rows in expected] == [*SHORT, *LONG]
+    assert_same(run(client(chunk_size=chunk_size, prefixes=True), inputs, PoolingTask.TOKEN_EMBED), expected)
+
+
+def memory_for_one(loaded: Loaded) -> int:
+    """Bytes of a pool that holds one sequence of 90 tokens, but not one of 85 beside it."""
+    spec = loaded.model.cache_spec
+    assert spec is not None
+    doubled = dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers)
+    step = doubled.ssm_bytes_per_slot(4) or 16 * doubled.kv_bytes_per_token(4)
+    for memory in range(step + 16 * doubled.kv_bytes_per_token(4), 1 << 30, step):
+        plan = plan_pool(doubled, memory, block_size=16, itemsize=4, max_num_seqs=MAX_NUM_SEQS)
+        if not spec.kv_layers or plan.num_blocks * 16 >= 90:
+            return memory
+    raise AssertionError
+
+
+@pytest.mark.parametrize("pooling", POOLING)
+@pytest.mark.parametrize("task", [PoolingTask.EMBED, PoolingTask.TOKEN_EMBED])
+def test_preemption_in_the_middle_changes_nothing(
+    loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, task: PoolingTask
+) -> None:
+    skip_without_heads(loaded, pooling)
+    inputs = texts([90, 85, *SHORT])
+    expected = run(client(pooling, chunking=False), inputs, task)
+    for prefixes in (False, True):
+        tight = client(
+            pooling, chunk_size=7, kv_cache_memory=memory_for_one(loaded), prefixes=prefixes, max_num_seqs=MAX_NUM_SEQS
+        )
+        tight.submit((0, inputs[0]), task=task, priority=1)
+        tight.run(num_steps=5)
+        tight.submit((1, inputs[1]), task=task, priority=0)
+        tight.submit(*enumerate(inputs[2:], 2), task=task)
+        tight.run()
+        assert not tight.failures
+        assert tight.cache_use.num_preemptions_total == 1
+        assert_same([tight.answers[i] for i in range(len(inputs))], expected)
+
+
+@pytest.mark.parametrize("pooling", [PoolingType.LAST, PoolingType.MEAN])
+def test_hits_in_the_prefix_cache_change_nothing(
+    loaded: Loaded, client: Callable[..., Client], pooling: PoolingType
+) -> None:
+    prefix = texts([50])[0]
+    inputs = [prefix + tail for tail in texts([1, 14, 30, 90, 150], seed=1)]
+    expected = run(client(pooling, chunking=False), inputs)
+    cached = client(pooling, prefixes=True, chunk_size=64)
+    for _ in range(3):
+        assert_same(run(cached, inputs), expected)
+    hits = cached.cache_use.prefix_hit_tokens_total
+    assert (hits > 0) is (pooling is PoolingType.LAST and not loaded.model.cache_spec.ssm_layers)  # type: ignore[union-attr]
+    rows = run(client(chunking=False), inputs, PoolingTask.TOKEN_EMBED)
+    assert_same(run(cached, inputs, PoolingTask.TOKEN_EMBED), rows)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_and_others_go_on(loaded: Loaded, client: Callable[..., Client]) -> None:
+    spec = loaded.model.cache_spec
+    assert spec is not None
+    if not spec.kv_layers:
+        pytest.skip("an SSM has no limit")
+    small = client(
+        kv_cache_memory=64 * spec.kv_bytes_per_token(4) + 8 * spec.ssm_bytes_per_slot(4), budget=32, chunk_size=8
+    )
+    small.submit(*enumerate(texts([300, 20, 40])))
+    small.run()
+    assert list(small.failures) == [0]
+    assert small.failures[0].kind == "InvalidRequestError"
+    assert "300 tokens" in small.failures[0].message
+    assert set(small.answers) == {1, 2}
+
+
+POISON = 199
+
+
+def test_a_batch_that_fails_and_is_halved_leaves_the_others_as_they_were(
+    loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [[min(token, POISON - 1) for token in text] for text in texts([*SHORT, *LONG, 80])]
+    expected = run(client(PoolingType.MEAN, chunking=False), inputs)
+    forward = loaded.model.forward
+
+    def fail_on_poison(batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+        output = forward(batch, need_attention=need_attention)  # states are written before it fails
+        if (batch.input_ids == POISON).any():
+            raise RuntimeError("poisoned")
+        return output
+
+    monkeypatch.setattr(loaded.model, "forward", fail_on_poison)
+    fragile = client(PoolingType.MEAN, chunk_size=7)
+    poisoned = [[*inputs[-1][:40], POISON, *inputs[-1][41:]], [3, POISON, 4]]
+    fragile.submit(*enumerate([*inputs, *poisoned]))
+    fragile.run()
+    assert sorted(fragile.failures) == [len(inputs), len(inputs) + 1]
+    assert {failure.kind for failure in fragile.failures.values()} == {"ModelExecutionError"}
+    assert_same([fragile.answers[i] for i in range(len(inputs))], expected)
+    assert fragile.cache_use.usage == 0
+
+
+def test_memory_that_runs_short_makes_chunks_smaller(
+    loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = texts([*SHORT, 90, 70])
+    expected = run(client(PoolingType.MEAN, chunking=False), inputs)
+    forward = loaded.model.forward
+    sizes = []
+
+    def fail_on_many(batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+        output = forward(batch, need_attention=need_attention)
+        if batch.num_tokens > 12:
+            raise torch.OutOfMemoryError("no memory")
+        sizes.append(batch.num_tokens)
+        return output
+
+    monkeypatch.setattr(loaded.model, "forward", fail_on_many)
+    tight = client(PoolingType.MEAN)
+    assert_same(run(tight, inputs), expected)
+    assert max(sizes) <= 12
+
+
+def test_what_a_forward_with_nan_computed_is_not_found_by_others(
+    loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = texts([70])
+    expected = run(client(PoolingType.LAST, chunking=False), inputs)
+    forward = loaded.model.forward
+    embedding = next(v for v in vars(loaded.model).values() if isinstance(v, torch.Tensor) and v.shape[0] == 200)
+    good = embedding.clone()
+    is_broken = True
+
+    def break_down(batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+        embedding.fill_(float("nan")) if is_broken else embedding.copy_(good)
+        return forward(batch, need_attention=need_attention)
+
+    cached = client(PoolingType.LAST, prefixes=True, chunk_size=16)
+    monkeypatch.setattr(loaded.model, "forward", break_down)
+    cached.submit((0, inputs[0]))
+    cached.run()
+    assert cached.failures.pop(0).kind == "ModelExecutionError"
+    is_broken = False
+    assert_same(run(cached, inputs), expected)
+
+
+def test_saved_states_are_not_overwritten_by_what_lies_in_the_next_slot() -> None:
+    spec = CacheSpec(ssm_layers=(SsmLayerSpec((2, 3), (2, 2, 2)),))
+    memory = SliceMemory(spec, PoolPlan(0, 2, 0), block_size=16, dtype=torch.float32, device=torch.device("cpu"))
+    sequence = QueuedSequence(0, 0, 10, 0.0)
+
+    def at(slot: int) -> SequenceSlice:
+        return SequenceSlice(sequence, 4, 1, Allocation(0, 10, [], 0, slot, ()))
+
+    first = at(0)
+    cache = memory.batch_cache([first])
+    assert cache is not None
+    assert cache.ssm is not None
+    cache.ssm.conv[0].fill_(1.0)
+    memory.save(first)
+    cache.ssm.conv[0].fill_(2.0)
+    memory.save(at(1))  # it got another slot and lost that before it ran
+    memory.restore([at(1)])
+    assert cache.ssm.conv[0].unique().tolist() == [1.0, 2.0]

@@ -1,0 +1,44 @@
+"""The line of the log about the pool."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine.core.describe_pool import describe_pool
+from penstock.engine.protocol.config import SchedulerConfig
+from penstock.engine.sequence_pool import KvCachePool, SequenceAllocator, SequencePool, SsmStatePool
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("pool", "limits", "num_bytes", "expected"),
+    [
+        (
+            {"kv": KvCachePool(512, 16)},
+            {},
+            96 * MIB,
+            "the pool holds 8,192 tokens (512 blocks of 16) in 96 MiB; chunks: of adaptive size; prefix cache: on",
+        ),
+        (
+            {"ssm": SsmStatePool(40)},
+            {"chunk_size": 4096},
+            5_000 * MIB,
+            "the pool holds 40 state slots in 5,000 MiB; chunks: of 4,096 tokens; prefix cache: off",
+        ),
+        (
+            {"kv": KvCachePool(2, 8), "ssm": SsmStatePool(1)},
+            {"enable_chunked_prefill": False, "chunk_size": 64},
+            MIB // 2,
+            "the pool holds 16 tokens (2 blocks of 8) and 1 state slot in 0.5 MiB; chunks: off; prefix cache: off",
+        ),
+    ],
+)
+def test_the_pool_is_described(pool: dict, limits: dict, num_bytes: int, expected: str) -> None:
+    allocator = SequenceAllocator(SequencePool(**{"kv": None, "ssm": None} | pool))
+    assert describe_pool(allocator, SchedulerConfig(**limits), num_bytes) == expected
+
+
+def test_prefixes_may_be_turned_off() -> None:
+    allocator = SequenceAllocator(SequencePool(kv=KvCachePool(2, 8), ssm=None), enable_prefix_caching=False)
+    assert describe_pool(allocator, SchedulerConfig(), MIB).endswith("prefix cache: off")

@@ -1,0 +1,147 @@
+"""The engine process: it dies without taking the client along, and never outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from penstock.engine import AsyncEngine
+from penstock.engine.frontend import core_client
+from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.protocol import errors
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import Frame, Rows, Start
+from penstock.engine.protocol.params import PoolingParams
+
+PARAMS = PoolingParams()
+
+
+def children(pid: int) -> list[int]:
+    """The live child processes of `pid`."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
+        except OSError:
+            continue  # it ended while we looked
+        if int(parent) == pid and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+async def until(condition: object, timeout_s: float = 30.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def engine(minilm_folder: Path) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), num_threads=1))
+    yield engine
+    await engine.close()
+
+
+async def test_a_killed_worker_fails_its_requests_and_is_replaced(engine: AsyncEngine) -> None:
+    (worker,) = [
+        p for p in children(os.getpid()) if b"penstock.engine.core.worker" in Path(f"/proc/{p}/cmdline").read_bytes()
+    ]
+    lost = asyncio.create_task(engine.embed(["word " * 200] * 200, PARAMS))
+    await asyncio.sleep(0.2)
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
+        await lost
+    await until(lambda: engine.state is EngineState.READY)
+    assert engine.num_restarts == 1
+    assert (await engine.embed(["again"], PARAMS)).embeddings.shape == (1, 384)
+
+
+async def test_closing_leaves_no_process_behind(minilm_folder: Path) -> None:
+    before = set(children(os.getpid()))
+    engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), num_threads=1))
+    (worker,) = set(children(os.getpid())) - before
+    await engine.close()
+    assert not Path(f"/proc/{worker}").exists()
+
+
+async def test_the_worker_ends_when_its_parent_is_killed(minilm_folder: Path) -> None:
+    script = textwrap.dedent("""
+        import asyncio, sys
+        from penstock.engine import AsyncEngine, EngineConfig
+
+        async def main():
+            await AsyncEngine.start(EngineConfig(model=sys.argv[1]))
+            print("ready", flush=True)
+            await asyncio.sleep(600)
+
+        asyncio.run(main())
+    """)
+    parent = subprocess.Popen([sys.executable, "-P", "-c", script, str(minilm_folder)], stdout=subprocess.PIPE)
+    try:
+        assert parent.stdout is not None
+        assert await asyncio.to_thread(parent.stdout.readline) == b"ready\n"
+        (worker,) = children(parent.pid)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.communicate()
+    await until(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text(), 10)
+
+
+async def test_messages_that_cannot_be_read_cost_the_worker_and_not_the_client(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatcher = engine._dispatcher
+    receive = dispatcher.receive_rows
+
+    def fail_once(message: Rows, frame: Frame) -> None:
+        monkeypatch.setattr(dispatcher, "receive_rows", receive)
+        raise RuntimeError("made up")
+
+    monkeypatch.setattr(dispatcher, "receive_rows", fail_once)
+    with pytest.raises(errors.EngineUnavailableError):
+        await asyncio.wait_for(engine.embed(["lost"], PARAMS), 20)
+    await until(lambda: engine.state is EngineState.READY)
+    assert (await engine.embed(["again"], PARAMS)).embeddings.shape == (1, 384)
+
+
+async def test_an_engine_thread_that_fails_is_replaced(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.engine.core.core import EngineCore
+
+    engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), in_process=True, num_threads=1))
+    deliver = EngineCore._deliver
+
+    def fail_once(core: EngineCore, *arguments: object) -> None:
+        monkeypatch.setattr(EngineCore, "_deliver", deliver)
+        raise RuntimeError("made up")
+
+    try:
+        monkeypatch.setattr(EngineCore, "_deliver", fail_once)
+        with pytest.raises(errors.EngineUnavailableError, match="made up"):
+            await asyncio.wait_for(engine.embed(["lost"], PARAMS), 20)
+        await until(lambda: engine.state is EngineState.READY)
+        assert (await engine.embed(["again"], PARAMS)).embeddings.shape == (1, 384)
+    finally:
+        await engine.close()
+
+
+async def test_a_process_that_a_kill_does_not_end_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("_STOP_TIMEOUT_S", "_KILL_TIMEOUT_S"):
+        monkeypatch.setattr(core_client, name, 0.01)
+    process = Mock(pid=7, returncode=None, wait=asyncio.Event().wait)
+    core = core_client.ProcessCore(Start(EngineConfig(model="any")), Mock(), Mock())
+    core._process, core._inbox = process, Mock()
+    await asyncio.wait_for(core.close(), 10)
+    process.kill.assert_called_once()
+    assert "7 was killed and does not end" in caplog.text

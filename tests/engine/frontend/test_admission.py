@@ -1,0 +1,135 @@
+"""Who is let in while much is under way."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections import Counter
+
+import pytest
+
+from penstock.engine.frontend.admission import Admission
+from penstock.engine.frontend.stats import DispatcherStats
+from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError
+
+
+def admission(max_tokens: int = 1_000, max_queue_s: float = math.inf) -> tuple[Admission, DispatcherStats]:
+    stats = DispatcherStats()
+    return Admission(stats, max_tokens, max_queue_s), stats
+
+
+def refusal(books: Admission, client: str = "") -> EngineOverloadedError:
+    with pytest.raises(EngineOverloadedError) as refused:
+        books.check(client)
+    return refused.value
+
+
+def test_requests_are_let_in_until_too_many_tokens_are_under_way() -> None:
+    books, stats = admission()
+    for num_tokens in (400, 599, 700):
+        books.check()
+        books.enter(num_tokens)
+    assert (stats.num_requests, stats.num_tokens) == (3, 1_699)
+    assert "1699 tokens under way and takes no request from 1000 on" in refusal(books).message
+    with pytest.raises(EngineOverloadedError):
+        books.enter(1)
+    assert stats.num_refused_total == 2
+    books.leave(700)
+    books.enter(1_000)
+    for num_tokens in (400, 599, 1_000):
+        books.leave(num_tokens)
+    assert (stats.num_requests, stats.num_tokens) == (0, 0)
+
+
+def test_a_request_larger_than_the_queue_is_its_callers_mistake() -> None:
+    books, stats = admission()
+    with pytest.raises(InvalidRequestError, match=r"1001 tokens; the server takes at most 1000 .* Split it"):
+        books.enter(1_001)
+    assert (stats.num_requests, stats.num_tokens, stats.num_refused_total) == (0, 0, 0)
+
+
+def test_a_refusal_says_when_there_will_be_room() -> None:
+    books, _ = admission()
+    books.enter(999)
+    books.enter(500)
+    assert refusal(books).retry_after_s == 1.0  # nothing has been measured
+    books.follow(100, 1.0)
+    assert refusal(books).retry_after_s == pytest.approx(5.0)
+    books.follow(200, 3.0)  # (0.8 x 100 + 200) / (0.8 x 1 + 3): the mean of the rates would be 80 or more
+    assert refusal(books).retry_after_s == pytest.approx(500 * 3.8 / 280)
+
+
+def test_many_requests_are_refused_when_they_would_take_too_long() -> None:
+    books, stats = admission(1_000_000, max_queue_s=10.0)
+    for _ in range(15):
+        books.enter(1_000)
+    books.follow(1_000, 1.0)
+    books.check()  # 15 s, but few requests
+    books.enter(1_000)
+    error = refusal(books)
+    assert "takes about 16 s; it takes no request from 10 s on" in error.message
+    assert error.retry_after_s == pytest.approx(6.0, abs=0.01)
+    stats.token_budget = 8_000
+    books.check()  # two forwards hold all of it: nothing would be left, so that the rate could never be corrected
+    stats.token_budget = 7_999
+    refusal(books)
+    for _ in range(6):
+        books.follow(1_000_000, 0.01)  # it has become faster
+    books.check()
+
+
+def test_no_client_leaves_less_to_others_than_it_has() -> None:
+    books, stats = admission()
+    for _ in range(5):
+        books.enter(100, "greedy")
+    for _ in range(3):
+        assert "500 tokens and leave 500 to other clients" in refusal(books, "greedy").message
+    books.enter(300, "modest")
+    assert "300 tokens and leave 200" in refusal(books, "modest").message
+    books.enter(300, "third")  # who has nothing under way may take what is left
+    assert "1100 tokens under way" in refusal(books, "fourth").message
+    for _ in range(5):
+        books.leave(100, "greedy")
+    books.check("greedy")
+    assert stats.num_tokens == 600
+    books, stats = admission(1_000_000, max_queue_s=10.0)
+    books.follow(100, 1.0)
+    for _ in range(20):
+        books.enter(25, "greedy")
+    assert "500 tokens and leave 500" in refusal(books, "greedy").message  # of the 1,000 that 10 s are
+    books.enter(500, "modest")
+    assert "takes about 10 s" in refusal(books, "third").message
+    books, _ = admission()
+    for _ in range(10):
+        books.enter(100)  # nobody is told apart
+    refusal(books)
+
+
+def test_it_is_full_when_everybody_is_refused() -> None:
+    chance = random.Random(0)
+    books, stats = admission(1_000, max_queue_s=6.0)
+    under_way: list[tuple[int, str]] = []
+    seen: Counter[tuple[bool, bool]] = Counter()
+    for _ in range(5_000):
+        if under_way and chance.random() < 0.4:
+            books.leave(*under_way.pop(chance.randrange(len(under_way))))
+        else:
+            entry = chance.choice((1, 20, 60)), chance.choice(("", "a", "b"))
+            with contextlib.suppress(EngineOverloadedError):
+                books.enter(*entry)
+                under_way.append(entry)
+        if chance.random() < 0.1:
+            books.follow(100, chance.choice((0.01, 1.0)))
+        stats.token_budget = chance.choice((10, 10_000))
+        is_full = books.is_full
+        for client in ("", "new"):
+            try:
+                books.check(client)
+            except EngineOverloadedError:
+                assert is_full
+            else:
+                assert not is_full
+        seen[is_full, stats.num_tokens < 1_000] += 1
+    # Full by tokens, full by time, not full.
+    assert all(seen[state] > 50 for state in ((True, False), (True, True), (False, True)))

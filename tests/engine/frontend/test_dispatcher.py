@@ -1,0 +1,241 @@
+"""Admission, answers, failures and cancellation, with the core played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from penstock.engine.frontend.dispatcher import Dispatcher, Outgoing
+from penstock.engine.frontend.step_histogram import StepHistogram
+from penstock.engine.protocol import errors
+from penstock.engine.protocol.frames import pack_rows, unpack_inputs
+from penstock.engine.protocol.messages import Cancel, Failed, Frame, RequestTime, RowHeader, Rows, StepLoad, Submit
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
+from penstock.engine.protocol.tokenized_input import TokenizedInput
+
+
+class Core:
+    """Records what is sent and answers on demand."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.num_sends = 0
+        self.sent: list[Submit | Cancel] = []
+        self.frames: list[Frame] = []
+        dispatcher.connect(self.send)
+
+    def send(self, items: list[Outgoing]) -> None:
+        self.num_sends += 1
+        for item in items:
+            if isinstance(item, Submit | Cancel):
+                self.sent.append(item)
+            else:
+                self.frames.append(item)
+
+    def answer(self, *items: tuple[int, int, float]) -> None:
+        headers = [RowHeader(request_id, index, "embedding", (2,)) for request_id, index, _ in items]
+        arrays = [np.full(2, value, np.float32) for _, _, value in items]
+        self.dispatcher.receive_rows(Rows(headers, 10, 0.1), pack_rows(arrays))
+
+
+@pytest.fixture
+def dispatcher() -> Dispatcher:
+    return Dispatcher(max_queued_tokens=100)
+
+
+@pytest.fixture
+def core(dispatcher: Dispatcher) -> Core:
+    return Core(dispatcher)
+
+
+def tokens(*lengths: int) -> list[TokenizedInput]:
+    return [TokenizedInput(np.arange(n, dtype=np.int32)) for n in lengths]
+
+
+async def begin(dispatcher: Dispatcher, *lengths: int, timeout_s: float | None = None) -> asyncio.Task[list]:  # type: ignore[type-arg]
+    task = asyncio.create_task(dispatcher.run(tokens(*lengths), PoolingParams(), priority=0, timeout_s=timeout_s))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_answers_come_in_the_order_of_inputs_however_steps_fall(dispatcher: Dispatcher, core: Core) -> None:
+    first, second = await begin(dispatcher, 3, 4, 5), await begin(dispatcher, 2)
+    assert [len(t) for t in unpack_inputs(core.frames[0])] == [3, 4, 5]
+    core.answer((0, 2, 2.0), (1, 0, 9.0))
+    core.answer((0, 0, 0.0))
+    assert not first.done()
+    core.answer((0, 1, 1.0))
+    assert [o["embedding"][0] for o in await first] == [0.0, 1.0, 2.0]
+    assert [o["embedding"][0] for o in await second] == [9.0]
+    assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
+    assert all(isinstance(m, Submit) for m in core.sent)
+
+
+async def test_a_request_is_taken_whole_or_refused_whole(dispatcher: Dispatcher, core: Core) -> None:
+    await begin(dispatcher, 60)
+    dispatcher.check_room("")
+    await begin(dispatcher, 30, 30)
+    assert len(core.sent) == 2
+    with pytest.raises(errors.EngineOverloadedError, match="120 tokens under way"):
+        await dispatcher.run(tokens(1), PoolingParams(), priority=0, timeout_s=None)
+    with pytest.raises(errors.EngineOverloadedError, match="120 tokens under way"):
+        dispatcher.check_room("")
+    assert len(core.sent) == 2
+    assert dispatcher.stats.num_refused_total == 2
+    core.answer((0, 0, 0.0))
+    await begin(dispatcher, 40)
+    assert len(core.sent) == 3
+
+
+async def test_a_request_that_could_never_be_admitted_is_the_callers_mistake(
+    dispatcher: Dispatcher, core: Core
+) -> None:
+    with pytest.raises(errors.InvalidRequestError, match="101 tokens; the server takes at most 100"):
+        await dispatcher.run(tokens(101), PoolingParams(), priority=0, timeout_s=None)
+
+
+async def test_forwards_that_had_no_place_for_all_tell_how_fast_tokens_go(dispatcher: Dispatcher) -> None:
+    Core(dispatcher)
+    await begin(dispatcher, 60)
+    await begin(dispatcher, 50)
+    # 100 tokens a second; the other was not full, and what waits at its end came meanwhile.
+    for num_left, step_s in ((1, 0.1), (0, 10.0)):
+        load = StepLoad(1, 100, 5, 5, num_left)
+        dispatcher.receive_rows(Rows([], 10, step_s, load=load), pack_rows([]))
+    with pytest.raises(errors.EngineOverloadedError) as refused:
+        dispatcher.check_room("")
+    assert refused.value.retry_after_s == pytest.approx(0.11)
+
+
+async def test_a_request_of_several_runs_is_taken_whole_or_refused_whole(dispatcher: Dispatcher, core: Core) -> None:
+    async def ask() -> None:
+        with dispatcher.book(tokens(10, 60)):
+            for length in (10, 60):
+                await dispatcher.run(tokens(length), PoolingParams(), priority=0, timeout_s=None, is_booked=True)
+
+    several = asyncio.create_task(ask())
+    await asyncio.sleep(0.01)
+    await begin(dispatcher, 40)
+    assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (2, 110)
+    core.answer((0, 0, 0.0))
+    await asyncio.sleep(0.01)
+    assert [m.request_id for m in core.sent] == [0, 1, 2]  # the second run came, though the queue is full
+    core.answer((1, 0, 0.0), (2, 0, 0.0))
+    await several
+    await asyncio.sleep(0)
+    assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
+    await begin(dispatcher, 50)
+    with pytest.raises(errors.InvalidRequestError, match="101 tokens"), dispatcher.book(tokens(1, 100)):
+        pytest.fail("it is larger than the queue")
+    assert dispatcher.stats.num_tokens == 50
+
+
+async def test_what_cannot_be_sent_leaves_nobody_waiting(dispatcher: Dispatcher) -> None:
+    def refuse(_: list[Outgoing]) -> None:
+        raise OverflowError("made up")
+
+    dispatcher.connect(refuse)
+    with pytest.raises(errors.ModelExecutionError, match="could not be sent"):
+        await asyncio.wait_for(dispatcher.run(tokens(5), PoolingParams(), priority=0, timeout_s=None), 10)
+    assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
+
+
+async def test_cancelling_the_caller_cancels_the_request(dispatcher: Dispatcher, core: Core) -> None:
+    task = await begin(dispatcher, 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0)
+    assert core.sent[-1] == Cancel(0)
+    assert dispatcher.stats.num_tokens == 0
+    core.answer((0, 0, 1.0))  # too late: nobody minds
+
+
+async def test_a_deadline_ends_the_wait_and_the_work(dispatcher: Dispatcher, core: Core) -> None:
+    task = await begin(dispatcher, 5, timeout_s=0.01)
+    with pytest.raises(errors.DeadlineExceededError):
+        await task
+    await asyncio.sleep(0)
+    assert core.sent[-1] == Cancel(0)
+
+
+async def test_a_failure_ends_only_its_request(dispatcher: Dispatcher, core: Core) -> None:
+    bad, good = await begin(dispatcher, 5), await begin(dispatcher, 6)
+    dispatcher.receive_failure(Failed(0, "ModelExecutionError", "boom"))
+    core.answer((1, 0, 1.0))
+    with pytest.raises(errors.ModelExecutionError, match="boom"):
+        await bad
+    assert len(await good) == 1
+
+
+async def test_a_lost_core_fails_what_is_under_way_and_refuses_the_rest(dispatcher: Dispatcher, core: Core) -> None:
+    task = await begin(dispatcher, 5)
+    dispatcher.disconnect("the engine process 7 ended with signal 9")
+    with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
+        await task
+    with pytest.raises(errors.EngineUnavailableError):
+        await dispatcher.run(tokens(5), PoolingParams(), priority=0, timeout_s=None)
+    Core(dispatcher)
+    again = await begin(dispatcher, 5)
+    assert not again.done()
+    assert dispatcher.stats.num_tokens == 5
+
+
+async def test_what_one_turn_of_the_loop_submits_is_sent_together(dispatcher: Dispatcher, core: Core) -> None:
+    tasks = [
+        asyncio.create_task(dispatcher.run(tokens(3), PoolingParams(), priority=0, timeout_s=None)) for _ in range(5)
+    ]
+    await asyncio.sleep(0.01)
+    assert (core.num_sends, len(core.sent)) == (1, 5)
+    core.answer(*((i, 0, float(i)) for i in range(5)))
+    assert [(await task)[0]["embedding"][0] for task in tasks] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+async def test_a_request_learns_where_its_time_went(dispatcher: Dispatcher, core: Core) -> None:
+    times, others = StageTimes(), StageTimes()
+    token = STAGE_TIMES.set(times)
+    first = await begin(dispatcher, 3, 4)
+    STAGE_TIMES.set(others)
+    second = await begin(dispatcher, 5)
+    STAGE_TIMES.reset(token)
+    core.answer((0, 0, 0.0))
+    headers = [RowHeader(request_id, index, "embedding", (1,)) for request_id, index in ((0, 1), (1, 0))]
+    ended = [RequestTime(0, 0.25, 2.0), RequestTime(1, 0.5, 1.0), RequestTime(99, 1.0, 1.0)]
+    dispatcher.receive_rows(Rows(headers, 9, 0.5, ended=ended), pack_rows([np.zeros(1, np.float32)] * 2))
+    await first
+    await second
+    assert times.seconds() == {Stage.QUEUE: 0.25, Stage.INFERENCE: 2.0}
+    assert others.seconds() == {Stage.QUEUE: 0.5, Stage.INFERENCE: 1.0}
+    queue, inference = times.entries
+    assert inference.began_s == queue.began_s + 0.25
+    assert times.last_s is not None
+    assert times.last_s >= queue.began_s
+
+
+async def test_forwards_and_the_queue_behind_them_are_counted(dispatcher: Dispatcher, core: Core) -> None:
+    stats = dispatcher.stats
+    task = await begin(dispatcher, 50)
+    dispatcher.receive_rows(Rows([], 32, 0.25, load=StepLoad(2, 64, 5, 400, 0)), b"")
+    assert (stats.num_waiting, stats.num_waiting_tokens, stats.token_budget) == (5, 400, 64)
+    dispatcher.receive_rows(Rows([], 0, 0.0, load=StepLoad(0, 64, 4, 300, 0)), b"")  # no forward
+    assert (stats.num_waiting, stats.num_waiting_tokens, stats.num_steps_total) == (4, 300, 1)
+    histograms = (stats.step_tokens, stats.step_seqs, stats.step_fill, stats.step_seconds)
+    assert [h.total for h in histograms] == [32, 2, 0.5, 0.25]
+    assert [h.cumulative()[-1] for h in histograms] == [(float("inf"), 1)] * 4
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)
+    dispatcher.receive_rows(Rows([], 8, 0.1, load=StepLoad(1, 64, 5, 400, 0)), b"")  # sent before the core knew
+    assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)
+
+
+def test_a_histogram_counts_up_to_and_with_its_bounds() -> None:
+    histogram = StepHistogram((1, 10))
+    for value in (0, 1, 1.5, 10, 11):
+        histogram.observe(value)
+    assert histogram.cumulative() == [(1.0, 2), (10.0, 4), (float("inf"), 5)]
+    assert histogram.total == 23.5

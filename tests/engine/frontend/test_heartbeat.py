@@ -1,0 +1,42 @@
+"""A process that hangs is told from one that works for long, and from a pause of everything."""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock.engine.frontend.heartbeat import Heartbeat
+
+
+async def test_silence_is_found_once() -> None:
+    asked, hung = [], []
+    heartbeat = Heartbeat(0.02, lambda: asked.append(1), lambda: hung.append(1))
+    await asyncio.wait_for(heartbeat.run(), 10)
+    assert len(asked) == 10
+    assert hung == [1]
+
+
+async def test_who_answers_lives() -> None:
+    hung = []
+    heartbeat = Heartbeat(0.02, lambda: heartbeat.heard(), lambda: hung.append(1))
+    running = asyncio.create_task(heartbeat.run())
+    await asyncio.sleep(0.2)
+    assert not running.done()
+    running.cancel()
+    assert not hung
+
+
+async def test_a_pause_of_the_one_who_asks_is_no_silence() -> None:
+    hung = []
+    heartbeat = Heartbeat(10.0, lambda: None, lambda: hung.append(1))
+    running = asyncio.create_task(heartbeat.run())
+    await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+    loop.time = lambda: clock() + 3600  # type: ignore[method-assign]
+    try:
+        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+    finally:
+        loop.time = clock  # type: ignore[method-assign]
+    assert not hung
+    running.cancel()

@@ -1,0 +1,204 @@
+"""Which checkpoints are rerankers, which tokens are their answers and which prompt they get: files only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from penstock.engine.model_files.reranker_recipes import QWEN3_RERANKER, RECIPES, find_recipe, recipe_named
+from penstock.engine.model_files.resolve import resolve_model, resolved_table
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
+from penstock.engine.protocol.messages import Ready, TokenizerSpec, decode_from_core, encode
+from penstock.engine.protocol.model_info import Activation, ClassifierMethod, ModelInfo, ModelKind, PairChat
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+
+VOCABULARY = ["no", "yes", "0", "1", "Yes", "<unk>"]
+SIZES = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64, "vocab_size": 10}
+QWEN3 = SIZES | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+QWEN2 = SIZES | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+GEMMA = SIZES | {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}
+TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+LOGIT_SCORE = {
+    "idx": 1,
+    "name": "1",
+    "path": "1_LogitScore",
+    "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
+}
+POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+PARTS = {"parts": ["a: {query}", "b: {document}"]}
+
+
+def write(folder: Path, config: dict[str, Any], files: dict[str, Any] | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in {"config.json": config, **(files or {})}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def resolve(folder: Path, **overrides: Any) -> ModelInfo:
+    return resolve_model(EngineConfig(model=str(folder), hf_overrides=overrides))
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "tokens", "labels", "recipe"),
+    [
+        ("Qwen3-Reranker-0.6B", QWEN3, (0, 1), ("yes",), "qwen3-reranker"),
+        ("models--Qwen--Qwen3-Reranker-8B/snapshots/0a1b", QWEN3, (0, 1), ("yes",), "qwen3-reranker"),
+        ("copy", QWEN3 | {"_name_or_path": "Qwen/Qwen3-Reranker-4B"}, (0, 1), ("yes",), "qwen3-reranker"),
+        ("mxbai-rerank-large-v2", QWEN2, (2, 3), ("1",), "mxbai-rerank-v2"),
+        ("bge-reranker-v2-gemma", GEMMA, (4,), ("Yes",), "bge-reranker-v2-gemma"),
+    ],
+)
+def test_published_checkpoints_are_known_by_name(
+    name: str, config: dict[str, Any], tokens: tuple[int, ...], labels: tuple[str, ...], recipe: str, tmp_path: Path
+) -> None:
+    info = resolve(write(tmp_path / name, config))
+    known = recipe_named(recipe)
+    assert known is not None
+    assert info.kind is ModelKind.CROSS_ENCODER
+    assert info.tasks == (PoolingTask.SCORE,)
+    assert (info.sequence_pooling, info.activation) == ((PoolingType.LAST,), Activation.SIGMOID)
+    assert (info.classifier_tokens, info.classifier_method, info.labels) == (tokens, known.method, labels)
+    assert (info.score_template, info.pair_chat) == (known.template, None)
+    assert recipe in info.sources["kind"]
+    assert recipe in info.sources["score_template"]
+    rows = {row[0]: row[1] for row in resolved_table(info)}
+    assert "{document}" in rows["score_template"]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "files"),
+    [
+        ("Qwen3-Embedding-0.6B", QWEN3, {}),
+        ("Qwen3-Reranker", QWEN2, {}),  # another family
+        ("Qwen3-Reranker/of-another", QWEN3, {}),  # the folder above is not its name
+        ("Qwen3-Reranker-pooled", QWEN3, {"modules.json": [TRANSFORMER, POOLING]}),
+        ("Qwen3-Reranker-base", QWEN3 | {"architectures": ["Qwen3Model"]}, {}),
+        ("mxbai-rerank-base-v1", QWEN2, {}),
+    ],
+)
+def test_other_models_stay_what_they_are(
+    name: str, config: dict[str, Any], files: dict[str, Any], tmp_path: Path
+) -> None:
+    info = resolve(write(tmp_path / name, config, files))
+    assert (info.kind, info.classifier_tokens, info.score_template) == (ModelKind.EMBEDDING, (), None)
+    assert not {"classifier_tokens", "score_template", "pair_chat"} & {row[0] for row in resolved_table(info)}
+
+
+def test_a_converted_checkpoint_gets_the_prompt_of_its_name(tmp_path: Path) -> None:
+    config = QWEN3 | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    info = resolve(write(tmp_path / "Qwen3-Reranker-0.6B-seq-cls", config))
+    assert (info.kind, info.labels, info.classifier_tokens) == (ModelKind.CROSS_ENCODER, ("LABEL_0",), ())
+    assert info.score_template == QWEN3_RERANKER.template
+
+
+def test_vllm_overrides_make_a_reranker_of_any_language_model(tmp_path: Path) -> None:
+    folder = write(tmp_path / "copy", QWEN3)
+    architectures = ["Qwen3ForSequenceClassification"]
+    info = resolve(
+        folder, architectures=architectures, classifier_from_token=["no", "yes"], is_original_qwen3_reranker=True
+    )
+    assert (info.kind, info.classifier_tokens, info.labels) == (ModelKind.CROSS_ENCODER, (0, 1), ("yes",))
+    assert info.score_template == QWEN3_RERANKER.template
+    assert info.sources["classifier_tokens"] == "--hf-overrides: classifier_from_token"
+    short = resolve(folder, is_original_qwen3_reranker=True)
+    assert (short.classifier_tokens, short.score_template) == (info.classifier_tokens, info.score_template)
+    bare = resolve(folder, classifier_from_token=[7, "yes"])
+    assert (bare.classifier_tokens, bare.score_template) == ((7, 1), None)
+    one = resolve(folder, classifier_from_token=["yes"], score_template="qwen3-reranker")
+    assert (one.classifier_method, one.activation) == (ClassifierMethod.NO_POST_PROCESSING, Activation.SIGMOID)
+    assert one.score_template == QWEN3_RERANKER.template
+    several = resolve(folder, classifier_from_token=["no", "yes"], method="no_post_processing", score_template=PARTS)
+    assert (several.kind, several.labels) == (ModelKind.SEQUENCE_CLASSIFIER, ("no", "yes"))
+    assert (several.activation, several.score_template) == (Activation.SOFTMAX, None)  # it reads no pairs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"classifier_from_token": "yes"}, "classifier_from_token is 'yes'; it must be a list"),
+        ({"classifier_from_token": []}, "must be a list"),
+        ({"classifier_from_token": ["yes no"]}, "'yes no' is not one token"),
+        ({"classifier_from_token": [0, 10]}, "names the token id 10; the model has the ids 0 to 9"),
+        ({"classifier_from_token": ["yes"], "method": "softmax"}, "method is 'softmax'; penstock knows 'from_2_way"),
+        ({"classifier_from_token": ["yes"], "method": "from_2_way_softmax"}, "holds 1 tokens; from_2_way_softmax take"),
+        ({"classifier_from_token": ["yes"], "architectures": ["Qwen3Model"]}, "needs a language model"),
+        ({"classifier_from_token": ["yes"], "score_template": "qwen"}, "score_template is 'qwen'; known are 'qwen3-re"),
+        ({"classifier_from_token": ["yes"], "score_template": 3}, "score_template is 3"),
+        ({"classifier_from_token": ["yes"], "score_template": {"parts": ["{query}"]}}, "{document} 0 times"),
+        ({"classifier_from_token": ["yes"], "score_template": {"text": ""}}, "unknown key 'text'"),
+    ],
+)
+def test_wrong_overrides_are_refused_by_name(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", QWEN3)
+    with pytest.raises(ModelLoadError) as caught:
+        resolve(folder, **overrides)
+    assert message in str(caught.value)
+
+
+def test_tokens_as_text_need_a_tokenizer(tmp_path: Path) -> None:
+    folder = write(tmp_path / "Qwen3-Reranker", QWEN3)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json does not exist; give their ids"):
+        resolve(folder)
+    assert resolve(folder, classifier_from_token=[0, 1]).classifier_tokens == (0, 1)
+
+
+@pytest.mark.parametrize(("false", "method"), [(0, "from_2_way_softmax"), (None, "no_post_processing")])
+def test_sentence_transformers_files_come_before_the_name(false: int | None, method: str, tmp_path: Path) -> None:
+    chat = {"modality_config": {"message": {"format": "structured"}}, "max_seq_length": 40}
+    chat["processing_kwargs"] = {"chat_template": {"add_generation_prompt": True, "restore_suffix": True}}
+    files = {
+        "modules.json": [TRANSFORMER, LOGIT_SCORE],
+        "1_LogitScore/config.json": {"true_token_id": 9, "false_token_id": false},
+        "sentence_bert_config.json": chat,
+        "config_sentence_transformers.json": {"activation_fn": "torch.nn.modules.linear.Identity"},
+    }
+    info = resolve(write(tmp_path / "Qwen3-Reranker", QWEN3, files))
+    assert (info.kind, info.labels) == (ModelKind.CROSS_ENCODER, ("LABEL_0",))
+    assert info.classifier_tokens == ((9,) if false is None else (0, 9))
+    assert (info.classifier_method, info.activation) == (ClassifierMethod(method), Activation.IDENTITY)
+    assert info.sources["classifier_tokens"] == "1_LogitScore/config.json"
+    assert info.score_template is None
+    assert info.pair_chat == PairChat(is_structured=True, arguments={"add_generation_prompt": True})
+    assert info.max_model_len == 40
+    asked = resolve(tmp_path / "Qwen3-Reranker", score_template=PARTS)
+    assert asked.pair_chat is None
+    assert asked.score_template is not None
+
+
+@pytest.mark.parametrize(
+    ("modules", "config", "message"),
+    [
+        ([TRANSFORMER, POOLING, LOGIT_SCORE], {"true_token_id": 1}, "where penstock cannot run it"),
+        ([TRANSFORMER, LOGIT_SCORE], {"true_token_id": "yes"}, "true_token_id 'yes'"),
+        ([TRANSFORMER, LOGIT_SCORE], {"true_token_id": 99}, "names the token id 99"),
+    ],
+)
+def test_broken_sentence_transformers_files_are_refused(
+    modules: list[Any], config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    files = {"modules.json": modules, "1_LogitScore/config.json": config}
+    with pytest.raises((ModelLoadError, UnsupportedModelError), match=message):
+        resolve(write(tmp_path / "model", QWEN3, files))
+
+
+def test_recipes_are_found_by_type_and_name_and_travel_to_the_client(tmp_path: Path) -> None:
+    assert find_recipe("qwen3", ["Tomaarsen/QWEN3-Reranker-0.6B-seq-cls"]) is QWEN3_RERANKER
+    assert find_recipe("llama", ["Qwen3-Reranker"]) is None
+    assert len({recipe.name for recipe in RECIPES}) == len(RECIPES)
+    info = resolve(write(tmp_path / "mxbai-rerank-base-v2", QWEN2))
+    spec = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False, score_template=info.score_template)
+    message = decode_from_core(encode(Ready(info, spec)))
+    assert isinstance(message, Ready)
+    assert message.info.score_template == message.tokenizer.score_template == info.score_template
+    assert message.info.classifier_tokens == (2, 3)

@@ -1,0 +1,681 @@
+"""Model files to ModelInfo: small folders written here, and folders that sentence-transformers itself has saved."""
+
+import json
+import sys
+from pathlib import Path
+from subprocess import run
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Dropout, Normalize, Pooling, Transformer
+from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
+
+from penstock.engine.model_files.resolve import locate_model, resolve_model, resolved_table, with_device
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
+from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
+from penstock.engine.protocol.pooler_config import PoolerConfig
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "intermediate_size": 64,
+    "max_position_embeddings": 40,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+}
+TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+MEAN = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+
+
+def write(folder: Path, files: dict[str, Any]) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+def resolve(folder: Path, **settings: Any) -> ModelInfo:
+    return resolve_model(EngineConfig(model=str(folder), **settings))
+
+
+# What the files say ----------------------------------------------------------------------------------------------
+
+
+def test_plain_encoder_follows_sentence_transformers_defaults(tmp_path: Path) -> None:
+    info = resolve(write(tmp_path, {"config.json": BERT}))
+    assert info.kind is ModelKind.EMBEDDING
+    assert info.tasks == (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE)
+    assert info.sequence_pooling == (PoolingType.MEAN,)
+    assert info.sources["sequence_pooling"] == "default of encoders"
+    assert (info.normalize, info.sources["normalize"]) == (True, "default")
+    assert (info.native, info.is_causal, info.embedding_size, info.max_model_len) == (True, False, 32, 40)
+    assert (info.device, info.dtype) == ("auto", "auto")
+
+
+def test_plain_decoder_takes_the_last_token(tmp_path: Path) -> None:
+    config = BERT | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    info = resolve(write(tmp_path, {"config.json": config}))
+    assert (info.is_causal, info.native, info.sequence_pooling) == (True, True, (PoolingType.LAST,))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_causal"),
+    [
+        ({"model_type": "qwen3", "architectures": ["Qwen3Model"]}, True),
+        ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "is_causal": False}, False),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, False),
+        ({"model_type": "llama_bidirec", "architectures": ["LlamaBidirectionalModel"]}, False),
+        ({"model_type": "unheard-of", "architectures": ["UnheardOfForCausalLM"]}, True),
+        ({"is_decoder": True}, True),
+        ({"architectures": ["BertForMaskedLM"]}, False),
+    ],
+)
+def test_causality(tmp_path: Path, change: dict[str, Any], is_causal: bool) -> None:
+    info = resolve(write(tmp_path, {"config.json": BERT | change}))
+    assert info.is_causal is is_causal
+    assert info.sequence_pooling == ((PoolingType.LAST,) if is_causal else (PoolingType.MEAN,))
+
+
+@pytest.mark.parametrize(
+    ("change", "native"),
+    [
+        ({}, True),
+        ({"model_type": "xlm-roberta", "pad_token_id": 1}, True),
+        ({"is_decoder": True}, False),
+        ({"position_embedding_type": "relative_key"}, False),
+        ({"model_type": "deberta-v2"}, False),
+        ({"model_type": "llama", "is_decoder": True}, True),
+        ({"model_type": "gpt2"}, False),
+    ],
+)
+def test_native(tmp_path: Path, change: dict[str, Any], native: bool) -> None:
+    assert resolve(write(tmp_path, {"config.json": BERT | change})).native is native
+
+
+def test_transformer_in_its_own_folder(tmp_path: Path) -> None:
+    dense = {
+        "in_features": 32,
+        "out_features": 8,
+        "bias": False,
+        "activation_function": "torch.nn.modules.activation.GELU",
+    }
+    folder = write(
+        tmp_path,
+        {
+            "modules.json": [
+                TRANSFORMER | {"path": "0_Transformer"},
+                POOLING,
+                {"type": "sentence_transformers.models.Dense", "path": "2_Dense"},
+            ],
+            "0_Transformer/config.json": BERT,
+            "0_Transformer/sentence_bert_config.json": {"max_seq_length": 24, "do_lower_case": True},
+            "1_Pooling/config.json": MEAN,
+            "2_Dense/config.json": dense,
+        },
+    )
+    info = resolve(folder)
+    assert Path(info.path) == (folder / "0_Transformer").resolve()
+    spec = info.dense[0]
+    assert (Path(info.path) / spec.folder / "config.json").is_file()
+    assert (spec.in_features, spec.out_features, spec.bias, spec.activation) == (32, 8, False, "GELU")
+    assert (info.max_model_len, info.do_lower_case, info.embedding_size, info.normalize) == (24, True, 8, False)
+    assert info.sources["max_model_len"] == "0_Transformer/sentence_bert_config.json: max_seq_length"
+
+
+def test_legacy_pooling_keys_concatenate_in_sentence_transformers_order(tmp_path: Path) -> None:
+    keys = {
+        "pooling_mode_lasttoken": True,
+        "pooling_mode_weightedmean_tokens": True,
+        "pooling_mode_mean_sqrt_len_tokens": True,
+        "pooling_mode_mean_tokens": True,
+        "pooling_mode_max_tokens": True,
+        "pooling_mode_cls_token": True,
+        "include_prompt": False,
+    }
+    files = {"config.json": BERT, "modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": keys}
+    info = resolve(write(tmp_path, files))
+    assert [p.value for p in info.sequence_pooling] == ["CLS", "MAX", "MEAN", "MEAN_SQRT_LEN", "WEIGHTED_MEAN", "LAST"]
+    assert (info.embedding_size, info.include_prompt) == (6 * 32, False)
+
+
+def test_prompts_and_truncate_dim(tmp_path: Path) -> None:
+    settings = {"prompts": {"query": "query: ", "passage": None}, "default_prompt_name": "query", "truncate_dim": 16}
+    files = {
+        "config.json": BERT,
+        "modules.json": [TRANSFORMER, POOLING, NORMALIZE],
+        "1_Pooling/config.json": MEAN,
+        "config_sentence_transformers.json": settings,
+    }
+    info = resolve(write(tmp_path, files))
+    assert (info.prompts, info.default_prompt_name, info.dimensions) == ({"query": "query: "}, "query", 16)
+
+
+def test_model_without_pooling_gives_token_vectors_only(tmp_path: Path) -> None:
+    files = {
+        "config.json": BERT,
+        "modules.json": [TRANSFORMER, {"type": "pylate.models.Dense.Dense", "path": "1_Dense"}],
+        "1_Dense/config.json": {"in_features": 32, "out_features": 8, "bias": False},
+    }
+    info = resolve(write(tmp_path, files))
+    assert info.tasks == (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE)
+    assert (info.sequence_pooling, info.embedding_size, info.normalize) == ((), 8, True)
+    assert info.dense[0].activation == "Identity"
+
+
+# Classes ---------------------------------------------------------------------------------------------------------
+
+
+def classifier(tmp_path: Path, **change: Any) -> ModelInfo:
+    return resolve(
+        write(tmp_path, {"config.json": BERT | {"architectures": ["BertForSequenceClassification"]} | change})
+    )
+
+
+def test_labels_are_in_column_order_and_holes_are_named(tmp_path: Path) -> None:
+    info = classifier(tmp_path, id2label={"10": "k", "2": "c", "0": "a"})
+    assert info.labels == ("a", "LABEL_1", "c", *(f"LABEL_{i}" for i in range(3, 10)), "k")
+    assert (info.kind, info.tasks) == (ModelKind.SEQUENCE_CLASSIFIER, (PoolingTask.CLASSIFY,))
+    assert (info.sequence_pooling, info.embedding_size) == ((PoolingType.CLS,), 0)
+
+
+def test_labels_default_to_two(tmp_path: Path) -> None:
+    assert classifier(tmp_path).labels == ("LABEL_0", "LABEL_1")
+
+
+def test_num_labels(tmp_path: Path) -> None:
+    assert classifier(tmp_path, num_labels=3).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
+@pytest.mark.parametrize(
+    ("change", "activation", "source"),
+    [
+        ({}, Activation.SOFTMAX, "default of classifiers"),
+        ({"problem_type": "multi_label_classification"}, Activation.SIGMOID, "config.json: problem_type"),
+        ({"problem_type": "regression"}, Activation.IDENTITY, "config.json: problem_type"),
+        (
+            {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+            Activation.IDENTITY,
+            "config.json: sentence_transformers",
+        ),
+        ({"num_labels": 1}, Activation.SIGMOID, "default of cross-encoders"),
+        ({"num_labels": 1, "problem_type": "regression"}, Activation.IDENTITY, "config.json: problem_type"),
+        (
+            {"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+            Activation.IDENTITY,
+            "config.json: sbert_ce_default_activation_function",
+        ),
+    ],
+)
+def test_activation(tmp_path: Path, change: dict[str, Any], activation: Activation, source: str) -> None:
+    info = classifier(tmp_path, **change)
+    assert (info.activation, info.sources["activation"]) == (activation, source)
+
+
+def test_cross_encoder(tmp_path: Path) -> None:
+    info = classifier(tmp_path, id2label={"0": "LABEL_0"})
+    assert (info.kind, info.tasks) == (ModelKind.CROSS_ENCODER, (PoolingTask.CLASSIFY, PoolingTask.SCORE))
+
+
+def test_token_classifier(tmp_path: Path) -> None:
+    config = BERT | {"architectures": ["BertForTokenClassification"], "id2label": {"0": "O", "1": "B-PER"}}
+    info = resolve(write(tmp_path, {"config.json": config}), pooler_config=PoolerConfig(pooling_type=PoolingType.STEP))
+    assert (info.kind, info.tasks) == (ModelKind.TOKEN_CLASSIFIER, (PoolingTask.TOKEN_CLASSIFY,))
+    assert (info.token_pooling, info.sequence_pooling, info.activation) == (PoolingType.STEP, (), Activation.SOFTMAX)
+
+
+def test_modernbert_classifier_pooling(tmp_path: Path) -> None:
+    info = classifier(tmp_path, model_type="modernbert", classifier_pooling="mean")
+    assert info.sequence_pooling == (PoolingType.MEAN,)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": "qwen2"}, PoolingType.LAST),
+        ({"model_type": "qwen2", "is_causal": False}, PoolingType.LAST),
+        ({"model_type": "llama_bidirec", "is_causal": False, "pooling": "avg"}, PoolingType.MEAN),
+        ({"model_type": "llama_bidirec", "is_causal": False, "pooling": "last"}, PoolingType.LAST),
+        ({"model_type": "roberta"}, PoolingType.CLS),
+    ],
+)
+def test_classifiers_pool_the_row_that_their_family_does(
+    tmp_path: Path, change: dict[str, Any], expected: PoolingType
+) -> None:
+    assert classifier(tmp_path, **change).sequence_pooling == (expected,)
+
+
+# Limits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "sentence_bert", "expected"),
+    [
+        ({}, None, None, 40),
+        ({}, {"model_max_length": 20}, None, 20),
+        ({}, {"model_max_length": int(1e30)}, None, 40),
+        ({}, {"model_max_length": 20}, {"max_seq_length": 30}, 30),
+        ({}, {"model_max_length": 20}, {"max_seq_length": None}, 20),
+        ({}, None, {"max_seq_length": 400}, 40),
+        ({}, None, {"max_seq_length": 30, "tokenizer_args": {"model_max_length": 35}}, 35),
+        ({"model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 42}, None, None, 40),
+        (
+            {"model_type": "mpnet", "pad_token_id": 1, "max_position_embeddings": 42},
+            {"model_max_length": 512},
+            None,
+            40,
+        ),
+        ({"model_type": "t5", "max_position_embeddings": None}, {"model_max_length": 128}, None, 128),
+        ({"model_type": "xlnet", "max_position_embeddings": -1}, None, None, 512),
+    ],
+)
+def test_max_model_len(
+    tmp_path: Path,
+    config: dict[str, Any],
+    tokenizer: dict[str, Any] | None,
+    sentence_bert: dict[str, Any] | None,
+    expected: int,
+) -> None:
+    files: dict[str, Any] = {"config.json": BERT | config}
+    if tokenizer is not None:
+        files["tokenizer_config.json"] = tokenizer
+    if sentence_bert is not None:
+        files |= {"modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": MEAN}
+        files["sentence_bert_config.json"] = sentence_bert
+    assert resolve(write(tmp_path, files)).max_model_len == expected
+
+
+def test_operator_lowers_and_raises_max_model_len_up_to_the_positions(tmp_path: Path) -> None:
+    files = {
+        "config.json": BERT,
+        "modules.json": [TRANSFORMER, POOLING],
+        "1_Pooling/config.json": MEAN,
+        "sentence_bert_config.json": {"max_seq_length": 30},
+    }
+    write(tmp_path, files)
+    assert resolve(tmp_path).max_model_len == 30
+    for asked in (10, 40):
+        info = resolve(tmp_path, max_model_len=asked)
+        assert (info.max_model_len, info.sources["max_model_len"]) == (asked, "--max-model-len")
+    with pytest.raises(ModelLoadError, match=r"--max-model-len is 41.* 40 tokens"):
+        resolve(tmp_path, max_model_len=41)
+    # hf_overrides stand above config.json, here for a table of positions that was extended by hand.
+    assert resolve(tmp_path, max_model_len=41, hf_overrides={"max_position_embeddings": 64}).max_model_len == 41
+
+
+@pytest.mark.parametrize(
+    ("scaling", "reach"),
+    [
+        ({"type": "dynamic", "factor": 2.0}, 80),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 1.0}, 40),
+        ({"rope_type": "linear", "factor": 8.0}, 40),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 40}, 40),
+    ],
+)
+def test_rotary_positions_may_reach_past_the_default(tmp_path: Path, scaling: dict[str, Any], reach: int) -> None:
+    folder = write(tmp_path, {"config.json": BERT | {"model_type": "llama", "rope_scaling": scaling}})
+    assert resolve(folder).max_model_len == 40
+    assert resolve(folder, max_model_len=reach).max_model_len == reach
+    with pytest.raises(ModelLoadError, match=f"positions for {reach} tokens"):
+        resolve(folder, max_model_len=reach + 1)
+
+
+# The operator ----------------------------------------------------------------------------------------------------
+
+
+def test_overrides(tmp_path: Path) -> None:
+    write(tmp_path, {"config.json": BERT | {"rope_parameters": {"rope_theta": 1.0, "rope_type": "default"}}})
+    overrides = {"matryoshka_dimensions": [8, 16], "rope_parameters": {"rope_theta": 2.0}}
+    info = resolve(tmp_path, hf_overrides=overrides)
+    assert (info.matryoshka_dimensions, info.is_matryoshka) == ((8, 16), True)
+    assert info.sources["matryoshka_dimensions"] == "--hf-overrides: matryoshka_dimensions"
+    assert info.config["rope_parameters"] == {"rope_theta": 2.0, "rope_type": "default"}
+    assert resolve(tmp_path, hf_overrides={"is_matryoshka": True}).is_matryoshka
+    overrides = {"architectures": ["BertForSequenceClassification"], "num_labels": 1}
+    assert resolve(tmp_path, hf_overrides=overrides).kind is ModelKind.CROSS_ENCODER
+
+
+def test_architecture_override_beats_modules(tmp_path: Path) -> None:
+    write(tmp_path, {"config.json": BERT, "modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": MEAN})
+    assert resolve(tmp_path).kind is ModelKind.EMBEDDING
+    info = resolve(tmp_path, hf_overrides={"architectures": ["BertForSequenceClassification"]})
+    assert info.kind is ModelKind.SEQUENCE_CLASSIFIER
+    assert info.sources["kind"] == "--hf-overrides: architectures"
+
+
+def test_pooler_config_comes_last(tmp_path: Path) -> None:
+    write(tmp_path, {"config.json": BERT, "modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": MEAN})
+    config = PoolerConfig(
+        pooling_type=PoolingType.ATTENTION,
+        attention_head=3,
+        normalize=True,
+        dimensions=16,
+        logit_bias=0.5,
+        logit_sigma=2.0,
+    )
+    info = resolve(tmp_path, pooler_config=config)
+    assert (info.sequence_pooling, info.attention_head) == ((PoolingType.ATTENTION,), 3)
+    assert (info.normalize, info.dimensions, info.logit_bias, info.logit_mean, info.logit_sigma) == (
+        True,
+        16,
+        0.5,
+        0.0,
+        2.0,
+    )
+    for name in ("sequence_pooling", "attention_head", "normalize", "dimensions", "logit_bias", "logit_sigma"):
+        assert info.sources[name] == "--pooler-config"
+    assert info.sources["logit_mean"] == "default"
+    assert not resolve(tmp_path, pooler_config=PoolerConfig(use_activation=False)).normalize
+
+
+def test_table_names_a_source_for_every_field(tmp_path: Path) -> None:
+    info = resolve(write(tmp_path, {"config.json": BERT}))
+    table = resolved_table(info)
+    assert ("sequence_pooling", "MEAN", "default of encoders") in table
+    assert ("hidden_size", "32", "config.json: hidden_size") in table
+    assert all(len(row) == 3 and all(row) for row in table)
+    placed = with_device(info, "cpu", "float32")
+    assert ("device", "cpu", "chosen at start-up") in resolved_table(placed)
+    assert "labels" not in dict.fromkeys(row[0] for row in table)
+    assert "labels" in [row[0] for row in resolved_table(classifier(tmp_path))]
+
+
+def test_long_text_mode_is_the_operators(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"config.json": BERT})
+    off = resolve(folder)
+    assert (off.enable_chunked_processing, off.chunk_overlap) == (False, 0)
+    assert "chunk_overlap" not in [row[0] for row in resolved_table(off)]
+    settings = {"enable_chunked_processing": True, "max_embed_len": 9000, "chunk_overlap": 4}
+    table = resolved_table(resolve(folder, pooler_config=PoolerConfig(**settings)))
+    assert ("enable_chunked_processing", "yes", "--pooler-config") in table
+    assert ("max_embed_len", "9000", "--pooler-config") in table
+    assert ("chunk_overlap", "4", "--pooler-config") in table
+    assert ("chunked_processing_mode", "windows", "default") in table
+    wide = PoolerConfig(enable_chunked_processing=True, chunk_overlap=16)
+    with pytest.raises(ModelLoadError, match=r"chunk_overlap is 16, but a window .* has 16 tokens \(--max-model-len"):
+        resolve(folder, max_model_len=16, pooler_config=wide)
+    classifies = write(tmp_path, {"config.json": BERT | {"architectures": ["BertForSequenceClassification"]}})
+    with pytest.raises(ModelLoadError, match=r"has no task 'embed' \(kind\)"):
+        resolve(classifies, pooler_config=PoolerConfig(enable_chunked_processing=True))
+
+
+# Refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"config.json": "{"}, r"config\.json cannot be read"),
+        ({"config.json": []}, "must hold a JSON object"),
+        ({"config.json": BERT | {"model_type": None}}, "no model_type"),
+        ({"config.json": {"model_type": "bert"}}, "hidden_size None"),
+        ({"modules.json": [TRANSFORMER]}, r"holds no config\.json"),
+        ({"config.json": BERT, "modules.json": {}}, "must hold a list of modules"),
+        ({"config.json": BERT, "modules.json": [POOLING]}, "needs a Transformer first"),
+        (
+            {"config.json": BERT, "modules.json": [TRANSFORMER, {"type": "x.y.CNN", "path": "1_CNN"}]},
+            r"x\.y\.CNN \(1_CNN\)",
+        ),
+        ({"config.json": BERT, "modules.json": [TRANSFORMER, {"type": "x.Dense", "path": "../up"}]}, r"'\.\./up'"),
+        ({"config.json": BERT, "modules.json": [TRANSFORMER, NORMALIZE, POOLING]}, r"models\.Pooling \(1_Pooling\)"),
+        (
+            {
+                "config.json": BERT,
+                "modules.json": [TRANSFORMER, POOLING],
+                "1_Pooling/config.json": {"pooling_mode": "sum"},
+            },
+            "pooling mode 'sum'",
+        ),
+        (
+            {
+                "config.json": BERT,
+                "modules.json": [TRANSFORMER, POOLING, {"type": "x.Dense", "path": "2_Dense"}],
+                "2_Dense/config.json": {"in_features": 7, "out_features": 3},
+            },
+            "rows of 7, .* gives 32",
+        ),
+        (
+            {
+                "config.json": BERT,
+                "modules.json": [TRANSFORMER, POOLING, {"type": "x.Dense", "path": "2_Dense"}],
+                "2_Dense/config.json": {"in_features": 32, "out_features": 3, "activation_function": "os.system"},
+            },
+            r"os\.system",
+        ),
+        (
+            {
+                "config.json": BERT,
+                "modules.json": [TRANSFORMER, POOLING],
+                "config_sentence_transformers.json": {"prompts": {"query": "q"}, "default_prompt_name": "document"},
+            },
+            "'document', but its prompts are query",
+        ),
+        (
+            {"config.json": BERT | {"architectures": ["BertForSequenceClassification"], "id2label": {"x": "y"}}},
+            "column numbers",
+        ),
+        (
+            {"config.json": BERT | {"architectures": ["BertForSequenceClassification"], "problem_type": "guess"}},
+            "problem_type .* 'guess'",
+        ),
+        (
+            {
+                "config.json": BERT
+                | {
+                    "architectures": ["BertForSequenceClassification"],
+                    "sentence_transformers": {"activation_fn": "my.Fn"},
+                }
+            },
+            "'my.Fn'",
+        ),
+        ({"config.json": BERT | {"matryoshka_dimensions": ["8"]}}, "must be a list of widths"),
+    ],
+)
+def test_refusals_name_the_file_and_the_value(tmp_path: Path, files: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        resolve(write(tmp_path, files))
+
+
+@pytest.mark.parametrize(
+    ("pooler", "message"),
+    [
+        (PoolerConfig(attention_head=4), r"attention_head is 4; .* 4 heads"),
+        (PoolerConfig(dimensions=33), "dimensions is 33; .* 32"),
+    ],
+)
+def test_pooler_config_that_does_not_fit(tmp_path: Path, pooler: PoolerConfig, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        resolve(write(tmp_path, {"config.json": BERT}), pooler_config=pooler)
+
+
+def test_returned_token_ids_are_columns(tmp_path: Path) -> None:
+    config = BERT | {"architectures": ["BertForTokenClassification"], "id2label": {"0": "a", "1": "b"}}
+    pooler = PoolerConfig(pooling_type=PoolingType.STEP, returned_token_ids=(0, 2))
+    with pytest.raises(ModelLoadError, match=r"returned_token_ids is \[0, 2\]; .* columns 0 to 1"):
+        resolve(write(tmp_path, {"config.json": config}), pooler_config=pooler)
+
+
+def test_attention_pooling_needs_heads(tmp_path: Path) -> None:
+    config = {k: v for k, v in BERT.items() if k != "num_attention_heads"} | {"model_type": "mamba"}
+    with pytest.raises(ModelLoadError, match="ATTENTION pooling needs attention heads"):
+        resolve(
+            write(tmp_path, {"config.json": config}), pooler_config=PoolerConfig(pooling_type=PoolingType.ATTENTION)
+        )
+
+
+# Where models lie ------------------------------------------------------------------------------------------------
+
+
+def test_locate_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"model/config.json": BERT, "st/modules.json": [TRANSFORMER], "empty/readme.txt": "", "file": ""})
+    assert locate_model(str(tmp_path / "model")) == (tmp_path / "model").resolve()
+    assert locate_model(str(tmp_path / "st")) == (tmp_path / "st").resolve()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert locate_model("~/model") == (tmp_path / "model").resolve()
+    with pytest.raises(ModelLoadError, match=r"neither config\.json nor modules\.json"):
+        locate_model(str(tmp_path / "empty"))
+    with pytest.raises(ModelLoadError, match="is a file"):
+        locate_model(str(tmp_path / "file"))
+    with pytest.raises(ModelLoadError, match=r"no folder .* not a hub id"):
+        locate_model(str(tmp_path / "nowhere"))
+
+
+def hub_cache(cache: Path, name: str, files: dict[str, Any]) -> Path:
+    """A repository in the hub's cache, as huggingface_hub lays it out."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = cache / f"models--{name.replace('/', '--')}"
+    write(repo, {"refs/main": commit, **{f"snapshots/{commit}/{path}": content for path, content in files.items()}})
+    return repo / "snapshots" / commit
+
+
+def test_locate_in_the_hub_cache_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    snapshot = hub_cache(tmp_path, "owner/tiny", {"config.json": BERT, "pytorch_model.bin": ""})
+    assert locate_model("owner/tiny") == snapshot
+    with pytest.raises(
+        ModelLoadError, match=r"'owner/absent' could not be loaded\. Tried the folder .*owner/absent', the hub"
+    ):
+        locate_model("owner/absent")
+    with pytest.raises(ModelLoadError, match="at revision 'v2'"):
+        locate_model("owner/tiny", "v2")
+    hub_cache(tmp_path, "owner/dataset", {"notes.json": {}})
+    with pytest.raises(ModelLoadError, match="not a model"):
+        locate_model("owner/dataset")
+
+
+def test_only_what_is_needed_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"config.json": BERT, "model.safetensors": "", "1_Pooling/config.json": MEAN, "2_Dense/config.json": {}}
+    snapshot = write(tmp_path / "snapshot", files)
+    calls: list[dict[str, Any]] = []
+
+    def fetch(name: str, **kwargs: Any) -> str:
+        calls.append({"name": name, **kwargs})
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert locate_model("owner/tiny", "v1") == snapshot
+    assert [c["revision"] for c in calls] == ["v1", "v1"]
+    assert "*.bin" not in calls[0]["allow_patterns"]
+    assert calls[1]["allow_patterns"] == ["2_Dense/pytorch_model*.bin"]
+
+
+def test_every_error_of_the_hub_library_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TransportError(Exception):
+        pass
+
+    def fail(name: str, **_: Any) -> str:
+        raise TransportError("connection lost\nlong story")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ModelLoadError, match=r"local cache in '.*': connection lost$") as caught:
+        locate_model("owner/tiny")
+    assert isinstance(caught.value.__cause__, TransportError)
+
+
+def test_torch_is_not_imported() -> None:
+    names = "{'torch', 'transformers'}"
+    code = f"import sys, penstock.engine.model_files.resolve; sys.exit(sorted({names} & set(sys.modules)) != [])"
+    assert run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Against sentence-transformers -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-bert")
+    torch.manual_seed(0)
+    sizes = {k: v for k, v in BERT.items() if k not in ("model_type", "architectures")}
+    BertModel(BertConfig(**sizes)).save_pretrained(folder)
+    (folder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(97, 123))])
+    )
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+MODES = {
+    "cls": "CLS",
+    "max": "MAX",
+    "mean": "MEAN",
+    "mean_sqrt_len_tokens": "MEAN_SQRT_LEN",
+    "weightedmean": "WEIGHTED_MEAN",
+    "lasttoken": "LAST",
+}
+
+
+@pytest.mark.parametrize("mode", [*MODES, ("mean", "cls"), ("lasttoken", "max", "weightedmean")])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_saved_sentence_transformer(
+    tiny_bert: Path, tmp_path: Path, mode: str | tuple[str, ...], normalize: bool
+) -> None:
+    modes = (mode,) if isinstance(mode, str) else mode
+    modules = [
+        Transformer(str(tiny_bert), max_seq_length=20),
+        Pooling(32, mode, include_prompt=normalize),
+        Dropout(0.1),
+        Dense(32 * len(modes), 24, activation_function=torch.nn.GELU()),
+        Dense(24, 12, bias=False, activation_function=torch.nn.Identity()),
+        *([Normalize()] if normalize else []),
+    ]
+    model = SentenceTransformer(modules=modules, prompts={"query": "q: "}, default_prompt_name="query", truncate_dim=6)
+    model.save(str(tmp_path))
+    info = resolve(tmp_path)
+    again = SentenceTransformer(str(tmp_path), device="cpu")
+    assert tuple(p.value for p in info.sequence_pooling) == tuple(MODES[m] for m in modes)
+    assert info.normalize is normalize
+    assert info.include_prompt is normalize
+    assert info.max_model_len == again.max_seq_length == 20
+    assert info.embedding_size == 12
+    assert info.dimensions == again.get_embedding_dimension() == 6
+    assert [(d.in_features, d.out_features, d.bias, d.activation) for d in info.dense] == [
+        (32 * len(modes), 24, True, "GELU"),
+        (24, 12, False, "Identity"),
+    ]
+    assert info.prompts["query"] == again.prompts["query"]
+    assert info.default_prompt_name == again.default_prompt_name
+
+
+def test_plain_model_resolves_as_sentence_transformers_loads_it(tiny_bert: Path) -> None:
+    model = SentenceTransformer(str(tiny_bert), device="cpu")
+    info = resolve(tiny_bert)
+    assert model[1].pooling_mode == "mean"
+    assert info.sequence_pooling == (PoolingType.MEAN,)
+    assert info.max_model_len == model.max_seq_length
+
+
+@pytest.mark.parametrize("activation", [None, torch.nn.Identity(), torch.nn.Sigmoid()])
+def test_saved_cross_encoder(tiny_bert: Path, tmp_path: Path, activation: torch.nn.Module | None) -> None:
+    sizes = {k: v for k, v in BERT.items() if k not in ("model_type", "architectures")}
+    source = tmp_path / "source"
+    BertForSequenceClassification(BertConfig(**sizes, num_labels=1)).save_pretrained(source)
+    BertTokenizerFast(str(tiny_bert / "vocab.txt")).save_pretrained(source)
+    for folder in (source, tmp_path / "saved"):
+        model = CrossEncoder(str(source), activation_fn=activation, device="cpu")
+        if folder != source:
+            model.save(str(folder))
+            info = resolve(folder)
+            assert info.activation.value == type(model.activation_fn).__name__.lower()
+            assert info.kind is ModelKind.CROSS_ENCODER
+            assert info.max_model_len == model.max_seq_length
+        else:
+            assert resolve(folder).activation is Activation.SIGMOID
+
+
+def test_unknown_saved_module(tiny_bert: Path, tmp_path: Path) -> None:
+    from sentence_transformers.sentence_transformer.modules import LayerNorm
+
+    SentenceTransformer(modules=[Transformer(str(tiny_bert)), Pooling(32), LayerNorm(32)]).save(str(tmp_path))
+    with pytest.raises(UnsupportedModelError, match=r"LayerNorm \(2_LayerNorm\); penstock knows"):
+        resolve(tmp_path)

@@ -1,0 +1,270 @@
+"""What requests and operators may ask of pooling, as a table of values and messages."""
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
+from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.params import VALID_PARAMETERS, PoolingParams
+from penstock.engine.protocol.pooler_config import PoolerConfig
+from penstock.engine.protocol.tasks import ChunkedProcessingMode, PoolingTask, PoolingType
+
+
+def model(kind: ModelKind = ModelKind.EMBEDDING, **changes: Any) -> ModelInfo:
+    tasks = {
+        ModelKind.EMBEDDING: (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE),
+        ModelKind.CROSS_ENCODER: (PoolingTask.CLASSIFY, PoolingTask.SCORE),
+        ModelKind.TOKEN_CLASSIFIER: (PoolingTask.TOKEN_CLASSIFY,),
+        ModelKind.SEQUENCE_CLASSIFIER: (PoolingTask.CLASSIFY,),
+    }
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "path": "/tiny",
+        "architecture": "BertModel",
+        "model_type": "bert",
+        "native": True,
+        "kind": kind,
+        "tasks": tasks[kind],
+        "hidden_size": 64,
+        "vocab_size": 100,
+        "max_model_len": 128,
+        "embedding_size": 64 if kind is ModelKind.EMBEDDING else 0,
+        "sequence_pooling": (PoolingType.MEAN,),
+        "labels": () if kind is ModelKind.EMBEDDING else ("a", "b", "c"),
+    }
+    return ModelInfo(**{**fields, **changes})
+
+
+EMBEDDING = model()
+MATRYOSHKA = model(is_matryoshka=True)
+LISTED = model(is_matryoshka=True, matryoshka_dimensions=(16, 32))
+CLASSIFIER = model(ModelKind.SEQUENCE_CLASSIFIER)
+CROSS_ENCODER = model(ModelKind.CROSS_ENCODER)
+TOKENS = model(ModelKind.TOKEN_CLASSIFIER)
+STEPS = model(ModelKind.TOKEN_CLASSIFIER, token_pooling=PoolingType.STEP)
+
+
+@pytest.mark.parametrize(
+    ("info", "task", "fields"),
+    [
+        (EMBEDDING, PoolingTask.EMBED, {}),
+        (EMBEDDING, PoolingTask.EMBED, {"normalize": False, "use_activation": False}),
+        (EMBEDDING, PoolingTask.EMBED, {"dimensions": 64}),
+        (EMBEDDING, PoolingTask.TOKEN_EMBED, {"use_activation": True}),
+        (EMBEDDING, PoolingTask.SCORE, {"use_activation": True}),
+        (EMBEDDING, PoolingTask.EMBED, {"truncate_prompt_tokens": -1}),
+        (EMBEDDING, PoolingTask.EMBED, {"truncate_prompt_tokens": 128, "truncation_side": "left"}),
+        (EMBEDDING, PoolingTask.EMBED, {"task": PoolingTask.EMBED}),
+        (MATRYOSHKA, PoolingTask.EMBED, {"dimensions": 1}),
+        (LISTED, PoolingTask.EMBED, {"dimensions": 32}),
+        (LISTED, PoolingTask.EMBED, {"dimensions": 64}),
+        (CLASSIFIER, PoolingTask.CLASSIFY, {"use_activation": False}),
+        (CROSS_ENCODER, PoolingTask.SCORE, {"use_activation": False}),
+        (STEPS, PoolingTask.TOKEN_CLASSIFY, {"step_tag_id": 7, "returned_token_ids": (0, 2)}),
+    ],
+)
+def test_accepted(info: ModelInfo, task: PoolingTask, fields: dict[str, Any]) -> None:
+    PoolingParams(**fields).verify(task, info)
+
+
+@pytest.mark.parametrize(
+    ("info", "task", "fields", "message", "param"),
+    [
+        (
+            EMBEDDING,
+            PoolingTask.EMBED,
+            {"normalize": True, "use_activation": False},
+            "two names of one option",
+            "normalize",
+        ),
+        (
+            EMBEDDING,
+            PoolingTask.EMBED,
+            {"step_tag_id": 1},
+            "'embed' takes the parameters dimensions, normalize, use_activation; it does not take step_tag_id",
+            "step_tag_id",
+        ),
+        (
+            CLASSIFIER,
+            PoolingTask.CLASSIFY,
+            {"dimensions": 8, "normalize": True},
+            "'classify' takes the parameters use_activation; it does not take dimensions, normalize",
+            "dimensions",
+        ),
+        (CROSS_ENCODER, PoolingTask.SCORE, {"normalize": True}, "does not take normalize", "normalize"),
+        (EMBEDDING, PoolingTask.EMBED, {"task": PoolingTask.SCORE}, "this call runs 'embed'", "task"),
+        (EMBEDDING, PoolingTask.EMBED, {"dimensions": 0}, "gives 1 to 64", "dimensions"),
+        (EMBEDDING, PoolingTask.EMBED, {"dimensions": 65}, "gives 1 to 64", "dimensions"),
+        (EMBEDDING, PoolingTask.EMBED, {"dimensions": 32}, '--hf-overrides .{"is_matryoshka": true}', "dimensions"),
+        (LISTED, PoolingTask.EMBED, {"dimensions": 8}, "declares 16, 32 and its native 64", "dimensions"),
+        (EMBEDDING, PoolingTask.EMBED, {"truncate_prompt_tokens": 0}, "at least 1", "truncate_prompt_tokens"),
+        (EMBEDDING, PoolingTask.EMBED, {"truncate_prompt_tokens": -2}, "at least 1", "truncate_prompt_tokens"),
+        (
+            EMBEDDING,
+            PoolingTask.EMBED,
+            {"truncate_prompt_tokens": 129},
+            r"truncate_prompt_tokens value is greater than max_model_len\. Please request a smaller truncation size\.",
+            "truncate_prompt_tokens",
+        ),
+        (
+            model(enable_chunked_processing=True),
+            PoolingTask.EMBED,
+            {"truncate_prompt_tokens": 2**64},
+            "greater than max_embed_len",
+            "truncate_prompt_tokens",
+        ),
+        (STEPS, PoolingTask.TOKEN_CLASSIFY, {"step_tag_id": 2**64}, "the ids 0 to 99", "step_tag_id"),
+        (EMBEDDING, PoolingTask.EMBED, {"truncation_side": "top"}, "must be 'left' or 'right'", "truncation_side"),
+        (TOKENS, PoolingTask.TOKEN_CLASSIFY, {"step_tag_id": 3}, "need STEP pooling; tiny uses ALL", "step_tag_id"),
+        (
+            STEPS,
+            PoolingTask.TOKEN_CLASSIFY,
+            {"returned_token_ids": (0, 3)},
+            "holds 3; tiny gives columns 0 to 2",
+            "returned_token_ids",
+        ),
+        (
+            STEPS,
+            PoolingTask.TOKEN_CLASSIFY,
+            {"step_tag_id": -1},
+            "step_tag_id is -1; the model has the ids 0 to 99",
+            "step_tag_id",
+        ),
+    ],
+)
+def test_refused(info: ModelInfo, task: PoolingTask, fields: dict[str, Any], message: str, param: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        PoolingParams(**fields).verify(task, info)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("task", PoolingTask)
+@pytest.mark.parametrize("info", [EMBEDDING, CLASSIFIER, CROSS_ENCODER, TOKENS], ids=lambda info: info.kind.value)
+def test_a_model_refuses_tasks_that_it_has_not(info: ModelInfo, task: PoolingTask) -> None:
+    if task in info.tasks:
+        assert PoolingParams().resolved(task, info).task is task
+        return
+    with pytest.raises(UnsupportedTaskError, match=f"does not support the task '{task.value}'; it supports") as caught:
+        PoolingParams().verify(task, info)
+    assert all(supported.value in caught.value.message for supported in info.tasks)
+
+
+def test_every_task_has_valid_parameters() -> None:
+    assert set(VALID_PARAMETERS) == set(PoolingTask)
+
+
+@pytest.mark.parametrize(
+    ("fields", "default", "expected"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"normalize": False}, True, False),
+        ({"use_activation": True}, False, True),
+    ],
+)
+def test_resolved_normalize(fields: dict[str, Any], default: bool, expected: bool) -> None:
+    params = PoolingParams(**fields).resolved(PoolingTask.EMBED, model(normalize=default))
+    assert (params.normalize, params.use_activation) == (expected, expected)
+
+
+def test_resolved_takes_what_is_missing_from_the_model() -> None:
+    info = model(dimensions=32)
+    assert PoolingParams().resolved(PoolingTask.EMBED, info).dimensions == 32
+    assert PoolingParams(dimensions=64).resolved(PoolingTask.EMBED, info).dimensions == 64
+    info = model(ModelKind.SEQUENCE_CLASSIFIER, use_activation=False)
+    assert PoolingParams().resolved(PoolingTask.CLASSIFY, info).use_activation is False
+    assert PoolingParams(use_activation=True).resolved(PoolingTask.CLASSIFY, info).use_activation is True
+    info = model(ModelKind.TOKEN_CLASSIFIER, token_pooling=PoolingType.STEP, step_tag_id=9, returned_token_ids=(1, 2))
+    params = PoolingParams().resolved(PoolingTask.TOKEN_CLASSIFY, info)
+    assert (params.step_tag_id, params.returned_token_ids) == (9, (1, 2))
+    params = PoolingParams(step_tag_id=0, returned_token_ids=(0,)).resolved(PoolingTask.TOKEN_CLASSIFY, info)
+    assert (params.step_tag_id, params.returned_token_ids) == (0, (0,))
+
+
+def test_truncation_in_long_text_mode_goes_up_to_max_embed_len() -> None:
+    params = PoolingParams(truncate_prompt_tokens=1000)
+    params.verify(PoolingTask.EMBED, model(enable_chunked_processing=True))
+    info = model(enable_chunked_processing=True, max_embed_len=1000)
+    params.verify(PoolingTask.EMBED, info)
+    params.verify(PoolingTask.SCORE, info)
+    with pytest.raises(InvalidRequestError, match=r"greater than max_embed_len.* \(1001 > 1000\)"):
+        PoolingParams(truncate_prompt_tokens=1001).verify(PoolingTask.EMBED, info)
+    with pytest.raises(InvalidRequestError, match=r"greater than max_model_len.* \(1000 > 128\)"):
+        params.verify(PoolingTask.TOKEN_EMBED, info)
+
+
+def test_resolved_params_pass_again() -> None:
+    params = PoolingParams(dimensions=32).resolved(PoolingTask.EMBED, LISTED)
+    assert params.resolved(PoolingTask.EMBED, LISTED) == params
+
+
+def test_clone() -> None:
+    params = PoolingParams(dimensions=8)
+    assert params.clone(normalize=False) == PoolingParams(dimensions=8, normalize=False)
+    assert params.normalize is None
+
+
+# --pooler-config -------------------------------------------------------------------------------------------------
+
+
+def test_pooler_config_from_json() -> None:
+    fields = {
+        "pooling_type": "mean",
+        "normalize": False,
+        "dimensions": 32,
+        "use_activation": True,
+        "logit_bias": 1,
+        "logit_mean": 0.5,
+        "logit_sigma": 2.0,
+        "step_tag_id": 5,
+        "returned_token_ids": [1, 0],
+        "attention_head": 0,
+        "enable_chunked_processing": True,
+        "max_embed_len": 4096,
+        "chunk_overlap": 16,
+        "chunked_processing_mode": "Windows",
+    }
+    enums = {"pooling_type": PoolingType.MEAN, "chunked_processing_mode": ChunkedProcessingMode.WINDOWS}
+    config = PoolerConfig.from_json(json.dumps(fields))
+    assert config == PoolerConfig(**{**fields, **enums, "logit_bias": 1.0, "returned_token_ids": (1, 0)})
+    assert PoolerConfig.from_json("{}") == PoolerConfig()
+    assert PoolerConfig.from_json('{"normalize": null}') == PoolerConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must be a JSON object, not list"),
+        ('{"pooling": "MEAN"}', "unknown field 'pooling'; known are attention_head, chunk_overlap, chunked_"),
+        ('{"pooling_type": "SUM"}', "pooling_type is 'SUM'; it must be one of CLS, LAST, MEAN"),
+        ('{"normalize": 1}', "normalize is 1; it must be true or false"),
+        ('{"logit_bias": "x"}', "logit_bias is 'x'; it must be a number"),
+        ('{"logit_bias": true}', "logit_bias is True; it must be a number"),
+        ('{"logit_mean": NaN}', "logit_mean is nan; it must be a finite number"),
+        ('{"logit_sigma": 0}', "logit_sigma is 0; logits are divided by it"),
+        ('{"dimensions": 0}', "dimensions is 0; it must be at least 1"),
+        ('{"dimensions": 1.5}', "dimensions is 1.5; it must be an integer"),
+        ('{"dimensions": true}', "dimensions is True; it must be an integer"),
+        ('{"max_embed_len": -1}', "max_embed_len is -1; it must be at least 1"),
+        ('{"max_embed_len": 9}', "max_embed_len .* needs enable_chunked_processing: true"),
+        ('{"enable_chunked_processing": false, "chunk_overlap": 1}', "chunk_overlap .* needs enable_chunked"),
+        ('{"enable_chunked_processing": true, "chunk_overlap": -1}', "chunk_overlap is -1; it must be 0 or more"),
+        ('{"enable_chunked_processing": true, "chunk_overlap": 1.5}', "chunk_overlap is 1.5; it must be an integer"),
+        ('{"chunked_processing_mode": "mean"}', "chunked_processing_mode is 'mean'; it must be one of windows, vllm"),
+        (
+            '{"enable_chunked_processing": true, "chunked_processing_mode": "vllm", "chunk_overlap": 1}',
+            "chunk_overlap is 1; the mode 'vllm' knows no overlap",
+        ),
+        ('{"attention_head": -1}', "attention_head is -1; it must be 0 or more"),
+        ('{"step_tag_id": -1}', "step_tag_id is -1; it must be 0 or more"),
+        ('{"returned_token_ids": []}', "must be a list of token ids"),
+        ('{"returned_token_ids": [-1]}', "must be a list of token ids"),
+        ('{"returned_token_ids": 3}', "returned_token_ids is 3; it must be a list of token ids"),
+    ],
+)
+def test_pooler_config_refuses(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PoolerConfig.from_json(text)

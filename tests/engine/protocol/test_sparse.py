@@ -1,0 +1,239 @@
+"""Sparse vectors, and the three outputs of bge-m3, against what sentence-transformers and plain torch compute."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+import torch.nn.functional as F
+import transformers
+
+from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.model_files.resolve import resolve_model
+from penstock.engine.protocol import errors
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.sparse import SparseKind, SparseVector
+from penstock.engine.protocol.tasks import PoolingTask
+
+from .test_multi_vector import DOCUMENTS, QUERIES, write_backbone, write_json
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PARAMS = PoolingParams()
+TEXTS = [*QUERIES, *DOCUMENTS, "dam " * 40]
+ALL = (PoolingTask.EMBED, PoolingTask.SPARSE_EMBED, PoolingTask.TOKEN_EMBED)
+
+
+def write_splade(folder: Path, class_name: str, settings: dict[str, Any] | None = None, **pooling: Any) -> Path:
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48} if class_name.startswith("Distil") else {}
+    write_backbone(folder, class_name, **sizes)
+    base = "sentence_transformers.sparse_encoder"
+    kinds = [(f"{base}.models.MLMTransformer", ""), (f"{base}.models.SpladePooling", "1_SpladePooling")]
+    modules = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in enumerate(kinds)]
+    write_json(folder / "modules.json", modules)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 48, "do_lower_case": False})
+    write_json(folder / "1_SpladePooling" / "config.json", pooling)
+    config = {"model_type": "SparseEncoder", "prompts": {}, "similarity_fn_name": "dot"} | (settings or {})
+    write_json(folder / "config_sentence_transformers.json", config)
+    return folder
+
+
+def write_m3(folder: Path) -> Path:
+    write_backbone(folder, "XLMRobertaModel", max_position_embeddings=80)
+    kinds = ["models.Transformer", "models.Pooling", "models.Normalize"]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    modules = [{"path": path, "type": f"sentence_transformers.{k}"} for path, k in zip(paths, kinds, strict=True)]
+    write_json(folder / "modules.json", modules)
+    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_cls_token": True})
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 64, "do_lower_case": False})
+    torch.manual_seed(3)
+    for name, width in (("sparse_linear", 1), ("colbert_linear", 32)):
+        torch.save(torch.nn.Linear(32, width).state_dict(), folder / f"{name}.pt")
+    return folder
+
+
+SPLADE = {
+    "bert": ("BertForMaskedLM", {}, {}),
+    "distilbert_sum": ("DistilBertForMaskedLM", {}, {"pooling_strategy": "sum"}),
+    "xlm_roberta_log": ("XLMRobertaForMaskedLM", {}, {"activation_function": "log1p_relu"}),
+    "modernbert": ("ModernBertForMaskedLM", {"similarity_fn_name": "cosine"}, {}),
+    "mpnet": ("MPNetForMaskedLM", {}, {"pooling_strategy": "max"}),
+}
+
+
+@pytest.fixture(scope="module", params=SPLADE)
+def splade(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    class_name, settings, pooling = SPLADE[request.param]
+    return write_splade(tmp_path_factory.mktemp("splade"), class_name, settings, **pooling)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(splade: Path) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(EngineConfig(model=str(splade), in_process=True, num_threads=1))
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def m3(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(
+        EngineConfig(model=str(write_m3(tmp_path_factory.mktemp("m3"))), in_process=True, num_threads=1)
+    )
+    yield engine
+    await engine.close()
+
+
+def dense(vector: SparseVector, size: int) -> np.ndarray:
+    row = np.zeros(size, np.float32)
+    row[vector.indices] = vector.values
+    return row
+
+
+async def test_splade_equals_sentence_transformers(engine: AsyncEngine, splade: Path) -> None:
+    from sentence_transformers import SparseEncoder
+
+    peer = SparseEncoder(str(splade), device="cpu")
+    expected = peer.encode(TEXTS, convert_to_sparse_tensor=False).numpy()
+    result = await engine.sparse_embed(TEXTS, PARAMS)
+    actual = np.stack([dense(vector, engine.info.vocab_size) for vector in result.vectors])
+    assert 0 < (actual > 0).mean() < 1
+    assert np.abs(actual - expected).max() < 1e-5
+    assert all((np.diff(vector.indices) > 0).all() and (vector.values > 0).all() for vector in result.vectors)
+    scores = peer.similarity(*(peer.encode(t, convert_to_sparse_tensor=False) for t in (QUERIES[:1], DOCUMENTS)))[
+        0
+    ].numpy()
+    assert np.abs((await engine.score(QUERIES[:1], DOCUMENTS, PARAMS)).scores - scores).max() < 1e-4
+    paired = await engine.score(QUERIES, DOCUMENTS[:2], PARAMS)
+    assert abs(paired.scores[0] - scores[0]) < 1e-4
+
+
+async def test_splade_does_not_depend_on_the_batch(engine: AsyncEngine) -> None:
+    together = (await engine.sparse_embed(TEXTS * 3, PARAMS)).vectors
+    alone = await asyncio.gather(*(engine.sparse_embed([text], PARAMS) for text in TEXTS))
+    for i, vector in enumerate(together):
+        difference = dense(vector, 100) - dense(alone[i % len(TEXTS)].vectors[0], 100)
+        assert np.abs(difference).max() < 1e-5
+
+
+async def test_splade_has_no_other_outputs(engine: AsyncEngine) -> None:
+    assert engine.info.tasks == (PoolingTask.SPARSE_EMBED, PoolingTask.SCORE)
+    with pytest.raises(errors.UnsupportedTaskError):
+        await engine.embed(TEXTS, PARAMS)
+    with pytest.raises(errors.InvalidRequestError, match="does not take normalize"):
+        await engine.sparse_embed(TEXTS, PoolingParams(normalize=True))
+
+
+def m3_outputs(folder: str, text: str) -> tuple[torch.Tensor, dict[int, float], torch.Tensor]:
+    """What FlagEmbedding's M3Embedder gives: normalised CLS, token weights by id, normalised vectors without CLS."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    heads = {name: torch.load(Path(folder) / f"{name}.pt") for name in ("sparse_linear", "colbert_linear")}
+    inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=64)
+    with torch.no_grad():
+        rows = model(**{name: inputs[name] for name in ("input_ids", "attention_mask")}).last_hidden_state[0]
+    weights = F.relu(F.linear(rows, **heads["sparse_linear"]))[:, 0].tolist()
+    unused = {tokenizer.cls_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    lexical: dict[int, float] = {}
+    for token_id, weight in zip(inputs["input_ids"][0].tolist(), weights, strict=True):
+        if token_id not in unused and weight > lexical.get(token_id, 0.0):
+            lexical[token_id] = weight
+    vectors = F.normalize(F.linear(rows[1:], **heads["colbert_linear"]), dim=-1)
+    return F.normalize(rows[0], dim=-1), lexical, vectors
+
+
+async def test_m3_gives_three_outputs_of_one_forward(m3: AsyncEngine) -> None:
+    assert m3.info.sparse is not None
+    assert m3.info.sparse.kind is SparseKind.TOKEN_WEIGHTS
+    before = m3.stats().num_batched_tokens_total
+    result = await m3.embed_combined(TEXTS, ALL, PARAMS)
+    assert m3.stats().num_batched_tokens_total - before == sum(result.num_tokens)
+    assert result.embeddings is not None
+    assert result.sparse is not None
+    assert result.vectors is not None
+    assert result.token_ids is not None
+    for i, text in enumerate(TEXTS):
+        embedding, lexical, vectors = m3_outputs(m3.info.path, text)
+        assert np.abs(result.embeddings[i] - embedding.numpy()).max() < 1e-5
+        assert result.sparse[i].indices.tolist() == sorted(lexical)
+        expected = np.array([lexical[token_id] for token_id in sorted(lexical)], np.float32)
+        assert np.abs(result.sparse[i].values - expected).max(initial=0.0) < 1e-5
+        assert result.vectors[i].shape == tuple(vectors.shape)
+        assert np.abs(result.vectors[i] - vectors.numpy()).max() < 1e-5
+        assert len(result.token_ids[i]) == len(vectors)
+
+
+async def test_m3_outputs_asked_for_together_are_those_asked_for_alone(m3: AsyncEngine) -> None:
+    together = await m3.embed_combined(TEXTS, ALL, PARAMS)
+    embedded, sparse, tokens, two = await asyncio.gather(
+        m3.embed(TEXTS, PARAMS),
+        m3.sparse_embed(TEXTS, PARAMS),
+        m3.token_embed(TEXTS, PARAMS),
+        m3.embed_combined(TEXTS, ALL[:2], PARAMS),
+    )
+    assert together.embeddings is not None
+    assert together.sparse is not None
+    assert together.vectors is not None
+    assert two.sparse is not None
+    assert two.vectors is None
+    assert np.abs(embedded.embeddings - together.embeddings).max() < 1e-6
+    for i in range(len(TEXTS)):
+        assert together.sparse[i].indices.tolist() == sparse.vectors[i].indices.tolist()
+        assert np.abs(two.sparse[i].values - sparse.vectors[i].values).max(initial=0.0) < 1e-5
+        assert np.abs(together.vectors[i] - tokens.rows[i]).max() < 1e-5
+    assert tokens.token_ids == together.token_ids
+
+
+async def test_m3_scores_by_cosine(m3: AsyncEngine) -> None:
+    scores = (await m3.score(QUERIES[:1], DOCUMENTS, PARAMS)).scores
+    rows = (await m3.embed([*QUERIES[:1], *DOCUMENTS], PARAMS)).embeddings
+    assert np.abs(scores - rows[1:] @ rows[0]).max() < 1e-5
+
+
+async def test_outputs_that_a_model_lacks(tmp_path: Path, m3: AsyncEngine) -> None:
+    with pytest.raises(errors.InvalidRequestError, match="does not support the task 'classify'"):
+        await m3.classify(["a"], PARAMS)
+    dense_only = write_m3(tmp_path)
+    (dense_only / "sparse_linear.pt").unlink()
+    info = resolve_model(EngineConfig(model=str(dense_only)))
+    assert info.sparse is None
+    assert info.token_heads is not None
+    assert PoolingTask.SPARSE_EMBED not in info.tasks
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("1_SpladePooling/config.json", {"pooling_strategy": "mean"}, "pooling_strategy 'mean'"),
+        ("config_sentence_transformers.json", {"similarity_fn_name": "euclidean"}, "similarity_fn_name 'euclidean'"),
+        ("config.json", {"model_type": "t5"}, "for which penstock has no code"),
+    ],
+)
+async def test_settings_without_code(tmp_path: Path, name: str, change: dict[str, str], message: str) -> None:
+    folder = write_splade(tmp_path, "BertForMaskedLM")
+    write_json(folder / name, json.loads((folder / name).read_text()) | change)
+    with pytest.raises(errors.UnsupportedModelError, match=message):
+        resolve_model(EngineConfig(model=str(folder)))
+
+
+async def test_a_checkpoint_without_the_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(errors.ModelLoadError, match="holds no head of one that penstock knows"):
+        await AsyncEngine.start(
+            EngineConfig(model=str(write_splade(tmp_path, "BertModel")), in_process=True, num_threads=1)
+        )
+
+
+@pytest.mark.parametrize(("is_cosine", "expected"), [(False, 6.0), (True, 6.0 / (5**0.5 * 13**0.5))])
+async def test_similarity_of_sparse_vectors(is_cosine: bool, expected: float) -> None:
+    first = SparseVector.of(np.array([[1, 1], [7, 2]], np.float32))
+    second = SparseVector.of(np.array([[2, 2], [7, 3]], np.float32))
+    assert abs(first.similarity(second, is_cosine=is_cosine) - expected) < 1e-6
+    none = SparseVector.of(np.empty((0, 2), np.float32))
+    assert first.similarity(none, is_cosine=is_cosine) == 0.0

@@ -1,0 +1,38 @@
+"""Chunks of a ChunkedPrefillManager, a step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from penstock.engine.scheduling.chunked_prefill import ChunkedPrefillManager, ChunkedRequest, PrefillChunk
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def schedule(manager: ChunkedPrefillManager, max_tokens: int | None = None) -> PrefillChunk:
+    chunk = manager.schedule_chunk(max_tokens)
+    assert chunk is not None
+    return chunk
+
+
+def run(manager: ChunkedPrefillManager, max_tokens: int | None = None, output: object = None) -> PrefillChunk:
+    chunk = schedule(manager, max_tokens)
+    manager.start_chunk(chunk.chunk_id)
+    manager.complete_chunk(chunk.chunk_id, output)
+    return chunk
+
+
+def request_of(manager: ChunkedPrefillManager, request_id: Hashable) -> ChunkedRequest:
+    request = manager.get_request(request_id)
+    assert request is not None
+    return request
+
+
+def bounds(chunks: list[PrefillChunk]) -> list[tuple[int, int]]:
+    return [(chunk.start, chunk.end) for chunk in chunks]

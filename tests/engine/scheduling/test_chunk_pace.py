@@ -1,0 +1,55 @@
+"""The size of chunks follows the time that they take."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine.scheduling.chunk_pace import ChunkPace
+
+MAX_TOKENS = 2048
+
+
+def settle(
+    pace: ChunkPace, token_s: float, *, others_wait: bool, whole_tokens: int = 0, whole_token_s: float = 0
+) -> int:
+    for _ in range(20):
+        num_tokens = pace.allowance(others_wait=others_wait)
+        pace.record(num_tokens, whole_tokens, num_tokens * token_s + whole_tokens * whole_token_s)
+    return pace.allowance(others_wait=others_wait)
+
+
+@pytest.mark.parametrize("token_s", [1e-4, 1e-3])
+def test_a_chunk_takes_about_a_fixed_time(token_s: float) -> None:
+    busy = settle(ChunkPace(MAX_TOKENS), token_s, others_wait=True)
+    alone = settle(ChunkPace(MAX_TOKENS), token_s, others_wait=False)
+    assert 0.1 <= busy * token_s <= 0.15
+    assert alone == MAX_TOKENS or 0.9 <= alone * token_s <= 1.0
+    assert alone > busy
+
+
+def test_a_slow_device_still_moves_on_and_a_fast_one_keeps_to_the_limit() -> None:
+    assert settle(ChunkPace(MAX_TOKENS), 1.0, others_wait=True) == 128
+    assert settle(ChunkPace(MAX_TOKENS), 1.0, others_wait=False) == 512
+    assert settle(ChunkPace(MAX_TOKENS), 1e-7, others_wait=False) == MAX_TOKENS
+    assert settle(ChunkPace(5), 1e-7, others_wait=False) == 5
+
+
+def test_the_time_of_whole_sequences_is_not_held_against_chunks() -> None:
+    pace = ChunkPace(MAX_TOKENS)
+    pace.record(0, 1000, 0.1)
+    beside = settle(pace, 1e-3, others_wait=True, whole_tokens=1000, whole_token_s=1e-4)
+    assert beside == settle(ChunkPace(MAX_TOKENS), 1e-3, others_wait=True)
+
+
+def test_it_follows_a_cost_that_grows() -> None:
+    pace = ChunkPace(MAX_TOKENS)
+    before = settle(pace, 1e-4, others_wait=True)
+    assert settle(pace, 5e-4, others_wait=True) < before / 4
+
+
+def test_a_fixed_cost_of_a_forward_does_not_make_chunks_ever_smaller() -> None:
+    pace = ChunkPace(MAX_TOKENS)
+    for _ in range(50):
+        num_tokens = pace.allowance(others_wait=False)
+        pace.record(num_tokens, 0, 0.5 + num_tokens * 1e-4)
+    assert pace.allowance(others_wait=False) >= 512

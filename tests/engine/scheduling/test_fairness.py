@@ -1,0 +1,157 @@
+"""Clients that wait share the device evenly, by tokens, whatever each of them sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import example, given, settings, strategies as st
+
+from penstock.engine.protocol.config import SchedulerConfig
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.sequence import Sequence
+
+BUDGET = 256
+MAX_SEQ_LEN = 128
+
+
+def make() -> Scheduler:
+    return Scheduler(SchedulerConfig(max_num_seqs=16), token_budget=BUDGET, max_seq_len=MAX_SEQ_LEN)
+
+
+class Load:
+    """Keeps requests of some clients waiting, and counts what they get."""
+
+    def __init__(self) -> None:
+        self.scheduler = make()
+        self.num_requests = 0
+        self.now_s = 0.0
+        self.tokens: Counter[str] = Counter()
+        self.waiting: Counter[str] = Counter()
+
+    def send(self, client: str, lengths: list[int], priority: int = 0) -> None:
+        self.num_requests += 1
+        self.waiting[client] += sum(lengths)
+        self.scheduler.add(
+            [
+                Sequence(self.num_requests, index, length, self.now_s, priority, client=client)
+                for index, length in enumerate(lengths)
+            ]
+        )
+
+    def step(self) -> list[str]:
+        self.now_s += 0.1
+        batch = self.scheduler.schedule(self.now_s)
+        for slice_ in batch.slices:
+            self.tokens[slice_.sequence.client] += slice_.num_tokens
+            self.waiting[slice_.sequence.client] -= slice_.num_tokens
+        self.scheduler.finish(batch)
+        return [slice_.sequence.client for slice_ in batch.slices]
+
+
+shapes = st.lists(st.integers(1, MAX_SEQ_LEN), min_size=1, max_size=8)
+large = st.lists(st.integers(20, MAX_SEQ_LEN), min_size=1, max_size=8)
+
+
+@settings(max_examples=25)
+@example(first=[20], second=[32], third=[21], priorities=(0, 1, 0))  # who is owed most is never overdue
+@given(first=large, second=large, third=large, priorities=st.tuples(*[st.integers(-3, 3)] * 3))
+def test_clients_that_always_wait_get_the_same(
+    first: list[int], second: list[int], third: list[int], priorities: tuple[int, int, int]
+) -> None:
+    load = Load()
+    sent = {"a": first * 5, "b": second * 2, "c": third}  # a sends many at once, c few
+    for _ in range(120):
+        for (client, lengths), priority in zip(sent.items(), priorities, strict=True):
+            while load.waiting[client] < 3 * BUDGET:
+                load.send(client, lengths, priority)
+        load.step()
+    most, least = max(load.tokens.values()), min(load.tokens.values())
+    assert len(load.tokens) == 3
+    assert most - least <= 5 * BUDGET  # a window of the scheduler, and a step
+
+
+def test_a_client_with_little_goes_before_the_backlog_of_another() -> None:
+    load = Load()
+    for _ in range(100):
+        load.send("heavy", [60] * 50)
+    for _ in range(20):
+        load.step()
+        load.send("light", [5])
+        assert "light" in load.step()
+        assert load.step() == ["heavy"] * 4
+
+
+@pytest.mark.parametrize("priority", [-999, 0, 999])
+def test_priority_orders_within_a_client_alone(priority: int) -> None:
+    load = Load()
+    for _ in range(20):
+        load.send("a", [100] * 10, priority)
+        load.send("b", [100] * 10)
+    for _ in range(40):
+        load.step()
+    assert abs(load.tokens["a"] - load.tokens["b"]) <= BUDGET
+
+
+def test_a_pause_is_neither_paid_nor_punished() -> None:
+    load = Load()
+    load.send("a", [100] * 1_000)
+    for _ in range(100):  # a has the device for itself
+        load.step()
+    load.send("b", [100] * 1_000)
+    load.tokens.clear()
+    for _ in range(100):
+        load.step()
+    assert abs(load.tokens["a"] - load.tokens["b"]) <= BUDGET
+
+
+def test_clients_that_left_are_forgotten() -> None:
+    load = Load()
+    for number in range(1_000):
+        load.send(f"client {number}", [10])
+        load.step()
+    assert load.scheduler.num_waiting == 0
+    assert len(load.scheduler._whole._shares._tokens) <= 2
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.sampled_from("abc"), shapes, st.none() | st.floats(0.1, 1.0)),
+            st.tuples(st.just("cancel"), st.integers(0, 30)),
+            st.tuples(st.just("step"), st.floats(0.0, 0.5)),
+        ),
+        max_size=60,
+    )
+)
+def test_counts_stay_true_and_everything_runs_once(events: list[tuple]) -> None:  # type: ignore[type-arg]
+    scheduler, now_s = make(), 0.0
+    waiting: dict[int, set[int]] = {}
+    for number, event in enumerate(events):
+        match event:
+            case ("add", client, lengths, timeout_s):
+                deadline_s = None if timeout_s is None else now_s + timeout_s
+                scheduler.add(
+                    [Sequence(number, i, n, now_s, 0, deadline_s, client=client) for i, n in enumerate(lengths)]
+                )
+                waiting[number] = set(range(len(lengths)))
+            case ("cancel", request_id):
+                assert scheduler.cancel(request_id) == len(waiting.pop(request_id, ()))
+            case ("step", step_s):
+                now_s += step_s
+                batch = scheduler.schedule(now_s)
+                for slice_ in batch.slices:
+                    waiting[slice_.sequence.request_id].remove(slice_.sequence.index)
+                for sequence in batch.expired:
+                    waiting.pop(sequence.request_id, None)
+                scheduler.finish(batch)
+                assert batch.slices or not any(waiting.values())
+        assert scheduler.num_waiting == sum(map(len, waiting.values()))
+    for _ in range(10_000):
+        if not scheduler.num_waiting:
+            break
+        for slice_ in scheduler.schedule(now_s).slices:
+            waiting[slice_.sequence.request_id].remove(slice_.sequence.index)
+    assert not any(waiting.values())
+    assert not scheduler._whole._queues
+    assert not scheduler._whole._shares._entries

@@ -1,0 +1,168 @@
+"""Long documents in pieces: where they are cut, and that the engine takes the best score of a document's pieces."""
+
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.results import ScoreResult
+from penstock.engine.tokenization.document_pieces import MIN_ROOM, Pieces, split_text
+
+
+def offsets_of(text: str, pattern: str = r"\S+") -> list[tuple[int, int]]:
+    return [match.span() for match in re.finditer(pattern, text)]
+
+
+# (text, pattern of a token, room, limit, pieces)
+SPLITS = [
+    ("a b c", r"\S+", 3, 2, ["a b c"]),
+    ("a b c d e", r"\S+", 2, 9, ["a b", "c d", "e"]),
+    ("a b c d e", r"\S+", 2, 2, ["a b", "c d"]),
+    ("", r"\S+", 2, 2, [""]),
+    ("abcdefg hijkl", r"\S", 8, 9, ["abcdefg", "hijkl"]),  # 7 and not 8: a word begins there
+    ("abcdefghi", r"\S", 4, 9, ["abcd", "efgh", "i"]),
+    ("ab cd ef gh", r" ?\S", 4, 9, ["ab cd", " ef gh"]),  # tokens that hold the space before them
+    ("abc defgh", r"\S", 8, 9, ["abc defgh"]),
+]
+
+
+@pytest.mark.parametrize(("text", "pattern", "room", "limit", "pieces"), SPLITS)
+def test_split_text(text: str, pattern: str, room: int, limit: int, pieces: list[str]) -> None:
+    assert split_text(text, offsets_of(text, pattern), room, limit) == pieces
+
+
+def test_pieces_of_several_documents_and_their_best() -> None:
+    documents = ["w " * (MIN_ROOM + 1), "short", "w " * 40, "w " * 40]
+    rooms = [MIN_ROOM, MIN_ROOM, 20, MIN_ROOM - 1]
+    pieces = Pieces.of(documents, [offsets_of(document) for document in documents], rooms, 3)
+    assert pieces.owners == [0, 0, 1, 2, 2, 3]
+    assert pieces.texts[2:] == ["short", ("w " * 20).strip(), ("w " * 20).strip(), documents[3]]
+    scores = np.array([0.1, 0.9, -1, 0.3, 0.2, 0.5], np.float32)
+    joined = pieces.join(ScoreResult(scores, [1, 2, 3, 4, 5, 6]))
+    np.testing.assert_array_equal(joined.scores, np.array([0.9, -1, 0.3, 0.5], np.float32))
+    assert joined.num_tokens == [3, 3, 9, 6]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limit", "spare", "num_pieces", "cut_document"),
+    [
+        ([20, 40], 2, 0, 3, None),
+        ([20, 40, 41, 90], 2, 0, 7, 2),
+        ([20, 40, 41], 3, 4, 7, None),  # what fits by itself is not cut for the sake of what pieces may leave free
+        ([20, 49], 3, 4, 4, 1),
+    ],
+)
+def test_a_document_that_the_pieces_do_not_hold_is_named(
+    lengths: list[int], limit: int, spare: int, num_pieces: int, cut_document: int | None
+) -> None:
+    documents = ["w " * length for length in lengths]
+    offsets = [offsets_of(document) for document in documents]
+    pieces = Pieces.of(documents, offsets, [20] * len(documents), limit, spare=spare)
+    assert (len(pieces.texts), pieces.cut_document) == (num_pieces, cut_document)
+
+
+MAX_MODEL_LEN = 40
+QUERY = "what holds back the water"  # 5 tokens
+NEEDLE = "the gate holds back the water of the lake"  # 9 tokens
+WORDS = ["bread", "song", "paper", "stone", "chair"] * 40
+LONG = " ".join([*WORDS[:130], NEEDLE, *WORDS[130:]])
+
+
+def words(first: int, last: int) -> str:
+    return " ".join(LONG.split()[first:last])
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Callable[[str], Path]:
+    """Save a small random model of this class with a real tokenizer."""
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        num_labels=1,
+        initializer_range=0.3,
+    )
+
+    def save(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        torch.manual_seed(3)
+        getattr(transformers, name)(config).save_pretrained(folder)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(minilm_folder / file, folder)
+        return folder
+
+    return save
+
+
+@asynccontextmanager
+async def started(folder: Path) -> AsyncIterator[AsyncEngine]:
+    config = EngineConfig(model=str(folder), in_process=True, num_threads=1, max_model_len=MAX_MODEL_LEN)
+    engine = await AsyncEngine.start(config)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+CUT = PoolingParams(truncate_prompt_tokens=-1)
+
+
+async def check_pieces(engine: AsyncEngine, size: int) -> None:
+    """The pieces of LONG have `size` words each; the best of them stands for the document."""
+    documents = [LONG, "a dam", words(0, size), ""]
+    num_words = len(LONG.split())
+    pieces = [words(first, first + size) for first in range(0, num_words, size)]
+    alone = await engine.score([QUERY], [*pieces, *documents[1:]], CUT)
+    for limit in (2, 10_000):
+        options = RequestOptions(max_pieces=limit)
+        result = await engine.score([QUERY], documents, CUT, options)
+        best = max(alone.scores[: min(limit, len(pieces))])
+        np.testing.assert_allclose(result.scores, [best, *alone.scores[len(pieces) :]], atol=1e-6)
+        repeated = await engine.score([QUERY] * 4, documents, PoolingParams(), options)
+        np.testing.assert_allclose(repeated.scores, result.scores, atol=1e-6)
+    assert sum(result.num_tokens) == sum(alone.num_tokens)
+    cut = await engine.score([QUERY], documents, CUT)
+    assert cut.scores[0] != pytest.approx(result.scores[0], abs=1e-4)
+
+
+async def check_refusals(engine: AsyncEngine) -> None:
+    """What may not be cut is read in pieces as long as they hold all of it."""
+    uncut = PoolingParams(refuse_too_long=True)
+    documents = [LONG, words(0, 20)]
+    pieces = await engine.score([QUERY], documents, uncut, RequestOptions(max_pieces=20))
+    (alone,) = (await engine.score([QUERY], documents[1:], uncut)).scores
+    assert pieces.scores[1] == pytest.approx(alone, abs=1e-6)
+    assert sum(pieces.num_tokens) > len(LONG.split())
+    with pytest.raises(RequestTooLongError, match="Document 0 has 209 tokens, which do not fit into 2 pieces"):
+        await engine.score([QUERY], documents, uncut, RequestOptions(max_pieces=2))
+    with pytest.raises(RequestTooLongError, match="maximum context length"):
+        await engine.score(["water " * 60], documents, uncut, RequestOptions(max_pieces=20))
+
+
+async def test_a_cross_encoder_scores_the_best_piece(save: Callable[[str], Path]) -> None:
+    async with started(save("BertForSequenceClassification")) as engine:
+        await check_pieces(engine, MAX_MODEL_LEN - 5 - 3 - 1)
+        hopeless = await engine.score(["water " * 60], [LONG], CUT, RequestOptions(max_pieces=5))
+        cut = await engine.score(["water " * 60], [LONG], CUT)
+        assert hopeless.scores == cut.scores  # the query leaves no room for pieces
+        with pytest.raises(InvalidRequestError, match="normalize"):
+            await engine.score([QUERY], [LONG], PoolingParams(normalize=True), RequestOptions(max_pieces=2))
+        await check_refusals(engine)
+
+
+async def test_an_embedding_model_scores_the_best_piece(save: Callable[[str], Path]) -> None:
+    async with started(save("BertModel")) as engine:
+        await check_pieces(engine, MAX_MODEL_LEN - 2 - 1)
+        await check_refusals(engine)

@@ -1,0 +1,263 @@
+"""Late chunking against one plain forward over the joined inputs and the mean of each one's rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.model_info import DenseSpec
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.pooler_config import PoolerConfig
+from penstock.engine.protocol.tasks import PoolingType
+from penstock.engine.tokenization.late_chunking import LateChunking, verify_late_chunking
+from penstock.engine.tokenization.special_tokens import SpecialTokens
+
+PARAMS = PoolingParams()
+CHUNKS = ["Berlin is the capital of Germany.", "The city has 3.85 million people.", "It lies on the Spree."]
+QUERY = RequestOptions(prompt_name="query")
+CLS, SEP = 101, 102
+SIZE = 64
+
+
+# --- Joining -------------------------------------------------------------------------------------------------------
+
+
+def late(**changes: Any) -> LateChunking:
+    special = SpecialTokens(np.array([CLS], np.int32), np.array([SEP], np.int32))
+    defaults = {"special": special, "include_prompt": True, "max_num_tokens": 12, "cut": False, "cuts_left": False}
+    return LateChunking(**{**defaults, **changes})
+
+
+def parts(*lists: list[int]) -> list[np.ndarray]:
+    return [np.array(ids, np.int32) for ids in lists]
+
+
+# (what, changes, parts, prompt, ids, spans, tokens of each)
+JOINED: list[tuple[str, dict[str, Any], list[list[int]], list[int], list[int], list[tuple[int, int]], list[int]]] = [
+    ("specials are the outer ones'", {}, [[1, 2], [3], [4]], [], [CLS, 1, 2, 3, 4, SEP], [(0, 3), (3, 4), (4, 6)], []),
+    ("alone", {}, [[1, 2]], [], [CLS, 1, 2, SEP], [(0, 4)], []),
+    ("prompt", {}, [[8, 9, 1], [2]], [8, 9], [CLS, 8, 9, 1, 2, SEP], [(0, 4), (4, 6)], []),
+    (
+        "prompt left out",
+        {"include_prompt": False},
+        [[8, 9, 1], [2]],
+        [8, 9],
+        [CLS, 8, 9, 1, 2, SEP],
+        [(3, 4), (4, 6)],
+        [4, 2],
+    ),
+    (
+        "prompt that grew into the text",
+        {"include_prompt": False},
+        [[8, 1], [2]],
+        [8, 9],
+        [CLS, 8, 1, 2, SEP],
+        [(2, 3), (3, 5)],
+        [3, 2],
+    ),
+    (
+        "end cut",
+        {"cut": True, "max_num_tokens": 6},
+        [[1, 2], [3], [4, 5]],
+        [],
+        [CLS, 1, 2, 3, 4, SEP],
+        [(0, 3), (3, 4), (4, 6)],
+        [],
+    ),
+    (
+        "beginning cut, with half of the prompt",
+        {"cut": True, "cuts_left": True, "max_num_tokens": 6, "include_prompt": False},
+        [[8, 9, 1], [2, 3]],
+        [8, 9],
+        [CLS, 9, 1, 2, 3, SEP],
+        [(2, 3), (3, 6)],
+        [3, 3],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "lists", "prompt", "ids", "spans", "counts"), [c[1:] for c in JOINED])
+def test_joining(
+    changes: dict[str, Any],
+    lists: list[list[int]],
+    prompt: list[int],
+    ids: list[int],
+    spans: list[tuple[int, int]],
+    counts: list[int],
+) -> None:
+    text = late(**changes).join(parts(*lists), [True] * len(lists), prompt, is_whole=True)
+    assert text.tokens.token_ids.tolist() == ids
+    assert text.spans == spans
+    assert text.num_tokens == (counts or [last - first for first, last in spans])
+    assert sum(text.num_tokens) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("is_text", "ids"), [([False, False], [1, 2]), ([True, False], [CLS, 1, 2]), ([False, True], [1, 2, SEP])]
+)
+def test_nothing_is_put_around_ids(is_text: list[bool], ids: list[int]) -> None:
+    text = late().join(parts([1], [2]), is_text, [], is_whole=True)
+    assert text.tokens.token_ids.tolist() == ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "lists", "prompt", "message"),
+    [
+        ({}, [[1], [], [2]], [], "input 1 has no tokens;"),
+        ({}, [[8], [1]], [8], "input 0 has no tokens;"),
+        ({"cut": True, "max_num_tokens": 4}, [[1], [2], [3, 4]], [], "input 2 has no tokens left after truncation"),
+        ({"cut": True, "max_num_tokens": 3}, [[8, 1], [2]], [8], "input 0 has no tokens left after truncation"),
+        ({"cut": True, "max_num_tokens": 4, "cuts_left": True}, [[1], [2], [3]], [], "input 0 has no tokens left"),
+        ({"cut": True, "max_num_tokens": 1}, [[1]], [], "input 0 has no tokens left"),
+    ],
+)
+def test_an_input_without_tokens_is_refused(
+    changes: dict[str, Any], lists: list[list[int]], prompt: list[int], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        late(**changes).join(parts(*lists), [True] * len(lists), prompt, is_whole=True)
+
+
+@pytest.mark.parametrize(("is_whole", "number"), [(True, "have 5 tokens"), (False, "have at least 5 tokens")])
+def test_too_many_tokens_together_are_refused(is_whole: bool, number: str) -> None:
+    with pytest.raises(RequestTooLongError, match=f"context length is 4 tokens, but the inputs {number}") as caught:
+        late(max_num_tokens=4).join(parts([1, 2], [3]), [True, True], [], is_whole=is_whole)
+    assert (caught.value.num_tokens, caught.value.max_num_tokens) == (5, 4)
+
+
+# --- An engine -----------------------------------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> AsyncIterator[AsyncEngine]:
+    """The default model with a prompt and embeddings of any width."""
+    folder = tmp_path_factory.mktemp("minilm")
+    for entry in minilm_folder.iterdir():
+        if entry.name != "config_sentence_transformers.json":
+            (folder / entry.name).symlink_to(entry)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "find this: "}}))
+    config = EngineConfig(
+        model=str(folder),
+        in_process=True,
+        max_model_len=SIZE,
+        hf_overrides={"is_matryoshka": True},
+        dtype="float32",
+        num_threads=1,
+    )
+    engine = await AsyncEngine.start(config)
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(minilm_folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(minilm_folder)
+
+
+@pytest.fixture(scope="module")
+def rows(minilm_folder: Path) -> Callable[[list[int]], np.ndarray]:
+    """The last hidden states [T, D] of a plain forward over token ids."""
+    import torch
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(minilm_folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def forward(ids: list[int]) -> np.ndarray:
+        return model(torch.tensor([ids])).last_hidden_state[0].numpy()
+
+    return forward
+
+
+def normalised(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+on_the_engines_loop = pytest.mark.asyncio(loop_scope="module")
+
+
+@on_the_engines_loop
+async def test_vectors_are_the_means_of_the_rows_of_one_forward(
+    engine: AsyncEngine, tokenizer: Any, rows: Callable[[list[int]], np.ndarray]
+) -> None:
+    pieces = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in CHUNKS]
+    prompt = tokenizer("find this: ", add_special_tokens=False)["input_ids"]
+    for options, before in ((RequestOptions(), []), (QUERY, prompt)):
+        ids = [CLS, *before, *pieces[0], *pieces[1], *pieces[2], SEP]
+        ends = np.cumsum([1 + len(before) + len(pieces[0]), len(pieces[1]), len(pieces[2]) + 1]).tolist()
+        hidden = rows(ids)
+        spans = list(zip([0, *ends[:-1]], ends, strict=True))
+        means = np.stack([hidden[first:last].mean(axis=0) for first, last in spans])
+        result = await engine.embed_late(CHUNKS, PARAMS, options)
+        assert np.abs(result.embeddings - normalised(means)).max() < 1e-5
+        assert result.num_tokens == [last - first for first, last in spans]
+        raw = await engine.embed_late(CHUNKS, PoolingParams(normalize=False), options)
+        assert np.abs(raw.embeddings - means).max() < 1e-5
+        cut = await engine.embed_late(CHUNKS, PoolingParams(dimensions=48), options)
+        assert np.abs(cut.embeddings - normalised(means[:, :48])).max() < 1e-5
+    as_ids = await engine.embed_late([[CLS, *prompt, *pieces[0]], pieces[1], [*pieces[2], SEP]], PARAMS)
+    assert np.abs(as_ids.embeddings - normalised(means)).max() < 1e-5
+
+
+@on_the_engines_loop
+@pytest.mark.parametrize("text", ["a text", [CLS, 2460, SEP]])
+@pytest.mark.parametrize("options", [RequestOptions(), QUERY])
+async def test_one_input_gives_what_it_gives_without(engine: AsyncEngine, text: Any, options: RequestOptions) -> None:
+    expected = await engine.embed([text], PARAMS, options)
+    result = await engine.embed_late([text], PARAMS, options)
+    assert np.abs(result.embeddings - expected.embeddings).max() < 1e-6
+    assert result.num_tokens == expected.num_tokens
+
+
+@on_the_engines_loop
+async def test_the_limit_is_that_of_all_inputs_together(engine: AsyncEngine) -> None:
+    chunks = ["word " * 30, "word " * 30, "word " * 30]
+    with pytest.raises(RequestTooLongError, match="maximum context length is 64 tokens, but the inputs have 92 tokens"):
+        await engine.embed_late(chunks, PARAMS)
+    with pytest.raises(RequestTooLongError, match="at least"):
+        await engine.embed_late(["word " * 100_000, "word"], PARAMS)
+    cut = PoolingParams(truncate_prompt_tokens=-1)
+    fitting = await engine.embed_late(["word " * 30, "word " * 29, "word " * 3], PARAMS)
+    result = await engine.embed_late(["word " * 30, "word " * 29, "word " * 30], cut)
+    assert result.num_tokens == [31, 29, 4]
+    assert np.abs(result.embeddings - fitting.embeddings).max() < 1e-6
+    with pytest.raises(InvalidRequestError, match="input 2 has no tokens left after truncation"):
+        await engine.embed_late(["word " * 30, "word " * 32, "word"], cut)
+    with pytest.raises(InvalidRequestError, match="input 1 has no tokens; late chunking"):
+        await engine.embed_late(["a", "", "b"], PARAMS)
+    with pytest.raises(InvalidRequestError, match="Give at least one input"):
+        await engine.embed_late([], PARAMS)
+    with pytest.raises(InvalidRequestError, match="out of vocabulary"):
+        await engine.embed_late(["a", [10**9]], PARAMS)
+
+
+@on_the_engines_loop
+async def test_a_model_that_pools_otherwise_is_refused(engine: AsyncEngine, minilm_folder: Path) -> None:
+    cls_pooled = await AsyncEngine.start(
+        EngineConfig(
+            model=str(minilm_folder), in_process=True, pooler_config=PoolerConfig(pooling_type=PoolingType.CLS)
+        )
+    )
+    try:
+        with pytest.raises(InvalidRequestError, match=r"pools by CLS \(--pooler-config\)") as caught:
+            await cls_pooled.embed_late(CHUNKS, PARAMS)
+    finally:
+        await cls_pooled.close()
+    assert caught.value.param == "late_chunking"
+    sizes = {"folder": "2_Dense", "in_features": 384, "out_features": 8, "bias": True}
+    linear, bent = (DenseSpec(**sizes, activation=name) for name in ("Identity", "Tanh"))
+    verify_late_chunking(dataclasses.replace(engine.info, dense=(linear,)))
+    with pytest.raises(InvalidRequestError, match=r"bends the mean with a Dense module \(Tanh\)"):
+        verify_late_chunking(dataclasses.replace(engine.info, dense=(linear, bent)))

@@ -1,0 +1,337 @@
+"""Text above max_model_len: every window and the mean of them against windows that are made by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine.protocol import errors
+from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.pooler_config import PoolerConfig
+from penstock.engine.protocol.tasks import ChunkedProcessingMode
+from penstock.engine.protocol.tokenized_input import TokenizedInput
+from penstock.engine.tokenization.long_text import LongText, Windows
+from penstock.engine.tokenization.special_tokens import SpecialTokens, count_prompt
+
+PARAMS = PoolingParams()
+SIZE = 16
+TEXT = "The gate holds back the water of the long canal, and the penstock leads it down to the turbines. " * 3
+SHORT = "a short text"
+CLS, SEP = 101, 102
+SPECIAL = SpecialTokens(np.array([CLS], np.int32), np.array([SEP], np.int32))
+WINDOWS, VLLM = ChunkedProcessingMode.WINDOWS, ChunkedProcessingMode.VLLM
+
+
+# --- Cutting -------------------------------------------------------------------------------------------------------
+
+
+def tokens(*ids: int, num_prompt_tokens: int = 0) -> TokenizedInput:
+    return TokenizedInput(np.array(ids, np.int32), num_prompt_tokens=num_prompt_tokens)
+
+
+def ids_of(windows: Windows) -> list[list[int]]:
+    return [w.token_ids.tolist() for w in windows.sequences]
+
+
+def cutter(size: int, overlap: int = 0, mode: ChunkedProcessingMode = WINDOWS) -> LongText:
+    return LongText(size, overlap, mode, SPECIAL)
+
+
+def test_windows_have_the_special_tokens_and_weigh_by_text() -> None:
+    short, long = tokens(CLS, 9, SEP), tokens(CLS, *range(1, 8), SEP)
+    windows = cutter(5).cut([short, long, short], [True] * 3)
+    assert ids_of(windows) == [[CLS, 9, SEP], [CLS, 1, 2, 3, SEP], [CLS, 4, 5, 6, SEP], [CLS, 7, SEP], [CLS, 9, SEP]]
+    assert windows.num_windows.tolist() == [1, 3, 1]
+    assert windows.weights == pytest.approx([1, 3 / 7, 3 / 7, 1 / 7, 1])
+    assert windows.num_tokens == [3, 9, 3]
+    assert windows.sequences[0] is short
+
+
+def test_a_token_of_the_overlap_counts_half_for_each_window() -> None:
+    windows = cutter(6, overlap=2).cut([tokens(CLS, *range(1, 8), SEP)], [True])
+    assert ids_of(windows) == [[CLS, 1, 2, 3, 4, SEP], [CLS, 3, 4, 5, 6, SEP], [CLS, 5, 6, 7, SEP]]
+    assert windows.weights == pytest.approx([3 / 7, 2 / 7, 2 / 7])
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3, 6])
+@pytest.mark.parametrize("length", [9, 10, 11, 40, 41])
+def test_windows_cover_every_token_and_shares_sum_to_one(length: int, overlap: int) -> None:
+    windows = cutter(9, overlap).cut([tokens(CLS, *range(1, length + 1), SEP)], [True])
+    bodies = [w.token_ids[1:-1].tolist() for w in windows.sequences]
+    joined = bodies[0] + [i for body in bodies[1:] for i in body[overlap:]]
+    assert joined == list(range(1, length + 1))
+    assert all(len(body) == 7 for body in bodies[:-1])
+    assert windows.weights.sum() == pytest.approx(1)
+    shares = [sum(1 / sum(i in other for other in bodies) for i in body) / length for body in bodies]
+    assert windows.weights == pytest.approx(shares)
+
+
+def test_the_prompt_stands_before_every_window_and_has_no_weight() -> None:
+    text = tokens(CLS, 50, 51, *range(1, 6), SEP, num_prompt_tokens=3)
+    windows = cutter(7).cut([text], [True], [50, 51])
+    assert ids_of(windows) == [[CLS, 50, 51, 1, 2, 3, SEP], [CLS, 50, 51, 4, 5, SEP]]
+    assert [w.num_prompt_tokens for w in windows.sequences] == [3, 3]
+    assert windows.weights == pytest.approx([3 / 5, 2 / 5])
+    # Cut on the left, the text begins within the prompt: what is left of that is skipped where it stands.
+    cut = tokens(CLS, 51, *range(1, 6), SEP, num_prompt_tokens=2)
+    windows = cutter(7).cut([cut], [True], [50, 51])
+    assert ids_of(windows) == [[CLS, 51, 1, 2, 3, 4, SEP], [CLS, 5, SEP]]
+    assert [w.num_prompt_tokens for w in windows.sequences] == [2, 0]
+
+
+def test_ids_are_cut_as_they_are() -> None:
+    windows = cutter(4, overlap=1).cut([tokens(*range(1, 9))], [False], [50])
+    assert ids_of(windows) == [[1, 2, 3, 4], [4, 5, 6, 7], [7, 8]]
+
+
+def test_vllms_mode_slices_the_whole_sequence() -> None:
+    text = tokens(CLS, 50, *range(1, 6), SEP, num_prompt_tokens=2)
+    windows = cutter(3, mode=VLLM).cut([text], [True], [50])
+    assert ids_of(windows) == [[CLS, 50, 1], [2, 3, 4], [5, SEP]]
+    assert [w.num_prompt_tokens for w in windows.sequences] == [2, 0, 0]
+    assert windows.weights == pytest.approx([3 / 8, 3 / 8, 2 / 8])
+    assert not windows.renormalizes
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_a_prompt_that_leaves_no_room_is_refused(overlap: int) -> None:
+    prompt = range(50, 56 - overlap)
+    text = tokens(CLS, *prompt, *range(1, 6), SEP)
+    with pytest.raises(errors.InvalidRequestError, match=r"prompt takes \d of the 8 tokens of a window") as caught:
+        cutter(8, overlap).cut([text], [True], list(prompt))
+    assert caught.value.param == "prompt_name"
+
+
+def test_short_inputs_keep_their_vectors_bit_by_bit() -> None:
+    vectors = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    windows = cutter(5).cut([tokens(1), tokens(CLS, *range(4), SEP), tokens(2)], [True] * 3)
+    joined = windows.join(vectors, normalized=True)
+    assert np.array_equal(joined[[0, 2]], vectors[[0, 3]])
+    mean = 0.75 * vectors[1] + 0.25 * vectors[2]
+    assert joined[1] == pytest.approx(mean / np.linalg.norm(mean), abs=1e-6)
+    assert windows.join(vectors, normalized=False)[1] == pytest.approx(mean, abs=1e-6)
+    assert np.array_equal(Windows.whole([tokens(1)]).join(vectors[:1], normalized=True), vectors[:1])
+    assert not windows.join(np.zeros_like(vectors), normalized=True).any()
+
+
+def test_a_prompt_may_have_grown_into_the_text() -> None:
+    assert count_prompt(np.array([5, 6, 8, 9], np.int32), [5, 6, 7]) == 2
+    assert count_prompt(np.array([5], np.int32), [5, 6]) == 1
+    assert count_prompt(np.array([5], np.int32), []) == 0
+
+
+# --- Engines -------------------------------------------------------------------------------------------------------
+
+
+Reference = Callable[[Sequence[Sequence[int]], int], np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
+    """A small random BERT with the default model's tokenizer, a prompt, MEAN pooling and normalised embeddings."""
+    import torch
+    import transformers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    transformers.BertModel(transformers.BertConfig(initializer_range=0.5, **sizes)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        (folder / name).symlink_to(minilm_folder / name)
+    types = ("Transformer", "Pooling", "Normalize")
+    modules = [
+        {"idx": i, "name": str(i), "path": f"{i}_{t}" if i else "", "type": f"sentence_transformers.models.{t}"}
+        for i, t in enumerate(types)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "find this: "}}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Path) -> Reference:
+    """The mean of a plain forward's rows from `skip` on, normalised, for each list of ids."""
+    import torch
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(tiny).eval()
+
+    @torch.no_grad()
+    def embed(sequences: Sequence[Sequence[int]], skip: int = 0) -> np.ndarray:
+        rows = [model(torch.tensor([list(ids)])).last_hidden_state[0, skip:].mean(0) for ids in sequences]
+        return torch.nn.functional.normalize(torch.stack(rows)).numpy()
+
+    return embed
+
+
+@asynccontextmanager
+async def serving(folder: Path, *, size: int | None = SIZE, max_queued_tokens: int = 100_000, **pooler: Any) -> Any:
+    config = EngineConfig(
+        model=str(folder),
+        max_model_len=size,
+        in_process=True,
+        num_threads=1,
+        pooler_config=PoolerConfig(**{"enable_chunked_processing": True, **pooler}),
+        scheduler=SchedulerConfig(max_queued_tokens=max_queued_tokens),
+    )
+    engine = await AsyncEngine.start(config)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def windows_by_hand(body: list[int], prompt: list[int], overlap: int = 0) -> tuple[list[list[int]], np.ndarray]:
+    room = SIZE - 2 - len(prompt)
+    step = room - overlap
+    runs = [body[i : i + room] for i in range(0, len(body), step) if i == 0 or i + overlap < len(body)]
+    # A token that two windows share counts half for each.
+    weights = np.array([len(run) for run in runs], np.float64)
+    weights[1:] -= overlap / 2
+    weights[:-1] -= overlap / 2
+    return [[CLS, *prompt, *run, SEP] for run in runs], weights
+
+
+def normalised(vector: np.ndarray) -> np.ndarray:
+    return vector / np.linalg.norm(vector)
+
+
+@pytest.mark.parametrize("overlap", [0, 4])
+async def test_the_embedding_is_the_weighted_mean_of_the_windows(
+    tiny: Path, tokenizer: Any, reference: Reference, overlap: int
+) -> None:
+    body = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    prompt = tokenizer("find this: ", add_special_tokens=False)["input_ids"]
+    async with serving(tiny, chunk_overlap=overlap) as engine:
+        result = await engine.embed([SHORT, TEXT, SHORT], PARAMS)
+        with_prompt = await engine.embed([TEXT], PARAMS, RequestOptions(prompt_name="query"))
+        raw = await engine.embed([TEXT], PoolingParams(normalize=False))
+        as_ids = await engine.embed([[CLS, *body, SEP], [CLS, 2460, SEP]], PARAMS)
+        bare = await engine.embed([TEXT, body], PARAMS, RequestOptions(add_special_tokens=False, prompt=""))
+        scores = await engine.score([TEXT], [SHORT, TEXT], PARAMS)
+        assert engine.stats().num_tokens == 0
+    assert bare.embeddings[0] == pytest.approx(bare.embeddings[1], abs=1e-5)
+    assert bare.num_tokens == [len(body), len(body)]
+    sequences, weights = windows_by_hand(body, [], overlap)
+    expected = normalised(weights @ reference(sequences))
+    assert result.embeddings[1] == pytest.approx(expected, abs=1e-5)
+    assert result.num_tokens == [5, len(body) + 2, 5]
+    short = reference([tokenizer(SHORT)["input_ids"]])[0]
+    assert result.embeddings[0] == pytest.approx(short, abs=1e-5)
+    assert np.linalg.norm(raw.embeddings) > 1.5
+
+    sequences, weights = windows_by_hand(body, prompt, overlap)
+    assert with_prompt.embeddings[0] == pytest.approx(normalised(weights @ reference(sequences)), abs=1e-5)
+    assert with_prompt.num_tokens == [len(prompt) + len(body) + 2]
+    assert scores.scores == pytest.approx(with_prompt.embeddings[0] @ np.stack([short, expected]).T, abs=1e-5)
+    assert scores.num_tokens == [5 + with_prompt.num_tokens[0], len(body) + 2]
+
+    ids, step = [CLS, *body, SEP], SIZE - overlap
+    runs = [ids[i : i + SIZE] for i in range(0, len(ids) - overlap, step)]
+    weights = np.array([len(run) for run in runs], np.float64)
+    weights[1:] -= overlap / 2
+    weights[:-1] -= overlap / 2
+    assert as_ids.embeddings[0] == pytest.approx(normalised(weights @ reference(runs)), abs=1e-5)
+
+
+async def test_what_fits_is_the_same_with_and_without_the_mode(tiny: Path) -> None:
+    texts = ["", SHORT, "word " * (SIZE - 2)]
+    async with serving(tiny) as on, serving(tiny, enable_chunked_processing=None) as off:
+        for options in (RequestOptions(), RequestOptions(prompt_name="query")):
+            kept = texts[:2]
+            rows = await asyncio.gather(on.embed(kept, PARAMS, options), off.embed(kept, PARAMS, options))
+            assert np.array_equal(rows[0].embeddings, rows[1].embeddings)
+        assert np.array_equal((await on.embed(texts, PARAMS)).embeddings, (await off.embed(texts, PARAMS)).embeddings)
+        with pytest.raises(errors.RequestTooLongError, match="maximum context length is 16 tokens, but"):
+            await off.embed([TEXT], PARAMS)
+        with pytest.raises(errors.RequestTooLongError, match="maximum context length is 16 tokens, but"):
+            await on.token_embed([TEXT], PARAMS)
+
+
+async def test_vllms_formula(tiny: Path, tokenizer: Any, reference: Reference) -> None:
+    async with serving(tiny, chunked_processing_mode=VLLM) as engine:
+        result = await engine.embed([TEXT, SHORT], PARAMS)
+    ids = tokenizer(TEXT)["input_ids"]
+    slices = [ids[i : i + SIZE] for i in range(0, len(ids), SIZE)]
+    mean = np.average(reference(slices), axis=0, weights=[len(s) for s in slices])
+    assert result.embeddings[0] == pytest.approx(mean, abs=1e-5)
+    assert np.linalg.norm(result.embeddings[0]) < 0.99
+    assert np.linalg.norm(result.embeddings[1]) == pytest.approx(1)
+
+
+async def test_a_prompt_that_is_not_pooled_stays_out_of_every_window(
+    tmp_path: Path, tiny: Path, tokenizer: Any, reference: Reference
+) -> None:
+    for entry in tiny.iterdir():
+        if entry.name != "1_Pooling":
+            (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True, "include_prompt": False}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    async with serving(tmp_path) as engine:
+        result = await engine.embed([TEXT], PARAMS, RequestOptions(prompt_name="query"))
+    body = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    prompt = tokenizer("find this: ", add_special_tokens=False)["input_ids"]
+    sequences, weights = windows_by_hand(body, prompt)
+    vectors = reference(sequences, 1 + len(prompt))
+    assert result.embeddings[0] == pytest.approx(normalised(weights @ vectors), abs=1e-5)
+
+
+async def test_limits(tiny: Path) -> None:
+    text = "word " * 98
+    async with serving(tiny, max_embed_len=100) as engine:
+        assert (await engine.embed([text], PARAMS)).num_tokens == [100]
+        with pytest.raises(errors.RequestTooLongError, match=r"is 100 tokens \(max_embed_len\), but input 1 has 101"):
+            await engine.embed([text, text + "word"], PARAMS)
+        # Far above the limit, the text is not read to its end.
+        with pytest.raises(errors.RequestTooLongError, match=r"100 tokens \(max_embed_len\), .* at least \d+ tokens"):
+            await engine.embed(["word " * 1_000_000], PARAMS)
+        to_limit = await engine.embed([text + text], PoolingParams(truncate_prompt_tokens=-1))
+        to_window = await engine.embed([text], PoolingParams(truncate_prompt_tokens=SIZE))
+        between = await engine.embed([text], PoolingParams(truncate_prompt_tokens=50))
+        assert (to_limit.num_tokens, to_window.num_tokens, between.num_tokens) == ([100], [SIZE], [50])
+        assert np.array_equal(to_limit.embeddings, (await engine.embed([text], PARAMS)).embeddings)
+        with pytest.raises(errors.InvalidRequestError, match=r"greater than max_embed_len.*101 > 100"):
+            await engine.embed([text], PoolingParams(truncate_prompt_tokens=101))
+    async with serving(tiny, max_queued_tokens=200) as engine:
+        assert (await engine.embed(["word " * 170], PARAMS)).num_tokens == [172]
+        with pytest.raises(errors.RequestTooLongError, match=r"200 tokens \(max_queued_tokens\), but input 0 has 202"):
+            await engine.embed(["word " * 200], PARAMS)
+        # All windows count, with the special tokens of each: 13 x 2 + 180.
+        with pytest.raises(errors.InvalidRequestError, match="has 206 tokens; the server takes at most 200"):
+            await engine.embed(["word " * 180], PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("size", "pooler", "message"),
+    [
+        (SIZE, {"chunk_overlap": SIZE}, "chunk_overlap is 16, but a window of .* has 16 tokens"),
+        (SIZE, {"chunk_overlap": SIZE - 2}, "16 tokens, 2 of them special ones; the 14 .* more than the chunk_overlap"),
+        (2, {}, "2 tokens, 2 of them special ones; the 0 that are left"),
+    ],
+)
+async def test_windows_without_room_are_refused_at_the_start(
+    tiny: Path, size: int, pooler: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(errors.ModelLoadError, match=message):
+        async with serving(tiny, size=size, **pooler):
+            pass

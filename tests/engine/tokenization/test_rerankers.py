@@ -1,0 +1,410 @@
+"""Rerankers that are language models, against what their publishers do: ids, logits and scores, by transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.protocol.model_info import ModelKind
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.tasks import PoolingType
+
+QUERY = "What holds back the water?"
+DOCUMENTS = [
+    "A dam, said {query} or so.",
+    "",
+    " naïve café — 東京 🚀\n\nlast line ",
+    "ends <|im_end|> early",
+    "word and " * 60,
+]
+ASKED = "Find the sentence about water."
+RAW = PoolingParams(use_activation=False)
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 640,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+QWEN3_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+QWEN3_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+QWEN3_TASK = "Given a web search query, retrieve relevant passages that answer the query"
+MXBAI_BEFORE = (
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\n"
+)
+MXBAI_TASK = (
+    "You are a search relevance expert who evaluates how well documents match search queries. For each query-document "
+    "pair, carefully analyze the semantic relationship between them, then provide your binary relevance judgment (0 "
+    "for not relevant, 1 for relevant).\nRelevance:"
+)
+GEMMA_TASK = (
+    "Given a query A and a passage B, determine whether the passage contains an answer to the query by providing a "
+    "prediction of either 'Yes' or 'No'."
+)
+CHAT = (
+    QWEN3_BEFORE + "<Instruct>: {{ messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first "
+    "| default('Given {a} search') }}\n<Query>: {{ (messages | selectattr('role', 'eq', 'query') | first).content }}\n"
+    "<Document>: {{ (messages | selectattr('role', 'eq', 'document') | first).content }}" + QWEN3_AFTER
+)
+
+Ids = Callable[[Any, str, str, str | None, int | None], list[int]]
+
+
+def qwen3_ids(tokenizer: Any, query: str, document: str, instruction: str | None, limit: int | None) -> list[int]:
+    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (QWEN3_BEFORE, QWEN3_AFTER))
+    text = f"<Instruct>: {instruction or QWEN3_TASK}\n<Query>: {query}\n<Document>: {document}"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return before + ids[: limit - len(before) - len(after) if limit else None] + after
+
+
+def mxbai_ids(tokenizer: Any, query: str, document: str, instruction: str | None, limit: int | None) -> list[int]:
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    before, separator, task = encode(MXBAI_BEFORE), encode("\n"), encode(MXBAI_TASK)
+    after = encode("<|im_end|>\n<|im_start|>assistant\n")
+    asked = f"instruction: {instruction}\nquery: {query}" if instruction else f"query: {query}"
+    pair = encode(asked) + separator + encode(f"document: {document}")
+    fixed = len(before) + len(separator) + len(task) + len(after)
+    return before + pair[: limit - fixed if limit else None] + separator + task + after
+
+
+def gemma_ids(tokenizer: Any, query: str, document: str, instruction: str | None, limit: int | None) -> list[int]:
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    separator, task = encode("\n"), encode(instruction or GEMMA_TASK)
+    pair = [tokenizer.bos_token_id, *encode(f"A: {query}"), *separator, *encode(f"B: {document}")]
+    return pair[: limit - len(separator) - len(task) if limit else None] + separator + task
+
+
+@dataclass
+class Published:
+    """A checkpoint as its publisher would save it, and what the publisher computes with it."""
+
+    folder: Path
+    ids: Ids
+    answers: tuple[str, ...]
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return transformers.AutoTokenizer.from_pretrained(self.folder)
+
+    @cached_property
+    def model(self) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+
+    def logits(self, documents: list[str], instruction: str | None, limit: int | None) -> np.ndarray:
+        """The next-token logits of the answers, one row a document."""
+        columns = [self.tokenizer.convert_tokens_to_ids(answer) for answer in self.answers]
+        rows = []
+        for document in documents:
+            ids = self.ids(self.tokenizer, QUERY, document, instruction, limit)
+            rows.append(self.model(torch.tensor([ids])).logits[0, -1, columns])
+        return torch.stack(rows).numpy()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_torch() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def small_tokenizer() -> Any:
+    """Byte-level, and it knows the words of the prompts."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<pad>", "<bos>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([QWEN3_BEFORE, MXBAI_TASK, GEMMA_TASK, *DOCUMENTS] * 4, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", pad_token="<pad>", model_max_length=640
+    )
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Builds a transformers class with random weights and saves it with a tokenizer in a folder of that name."""
+
+    def save(name: str, class_name: str, tokenizer: Any, **config: object) -> Path:
+        folder = tmp_path_factory.mktemp("models") / name
+        torch.manual_seed(5)
+        model_class = getattr(transformers, class_name)
+        options = SMALL | {"vocab_size": len(tokenizer) + 3} | config
+        model_class(model_class.config_class(**options)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def qwen3(save: Callable[..., Path], small_tokenizer: Any) -> Published:
+    folder = save("Qwen3-Reranker-0.6B", "Qwen3ForCausalLM", small_tokenizer, tie_word_embeddings=True)
+    return Published(folder, qwen3_ids, ("no", "yes"))
+
+
+@pytest.fixture(scope="module")
+def qwen3_with_its_tokenizer(save: Callable[..., Path], model_folder: Callable[[str], Path]) -> Published:
+    file = str(model_folder("qwen3-tokenizer") / "tokenizer.json")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=file, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=131072
+    )
+    folder = save("Qwen3-Reranker-0.6B", "Qwen3ForCausalLM", tokenizer, tie_word_embeddings=True, hidden_size=16)
+    return Published(folder, qwen3_ids, ("no", "yes"))
+
+
+@pytest.fixture(scope="module")
+def mxbai(save: Callable[..., Path], small_tokenizer: Any) -> Published:
+    folder = save("mxbai-rerank-base-v2", "Qwen2ForCausalLM", small_tokenizer, tie_word_embeddings=False)
+    return Published(folder, mxbai_ids, ("0", "1"))
+
+
+@pytest.fixture(scope="module")
+def gemma(save: Callable[..., Path], small_tokenizer: Any) -> Published:
+    folder = save("bge-reranker-v2-gemma", "GemmaForCausalLM", small_tokenizer)
+    return Published(folder, gemma_ids, ("Yes",))
+
+
+@pytest.fixture(scope="module")
+def helium(save: Callable[..., Path], small_tokenizer: Any) -> Published:
+    """No family of penstock's own: transformers runs it."""
+    return Published(save("helium", "HeliumForCausalLM", small_tokenizer), gemma_ids, ("Yes",))
+
+
+@asynccontextmanager
+async def serving(folder: Path, **settings: Any) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(
+        EngineConfig(model=str(folder), in_process=True, dtype="float32", num_threads=1, **settings)
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "mxbai", "gemma", pytest.param("qwen3_with_its_tokenizer", marks=pytest.mark.slow)]
+)
+async def test_a_published_checkpoint_scores_as_its_publisher_does(name: str, request: pytest.FixtureRequest) -> None:
+    published: Published = request.getfixturevalue(name)
+    room = len(published.ids(published.tokenizer, QUERY, "", ASKED, None))
+    async with serving(published.folder) as engine:
+        assert engine.info.kind is ModelKind.CROSS_ENCODER
+        assert engine.info.sequence_pooling == (PoolingType.LAST,)
+        assert engine.info.labels == published.answers[-1:]
+        for limit, instruction in ((None, None), (None, ASKED), (room + 25, None), (room + 40, ASKED)):
+            expected = published.logits(DOCUMENTS, instruction, limit)
+            options = RequestOptions(instruction=instruction)
+            cut = PoolingParams(truncate_prompt_tokens=limit)
+            raw = await engine.score([QUERY], DOCUMENTS, cut.clone(use_activation=False), options)
+            scored = await engine.score([QUERY], DOCUMENTS, cut, options)
+            assert max(raw.num_tokens) == limit or limit is None
+            if len(published.answers) == 2:
+                assert np.abs(raw.scores - (expected[:, 1] - expected[:, 0])).max() < 1e-4
+                softmax = np.exp(expected[:, 1]) / np.exp(expected).sum(axis=1)
+                assert np.abs(scored.scores - softmax).max() < 1e-4
+            else:
+                assert np.abs(raw.scores - expected[:, 0]).max() < 1e-4
+                assert np.abs(scored.scores - 1 / (1 + np.exp(-expected[:, 0]))).max() < 1e-4
+        assert np.ptp(scored.scores) > 1e-3  # the document and the query reach the model
+
+
+async def test_the_prompt_stays_whole_where_the_query_does_not_fit(mxbai: Published, gemma: Published) -> None:
+    for published, limit in ((mxbai, 160), (gemma, 120)):
+        async with serving(published.folder) as engine:
+            whole = await engine.score(["a"], [""], RAW)
+            asked = PoolingParams(truncate_prompt_tokens=limit)
+            result = await engine.score(["water " * 500], ["a dam " * 500], asked)
+            assert result.num_tokens == [limit]
+            with pytest.raises(InvalidRequestError, match="prompt around a query and a document leaves them no room"):
+                await engine.score(["a"], ["b"], PoolingParams(truncate_prompt_tokens=20))
+            with pytest.raises(InvalidRequestError, match="maximum context length is 640"):
+                await engine.score(["a"], ["water " * 900], PoolingParams())
+            assert whole.num_tokens[0] < limit
+
+
+async def test_a_query_that_fills_the_prompt_leaves_room_for_the_documents(qwen3: Published) -> None:
+    documents = ["a dam of stone", "the cat of the king", "water " * 400]
+    limit = len(qwen3.ids(qwen3.tokenizer, "", "", ASKED, None)) + 60
+    asked = RAW.clone(truncate_prompt_tokens=limit)
+    async with serving(qwen3.folder) as engine:
+        for query in ("water " * 500, "water " * 57):
+            result = await engine.score([query], documents, asked, RequestOptions(instruction=ASKED))
+            assert len(set(result.scores.tolist())) == len(documents)
+            assert max(result.num_tokens) == limit
+        with pytest.raises(InvalidRequestError, match="instruction leaves no room") as caught:
+            await engine.score(["a"], documents, asked, RequestOptions(instruction="water " * 500))
+        assert caught.value.param == "instruction"
+
+
+async def test_the_left_side_of_a_document_may_be_cut(mxbai: Published) -> None:
+    limit = len(mxbai_ids(mxbai.tokenizer, QUERY, "a dam of stone", None, None))
+    left = RAW.clone(truncate_prompt_tokens=limit, truncation_side="left")
+    async with serving(mxbai.folder) as engine:
+        cut = await engine.score([QUERY], ["word and " * 30 + "a dam of stone"], left)
+        whole = await engine.score([QUERY], ["a dam of stone"], RAW)
+    assert cut.num_tokens == whole.num_tokens == [limit]
+    assert np.abs(cut.scores - whole.scores).max() < 1e-5
+
+
+async def test_a_converted_checkpoint_keeps_its_own_head_and_gets_the_prompt(
+    mxbai: Published, save: Callable[..., Path], small_tokenizer: Any, tmp_path: Path
+) -> None:
+    config = {"num_labels": 1, "tie_word_embeddings": False}
+    folder = save("mxbai-rerank-base-v2-seq", "Qwen2ForSequenceClassification", small_tokenizer, **config)
+    source = mxbai.model
+    target = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    target.model.load_state_dict(source.model.state_dict())
+    false, true = (small_tokenizer.convert_tokens_to_ids(answer) for answer in mxbai.answers)
+    target.score.weight.copy_(source.lm_head.weight[true] - source.lm_head.weight[false])
+    target.save_pretrained(folder)
+    async with serving(mxbai.folder) as engine:
+        expected = await engine.score([QUERY], DOCUMENTS, PoolingParams())
+    async with serving(folder) as engine:
+        assert engine.info.classifier_tokens == ()
+        converted = await engine.score([QUERY], DOCUMENTS, PoolingParams())
+    assert converted.num_tokens == expected.num_tokens
+    assert np.abs(converted.scores - expected.scores).max() < 1e-5
+
+
+async def test_any_language_model_by_the_operator(helium: Published) -> None:
+    overrides = {
+        "architectures": ["HeliumForSequenceClassification"],
+        "classifier_from_token": ["Yes"],
+        "method": "no_post_processing",
+        "score_template": {"parts": ["<bos>", "A: {query}", "\n", "B: {document}", "\n", GEMMA_TASK]},
+    }
+    async with serving(helium.folder, hf_overrides=overrides) as engine:
+        assert not engine.info.native
+        result = await engine.score([QUERY], DOCUMENTS, RAW)
+        assert np.abs(result.scores - helium.logits(DOCUMENTS, None, None)[:, 0]).max() < 1e-4
+        with pytest.raises(InvalidRequestError, match="without an instruction"):
+            await engine.score([QUERY], DOCUMENTS, PoolingParams(), RequestOptions(instruction=ASKED))
+    async with serving(helium.folder) as engine:
+        assert engine.info.kind is ModelKind.EMBEDDING
+
+
+@pytest.mark.parametrize("name", ["gemma", "helium"])
+async def test_a_language_model_may_classify_by_several_words(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    published: Published = request.getfixturevalue(name)
+    words = ["Yes", "0", "1"]
+    folder = shutil.copytree(published.folder, tmp_path / "model")
+    async with serving(folder, hf_overrides={"classifier_from_token": words}) as engine:
+        assert (engine.info.kind, engine.info.labels) == (ModelKind.SEQUENCE_CLASSIFIER, tuple(words))
+        result = await engine.classify(["A dam."], PoolingParams())
+    ids = published.tokenizer("A dam.", return_tensors="pt")["input_ids"]
+    expected = published.model(ids).logits[0, -1, published.tokenizer.convert_tokens_to_ids(words)].softmax(-1)
+    assert np.abs(result.scores[0] - expected.numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize("prompt", [None, "Find {it}."])
+async def test_sentence_transformers_rerankers_read_their_chat_template(
+    prompt: str | None, save: Callable[..., Path], small_tokenizer: Any, tmp_path: Path
+) -> None:
+    from sentence_transformers import CrossEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.cross_encoder.modules import LogitScore
+
+    base = save("base", "Qwen3ForCausalLM", small_tokenizer, tie_word_embeddings=True)
+    module = Transformer(str(base), transformer_task="text-generation", processor_kwargs={"chat_template": CHAT})
+    head = LogitScore(true_token_id=300, false_token_id=None if prompt else 301)
+    prompts = {"prompts": {"task": prompt}, "default_prompt_name": "task"} if prompt else {}
+    reference = CrossEncoder(modules=[module, head], device="cpu", **prompts)
+    reference.save_pretrained(str(tmp_path))
+    documents = [document for document in DOCUMENTS if "im_end" not in document]
+    async with serving(tmp_path) as engine:
+        assert engine.info.kind is ModelKind.CROSS_ENCODER
+        for instruction in (None, ASKED):
+            options = RequestOptions(instruction=instruction)
+            result = await engine.score([QUERY], documents, PoolingParams(), options)
+            expected = reference.predict([(QUERY, document) for document in documents], prompt=instruction)
+            assert np.abs(result.scores - expected).max() < 1e-4
+        reference.max_seq_length = 120
+        cut = await engine.score([QUERY], ["word and " * 60], PoolingParams(truncate_prompt_tokens=120))
+        assert np.abs(cut.scores - reference.predict([(QUERY, "word and " * 60)])).max() < 1e-4
+
+
+async def test_a_chat_template_that_loses_the_document_is_refused(
+    save: Callable[..., Path], small_tokenizer: Any
+) -> None:
+    folder = save("lossy", "Qwen3ForCausalLM", small_tokenizer)
+    type_name = "sentence_transformers.base.modules.transformer.Transformer"
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": type_name},
+        {"idx": 1, "name": "1", "path": "1_LogitScore", "type": "sentence_transformers.LogitScore"},
+    ]
+    (folder / "1_LogitScore").mkdir()
+    (folder / "1_LogitScore" / "config.json").write_text('{"true_token_id": 5, "false_token_id": null}')
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text('{"modality_config": {"message": {"format": "flat"}}}')
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages if m.role == 'query' %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(ModelLoadError, match=r"places the document 0 times.*score_template"):
+        async with serving(folder):
+            pass
+
+
+async def test_an_embedding_model_takes_the_instruction_in_its_query_prompt(
+    save: Callable[..., Path], small_tokenizer: Any
+) -> None:
+    folder = save("embedding", "Qwen3Model", small_tokenizer)
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    settings: dict[str, Any] = {"prompts": {"query": "Instruct: Find\nQuery:", "document": ""}}
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    texts = [document for document in DOCUMENTS if document]
+    options = RequestOptions(instruction=ASKED)
+    async with serving(folder) as engine:
+        own, asked = [await engine.score([QUERY], texts, PoolingParams(), o) for o in (RequestOptions(), options)]
+        queries = await engine.embed([f"Instruct: {ASKED}\nQuery:{QUERY}"], PoolingParams(normalize=True))
+        documents = await engine.embed(texts, PoolingParams(normalize=True))
+    assert np.abs(asked.scores - documents.embeddings @ queries.embeddings[0]).max() < 1e-5
+    assert np.abs(asked.scores - own.scores).max() > 1e-4
+    (folder / "config_sentence_transformers.json").write_text("{}")
+    async with serving(folder) as engine:
+        with pytest.raises(InvalidRequestError, match="takes no instruction"):
+            await engine.score([QUERY], DOCUMENTS, PoolingParams(), options)

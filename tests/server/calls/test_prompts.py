@@ -1,0 +1,97 @@
+"""Words for what a text is for, to the prompts of models as they are published."""
+
+import pytest
+
+from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.server.calls.context import ModelTable, ServerContext
+from penstock.server.calls.prompts import request_options
+from penstock.server.settings import ServerSettings
+
+PLAIN: dict[str, str] = {}
+E5 = {"query": "query: ", "passage": "passage: "}
+QUERY_ONLY = {"query": "Represent this sentence for searching relevant passages: "}
+NOMIC = {name: f"{name}: " for name in ("search_query", "search_document", "classification", "clustering")}
+JINA_V3 = dict.fromkeys(("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"), "p")
+JINA_CODE = dict.fromkeys(("nl2code_query", "nl2code_document", "qa_query", "qa_document"), "p")
+GEMMA = dict.fromkeys(("query", "document", "Retrieval-query", "Clustering", "Classification", "STS"), "p")
+QWEN = {"query": "Instruct: Find the answer\nQuery:", "document": ""}
+
+# (prompts of the model, what the request says, the prompt that is used)
+CASES = [
+    (E5, "search_query", "query"),
+    (E5, "search_document", "passage"),
+    (E5, "document", "passage"),
+    (E5, "retrieval.query", "query"),
+    (E5, "RETRIEVAL_DOCUMENT", "passage"),
+    (E5, "clustering", None),
+    (E5, "code.query", "query"),
+    (NOMIC, "query", "search_query"),
+    (NOMIC, "passage", "search_document"),
+    (NOMIC, "separation", "clustering"),
+    (NOMIC, "text-matching", None),
+    (JINA_V3, "retrieval.passage", "retrieval.passage"),
+    (JINA_V3, "search_query", "retrieval.query"),
+    (JINA_V3, "clustering", "separation"),
+    (JINA_V3, "SEMANTIC_SIMILARITY", "text-matching"),
+    (JINA_CODE, "nl2code.passage", "nl2code_document"),
+    (JINA_CODE, "qa.query", "qa_query"),
+    (JINA_CODE, "query", None),
+    (GEMMA, "Retrieval-query", "Retrieval-query"),
+    (GEMMA, "search_query", "query"),
+    (GEMMA, "classification", "Classification"),
+    (GEMMA, "similarity", "STS"),
+    (QUERY_ONLY, "search_document", None),
+    (QWEN, "document", "document"),
+    (PLAIN, "search_document", None),
+    (PLAIN, "query", None),
+    (PLAIN, "text-matching", None),
+]
+
+
+def context(**settings: object) -> ServerContext:
+    return ServerContext(ServerSettings(**settings), None, ModelTable(), 0)
+
+
+@pytest.mark.parametrize("field", ["input_type", "task"])
+@pytest.mark.parametrize(("prompts", "word", "expected"), CASES)
+def test_a_word_finds_its_prompt(make_engine, prompts: dict, word: str, expected: str | None, field: str) -> None:
+    options = request_options(context(), make_engine(prompts=prompts).info, **{field: word})
+    assert (options.prompt_name, options.prompt) == (expected, None)
+
+
+def test_the_first_of_several_counts(make_engine) -> None:
+    info = make_engine(prompts=E5).info
+    assert request_options(context(), info, prompt_name="passage", input_type="query").prompt_name == "passage"
+    assert request_options(context(), info, input_type="query", task="retrieval.passage").prompt_name == "query"
+    assert request_options(context(), info, prompt_name="", input_type="", task="query").prompt_name == "query"
+
+
+def test_the_servers_default_is_for_requests_that_say_nothing(make_engine) -> None:
+    info, server = make_engine(prompts=QUERY_ONLY).info, context(default_prompt_name="query")
+    assert request_options(server, info).prompt_name == "query"
+    assert request_options(server, info, input_type="document").prompt_name is None
+
+
+def test_an_instruction_replaces_that_of_the_query_prompt(make_engine) -> None:
+    info = make_engine(prompts=QWEN).info
+    for arguments in ({}, {"input_type": "search_query"}, {"prompt_name": "query"}):
+        options = request_options(context(), info, instruction="Find the law", **arguments)
+        assert (options.prompt, options.instruction) == ("Instruct: Find the law\nQuery:", None)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "param", "part"),
+    [
+        (E5, {"input_type": "poetry"}, "input_type", "query, passage"),
+        (PLAIN, {"task": "poetry"}, "task", "'poetry'"),
+        (PLAIN, {"task": "."}, "task", "'.'"),
+        (QWEN, {"input_type": "document", "instruction": "Find"}, "instruction", "documents"),
+        (QWEN, {"prompt_name": "document", "instruction": "Find"}, "instruction", "documents"),
+        (E5, {"instruction": "Find"}, "instruction", "takes no instruction"),
+    ],
+)
+def test_what_cannot_be_is_refused(make_engine, prompts: dict, arguments: dict, param: str, part: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        request_options(context(), make_engine(prompts=prompts).info, **arguments)
+    assert caught.value.param == param
+    assert part in caught.value.message

@@ -1,0 +1,296 @@
+"""`penstock embed`: formats, bad rows, and runs that are interrupted."""
+
+import json
+
+import numpy as np
+import pytest
+
+from penstock.server.commands.embed import run as module
+from penstock.server.commands.embed.journal import Journal
+from penstock.server.commands.embed.run import embed_file
+from penstock.server.commands.flags import load
+from penstock.server.errors.command_errors import CommandError, UsageError
+from penstock.server.settings import EmbedSettings
+
+TEXTS = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
+
+
+@pytest.fixture(autouse=True)
+def fake(engine, monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """The command on the fake engine; `engine.calls` holds what was embedded."""
+
+    async def start(config, *, log_level, log_format):
+        return engine
+
+    engine.info = type(engine.info)(**{**_fields(engine.info), "path": str(tmp_path)})
+    monkeypatch.setattr(module.AsyncEngine, "start", start)
+    monkeypatch.setattr(module, "configure_logging", lambda *_: None)
+    return engine
+
+
+def _fields(info) -> dict:
+    return {name: getattr(info, name) for name in type(info).__dataclass_fields__}
+
+
+def run(source, output, **settings: object) -> None:
+    embed_file(str(source), load(EmbedSettings, {"output": str(output), "batch_size": 4, **settings}), "fake-model")
+
+
+def expected(engine, texts=TEXTS) -> np.ndarray:
+    rows = np.stack([engine._vector(text) for text in texts])
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+def embedded_texts(engine) -> list[str]:
+    return [text for _, (texts, _, _) in engine.calls for text in texts]
+
+
+@pytest.fixture
+def lines(tmp_path):
+    path = tmp_path / "in.txt"
+    path.write_text("\n".join(TEXTS) + "\n")
+    return path
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "in.jsonl"
+    rows = [json.dumps({"id": i, "body": text}) for i, text in enumerate(TEXTS)]
+    path.write_text("\n\n".join(rows) + "\n\n")
+    return path
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "in.parquet"
+    table = pyarrow.table({"id": pyarrow.array(range(len(TEXTS)), pyarrow.int16()), "body": TEXTS})
+    parquet.write_table(table, path, row_group_size=10)
+    return path
+
+
+def read(path) -> np.ndarray:
+    if path.suffix == ".npy":
+        return np.load(path)
+    if path.suffix == ".jsonl":
+        return np.array([json.loads(line)["embedding"] for line in path.read_text().splitlines()], np.float32)
+    from pyarrow import parquet
+
+    return np.array(parquet.read_table(path)["embedding"].to_pylist(), np.float32)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("source", ["lines", "jsonl", "parquet"])
+def test_every_input_to_every_output(source: str, suffix: str, request, fake, tmp_path) -> None:
+    path, output = request.getfixturevalue(source), tmp_path / f"out{suffix}"
+    run(path, output, field="text" if source == "lines" else "body")
+    np.testing.assert_allclose(read(output), expected(fake), atol=1e-6)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([path.name, output.name])
+    assert fake.is_closed
+
+
+def test_fields_of_the_rows_are_kept(jsonl, parquet, tmp_path) -> None:
+    from pyarrow import parquet as reader
+
+    run(jsonl, tmp_path / "out.jsonl", field="body")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["body"]) for row in rows] == list(enumerate(TEXTS))
+    run(parquet, tmp_path / "out.parquet", field="body")
+    table = reader.read_table(tmp_path / "out.parquet")
+    assert table["id"].to_pylist() == list(range(len(TEXTS)))
+    assert str(table.schema.field("id").type) == "int16"
+
+
+def test_options_reach_the_engine(lines, fake, tmp_path) -> None:
+    run(lines, tmp_path / "out.npy", normalize=False, prompt_name="query")
+    _, params, options = fake.calls[0][1]
+    assert (params.normalize, options.prompt_name) == (False, "query")
+    assert abs(np.linalg.norm(np.load(tmp_path / "out.npy"), axis=1) - 1).max() > 1e-3
+
+
+class _PowerCutError(Exception):
+    """Stands for a process that ends at once."""
+
+
+def test_an_interrupted_run_goes_on_where_it_was(lines, fake, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append, output = Journal.append, tmp_path / "out.npy"
+
+    def append_thrice(self, vectors):
+        if self.num_rows >= 6:
+            raise _PowerCutError
+        append(self, vectors)
+
+    monkeypatch.setattr(Journal, "append", append_thrice)
+    with pytest.raises(_PowerCutError):
+        run(lines, output)
+    assert not output.exists()
+    monkeypatch.setattr(Journal, "append", append)
+    fake.calls.clear()
+    run(lines, output)
+    assert embedded_texts(fake) == TEXTS[6:]
+    np.testing.assert_allclose(np.load(output), expected(fake), atol=1e-6)
+
+
+def test_rows_behind_the_last_commit_are_dropped(tmp_path) -> None:
+    """A crash between the write of rows and of the count leaves a tail; it must not shift what follows."""
+    output = tmp_path / "out.npy"
+    with Journal(output, {"input": "x"}) as journal:
+        journal.append(np.ones((2, 8), np.float32))
+        with (journal.folder / "vectors.f32").open("ab") as file:
+            file.write(b"torn row")
+    with Journal(output, {"input": "x"}) as journal:
+        journal.append(np.full((1, 8), 2, np.float32))
+        np.testing.assert_array_equal(journal.vectors()[:, 0], [1, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [("input", "input"), ("model", "model"), ("dimensions", "dimensions"), ("normalize", "normalize")],
+)
+def test_another_run_is_not_mixed_in(change: str, what: str, lines, fake, tmp_path) -> None:
+    output, settings = tmp_path / "out.npy", {}
+    _run_and_stop(lines, output, fake)
+    if change == "input":
+        lines.write_text(lines.read_text() + "one more\n")
+    elif change == "model":
+        fake.info = type(fake.info)(**{**_fields(fake.info), "max_model_len": 32})
+    else:
+        settings[change] = {"dimensions": 8, "normalize": False}[change]
+    with pytest.raises(CommandError, match=f"another {what}"):
+        run(lines, output, **settings)
+
+
+def _run_and_stop(lines, output, engine) -> None:
+    """Leaves an unfinished run: the engine fails at some row."""
+    embed = type(engine).embed
+    count = 0
+
+    async def embed_some(inputs, params, options):
+        nonlocal count
+        count += len(inputs)
+        if count > 10:
+            raise OSError("the machine is going down")
+        return await embed(engine, inputs, params, options)
+
+    engine.embed = embed_some
+    with pytest.raises(CommandError, match="going down"):
+        run(lines, output)
+    del engine.embed
+
+
+def test_two_processes_do_not_write_one_output(lines, tmp_path) -> None:
+    with Journal(tmp_path / "out.npy", {}), pytest.raises(CommandError, match="another process"):
+        run(lines, tmp_path / "out.npy")
+
+
+# (what, file, content, part of the message)
+BAD_ROWS = [
+    ("not JSON", "in.jsonl", b'{"text": "a"}\n{"text": \n', "in.jsonl, line 2: not valid JSON"),
+    ("not an object", "in.jsonl", b'{"text": "a"}\n\n[1]\n', "in.jsonl, line 3: not a JSON object"),
+    ("no field", "in.jsonl", b'{"body": "a"}\n', "line 1: no field 'text'; it has body; see --field"),
+    ("not a text", "in.jsonl", b'{"text": 5}\n', "line 1: the field 'text' holds no text"),
+    ("not UTF-8", "in.txt", b"a\nb\n\xff\n", "in.txt, line 3: not valid UTF-8"),
+    ("empty", "in.txt", b"", "holds no rows"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"), [case[1:] for case in BAD_ROWS], ids=[case[0] for case in BAD_ROWS]
+)
+def test_bad_rows_are_named_before_any_work(name: str, content: bytes, part: str, fake, tmp_path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CommandError) as error:
+        run(tmp_path / name, tmp_path / "out.npy")
+    assert part in str(error.value)
+    assert error.value.exit_code == 1
+    assert not fake.calls
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_parquet_null_is_named(tmp_path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "in.parquet")
+    with pytest.raises(CommandError, match=r"in\.parquet, row 2: the column 'text' holds no text"):
+        run(tmp_path / "in.parquet", tmp_path / "out.npy")
+    with pytest.raises(CommandError, match="no column 'body'; it has text"):
+        run(tmp_path / "in.parquet", tmp_path / "out.npy", field="body")
+
+
+def test_too_long_a_row_is_named_and_what_came_before_is_kept(lines, fake, tmp_path) -> None:
+    texts = [*TEXTS[:9], "word " * 100, *TEXTS[9:]]
+    lines.write_text("\n".join(texts))
+    output = tmp_path / "out.npy"
+    with pytest.raises(CommandError, match=r"in\.txt, line 10: 102 tokens; the model takes 64; --auto-truncate"):
+        run(lines, output)
+    job = json.loads((tmp_path / "out.npy.partial" / "job.json").read_text())
+    assert job["num_rows"] == 9
+
+
+def test_an_output_that_exists_is_kept(lines, fake, tmp_path) -> None:
+    output = tmp_path / "out.npy"
+    output.write_text("precious")
+    with pytest.raises(UsageError, match="exists; give --overwrite"):
+        run(lines, output)
+    assert output.read_text() == "precious"
+    run(lines, output, overwrite=True)
+    assert len(np.load(output)) == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("source", "output", "part"),
+    [
+        ("missing.txt", "out.npy", "FILE: there is no file"),
+        ("in.csv", "out.npy", "FILE: in.csv must end in"),
+        ("in.txt", "out.csv", "--output: out.csv must end in"),
+        ("in.txt", "nowhere/out.npy", "--output: there is no folder"),
+        ("in.txt", "folder.npy", "folder.npy is a folder"),
+    ],
+)
+def test_wrong_paths(source: str, output: str, part: str, lines, fake, tmp_path) -> None:
+    (tmp_path / "in.csv").write_text("a")
+    (tmp_path / "folder.npy").mkdir()
+    with pytest.raises(UsageError) as error:
+        run(tmp_path / source, tmp_path / output)
+    assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"dimensions": 4}, "^--dimensions: dimensions is 4"), ({"prompt_name": "x"}, "^--prompt-name: .* no prompt 'x'")],
+)
+def test_an_option_that_the_model_refuses_is_not_a_lines_fault(option, message, lines, fake, tmp_path) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(lines, tmp_path / "out.npy", **option)
+    assert not fake.calls
+    assert fake.is_closed
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("in.txt", "a\nb\n"), ("in.jsonl", '{"text": "a"}\n{"text": "b"}\n')])
+def test_a_byte_order_mark_is_skipped(name: str, content: str, fake, tmp_path) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    run(tmp_path / name, tmp_path / "out.npy")
+    assert embedded_texts(fake) == ["a", "b"]
+
+
+def test_fields_that_cannot_be_written_do_not_lose_the_embeddings(fake, tmp_path) -> None:
+    deep = "[" * 500 + "]" * 500
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": "b", "deep": ' + deep + "}\n")
+    with pytest.raises(CommandError, match=r"in\.jsonl, line 2: its fields cannot be written as JSON"):
+        run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+    fake.calls.clear()
+    (tmp_path / "out.jsonl.partial").rename(tmp_path / "out.npy.partial")  # what the message says
+    run(tmp_path / "in.jsonl", tmp_path / "out.npy")
+    assert not fake.calls
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(fake, ["a", "b"]), atol=1e-6)
+
+
+def test_parquet_without_pyarrow_says_how_to_install_it(lines, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    with pytest.raises(UsageError, match=r"pip install penstock\[parquet\]"):
+        run(lines, tmp_path / "out.parquet")

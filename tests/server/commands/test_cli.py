@@ -1,0 +1,137 @@
+"""The command line, as a process: exit codes, one line on stderr, nothing heavy before a mistake is found."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock.server.commands import cli
+from penstock.server.settings import EmbedSettings, InfoSettings, ServerSettings, environment_variable
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "penstock.server", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("serve", "--port", "x"), "--port: "),
+        (("serve", "--dtype", "fp8"), "--dtype: "),
+        (("serve", "--pooler-config", "{}}"), "--pooler-config: "),
+        (("serve", "--max-model-len", "-3"), "--max-model-len: "),
+        (("serve", "--bogus"), "--bogus"),
+        (("bogus",), "bogus"),
+        ((), "COMMAND"),
+        (("embed", "/nonexistent.txt", "--output", "out.npy"), "/nonexistent.txt"),
+        (("embed", "x.txt"), "--output is required"),
+        (("info", "--device", "tpu"), "--device: "),
+    ],
+)
+def test_wrong_values_are_one_line_and_code_2(arguments: tuple[str, ...], part: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("penstock")
+    assert part in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (("/no/such/model",), "/no/such/model"),
+        (("--default-prompt-name", "x"), "--default-prompt-name: "),
+        (("--max-model-len", "100000"), "--max-model-len"),
+    ],
+)
+def test_what_the_models_files_refuse_is_one_line_and_code_2(flags: tuple[str, ...], part: str) -> None:
+    done = run("serve", "--port", "0", *flags)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert part in done.stderr
+
+
+def test_a_wrong_variable_is_named() -> None:
+    done = run("serve", PENSTOCK_PORT="x")
+    assert done.returncode == 2
+    assert "PENSTOCK_PORT: " in done.stderr
+
+
+def test_info_of_something_that_is_no_model_is_one_line(tmp_path) -> None:
+    done = run("info", str(tmp_path))
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout.startswith("penstock ")
+    text = run("serve", "--help").stdout
+    for field in ServerSettings.model_fields:
+        assert environment_variable(field) in text
+        assert field == "model" or f"--{field.replace('_', '-')}" in text
+
+
+@pytest.mark.parametrize("command", ["serve", "embed", "info"])
+def test_help_imports_nothing_heavy(command: str) -> None:
+    code = (
+        "import sys\n"
+        "from penstock.server.commands.cli import main\n"
+        "try:\n"
+        f"    main(['{command}', '--help'])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy', 'tokenizers', 'zmq'}\n"
+        "print('heavy:', *sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].strip() == "heavy:"
+
+
+def test_every_flag_is_in_its_settings_class() -> None:
+    parser = cli._parser()
+    commands = next(a for a in parser._actions if hasattr(a, "choices") and a.choices)
+    for name, settings in (("serve", ServerSettings), ("embed", EmbedSettings), ("info", InfoSettings)):
+        flags = {action.dest for action in commands.choices[name]._actions} - {"help", "file"}
+        assert flags == set(settings.model_fields)
+
+
+def test_bool_flags_have_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_AUTO_TRUNCATE", "true")
+    seen = {}
+    monkeypatch.setattr(
+        "penstock.server.commands.serve.serve", lambda settings, model, names: seen.update(settings=settings)
+    )
+    assert cli.main(["serve", "some/model", "--no-auto-truncate"]) == 0
+    assert seen["settings"].auto_truncate is False
+    assert cli.main(["serve", "some/model"]) == 0
+    assert seen["settings"].auto_truncate is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["serve", "some/model"], "penstock: interrupted\n"),
+        (
+            ["embed", "x.txt", "--output", "out.npy"],
+            "penstock: interrupted; the same command goes on where it stopped\n",
+        ),
+    ],
+)
+def test_an_interruption_says_what_goes_on(
+    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.server.commands.serve.serve", interrupt)
+    monkeypatch.setattr("penstock.server.commands.embed.run.embed_file", interrupt)
+    assert cli.main(arguments) == cli.INTERRUPTED
+    assert capsys.readouterr().err == line

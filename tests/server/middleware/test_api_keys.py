@@ -1,0 +1,107 @@
+"""Keys from the settings and from a file that changes while the server runs."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.server.errors.command_errors import UsageError
+from penstock.server.middleware.api_keys import LOOK_EVERY_S, ApiKeys
+
+BODY = {"input": "a"}
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def tick(self) -> None:
+        self.now_s += LOOK_EVERY_S
+
+
+def write(file: Path, text: str) -> None:
+    """Write a file that differs from what was there before, in whatever way a file system tells."""
+    before = file.stat().st_mtime_ns if file.exists() else 0
+    file.write_text(text)
+    os.utime(file, ns=(before + 10**9, before + 10**9))
+
+
+def accepts(keys: ApiKeys, key: str) -> bool:
+    return keys.client_of([key.encode()]) is not None
+
+
+def test_keys_of_the_settings_and_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("\ufeffone\n\n# not-a-key\n  two  \nschlüssel\n", "utf-8")
+    keys = ApiKeys(("zero",), file)
+    assert all(accepts(keys, key) for key in ("zero", "one", "two", "schlüssel"))
+    assert not any(accepts(keys, key) for key in ("", "# not-a-key", "not-a-key", "One", "onetwo"))
+    assert keys.client_of([b"wrong", b"two"]) == keys.client_of([b"two"])
+
+
+def test_clients_are_told_apart_without_their_keys() -> None:
+    keys = ApiKeys(("one", "two"))
+    first, second = keys.client_of([b"one"]), keys.client_of([b"two"])
+    assert first != second
+    assert first == keys.client_of([b"one"])
+    assert ApiKeys(("one", "two")).client_of([b"one"]) != first  # nobody can look a key up by it
+    assert ApiKeys(("one",)).client_of([b"one"]) == ""
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    file, clock = tmp_path / "keys", Clock()
+    write(file, "old-key\n")
+    keys = ApiKeys((), file, clock_s=clock)
+    write(file, "new-key\nother-key\n")
+    assert accepts(keys, "old-key")  # it is not looked at all the time
+    clock.tick()
+    assert not accepts(keys, "old-key")
+    assert accepts(keys, "new-key")
+    assert accepts(keys, "other-key")
+    assert "2 keys are valid" in caplog.text
+    assert not any(key in caplog.text for key in ("old-key", "new-key", "other-key"))
+
+
+@pytest.mark.parametrize("text", [None, "", "# only this\n", "\n\n"])
+def test_a_file_that_has_gone_bad_changes_nothing(
+    text: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, clock = tmp_path / "keys", Clock()
+    write(file, "a-key\n")
+    keys = ApiKeys((), file, clock_s=clock)
+    if text is None:
+        file.unlink()
+    else:
+        write(file, text)
+    for _ in range(3):
+        clock.tick()
+        assert accepts(keys, "a-key")
+    assert "the keys stay as they were" in caplog.text
+    assert len(caplog.records) == (3 if text is None else 1)
+    write(file, "a-key\nb-key\n")
+    os.utime(file, ns=(10**18, 10**18))
+    clock.tick()
+    assert accepts(keys, "b-key")
+
+
+@pytest.mark.parametrize(("content", "part"), [(None, "No such file"), (b"", "no key"), (b"\xff\xfe\x80", "UTF-8")])
+def test_a_file_without_keys_stops_the_start(content: bytes | None, part: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError, match=rf"^--api-key-file: .*keys.*{part}"):
+        ApiKeys(("given",), file)
+
+
+async def test_a_server_with_a_file_of_keys(serving, engine, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    async with serving(engine, api_key_file=file) as client:
+        for key, status in (("one", 200), ("two", 200), ("three", 401)):
+            response = await client.post("/v1/embeddings", json=BODY, headers={"authorization": f"Bearer {key}"})
+            assert response.status_code == status

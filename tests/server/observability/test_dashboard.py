@@ -1,0 +1,63 @@
+"""The dashboard of docker/grafana asks for metrics that the server has, and its containers for files that are there."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.engine.protocol.messages import CacheUse
+
+DOCKER = Path(__file__).resolve().parents[3] / "docker"
+DASHBOARD = json.loads((DOCKER / "grafana" / "penstock.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+METRIC = re.compile(r"\b(?:penstock|process)_\w+")
+
+
+def expressions() -> list[str]:
+    queries = [variable["definition"] for variable in DASHBOARD["templating"]["list"] if "definition" in variable]
+    return queries + [target["expr"] for panel in PANELS for target in panel["targets"]]
+
+
+async def test_every_metric_of_the_dashboard_is_there(
+    client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = engine.stats()
+    stats.cache_use = CacheUse(0.5, 1, 1, 1, 1, 1)
+    monkeypatch.setattr(engine, "stats", lambda: stats)
+    await client.post("/v1/embeddings", json={"input": "a"})
+    families = list(text_string_to_metric_families((await client.get("/metrics")).text))
+    names = {sample.name: set(sample.labels) for family in families for sample in family.samples}
+    # Histograms have no sample before they were filled.
+    names |= {
+        f"{family.name}_{part}": {"route", "task", "stage", "le"}
+        for family in families
+        if family.name == "penstock_stage_duration_seconds"
+        for part in ("bucket", "sum", "count")
+    }
+    wanted = {name for expression in expressions() for name in METRIC.findall(expression)}
+    assert len(wanted) > 20
+    assert not wanted - set(names)
+    for expression in expressions():
+        used = {label for group in re.findall(r"\bby \(([\w, ]+)\)", expression) for label in group.split(", ")}
+        used |= set(re.findall(r"(\w+)=~", expression))
+        for name in METRIC.findall(expression):
+            assert used <= names[name], (expression, name)
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    for a, b in itertools.combinations(places, 2):
+        is_beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        assert is_beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"], (a, b)
+
+
+def test_files_that_the_containers_mount_are_there() -> None:
+    mounted = re.findall(r"- (\./\S+?):/", (DOCKER / "compose.yaml").read_text())
+    assert len(mounted) == 4
+    assert all((DOCKER / path).is_file() for path in mounted)

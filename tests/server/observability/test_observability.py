@@ -1,0 +1,274 @@
+"""Where the time of a request went, as told by headers, metrics, log lines and traces; and what none of them tells."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import orjson
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.engine.logs import JsonFormatter
+from penstock.engine.protocol.errors import EngineOverloadedError
+from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
+from penstock.server.errors.command_errors import UsageError
+from penstock.server.observability.tracing import Tracing
+
+STAGES = {Stage.TOKENIZATION: 0.25, Stage.QUEUE: 0.5, Stage.INFERENCE: 2.0}
+SECRET = "holds back the water"
+COLLECTOR = "http://collector.test:4318"
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture
+def engine(make_engine):
+    """An engine that says where it spent seconds, without spending them."""
+
+    class TimedEngine(make_engine):
+        async def _enter(self, name: str, *arguments: object) -> None:
+            times = STAGE_TIMES.get()
+            assert times is not None
+            began_s = time.perf_counter()
+            for stage, seconds in STAGES.items():
+                times.add(stage, began_s, seconds)
+            times.last_s = time.perf_counter()
+            await super()._enter(name, *arguments)
+
+    return TimedEngine()
+
+
+def samples(text: str, name: str) -> dict[tuple[str, ...], float]:
+    """Values of one metric by its labels, without `le`."""
+    return {
+        tuple(s.labels.values()): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+        if s.name == name
+    }
+
+
+async def test_stages_are_in_metrics_by_route_and_task(client: httpx.AsyncClient) -> None:
+    for _ in range(2):
+        assert (await client.post("/v1/embeddings", json={"input": ["a b", "c"]})).status_code == 200
+    assert (await client.post("/v1/score", json={"text_1": "a", "text_2": "b"})).status_code == 200
+    text = (await client.get("/metrics")).text
+    sums = samples(text, "penstock_stage_duration_seconds_sum")
+    for stage, seconds in STAGES.items():
+        assert sums["/v1/embeddings", stage, "embed"] == pytest.approx(2 * seconds)
+        assert sums["/v1/score", stage, "score"] == pytest.approx(seconds)
+    assert 0 < sums["/v1/embeddings", "encode", "embed"] < 1
+    assert len(sums) == 8
+
+
+async def test_stages_of_errors_are_not_mixed_in(client: httpx.AsyncClient, engine) -> None:
+    engine.failure = EngineOverloadedError("full", retry_after_s=1.0)
+    response = await client.post("/v1/embeddings", json={"input": "a"})
+    assert response.status_code == 429
+    assert not samples((await client.get("/metrics")).text, "penstock_stage_duration_seconds_sum")
+
+
+async def test_stages_are_in_headers(client: httpx.AsyncClient) -> None:
+    response = await client.post("/embed", json={"inputs": "one two"})
+    assert [response.headers[f"x-{name}-time"] for name in ("tokenization", "queue", "inference")] == [
+        "250",
+        "500",
+        "2000",
+    ]
+    timing = response.headers["server-timing"]
+    assert timing.startswith("tokenization;dur=250.000, queue;dur=500.000, inference;dur=2000.000, encode;dur=")
+    assert "server-timing" not in (await client.get("/version")).headers
+
+
+async def test_forwards_are_in_metrics(client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = engine.stats()
+    stats.num_waiting, stats.num_waiting_tokens, stats.token_budget = 7, 300, 2048
+    for num_tokens in (8, 1000, 2000):
+        stats.step_tokens.observe(num_tokens)
+        stats.step_fill.observe(num_tokens / 2048)
+    monkeypatch.setattr(engine, "stats", lambda: stats)
+    text = (await client.get("/metrics")).text
+    for name, value in (("waiting_inputs", 7), ("waiting_tokens", 300), ("token_budget", 2048)):
+        assert samples(text, f"penstock_engine_{name}") == {("fake-model",): value}
+    assert samples(text, "penstock_engine_batch_tokens_sum") == {("fake-model",): 3008}
+    assert samples(text, "penstock_engine_batch_fill_count") == {("fake-model",): 3}
+    buckets = samples(text, "penstock_engine_batch_tokens_bucket")
+    assert {("8.0", "fake-model"): 1, ("1024.0", "fake-model"): 2, ("+Inf", "fake-model"): 3}.items() <= buckets.items()
+
+
+async def test_a_log_line_says_where_the_time_went_and_nothing_of_the_input(
+    serving, engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "penstock.access")
+    async with serving(engine, access_log=True) as client:
+        headers = {"authorization": "Bearer very-secret", "x-request-id": "abc"}
+        await client.post("/v1/embeddings?key=very-secret", json={"input": [SECRET, "b"]}, headers=headers)
+        for probe in ("/health", "/health/live", "/health/ready", "/metrics"):
+            await client.get(probe)
+        await client.get("/no%0aINFO%20forged")
+    good, unknown = [record for record in caplog.records if record.name == "penstock.access"]
+    assert good.getMessage().startswith("POST /v1/embeddings 200 in ")
+    assert "embed 2 inputs, 9 tokens; tokenization 250.0 ms; queue 500.0 ms; inference 2000.0 ms" in good.getMessage()
+    line = orjson.loads(JsonFormatter().format(good))
+    assert (
+        line.items()
+        >= {
+            "logger": "penstock.access",
+            "request_id": "abc",
+            "method": "POST",
+            "path": "/v1/embeddings",
+            "route": "/v1/embeddings",
+            "status": 200,
+            "task": "embed",
+            "inputs": 2,
+            "tokens": 9,
+            "queue_ms": 500.0,
+        }.items()
+    )
+    assert line["duration_ms"] > 0
+    assert SECRET not in str(line)
+    assert "very-secret" not in str(line)
+    assert "\n" not in unknown.getMessage()
+    assert "/no\\nINFO forged 404" in unknown.getMessage()
+
+
+async def test_no_line_is_logged_unless_asked_for(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "penstock.access")
+    await client.post("/v1/embeddings", json={"input": "a"})
+    assert not [record for record in caplog.records if record.name == "penstock.access"]
+
+
+class Collected:
+    """The spans that were sent."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.endpoints: list[str] = []
+
+    def to(self, endpoint: str) -> Tracing:
+        self.endpoints.append(endpoint)
+        return Tracing(SimpleSpanProcessor(self.exporter))
+
+    @property
+    def spans(self) -> dict[str, ReadableSpan]:
+        return {span.name: span for span in self.exporter.get_finished_spans()}
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collected]:
+    collected = Collected()
+    monkeypatch.setattr(Tracing, "to", collected.to)
+    yield collected
+    assert collected.endpoints == [COLLECTOR]
+
+
+async def test_a_trace_goes_on_with_that_of_the_client(serving, engine, collected: Collected) -> None:
+    async with serving(engine, otlp_traces_endpoint=COLLECTOR) as client:
+        headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "tracestate": "vendor=1"}
+        await client.post("/v1/embeddings", json={"input": [SECRET]}, headers=headers)
+    spans = collected.spans
+    assert list(spans) == [*STAGES, "encode", "POST /v1/embeddings"]
+    request = spans["POST /v1/embeddings"]
+    assert request.parent is not None
+    assert f"{request.parent.span_id:016x}" == PARENT_ID
+    assert request.kind is SpanKind.SERVER
+    for span in spans.values():
+        assert f"{span.context.trace_id:032x}" == TRACE_ID
+        assert span.context.trace_state.get("vendor") == "1"
+        assert SECRET not in span.to_json()
+    for stage, seconds in STAGES.items():
+        span = spans[stage]
+        assert span.parent == request.context
+        assert span.end_time - span.start_time == pytest.approx(seconds * 1e9)
+        assert span.start_time >= request.start_time
+    assert request.attributes is not None
+    assert (
+        request.attributes.items()
+        >= {
+            "http.request.method": "POST",
+            "http.route": "/v1/embeddings",
+            "http.response.status_code": 200,
+            "penstock.task": "embed",
+            "penstock.num_inputs": 1,
+            "gen_ai.usage.input_tokens": 6,
+        }.items()
+    )
+    assert request.resource.attributes["service.name"] == "penstock"
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "num_spans"),
+    [(f"00-{TRACE_ID}-{PARENT_ID}-00", 0), (f"00-{'0' * 32}-{PARENT_ID}-01", 5), ("nonsense\xff", 5), ("", 5)],
+)
+async def test_traceparent_is_honoured_or_passed_over(
+    serving, engine, collected: Collected, traceparent: str, num_spans: int
+) -> None:
+    async with serving(engine, otlp_traces_endpoint=COLLECTOR) as client:
+        headers = {"traceparent": traceparent.encode("latin-1")}
+        response = await client.post("/v1/embeddings", json={"input": "a"}, headers=headers)
+        assert response.status_code == 200
+        await client.get("/health")
+    spans = collected.spans
+    assert len(spans) == num_spans
+    if spans:
+        assert spans["POST /v1/embeddings"].parent is None
+
+
+async def test_log_lines_name_the_trace(
+    serving, engine, collected: Collected, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "penstock.access")
+    async with serving(engine, otlp_traces_endpoint=COLLECTOR, access_log=True) as client:
+        await client.get("/version", headers={"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"})
+    assert caplog.records[-1].fields["trace_id"] == TRACE_ID
+
+
+async def test_a_failure_is_an_error_of_its_span(serving, engine, collected: Collected) -> None:
+    engine.failure = RuntimeError("a bug")
+    async with serving(engine, otlp_traces_endpoint=COLLECTOR) as client:
+        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 500
+        assert (await client.post("/v1/embeddings", json={})).status_code == 400
+        await client.get("/some/path")
+    failed, refused, unknown = [s for s in collected.exporter.get_finished_spans() if s.kind is SpanKind.SERVER]
+    assert failed.status.status_code is StatusCode.ERROR
+    assert failed.attributes["error.type"] == "500"
+    assert refused.status.status_code is StatusCode.UNSET
+    assert unknown.name == "GET"
+
+
+async def test_without_the_extra_only_tracing_is_refused(serving, engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "penstock.server.observability.tracing")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(UsageError, match=r"--otlp-traces-endpoint needs the extra `otel`.*penstock\[otel\]"):
+        async with serving(engine, otlp_traces_endpoint=COLLECTOR):
+            pass
+    async with serving(engine) as client:
+        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "sent_to"),
+    [
+        ("http://localhost:4318", "http://localhost:4318/v1/traces"),
+        ("http://localhost:4318/", "http://localhost:4318/v1/traces"),
+        ("https://traces.test/otlp/v1/traces", "https://traces.test/otlp/v1/traces"),
+    ],
+)
+def test_an_endpoint_may_leave_out_the_usual_path(monkeypatch: pytest.MonkeyPatch, given: str, sent_to: str) -> None:
+    asked: list[str] = []
+
+    class Exporter(InMemorySpanExporter):
+        def __init__(self, endpoint: str) -> None:
+            super().__init__()
+            asked.append(endpoint)
+
+    monkeypatch.setattr("penstock.server.observability.tracing.OTLPSpanExporter", Exporter)
+    Tracing.to(given).close()
+    assert asked == [sent_to]

@@ -1,0 +1,218 @@
+"""Every way to write a vector, read back as a client reads it."""
+
+import base64
+import json
+
+import httpx
+import numpy as np
+import pytest
+
+from penstock.server.wire.encoding import EmbedDtype, Encoding, EncodingFormat, Endianness, encode_rows, wire_rows
+
+TEXTS = ["hello world", "goodbye"]
+QUANTIZED = {"int8": np.int8, "uint8": np.uint8, "binary": np.int8, "ubinary": np.uint8}
+
+
+async def post(client: httpx.AsyncClient, **body: object) -> httpx.Response:
+    response = await client.post("/v1/embeddings", json={"input": TEXTS, **body})
+    assert response.status_code == 200, response.text
+    return response
+
+
+async def embeddings(client: httpx.AsyncClient, **body: object) -> list:
+    return [row["embedding"] for row in (await post(client, **body)).json()["data"]]
+
+
+async def truth(client: httpx.AsyncClient) -> np.ndarray:
+    return np.array(await embeddings(client), np.float32)
+
+
+def decoded(raw: bytes, dtype: str, order: str) -> np.ndarray:
+    if dtype == "bfloat16":  # the upper half of float32
+        return (np.frombuffer(raw, f"{order}u2").astype(np.uint32) << 16).view(np.float32)
+    if dtype == "fp8_e5m2":  # the upper half of float16
+        return (np.frombuffer(raw, np.uint8).astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    if dtype == "fp8_e4m3":
+        code = np.frombuffer(raw, np.uint8).astype(int)
+        exponent, mantissa = code >> 3 & 15, code & 7
+        size = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+        return np.where(code & 0x80, -size, size)
+    return np.frombuffer(raw, order + {"float32": "f4", "float16": "f2"}[dtype])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol", "atol"),
+    [
+        ("float32", 0, 0),
+        ("float16", 2**-11, 2**-25),
+        ("bfloat16", 2**-8, 0),
+        ("fp8_e4m3", 2**-4, 2**-10),
+        ("fp8_e5m2", 2**-3, 2**-17),
+    ],
+)
+async def test_dtypes_and_byte_orders(client: httpx.AsyncClient, dtype: str, rtol: float, atol: float) -> None:
+    expected = await truth(client)
+    for endianness, order in ((None, "<"), ("native", "="), ("little", "<"), ("big", ">")):
+        options = {"embed_dtype": dtype, "endianness": endianness}
+        texts = await embeddings(client, encoding_format="base64", **options)
+        rows = np.stack([decoded(base64.b64decode(text, validate=True), dtype, order) for text in texts])
+        np.testing.assert_allclose(rows, expected, rtol=rtol, atol=atol)
+        response = await post(client, encoding_format="bytes_only", **options)
+        np.testing.assert_array_equal(decoded(response.content, dtype, order), rows.ravel())
+    numbers = np.array(await embeddings(client, **options), np.float32)
+    np.testing.assert_array_equal(numbers, expected)  # JSON numbers are what they are
+
+
+async def test_bytes_come_with_vllms_metadata(client: httpx.AsyncClient) -> None:
+    response = await post(client, encoding_format="bytes", embed_dtype="float16", model="alias")
+    assert response.headers["content-type"] == "application/octet-stream"
+    metadata = json.loads(response.headers["metadata"])
+    assert set(metadata) == {"id", "created", "model", "data", "usage"}
+    assert metadata["model"] == "alias"
+    assert metadata["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+    rows = []
+    for i, row in enumerate(metadata["data"]):
+        assert (row["index"], row["embed_dtype"], row["endianness"]) == (i, "float16", "little")
+        rows.append(np.frombuffer(response.content[row["start"] : row["end"]], "<f2").reshape(row["shape"]))
+    assert metadata["data"][-1]["end"] == len(response.content)
+    np.testing.assert_array_equal(rows, (await truth(client)).astype(np.float16))
+
+
+async def test_bytes_only_has_no_metadata(client: httpx.AsyncClient) -> None:
+    response = await post(client, encoding_format="bytes_only")
+    assert "metadata" not in response.headers
+    np.testing.assert_array_equal(np.frombuffer(response.content, "<f4").reshape(2, 8), await truth(client))
+
+
+async def test_names_that_a_header_cannot_hold(serving, engine) -> None:
+    async with serving(engine, names=("modèle-東",)) as client:
+        response = await post(client, encoding_format="bytes")
+    assert json.loads(response.headers["metadata"])["model"] == "modèle-東"
+
+
+async def test_a_header_that_no_client_takes_is_refused(client: httpx.AsyncClient, engine) -> None:
+    body = {"input": ["a"] * 513, "encoding_format": "bytes"}
+    response = await client.post("/v1/embeddings", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "encoding_format")
+    assert "bytes_only" in response.json()["message"]
+    assert not engine.calls
+    response = await client.post("/v1/embeddings", json={**body, "input": ["a"] * 512})
+    assert len(response.headers["metadata"]) < 65_000
+    assert (await client.post("/v1/embeddings", json={**body, "encoding_format": "bytes_only"})).status_code == 200
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+async def test_integers_in_json(client: httpx.AsyncClient, kind: str) -> None:
+    expected, limits = await truth(client), np.iinfo(QUANTIZED[kind])
+    for body in (
+        {"encoding_format": kind},
+        {"embedding_type": kind},
+        {"embedding_type": [kind]},
+        {"encoding_type": kind},
+        {"embedding_type": kind, "encoding_format": "base64"},  # the OpenAI SDKs add base64 by themselves
+        {"output_dtype": kind},
+        {"output_dtype": kind, "encoding_format": "float"},
+    ):
+        rows = await embeddings(client, **body)
+        assert all(type(value) is int and limits.min <= value <= limits.max for row in rows for value in row)
+        if kind.endswith("binary"):
+            bits = np.unpackbits((np.array(rows) + (128 if kind == "binary" else 0)).astype(np.uint8), axis=1)
+            np.testing.assert_array_equal(bits, expected > 0)
+        else:
+            signed = np.array(rows) - (128 if kind == "uint8" else 0)
+            np.testing.assert_allclose(signed / 127, expected, atol=0.51 / 127)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+async def test_integers_in_base64_and_bytes(client: httpx.AsyncClient, kind: str) -> None:
+    expected = np.array(await embeddings(client, output_dtype=kind))
+    texts = await embeddings(client, output_dtype=kind, encoding_format="base64")  # as voyageai asks and reads
+    rows = [np.frombuffer(base64.b64decode(text), QUANTIZED[kind]) for text in texts]
+    np.testing.assert_array_equal(rows, expected)
+    for body in ({"embedding_type": kind}, {"output_dtype": kind}):
+        response = await post(client, encoding_format="bytes", **body)
+        np.testing.assert_array_equal(np.frombuffer(response.content, QUANTIZED[kind]), expected.ravel())
+        data = json.loads(response.headers["metadata"])["data"]
+        assert [(row["embed_dtype"], row["shape"]) for row in data] == [(kind, [expected.shape[1]])] * 2
+
+
+async def test_several_types_stand_side_by_side(client: httpx.AsyncClient) -> None:
+    rows = await embeddings(client, embedding_type=["float", "base64", "ubinary", "float"], encoding_format="base64")
+    assert [set(row) for row in rows] == [{"float", "base64", "ubinary"}] * 2
+    expected = await truth(client)
+    np.testing.assert_array_equal(np.array([row["float"] for row in rows], np.float32), expected)
+    for row, vector in zip(rows, expected, strict=True):
+        np.testing.assert_array_equal(np.frombuffer(base64.b64decode(row["base64"]), "<f4"), vector)
+
+
+async def test_float_and_base64_as_types(client: httpx.AsyncClient) -> None:
+    assert isinstance((await embeddings(client, embedding_type="float"))[0], list)
+    assert isinstance((await embeddings(client, embedding_type="float", encoding_format="base64"))[0], str)
+    assert isinstance((await embeddings(client, embedding_type="base64"))[0], str)
+    assert isinstance((await embeddings(client, embedding_type=[], output_dtype=None))[0], list)
+
+
+# (body, field, part of the message)
+WRONG_BODIES = [
+    ({"encoding_format": "hex"}, "encoding_format", "'bytes_only'"),
+    ({"embed_dtype": "float64"}, "embed_dtype", "'float64'"),
+    ({"endianness": "middle"}, "endianness", "'middle'"),
+    ({"embedding_type": "int4"}, "embedding_type", "'int4'"),
+    ({"embedding_type": ["float", "int4"]}, "embedding_type", "'int4'"),
+    ({"embedding_type": {"a": 1}}, "embedding_type", "list"),
+    ({"output_dtype": "base64"}, "output_dtype", "'base64'"),
+    ({"embedding_type": ["float", "int8"], "encoding_format": "bytes"}, "embedding_type", "one type"),
+    ({"output_dtype": "int8", "embed_dtype": "float16"}, "embed_dtype", "'int8'"),
+    ({"encoding_format": "binary", "embed_dtype": "float16"}, "embed_dtype", "'binary'"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "part"), WRONG_BODIES)
+async def test_wrong_bodies_are_400(client: httpx.AsyncClient, body: dict, param: str, part: str) -> None:
+    response = await client.post("/v1/embeddings", json={"input": "a", **body})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert part in response.json()["message"]
+
+
+@pytest.mark.parametrize("field", ["encoding_format", "embedding_type", "encoding_type", "output_dtype"])
+async def test_bits_need_a_multiple_of_8(serving, make_engine, field: str) -> None:
+    engine = make_engine(is_matryoshka=True)
+    async with serving(engine) as client:
+        response = await client.post("/v1/embeddings", json={"input": "a", "dimensions": 6, field: "binary"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+    assert "6 dimensions" in response.json()["message"]
+    assert not engine.calls
+
+
+def test_matrices_keep_their_shape() -> None:
+    matrices = [np.ones((3, 16), np.float32), -np.ones((1, 16), np.float32)]
+    for kind, width in (("int8", 16), ("ubinary", 2)):
+        rows = encode_rows(matrices, Encoding(quantization=kind))
+        assert [row.shape for row in rows] == [(3, width), (1, width)]
+    big = Encoding(format=EncodingFormat.BYTES, dtype=EmbedDtype.FLOAT16, endianness=Endianness.BIG)
+    assert [(row.shape, row.tobytes()[:2]) for row in wire_rows(matrices, big)] == [
+        ((3, 16), b"\x3c\x00"),
+        ((1, 16), b"\xbc\x00"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "code"),
+    [
+        (EmbedDtype.FP8_E4M3, 1.0, 0x38),
+        (EmbedDtype.FP8_E4M3, -0.5, 0xB0),
+        (EmbedDtype.FP8_E4M3, 1e9, 0x7E),
+        (EmbedDtype.FP8_E4M3, 2.0**-9, 0x01),
+        (EmbedDtype.FP8_E4M3, 2.0**-10, 0x00),  # half-way: to even
+        (EmbedDtype.FP8_E4M3, 3 * 2.0**-10, 0x02),
+        (EmbedDtype.FP8_E5M2, 1.125, 0x3C),
+        (EmbedDtype.FP8_E5M2, 1.375, 0x3E),
+        (EmbedDtype.FP8_E5M2, -1e9, 0xFB),
+        (EmbedDtype.BFLOAT16, 1 + 2.0**-8, 0x3F80),
+        (EmbedDtype.BFLOAT16, 1 + 3 * 2.0**-8, 0x3F82),
+    ],
+)
+def test_rounding(dtype: EmbedDtype, value: float, code: int) -> None:
+    (row,) = wire_rows(np.array([[value]], np.float32), Encoding(dtype=dtype))
+    assert row.tolist() == [code]

@@ -1,0 +1,91 @@
+"""Health, metrics, version, and the OpenAPI schema."""
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.engine.frontend.dispatcher import DispatcherStats
+from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.protocol.messages import CacheUse
+
+
+@pytest.mark.parametrize(
+    ("state", "live", "ready"),
+    [
+        (EngineState.STARTING, 200, 503),
+        (EngineState.READY, 200, 200),
+        (EngineState.DRAINING, 200, 503),
+        (EngineState.DEAD, 503, 503),
+    ],
+)
+async def test_live_and_ready_are_different_answers(client, engine, state: EngineState, live: int, ready: int) -> None:
+    engine.state = state
+    for path, status in (("/health/live", live), ("/health/ready", ready), ("/health", ready), ("/ping", ready)):
+        response = await client.get(path)
+        assert response.status_code == status, path
+        assert response.json()["engines"] == {"fake-model": state}
+    for path, status in (("/health/live", live), ("/health/ready", ready), ("/health", ready)):
+        assert (await client.head(path)).status_code == status
+
+
+def sample(text: str, name: str, **labels: str) -> float:
+    return next(
+        s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+        if s.name == name and s.labels == labels
+    )
+
+
+async def test_metrics(client: httpx.AsyncClient) -> None:
+    for _ in range(3):
+        await client.post("/v1/embeddings", json={"input": ["one two", "three"]})
+    await client.post("/v1/embeddings/", json={})
+    await client.get("/some/unknown/path")
+    response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    text = response.text
+    assert sample(text, "penstock_http_requests_total", route="/v1/embeddings", status="200") == 3
+    assert sample(text, "penstock_http_requests_total", route="/v1/embeddings", status="400") == 1
+    assert sample(text, "penstock_http_requests_total", route="other", status="404") == 1
+    assert sample(text, "penstock_http_request_duration_seconds_count", route="/v1/embeddings") == 4
+    assert sample(text, "penstock_inputs_total", task="embed") == 6
+    assert sample(text, "penstock_tokens_total", task="embed") == 3 * (4 + 3)
+    assert sample(text, "penstock_engine_queued_tokens", model="fake-model") == 42
+    assert sample(text, "penstock_engine_requests", model="fake-model") == 3
+    assert sample(text, "penstock_engine_ready", model="fake-model") == 1
+
+
+async def test_metrics_of_inputs_in_chunks(client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "penstock_engine_cache_usage{" not in (await client.get("/metrics")).text
+    use = CacheUse(
+        usage=0.25,
+        prefix_queried_tokens_total=400,
+        prefix_hit_tokens_total=96,
+        num_preemptions_total=2,
+        num_chunks_total=31,
+        num_evicted_blocks_total=7,
+    )
+    monkeypatch.setattr(engine, "stats", lambda: DispatcherStats(num_requests=5, cache_use=use))
+    text = (await client.get("/metrics")).text
+    figures = {
+        "penstock_engine_cache_usage": 0.25,
+        "penstock_engine_prefix_queried_tokens_total": 400,
+        "penstock_engine_prefix_hit_tokens_total": 96,
+        "penstock_engine_preemptions_total": 2,
+        "penstock_engine_chunks_total": 31,
+        "penstock_engine_prefix_evicted_blocks_total": 7,
+        "penstock_engine_requests": 5,
+    }
+    assert {name: sample(text, name, model="fake-model") for name in figures} == figures
+
+
+async def test_two_applications_count_apart(serving, make_engine) -> None:
+    async with serving(make_engine()) as first, serving(make_engine()) as second:
+        await first.post("/v1/embeddings", json={"input": "a"})
+        assert "penstock_inputs_total{" in (await first.get("/metrics")).text
+        assert "penstock_inputs_total{" not in (await second.get("/metrics")).text
+
+
+async def test_version(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/version")).json()["version"]

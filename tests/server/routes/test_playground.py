@@ -1,0 +1,149 @@
+"""The root path: a page for browsers, health for the rest. tests/e2e/test_playground.py drives the page."""
+
+import base64
+import hashlib
+import importlib.resources
+import re
+from html.parser import HTMLParser
+
+import httpx
+import pytest
+
+from penstock.engine.frontend.supervisor import EngineState
+from penstock.server.routes.playground.page import PAGE, content_security_policy, prefers_html
+
+TEXT = PAGE.decode()
+SCRIPT = TEXT.partition("<script>")[2].partition("</script>")[0]
+HTML = {"accept": "text/html"}
+MAX_BYTES = 40_000
+
+
+class Elements(HTMLParser):
+    """Every element of the page with its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(TEXT)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+ELEMENTS = Elements().found
+IDS = {attributes["id"] for _, attributes in ELEMENTS if "id" in attributes}
+
+
+@pytest.mark.parametrize(
+    ("accept", "is_page"),
+    [
+        ("text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8", True),
+        ("text/html, application/json", True),
+        ("TEXT/HTML ; Q=0.7", True),
+        ("application/json;q=0.5, text/html;q=0.6", True),
+        ("*/*", False),
+        ("", False),
+        ("application/json", False),
+        ("application/json, text/plain, */*", False),
+        ("text/*", False),
+        ("text/html;q=0", False),
+        ("text/html;q=some", False),
+        ("text/html;q=nan", False),
+        ("application/json, text/html;q=0.9", False),
+        (";,;;,=", False),
+    ],
+)
+async def test_browsers_get_the_page_and_probes_get_health(
+    client: httpx.AsyncClient, accept: str, is_page: bool
+) -> None:
+    assert prefers_html(accept) is is_page
+    for ask in (client.get, client.head):
+        response = await ask("/", headers={"accept": accept})
+        media = "text/html; charset=utf-8" if is_page else "application/json"
+        assert (response.status_code, response.headers["content-type"]) == (200, media)
+        assert response.headers["vary"] == "accept"
+    content = (await client.get("/", headers={"accept": accept})).content
+    assert (content == PAGE) is is_page
+
+
+async def test_several_accept_headers_are_one(client: httpx.AsyncClient) -> None:
+    response = await client.get("/", headers=[("accept", "application/json;q=0.1"), ("accept", "text/html")])
+    assert response.content == PAGE
+
+
+async def test_the_page_is_there_while_the_engine_is_not(client: httpx.AsyncClient, engine) -> None:
+    engine.state = EngineState.STARTING
+    assert (await client.get("/", headers=HTML)).status_code == 200
+    assert (await client.get("/")).status_code == 503
+
+
+async def test_the_page_needs_no_key_and_gives_none_away(serving, engine) -> None:
+    async with serving(engine, api_key=("secret-key",)) as client:
+        assert (await client.get("/", headers=HTML)).content == PAGE
+        assert (await client.get("/")).status_code == 200
+        assert (await client.head("/")).status_code == 200
+        assert (await client.post("/", headers=HTML, json={"inputs": "a"})).status_code == 401
+    assert not engine.calls
+
+
+async def test_headers(client: httpx.AsyncClient) -> None:
+    headers = (await client.get("/", headers=HTML)).headers
+    policy = dict(entry.split(" ", 1) for entry in headers["content-security-policy"].split("; "))
+    for tag, directive in (("style", "style-src"), ("script", "script-src")):
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", TEXT, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy.pop(directive) == f"'sha256-{digest}'"
+    assert policy == {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+    }
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["cache-control"] == "no-cache"
+
+
+def test_the_policy_follows_the_page() -> None:
+    assert content_security_policy(PAGE) != content_security_policy(PAGE.replace(b'"use strict"', b'"use sloppy"'))
+
+
+def test_the_page_asks_for_nothing_from_elsewhere() -> None:
+    assert re.findall(r"(?:\w+:)?//[\w[].*", TEXT) == []
+    assert "url(" not in TEXT.partition("<style>")[2].partition("</style>")[0]
+    assert re.findall(r"@import|\bimport\b\s*[({*\"']", TEXT) == []
+    links = [value for _, attributes in ELEMENTS for name, value in attributes.items() if name in ("href", "src")]
+    assert [link.split(",")[0] for link in links] == ["data:image/svg+xml", "docs", "openapi.json", "metrics"]
+    assert len(PAGE) < MAX_BYTES
+
+
+def test_the_page_keeps_its_own_policy() -> None:
+    assert [tag for tag, _ in ELEMENTS if tag in ("script", "style", "link")] == ["link", "style", "script"]
+    inline = [name for _, attributes in ELEMENTS for name in attributes if name == "style" or name.startswith("on")]
+    assert inline == []
+    assert re.findall(r"\b(?:inner|outer)HTML\b|insertAdjacentHTML|document\.write|\beval\b|new Function", SCRIPT) == []
+
+
+def test_the_page_names_what_it_has() -> None:
+    labelled = {attributes["for"] for tag, attributes in ELEMENTS if tag == "label" and "for" in attributes}
+    named = {*re.findall(r'\$\("([\w-]+)"\)', SCRIPT), *re.findall(r'lines\("([\w-]+)"\)', SCRIPT), *labelled}
+    named |= {attributes["aria-controls"] for _, attributes in ELEMENTS if "aria-controls" in attributes}
+    assert named <= IDS
+    assert len(named) > 15
+    assert ELEMENTS[0] == ("html", {"lang": "en"})
+
+
+async def test_the_page_asks_routes_that_are_there(client: httpx.AsyncClient) -> None:
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    asked = set(re.findall(r'(?:url\(|\[)"([a-z0-9/]+/[a-z]+|version)"', SCRIPT))
+    assert asked == {"v1/embeddings", "v2/rerank", "v1/classify", "v1/models", "health/ready", "version"}
+    assert {f"/{path}" for path in asked} <= set(paths)
+
+
+def test_the_page_is_packaged() -> None:
+    assert (
+        importlib.resources.files("penstock.server.routes.playground").joinpath("playground.html").read_bytes() == PAGE
+    )

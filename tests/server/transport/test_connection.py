@@ -1,0 +1,227 @@
+"""What clients may send before it is a request, and how long they may take: on real sockets, with a tiny app."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import subprocess
+import time
+from math import inf
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import HTTPException
+
+from penstock.server.middleware.body_limit import BodyLimitMiddleware
+from penstock.server.transport.connection import MAX_OVERHEAD_BYTES, Owed, Part
+from penstock.server.transport.connection_limits import HEAD_S, STALL_S, ConnectionLimits
+
+from .sockets import exchange, running
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the headers and the body that have come."""
+    body = b""
+    while True:
+        try:
+            message = await receive()
+        except HTTPException as error:
+            headers = [(name.encode(), value.encode()) for name, value in (error.headers or {}).items()]
+            headers.append((b"content-length", b"0"))
+            await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
+            await send({"type": "http.response.body"})
+            return
+        if message["type"] == "http.disconnect":
+            return
+        body += message["body"]
+        if not message["more_body"]:
+            break
+    names = b",".join(sorted(name for name, _ in scope["headers"]))
+    content = b"%b %b %b %b" % (scope["method"].encode(), scope["path"].encode(), names, body)
+    length = b"%d" % len(content)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+    await send({"type": "http.response.body", "body": content})
+
+
+HEAD = b"POST /p HTTP/1.1\r\nHost: x\r\n"
+FILL = b"y" * (MAX_OVERHEAD_BYTES // 2)
+
+
+@pytest.mark.parametrize("start", [b"GET /", HEAD, HEAD + b"X: ", b"\r\n"])
+async def test_a_head_without_an_end_is_refused(start: bytes) -> None:
+    fill = b"\r\n" * 20_000 if start == b"\r\n" else b"X: y\r\n" * 6_000 if start == HEAD else FILL
+    async with running(echo) as (_, port):
+        assert (await exchange(port, start, fill, fill, fill)).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("fill", [b"X: y\r\n" * 6_000, b"X: " + FILL])
+async def test_trailers_without_an_end_close_the_connection(fill: bytes) -> None:
+    start = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
+    async with running(echo) as (server, port):
+        assert await exchange(port, start, fill, fill, fill) == b""
+        assert not server.server_state.connections
+
+
+async def test_long_bodies_and_many_requests_are_no_overhead() -> None:
+    body = b"z" * (8 * MAX_OVERHEAD_BYTES)
+    chunks = b"".join(b"1\r\nz\r\n" for _ in range(50_000)) + b"0\r\n\r\n"
+    whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body)
+    async with running(echo) as (_, port):
+        answer = await exchange(port, whole, body, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
+        assert answer.count(b"HTTP/1.1 200 ") == 2
+        assert answer.count(b"z") == len(body) + 50_000
+        assert (await exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3_000)).count(b"HTTP/1.1 200 ") == 3_000
+
+
+@pytest.mark.parametrize("size", [10_000, 7])
+async def test_an_offer_of_http_2_is_not_taken_and_costs_no_body(size: int) -> None:
+    # What java.net.http.HttpClient sends unless it is told to stay with HTTP/1.1.
+    request = (
+        HEAD.replace(b"Host", b"Connection: Upgrade, HTTP2-Settings\r\nContent-Length: 4\r\nHost")
+        + b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\nX-A: b\r\n\r\nbody"
+    )
+    pieces = [request[i : i + size] for i in range(0, len(request), size)]
+    async with running(echo) as (_, port):
+        answer = await exchange(port, *pieces, b"GET /again HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 200 ") == 2
+    assert b"POST /p content-length,host,x-a body" in answer
+    assert b"GET /again host " in answer
+
+
+async def test_any_number_of_offers_may_come_at_once() -> None:
+    offer = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
+    async with running(echo) as (_, port):
+        assert (await exchange(port, offer * 2_000)).count(b"HTTP/1.1 200 ") == 2_000
+
+
+async def test_what_is_no_http_gets_400() -> None:
+    tunnels = [b"CONNECT %b HTTP/1.1\r\nHost: x\r\n\r\n" % target for target in (b"a:1", b"/", b"http://a:80")]
+    async with running(echo) as (_, port):
+        for wrong in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/7\r\n\r\n", *tunnels):
+            answer = await exchange(port, wrong)
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "silent_s", "slow_s"),
+    [(Part.HEAD, HEAD_S, HEAD_S), (Part.BODY, STALL_S, 600.0), (Part.ANSWER, STALL_S, inf)],
+)
+async def test_how_long_a_client_may_take(part: Part, silent_s: float, slow_s: float) -> None:
+    aborted: list[str] = []
+
+    class Client:
+        def __init__(self, name: str) -> None:
+            self.owed = lambda: owed[name]
+            self.transport = SimpleNamespace(abort=lambda: aborted.append(name))
+
+    clients: list[Any] = [Client(name) for name in ("silent", "slow", "done")]
+    owed: dict[str, Owed | None] = {}
+    now_s = 0.0
+    limits = ConnectionLimits(clients, body_s=600.0, now=lambda: now_s)
+    request = object()
+    gone_s: dict[str, float] = {}
+    while now_s < 1_000:
+        owed["silent"] = Owed(part, request, 1)
+        owed["slow"] = Owed(part, request, int(now_s))
+        owed["done"] = Owed(part, object(), 1) if now_s % 50 else None
+        await limits.enforce()
+        for name in aborted:
+            gone_s.setdefault(name, now_s)
+        now_s += 5
+    assert gone_s["silent"] == silent_s + 5
+    assert gone_s.get("slow", inf) == slow_s + 5
+    assert "done" not in gone_s
+
+
+async def test_what_a_client_owes() -> None:
+    async with running(echo, timeout_keep_alive=60) as (server, port):
+
+        async def owes(*pieces: bytes) -> list[Part | None]:
+            seen: list[Part | None] = []
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            for piece in (b"", *pieces):
+                writer.write(piece)
+                await asyncio.sleep(0.02)
+                (connection,) = server.server_state.connections
+                owed = connection.owed()  # type: ignore[union-attr]
+                seen.append(None if owed is None else owed.part)
+            writer.close()
+            await asyncio.sleep(0.02)
+            return seen
+
+        length = b"Content-Length: 4\r\n\r\n"
+        assert await owes(HEAD, length, b"bo", b"dy", b"GET /") == ["head", "head", "body", "body", None, "head"]
+
+    async def answer_much(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"z" * 50_000_000})
+
+    async with running(answer_much) as (server, port):
+        client = socket.create_connection(("127.0.0.1", port))
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.sleep(0.1)
+        (connection,) = server.server_state.connections
+        owed = connection.owed()  # type: ignore[union-attr]
+        assert owed is not None
+        assert owed.part is Part.ANSWER
+        client.close()
+
+
+async def test_bodies_that_are_held_are_bounded_together() -> None:
+    largest = 100_000
+    app = BodyLimitMiddleware(echo, largest)
+    async with running(app) as (_, port):
+        most = HEAD + b"Content-Length: %d\r\n\r\n" % largest + b"z" * (largest - 1)
+        stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+        for _, writer in stalled:
+            writer.write(most)
+            await writer.drain()
+        await asyncio.sleep(0.1)
+        try:
+            answer = await exchange(port, most + b"z")
+        finally:
+            for _, writer in stalled:
+                writer.transport.abort()
+        await asyncio.sleep(0.1)
+        assert app._num_held == 0
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in answer
+        assert (await exchange(port, most + b"z")).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    files = folder / "cert.pem", folder / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-days", "1", "-nodes"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", *subject]
+    try:
+        subprocess.run([*command, "-out", str(files[0]), "-keyout", str(files[1])], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no openssl to make a certificate with")
+    return files
+
+
+async def test_idle_tls_connections_do_not_hold_up_the_end(certificate: tuple[Path, Path]) -> None:
+    context = ssl.create_default_context(cafile=str(certificate[0]))
+    context.check_hostname = False
+    files = {"ssl_certfile": str(certificate[0]), "ssl_keyfile": str(certificate[1])}
+    clients: list[ssl.SSLSocket] = []
+
+    def ask(port: int) -> None:
+        client = context.wrap_socket(socket.create_connection(("127.0.0.1", port)))
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(15) == b"HTTP/1.1 200 OK"
+        clients.append(client)  # and does not look at it any more, as an idle pool does
+
+    async with running(echo, timeout_graceful_shutdown=30, **files) as (_, port):
+        for _ in range(3):
+            await asyncio.to_thread(ask, port)
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 10
+    for client in clients:
+        client.close()

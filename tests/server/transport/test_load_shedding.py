@@ -1,0 +1,437 @@
+"""A full engine: requests are refused at their head, with the answer that the application would give them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import socket
+import struct
+from collections.abc import AsyncIterator
+from socket import SO_LINGER, SOL_SOCKET
+from typing import Any, NamedTuple
+
+import pytest
+
+from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError
+from penstock.server.app import create_app
+from penstock.server.calls.context import ServedModel
+from penstock.server.settings import ServerSettings
+from penstock.server.transport import refusal_pace
+from penstock.server.transport.connection import Part
+from penstock.server.transport.http_server import HttpServer
+from penstock.server.wire.json_route import JsonPaths
+
+from ..conftest import FakeEngine
+from .sockets import running
+
+FULL = EngineOverloadedError("The server has 9 tokens under way.", retry_after_s=2.5)
+TEXTS: dict[str, Any] = {"texts": ["a"]}
+SHED: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "a b"},
+    "/embeddings": {"input": "a b"},
+    "/v1/multi-vector": {"input": "a b"},
+    "/v1/embed": TEXTS | {"input_type": "search_query"},
+    "/v2/embed": TEXTS | {"input_type": "search_query"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/v1/classify": {"input": ["a"], "labels": ["b", "c"]},
+    "/classify": {"input": ["a"], "labels": ["b", "c"]},
+    "/pooling": {"input": "a b"},
+    "/v1/pooling": {"input": "a b"},
+    "/v1/encode": {"input": "a b"},
+    "/embed": {"inputs": "a b"},
+    "/embed_all": {"inputs": "a b"},
+    "/embed_sparse": {"inputs": "a b"},
+    "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
+    "/predict": {"inputs": "a"},
+    "/": {"inputs": "a b"},
+}
+NOT_SHED: dict[str, dict[str, Any]] = {
+    "/rerank": {"query": "a", "texts": ["b"]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
+    "/v1/tokenize": {"text": "a", "model": "fake-model"},
+    "/v1/detokenize": {"tokens": [1], "model": "fake-model"},
+    "/decode": {"ids": [1]},
+    "/invocations": {"input": "a b"},
+    "/ping": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusal_pace, "TICK_S", 0.02)
+
+
+@contextlib.asynccontextmanager
+async def served(
+    *engines: FakeEngine, options: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[HttpServer, int]]:
+    """Serve engines; `options` are uvicorn's."""
+    models = []
+    for index, engine in enumerate(engines):
+
+        async def start(engine: FakeEngine = engine) -> FakeEngine:
+            return engine
+
+        models.append(ServedModel((f"fake-model-{index}" if index else "fake-model",), start))  # type: ignore[arg-type]
+    app = create_app(models, ServerSettings(**settings))
+    async with running(app, lifespan="on", **(options or {})) as (server, port):
+        await app.state.startup.wait()
+        yield server, port
+
+
+def request(path: str, body: dict[str, Any], *headers: str, version: str = "1.1") -> bytes:
+    content = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/{version}", "Host: x", f"Content-Length: {len(content)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def read_answer(reader: asyncio.StreamReader) -> Answer:
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().rstrip().split("\r\n")
+    status = int(first.split()[1])
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    return Answer(status, headers, await reader.readexactly(int(headers.get("content-length", 0))))
+
+
+async def ask(port: int, *requests: bytes) -> list[Answer]:
+    """Send requests on one connection, all before the first answer is read."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answers: list[Answer] = []
+
+    async def read() -> None:
+        while len(answers) < len(requests):
+            answer = await read_answer(reader)
+            if answer.status != 100:
+                answers.append(answer)
+
+    try:
+        async with asyncio.timeout(10):
+            reading = asyncio.create_task(read())
+            for sent in requests:
+                writer.write(sent)
+                await writer.drain()
+            await reading
+    finally:
+        writer.close()
+    return answers
+
+
+async def test_the_answer_is_that_of_the_application_on_every_path(engine: FakeEngine) -> None:
+    async with served(engine) as (_, port):
+        for path, body in SHED.items():
+            engine.failure, engine.calls = FULL, []
+            id_ = "X-Request-Id: mine"
+            ((status, headers, content),) = await ask(port, request(path, body, id_))
+            assert not engine.calls, path
+            # With an Origin it goes the long way, as with a slash at the end.
+            sent = request(path, body, id_, "Origin: http://a.test")
+            ((long_status, long_headers, long_content),) = await ask(port, sent)
+            if path not in ("/embed_sparse", "/predict"):  # the application asks first whether the model can do it
+                assert engine.calls, path
+                assert (status, content) == (long_status, long_content), path
+                assert {**headers, "date": ""} == {**long_headers, "date": ""}, path
+            assert status == 429
+            assert headers["retry-after"] == "3"
+            assert headers["x-request-id"] == "mine"
+            assert FULL.message in json.loads(content)["message"]
+
+
+async def test_what_needs_no_forward_is_not_refused(engine: FakeEngine) -> None:
+    async with served(engine) as (_, port):
+        engine.failure = FULL
+        statuses = {}
+        for path, body in NOT_SHED.items():
+            ((statuses[path], _, _),) = await ask(port, request(path, body))
+        assert statuses == {path: 429 if path in ("/rerank", "/invocations") else 200 for path in NOT_SHED}
+        assert {name for name, _ in engine.calls} >= {"score", "embed"}
+
+
+async def test_every_path_is_thought_of() -> None:
+    (paths,) = [route for route in create_app([], ServerSettings()).router.routes if isinstance(route, JsonPaths)]
+    assert set(paths.routes) == {*SHED, *NOT_SHED} - {"/ping"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sent: sent.replace(b"HTTP/1.1", b"HTTP/1.0"),
+        lambda sent: sent.replace(b"Host: x", b"Host: x\r\nConnection: close"),
+        lambda sent: sent.replace(b"Host: x", b"Host: x\r\nExpect: 100-continue"),
+        lambda sent: sent.replace(b"/v1/embeddings", b"/v1/embeddings/"),
+        lambda sent: sent.replace(b"/v1/embeddings", b"/v1/v1/embeddings"),
+        lambda sent: sent.replace(b"/v1/embeddings", b"/v1/%65mbeddings?a=b"),
+        lambda sent: sent.replace(b"Host: x", b"Origin: http://a.test"),
+    ],
+)
+async def test_what_is_not_plain_is_refused_the_long_way(engine: FakeEngine, change: Any) -> None:
+    async with served(engine) as (_, port):
+        engine.failure = FULL
+        ((status, headers, _),) = await ask(port, change(request("/v1/embeddings", {"input": "a"})))
+        assert (status, headers["retry-after"]) == (429, "3")
+        assert len(engine.calls) == 1
+
+
+async def test_which_of_several_models_is_meant_is_read_first(engine: FakeEngine) -> None:
+    other = FakeEngine()
+    async with served(engine, other) as (_, port):
+        engine.failure = FULL
+        models = ("fake-model", "fake-model-1", "neither")
+        answers = await ask(port, *(request("/v1/embeddings", {"input": "a", "model": name}) for name in models))
+    assert [answer.status for answer in answers] == [429, 200, 404]
+
+
+async def test_an_engine_that_is_not_ready_answers_503(engine: FakeEngine) -> None:
+    async with served(engine) as (_, port):
+        engine.failure = EngineUnavailableError("The engine is down.")
+        ((status, _, _),) = await ask(port, request("/v1/embeddings", {"input": "a"}))
+    assert status == 503
+
+
+async def test_a_key_comes_first(engine: FakeEngine) -> None:
+    clients: list[str] = []
+
+    def check_room(client: str = "") -> None:
+        clients.append(client)
+        raise FULL
+
+    engine.check_room = check_room  # type: ignore[method-assign]
+    async with served(engine, api_key=("one", "two")) as (_, port):
+        engine.failure = FULL
+        statuses = []
+        for key in ("Authorization: Bearer one", "api-key: two", "Authorization: Bearer three", "X: y"):
+            ((status, _, _),) = await ask(port, request("/v1/embeddings", {"input": "a"}, key))
+            statuses.append(status)
+    assert statuses == [429, 429, 401, 401]
+    assert len(set(clients)) == 2
+    assert not engine.calls
+
+
+async def test_pages_of_allowed_origins_can_read_it(engine: FakeEngine) -> None:
+    async with served(engine, cors_origins=("http://a.test",)) as (_, port):
+        engine.failure = FULL
+        sent = request("/v1/embeddings", {"input": "a"}, "Origin: http://a.test")
+        ((status, headers, _),) = await ask(port, sent)
+    assert status == 429
+    assert headers["access-control-allow-origin"] == "http://a.test"
+
+
+async def test_metrics_and_the_access_log_know_of_it(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "penstock.access")
+    async with served(engine, access_log=True) as (_, port):
+        engine.failure = FULL
+        await ask(port, request("/embeddings", {"input": "a"}, "X-Request-Id: mine"))
+        ((_, _, metrics),) = await ask(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b'penstock_http_requests_total{route="/embeddings",status="429"} 1.0' in metrics
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "penstock.access"]
+    assert re.fullmatch(r"POST /embeddings 429 in \d+\.\d ms \(mine\)", line)
+
+
+async def test_a_connection_goes_on_after_it(engine: FakeEngine) -> None:
+    sent = request("/v1/embeddings", {"input": "a"})
+    async with served(engine) as (_, port):
+        engine.failure = FULL
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for failure in (FULL, None, FULL, FULL, None):
+            engine.failure = failure
+            for piece in (sent[:30], sent[30:-3], sent[-3:]):
+                writer.write(piece)
+                await asyncio.sleep(0.005)
+            assert (await read_answer(reader)).status == (200 if failure is None else 429)
+        writer.close()
+
+
+async def test_requests_that_come_at_once_are_answered_in_their_order(engine: FakeEngine) -> None:
+    ids = [f"id-{index}" for index in range(50)]
+    sent = [request("/v1/embeddings", {"input": "a"}, f"X-Request-Id: {id_}") for id_ in ids]
+    async with served(engine) as (_, port):
+        engine.failure = FULL
+        refused = await ask(port, *sent)
+        engine.failure = None
+        answered = await ask(port, *sent)
+    for status, received in ((429, refused), (200, answered)):
+        seen = [(answer.status, answer.headers["x-request-id"]) for answer in received]
+        assert seen == [(status, id_) for id_ in ids]
+
+
+async def test_a_large_body_is_thrown_away(engine: FakeEngine) -> None:
+    text = "z" * 8_000_000
+    sent = request("/v1/embeddings", {"input": text})
+    chunked = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunked += b"".join(b"%x\r\n%b\r\n" % (100_000, sent[-100_000:]) for _ in range(50)) + b"0\r\n\r\n"
+    async with served(engine) as (_, port):
+        engine.failure = FULL
+        received = await ask(port, sent, chunked, request("/v1/embeddings", {"input": "a"}))
+    assert [status for status, _, _ in received] == [429, 429, 429]
+
+
+async def test_the_end_of_the_server_waits_for_nobody(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusal_pace, "TICK_S", 60.0)
+    async with served(engine) as (server, port):
+        engine.failure = FULL
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request("/v1/embeddings", {"input": "a"}))
+        await asyncio.sleep(0.05)
+        (connection,) = server.server_state.connections
+        assert not connection.is_between_requests  # type: ignore[union-attr]
+        assert not connection.is_idle  # type: ignore[union-attr]
+        assert connection.owed() is None  # type: ignore[union-attr]
+        async with asyncio.timeout(5):
+            connection.shutdown()
+            assert (await reader.read()).startswith(b"HTTP/1.1 429 ")
+        writer.close()
+
+
+async def test_clients_that_leave_are_no_trouble(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    async with served(engine) as (server, port):
+        engine.failure = FULL
+        for _ in range(20):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request("/v1/embeddings", {"input": "a"}))
+            await asyncio.sleep(0)
+            writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
+            writer.close()
+        await asyncio.sleep(0.3)
+        assert not server.server_state.connections
+        ((status, _, _),) = await ask(port, request("/v1/embeddings", {"input": "a"}))
+    assert status == 429
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_an_answer_under_way_comes_before_it(engine: FakeEngine) -> None:
+    engine.gate = asyncio.Event()
+    async with served(engine) as (_, port):
+        asking = asyncio.create_task(ask(port, *[request("/v1/embeddings", {"input": "a"})] * 2))
+        await engine.entered.wait()
+        engine.failure = FULL  # of the second, which has come and waits for the first
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        engine.gate.set()
+        assert [answer.status for answer in await asking] == [200, 429]
+
+
+async def test_one_that_does_not_read_is_not_written_to(engine: FakeEngine) -> None:
+    sent = request("/v1/embeddings", {"input": "a"})
+    async with served(engine) as (server, port):
+        engine.failure = FULL
+        client = socket.create_connection(("127.0.0.1", port))
+        client.setblocking(False)
+        (loop, num_sent) = (asyncio.get_running_loop(), 0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                while num_sent < 200_000:
+                    await loop.sock_sendall(client, sent * 100)
+                    num_sent += 100
+        (connection,) = server.server_state.connections
+        assert connection.transport.get_write_buffer_size() < 2_000_000
+        client.close()
+
+
+async def test_the_long_way_waits_for_its_turn_and_holds_nothing(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusal_pace, "TICK_S", 60.0)
+    sent = request("/invocations", {"input": "z" * 900_000})
+    async with served(engine, max_body_bytes=1_000_000, options={"timeout_graceful_shutdown": 0}) as (server, port):
+        engine.failure = FULL
+        waiting = []
+        for number in range(1, 21):  # their bodies would not fit together
+            waiting.append(asyncio.create_task(ask(port, sent)))
+            while len(engine.calls) < number:
+                await asyncio.sleep(0.005)
+        assert not any(task.done() for task in waiting)
+        server.should_exit = True  # and the end of the time to drain lets them go
+        answers = [(await task)[0] for task in waiting]
+    assert {answer.status for answer in answers} == {429}
+    assert {answer.headers["retry-after"] for answer in answers} == {"3"}
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/invocations"])
+async def test_who_has_less_time_is_told_sooner(engine: FakeEngine, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusal_pace, "PER_TICK", 1)
+    async with served(engine) as (_, port):
+        engine.failure = FULL
+        others = [asyncio.create_task(ask(port, request("/v1/embeddings", {"input": "a"}))) for _ in range(30)]
+        await asyncio.sleep(0.05)
+        await ask(port, request(path, {"input": "a"}, "X-Request-Timeout: 0.2"))
+        assert not all(task.done() for task in others)
+        ((status, _, _),) = await ask(port, request(path, {"input": "a"}, "X-Request-Timeout: soon"))
+        assert status == 400
+        await asyncio.gather(*others)
+
+
+async def test_a_body_that_comes_late(engine: FakeEngine) -> None:
+    sent = request("/v1/embeddings", {"input": "a"})
+    async with served(engine, options={"timeout_keep_alive": 60}) as (server, port):
+        engine.failure = FULL
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent[:-3])
+        assert (await read_answer(reader)).status == 429
+        (connection,) = server.server_state.connections
+        owed = connection.owed()  # type: ignore[union-attr]
+        assert owed is not None
+        assert owed.part is Part.BODY
+        writer.write(sent[-3:])
+        await asyncio.sleep(0.05)
+        assert connection.owed() is None  # type: ignore[union-attr]
+        assert connection.timeout_keep_alive_task is not None
+        engine.failure = None
+        writer.write(sent)
+        assert (await read_answer(reader)).status == 200
+        writer.close()
+
+
+async def test_the_time_of_an_idle_connection_does_not_run_during_a_request(engine: FakeEngine) -> None:
+    sent = request("/v1/embeddings", {"input": "a"})
+    engine.gate = asyncio.Event()
+    async with served(engine, options={"timeout_keep_alive": 60}) as (server, port):
+        engine.failure = FULL
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        await asyncio.sleep(0.005)  # less than a tick: its refusal waits
+        engine.failure = None
+        writer.write(sent)
+        assert (await read_answer(reader)).status == 429
+        await engine.entered.wait()
+        (connection,) = server.server_state.connections
+        assert connection.timeout_keep_alive_task is None
+        engine.gate.set()
+        assert (await read_answer(reader)).status == 200
+        writer.close()
+
+
+async def test_a_client_that_sends_no_more_is_answered(engine: FakeEngine) -> None:
+    async with served(engine) as (_, port):
+        engine.failure = FULL
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request("/v1/embeddings", {"input": "a"}))
+        writer.write_eof()
+        assert (await read_answer(reader)).status == 429
+        writer.close()
+
+
+async def test_what_follows_it_may_be_no_http(engine: FakeEngine) -> None:
+    async with served(engine) as (_, port):
+        engine.failure = FULL
+        statuses = [
+            answer.status for answer in await ask(port, request("/v1/embeddings", {"input": "a"}), b"?\r\n\r\n")
+        ]
+    assert statuses == [429, 400]
+
+
+async def test_a_body_that_is_too_large_is_refused_for_that(engine: FakeEngine) -> None:
+    async with served(engine, max_body_bytes=1_000) as (_, port):
+        engine.failure = FULL
+        ((status, _, _),) = await ask(port, request("/v1/embeddings", {"input": "z" * 1_000}))
+    assert status == 413

@@ -1,0 +1,106 @@
+"""Deadline, priority and client of a request, on their way from its headers and its body to the engine."""
+
+import httpx
+import pytest
+
+from penstock.engine.async_engine import RequestOptions
+from penstock.engine.protocol.errors import DeadlineExceededError
+
+ROUTES = {
+    "/v1/embeddings": {"input": "a"},
+    "/v2/embed": {"texts": ["a"], "input_type": "classification", "embedding_types": ["float"]},
+    "/rerank": {"query": "a", "documents": ["b"]},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/classify": {"input": "a", "labels": ["x", "y"]},
+    "/pooling": {"input": "a"},
+    "/embed": {"inputs": "a"},
+    "/embed_all": {"inputs": "a"},
+    "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
+}
+
+
+def options_of(engine) -> RequestOptions:
+    """The options of the last call to the engine."""
+    return next(argument for argument in engine.calls[-1][1] if isinstance(argument, RequestOptions))
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_every_route_reads_the_headers(client: httpx.AsyncClient, engine, path: str) -> None:
+    headers = {"x-request-timeout": "2.5", "x-priority": "-3"}
+    assert (await client.post(path, json=ROUTES[path], headers=headers)).status_code == 200
+    assert (options_of(engine).timeout_s, options_of(engine).priority) == (2.5, -3)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_priority_in_the_body_wins(client: httpx.AsyncClient, engine, path: str) -> None:
+    for priority in (0, 7):
+        body = {**ROUTES[path], "priority": priority}
+        assert (await client.post(path, json=body, headers={"x-priority": "3"})).status_code == 200
+        assert options_of(engine).priority == priority
+    for wrong in (1000, -1000, True, "1"):
+        response = await client.post(path, json={**ROUTES[path], "priority": wrong})
+        assert response.status_code in (400, 422)  # TEI's clients know 422
+        assert "priority" in response.text
+
+
+@pytest.mark.parametrize(
+    ("allowed_s", "asked", "timeout_s"),
+    [(600.0, None, 600.0), (600.0, "1e9", 600.0), (600.0, " 0.25 ", 0.25), (0.0, None, None), (0.0, "5", 5.0)],
+)
+async def test_a_deadline_is_never_later_than_the_servers(
+    serving, engine, allowed_s: float, asked: str | None, timeout_s: float | None
+) -> None:
+    async with serving(engine, request_timeout_s=allowed_s) as client:
+        headers = {} if asked is None else {"x-request-timeout": asked}
+        await client.post("/v1/embeddings", json={"input": "a"}, headers=headers)
+        assert options_of(engine).timeout_s == timeout_s
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        *(("x-request-timeout", value) for value in ("", "soon", "0", "-1", "nan", "inf", "5s", "9" * 999)),
+        *(("x-priority", value) for value in ("", "high", "1.5", "1000", "-1000", "9" * 999)),
+    ],
+)
+async def test_wrong_headers(client: httpx.AsyncClient, engine, header: str, value: str) -> None:
+    response = await client.post("/v1/embeddings", json={"input": "a"}, headers={header: value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == header
+    assert len(response.json()["message"]) < 200
+    assert not engine.calls
+    assert (await client.get("/health/ready", headers={header: value})).status_code == 200
+
+
+async def test_clients_are_told_apart_by_their_keys(serving, engine) -> None:
+    seen = {}
+    async with serving(engine, api_key=("one", "two")) as client:
+        for key in ("one", "two", "one"):
+            await client.post("/v1/embeddings", json={"input": "a"}, headers={"authorization": f"Bearer {key}"})
+            assert seen.setdefault(key, options_of(engine).client) == options_of(engine).client
+    assert seen["one"] != seen["two"]
+    assert not {"one", "two"} & set(seen.values())
+
+
+@pytest.mark.parametrize("keys", [(), ("one",)])
+async def test_without_keys_to_tell_apart_all_are_one_client(serving, engine, keys: tuple[str, ...]) -> None:
+    async with serving(engine, api_key=keys) as client:
+        await client.post("/v1/embeddings", json={"input": "a"}, headers={"authorization": "Bearer one"})
+        assert options_of(engine).client == ""
+
+
+@pytest.mark.parametrize(
+    ("asked", "own_s", "status"),
+    [("0.5", 600.0, 408), ("0.5", 0.0, 408), ("0.5", 0.1, 504), (None, 0.1, 504)],
+)
+async def test_a_deadline_of_the_request_is_a_408_and_one_of_the_server_a_504(
+    serving, engine, asked: str | None, own_s: float, status: int
+) -> None:
+    engine.failure = DeadlineExceededError("The deadline passed before the answer.")
+    headers = {} if asked is None else {"x-request-timeout": asked}
+    async with serving(engine, request_timeout_s=own_s) as client:
+        for path, body in (("/v1/embeddings", {"input": "a"}), ("/embed", {"inputs": "a"})):
+            response = await client.post(path, json=body, headers=headers)
+            assert response.status_code == status
+            error = response.json()
+            assert (error if path == "/embed" else error["error"])["code"] == "deadline_exceeded"
