@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .protocol.model_info import ModelInfo
     from .protocol.params import PoolingParams
     from .protocol.pooler_config import PoolerConfig
-    from .protocol.request_options import RequestOptions
+    from .protocol.request import RequestOptions
     from .protocol.results import (
         ClassResult,
         CombinedResult,
@@ -63,7 +63,7 @@ _HOMES: Final = {
     "PoolingParams": ".protocol.params",
     "PoolingTask": ".protocol.tasks",
     "PoolingType": ".protocol.tasks",
-    "RequestOptions": ".protocol.request_options",
+    "RequestOptions": ".protocol.request",
     "SchedulerConfig": ".protocol.config",
     "ScoreResult": ".protocol.results",
     "SparseResult": ".protocol.results",

@@ -8,25 +8,20 @@ await engine.close()
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from .frontend.combined import CombinedEmbedder
 from .frontend.dispatcher import Arrays, Dispatcher
-from .frontend.label_classes import Embed, few_shot, zero_shot
-from .frontend.request_runner import RequestRunner
 from .frontend.scoring import PairScorer
+from .frontend.similarity import check_labels, few_shot_classes, zero_shot_classes
 from .frontend.stats import DispatcherStats
 from .frontend.supervisor import CoreSupervisor, EngineState
-from .protocol.chat_template import ChatOptions, Conversation
 from .protocol.config import EngineConfig
 from .protocol.errors import UnsupportedTaskError
 from .protocol.model_info import ModelInfo, ModelKind
-from .protocol.multi_vector import QUERY_PROMPTS, kept_ids
 from .protocol.params import PoolingParams
-from .protocol.request_options import DEFAULT_OPTIONS, RequestOptions
+from .protocol.request import DEFAULT_OPTIONS, RequestOptions, Text, TokenizedInput
 from .protocol.results import (
     ClassResult,
     CombinedResult,
@@ -36,21 +31,21 @@ from .protocol.results import (
     TokenizedText,
     TokenResult,
 )
-from .protocol.sparse import SparseVector
 from .protocol.tasks import PoolingTask
-from .protocol.tokenized_input import TokenizedInput
-from .tokenization.char_admission import CharAdmission
+from .protocol.templates import ChatOptions, Conversation
 from .tokenization.input_encoder import InputEncoder
-from .tokenization.texts import Text
+from .tokenization.jobs import CharAdmission
 from .tokenization.tokenizer import TokenizerPool
 
 __all__ = ["AsyncEngine", "RequestOptions"]
 
-_COMBINED: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
-
 
 class AsyncEngine:
     """One served model. Create it with `start`.
+
+    Every call that runs the model raises InvalidRequestError where the request is wrong (see PoolingParams.verify and
+    TokenizerPool), and, whatever is asked for, EngineUnavailableError, EngineOverloadedError, DeadlineExceededError and
+    ModelExecutionError as Dispatcher.open and OpenRequest.run do.
 
     Attributes:
         info: The resolved description of the model.
@@ -69,8 +64,8 @@ class AsyncEngine:
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._encoder = InputEncoder(info, tokenizer, config)
-        self._requests = RequestRunner(info.name, dispatcher, supervisor)
-        self._scorer = PairScorer(info, self._encoder, self._requests)
+        self._scorer = PairScorer(info, self._encoder, dispatcher)
+        self._combined = CombinedEmbedder(info, self._encoder, dispatcher, tokenizer.marks)
 
     @classmethod
     async def start(cls, config: EngineConfig, *, log_level: str = "INFO", log_format: str = "console") -> AsyncEngine:
@@ -93,7 +88,7 @@ class AsyncEngine:
                 vocab_size=ready.info.vocab_size,
                 do_lower_case=ready.info.do_lower_case,
                 num_workers=config.tokenizer_workers,
-                admission=CharAdmission(config.max_queued_chars, dispatcher.stats.book_refusal),
+                admission=CharAdmission(config.max_queued_chars, dispatcher.stats.count_refusal),
             )
             return cls(config, ready.info, tokenizer, dispatcher, supervisor)
         except BaseException:
@@ -113,7 +108,7 @@ class AsyncEngine:
     @property
     def is_full(self) -> bool:
         """Whether the engine works, and has so much to do that `check_room` refuses every client."""
-        return self._requests.is_full
+        return self._dispatcher.admission.is_full
 
     def check_room(self, client: str = "") -> None:
         """Refuses what every call refuses first: a request of `client` for which there is no room now.
@@ -122,7 +117,7 @@ class AsyncEngine:
             EngineUnavailableError: The engine is not ready.
             EngineOverloadedError: Too much is under way.
         """
-        self._requests.check_room(client)
+        self._dispatcher.admission.check(client)
 
     def stats(self) -> DispatcherStats:
         """Returns counters and what is under way."""
@@ -131,7 +126,7 @@ class AsyncEngine:
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for those under way. Returns False if some were left after `timeout_s`."""
         self._supervisor.drain()
-        return await self._requests.wait_until_idle(timeout_s)
+        return await self._dispatcher.wait_until_idle(timeout_s)
 
     async def close(self) -> None:
         """Stops the core; requests under way fail with EngineUnavailableError. May be called twice."""
@@ -141,17 +136,13 @@ class AsyncEngine:
     async def embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> EmbeddingResult:
-        """Embeds each input into one vector; in long-text mode, longer ones than the model takes too (long_text.py).
-
-        Raises:
-            InvalidRequestError: See PoolingParams.verify and TokenizerPool.encode.
-            EngineError: See Dispatcher.run.
-        """
+        """Embeds each input into one vector; in long-text mode, longer ones than the model takes too (long_text.py)."""
         params = params.resolved(PoolingTask.EMBED, self.info)
-        async with self._requests.hold(options):
+        async with self._dispatcher.open(options) as request:
             windows = await self._encoder.windows(inputs, params, options)
-            (embeddings,) = await self._requests.embed([windows], params, options)
-        return EmbeddingResult(embeddings, windows.num_tokens)
+            outputs = await request.run(windows.sequences, params)
+        vectors = np.stack([output["embedding"] for output in outputs])
+        return EmbeddingResult(windows.join(vectors, normalized=bool(params.normalize)), windows.num_tokens)
 
     async def embed_late(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
@@ -159,34 +150,28 @@ class AsyncEngine:
         """Embeds the inputs as parts of one text, one vector each that knows all of it (late_chunking.py).
 
         Raises:
-            InvalidRequestError: The model does not pool by MEAN, an input has no tokens, or as `embed`.
-            EngineError: As `embed`.
+            InvalidRequestError: The model does not pool by MEAN, or an input has no tokens.
         """
         normalize = bool(params.resolved(PoolingTask.EMBED, self.info).normalize)
         params = params.clone(task=None, normalize=False, use_activation=False)
         late = self._encoder.late_chunking(params)
         params = params.resolved(PoolingTask.TOKEN_EMBED, self.info)
-        async with self._requests.hold(options):
+        async with self._dispatcher.open(options) as request:
             text = await self._encoder.join(late, inputs, params, options)
-            (output,) = await self._requests.run([text.tokens], params, options)
+            (output,) = await request.run([text.tokens], params)
         return EmbeddingResult(text.pool(output["token_embeddings"], normalize=normalize), text.num_tokens)
 
     async def token_embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> TokenResult:
-        """Embeds every token of each input; a multi-vector model leaves some out. Raises as `embed`."""
-        params = self._for_vectors(params, options)
-        return await self._token_level(PoolingTask.TOKEN_EMBED, "token_embeddings", inputs, params, options)
+        """Embeds every token of each input; a multi-vector model leaves some out."""
+        return await self._combined.token_embed(inputs, params, options)
 
     async def sparse_embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> SparseResult:
-        """Embeds each input into a sparse vector over the vocabulary (sparse.py). Raises as `embed`."""
-        params = params.resolved(PoolingTask.SPARSE_EMBED, self.info)
-        async with self._requests.hold(options):
-            tokenized = await self._encoder.encode(inputs, params, options)
-            outputs = await self._requests.run(tokenized, params, options)
-        return SparseResult([SparseVector.of(output["sparse"]) for output in outputs], [len(t) for t in tokenized])
+        """Embeds each input into a sparse vector over the vocabulary (vectors.py)."""
+        return await self._combined.sparse_embed(inputs, params, options)
 
     async def embed_combined(
         self,
@@ -195,62 +180,50 @@ class AsyncEngine:
         params: PoolingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> CombinedResult:
-        """Answers several of EMBED, TOKEN_EMBED and SPARSE_EMBED from one forward. Raises as `embed`."""
+        """Answers several of EMBED, TOKEN_EMBED and SPARSE_EMBED from one forward.
+
+        Raises:
+            UnsupportedTaskError: The model lacks one of them, or reads long inputs in chunks and gives one at a time.
+        """
         if set(tasks) == {PoolingTask.EMBED}:
             dense = await self.embed(inputs, params, options)
             return CombinedResult(dense.num_tokens, dense.embeddings)
-        # Those that take parameters come first: the others would refuse them.
-        first, *others = [task for task in _COMBINED if task in tasks]
-        if others and self.info.is_causal:
-            raise UnsupportedTaskError(
-                f"{self.info.name} reads long inputs in chunks, which give one output at a time; ask for one.",
-                param="outputs",
-            )
-        for task in others:
-            asked = params if task is not PoolingTask.SPARSE_EMBED else PoolingParams()
-            asked.verify(task, self.info)
-        params = self._for_vectors(params.resolved(first, self.info).clone(also=tuple(others)), options)
-        async with self._requests.hold(options):
-            whole = params.clone(task=PoolingTask.TOKEN_EMBED)  # not in windows: only embeddings can be averaged
-            tokenized = await self._encoder.encode(inputs, whole, options)
-            outputs = await self._requests.run(tokenized, params, options)
-        wanted = (first, *others)
-        has_vectors = PoolingTask.TOKEN_EMBED in wanted
-        return CombinedResult(
-            num_tokens=[len(t) for t in tokenized],
-            embeddings=np.stack([o["embedding"] for o in outputs]) if PoolingTask.EMBED in wanted else None,
-            sparse=[SparseVector.of(o["sparse"]) for o in outputs] if PoolingTask.SPARSE_EMBED in wanted else None,
-            vectors=[o["token_embeddings"] for o in outputs] if has_vectors else None,
-            token_ids=[self._with_vectors(t.token_ids, params).tolist() for t in tokenized] if has_vectors else None,
-        )
+        return await self._combined.embed(inputs, tasks, params, options)
 
     async def classify(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> ClassResult:
-        """Gives every input a score for each class of the model. Raises as `embed`."""
+        """Gives every input a score for each class of the model."""
         params = params.resolved(PoolingTask.CLASSIFY, self.info)
-        async with self._requests.hold(options):
+        async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
-            outputs = await self._requests.run(tokenized, params, options)
+            outputs = await request.run(tokenized, params)
         return self._classes(tokenized, outputs)
 
     async def classify_pairs(
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> ClassResult:
-        """Gives every pair of texts, read as one sequence, a score for each class of the model. Raises as `embed`."""
+        """Gives every pair of texts, read as one sequence, a score for each class of the model."""
         is_scorer = self.info.kind is ModelKind.CROSS_ENCODER
         params = params.resolved(PoolingTask.SCORE if is_scorer else PoolingTask.CLASSIFY, self.info)
-        async with self._requests.hold(options):
+        async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.pairs(pairs, params, options, param="input")
-            outputs = await self._requests.run(tokenized, params, options)
+            outputs = await request.run(tokenized, params)
         return self._classes(tokenized, outputs)
 
     async def token_classify(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> TokenResult:
-        """Gives every token of each input a score for each class of the model. Raises as `embed`."""
-        result = await self._token_level(PoolingTask.TOKEN_CLASSIFY, "token_scores", inputs, params, options)
-        return replace(result, labels=self.info.labels)
+        """Gives every token of each input a score for each class of the model."""
+        params = params.resolved(PoolingTask.TOKEN_CLASSIFY, self.info)
+        async with self._dispatcher.open(options) as request:
+            tokenized = await self._encoder.encode(inputs, params, options)
+            outputs = await request.run(tokenized, params)
+        token_ids = [tokens.token_ids.tolist() for tokens in tokenized]
+        if params.step_tag_id is not None:
+            token_ids = [[i for i in ids if i == params.step_tag_id] for ids in token_ids]
+        rows = [output["token_scores"] for output in outputs]
+        return TokenResult(rows, token_ids, [len(tokens) for tokens in tokenized], self.info.labels)
 
     async def score(
         self,
@@ -273,7 +246,7 @@ class AsyncEngine:
             options: See RequestOptions.
 
         Raises:
-            InvalidRequestError: The numbers do not match, or as `embed`.
+            InvalidRequestError: The numbers do not match.
         """
         return await self._scorer.score(left, right, params, options)
 
@@ -287,9 +260,11 @@ class AsyncEngine:
         """Classifies inputs among label texts by the similarity of embeddings. Rows of scores sum to 1.
 
         Raises:
-            InvalidRequestError: Fewer than two labels, a label twice, or as `embed`.
+            InvalidRequestError: Fewer than two labels, or a label twice.
         """
-        return await zero_shot(self._embed_for_classes(params, options), inputs, labels)
+        check_labels(labels, "labels")
+        embedded = await self._embed_for_classes([*inputs, *labels], params, options)
+        return zero_shot_classes(embedded, labels)
 
     async def few_shot(
         self,
@@ -301,9 +276,12 @@ class AsyncEngine:
         """Classifies inputs given labelled examples (text, label) by the similarity of embeddings. Rows sum to 1.
 
         Raises:
-            InvalidRequestError: Fewer than two different labels, or as `embed`.
+            InvalidRequestError: Fewer than two different labels.
         """
-        return await few_shot(self._embed_for_classes(params, options), inputs, examples)
+        labels = [label for _, label in examples]
+        check_labels(dict.fromkeys(labels), "examples")
+        embedded = await self._embed_for_classes([*inputs, *(text for text, _ in examples)], params, options)
+        return few_shot_classes(embedded, labels)
 
     async def render_chats(
         self, conversations: Sequence[Conversation], options: ChatOptions | None = None
@@ -333,49 +311,18 @@ class AsyncEngine:
         """Returns the text of each list of token ids. Raises InvalidRequestError for an id outside the vocabulary."""
         return await self._tokenizer.decode(batches, skip_special_tokens=skip_special_tokens)
 
-    async def _token_level(
-        self, task: PoolingTask, name: str, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
-    ) -> TokenResult:
-        params = params.resolved(task, self.info)
-        async with self._requests.hold(options):
-            tokenized = await self._encoder.encode(inputs, params, options)
-            outputs = await self._requests.run(tokenized, params, options)
-        if task is PoolingTask.TOKEN_EMBED:
-            token_ids = [self._with_vectors(t.token_ids, params).tolist() for t in tokenized]
-        else:
-            token_ids = [t.token_ids.tolist() for t in tokenized]
-        if task is PoolingTask.TOKEN_CLASSIFY and params.step_tag_id is not None:
-            token_ids = [[i for i in ids if i == params.step_tag_id] for ids in token_ids]
-        return TokenResult([o[name] for o in outputs], token_ids, [len(t) for t in tokenized])
-
-    def _with_vectors(self, token_ids: NDArray[np.int32], params: PoolingParams) -> NDArray[np.int32]:
-        """Returns the ids of the tokens that have a vector in an answer for tokens."""
-        recipe, heads = self.info.multi_vector, self.info.token_heads
-        if heads is not None and heads.vectors_file is not None:
-            return token_ids[1:]
-        if recipe is not None and recipe.skips(is_query=params.is_query):
-            return kept_ids(token_ids, self._tokenizer.marks.skip_ids)
-        return token_ids
-
-    def _for_vectors(self, params: PoolingParams, options: RequestOptions) -> PoolingParams:
-        """Says which side of a multi-vector model's recipe the inputs are read by."""
-        if self.info.multi_vector is None:
-            return params
-        is_query = options.prompt_name in QUERY_PROMPTS if options.is_query is None else options.is_query
-        return params.clone(is_query=is_query)
-
     def _classes(self, tokenized: Sequence[TokenizedInput], outputs: Sequence[Arrays]) -> ClassResult:
         scores = np.stack([output["scores"] for output in outputs])
         return ClassResult(scores, self.info.labels, [len(tokens) for tokens in tokenized])
 
-    def _embed_for_classes(self, params: PoolingParams, options: RequestOptions) -> Embed:
-        async def embed(texts: Sequence[Text]) -> EmbeddingResult:
-            if PoolingTask.EMBED not in self.info.tasks:
-                raise UnsupportedTaskError(
-                    f"{self.info.name} is a {self.info.kind.value} with classes of its own; "
-                    "labels and examples need an embedding model.",
-                    param="labels",
-                )
-            return await self.embed(texts, params.clone(use_activation=None, normalize=True), options)
-
-        return embed
+    async def _embed_for_classes(
+        self, texts: Sequence[Text], params: PoolingParams, options: RequestOptions
+    ) -> EmbeddingResult:
+        """Embeds inputs together with the labels or examples that they are compared with."""
+        if PoolingTask.EMBED not in self.info.tasks:
+            raise UnsupportedTaskError(
+                f"{self.info.name} is a {self.info.kind.value} with classes of its own; "
+                "labels and examples need an embedding model.",
+                param="labels",
+            )
+        return await self.embed(texts, params.clone(use_activation=None, normalize=True), options)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .protocol.tokenized_input import TokenizedInput
+from .protocol.request import TokenizedInput
 from .sequence_cache import BatchCache
 
 

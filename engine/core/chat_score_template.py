@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import PairChat
-from ..protocol.score_template import ScoreTemplate, escaped
+from ..protocol.templates import ScoreTemplate, escaped
 
 Message = dict[str, Any]
 Render = Callable[[list[Message]], str]

@@ -25,7 +25,6 @@ from ..protocol.errors import (
     ModelExecutionError,
     ModelLoadError,
 )
-from ..protocol.frames import pack_rows, unpack_inputs
 from ..protocol.messages import (
     CacheUse,
     Cancel,
@@ -39,9 +38,11 @@ from ..protocol.messages import (
     Rows,
     StepLoad,
     Submit,
+    pack_rows,
+    unpack_inputs,
 )
 from ..protocol.params import PoolingParams
-from ..protocol.tokenized_input import TokenizedInput
+from ..protocol.request import TokenizedInput
 from ..scheduling.scheduler import ScheduledBatch, Scheduler
 from ..scheduling.sequence import Sequence as QueuedSequence, SequenceSlice
 from .intake import Intake

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from ..protocol.messages import Submit
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
+from ..protocol.request import TokenizedInput
 from ..protocol.tasks import PoolingTask, PoolingType
-from ..protocol.tokenized_input import TokenizedInput
 from ..scheduling.sequence import Sequence as QueuedSequence
 from ..sequence_pool import block_keys
 

@@ -21,7 +21,7 @@ from ..protocol.errors import ModelLoadError
 from ..protocol.messages import TokenizerSpec
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
-from ..protocol.tokenized_input import TokenizedInput
+from ..protocol.request import TokenizedInput
 from ..scheduling.sequence import Sequence as QueuedSequence, SequenceSlice
 from ..sequence_pool import KvCachePool, PoolPlan, SequenceAllocator, SequencePool, SsmStatePool, plan_pool
 from ..sequence_pool.cache_spec import CacheSpec

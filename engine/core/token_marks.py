@@ -8,7 +8,7 @@ from typing import Any
 
 from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ModelInfo
-from ..protocol.multi_vector import MultiVector, QueryExpansion, TokenMarks
+from ..protocol.vectors import MultiVector, QueryExpansion, TokenMarks
 
 logger = logging.getLogger("penstock.engine")
 

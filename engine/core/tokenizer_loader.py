@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..model_files.json_files import read_object
-from ..protocol.chat_template import chat_template_of
 from ..protocol.errors import UnsupportedModelError
 from ..protocol.messages import TokenizerSpec
 from ..protocol.model_info import ModelInfo, ModelKind
-from ..protocol.score_template import ScoreTemplate
+from ..protocol.templates import ScoreTemplate, chat_template_of
 from ..tokenization.long_text import LongText
 from ..tokenization.special_tokens import SpecialTokens
 from .chat_score_template import chat_score_template

@@ -24,7 +24,7 @@ from ..models.base import PackedModel
 from ..models.encoders.masked_lm import VocabularyHead
 from ..protocol.errors import WeightError
 from ..protocol.model_info import ModelInfo
-from ..protocol.sparse import SparseKind
+from ..protocol.vectors import SparseKind
 
 logger = logging.getLogger("penstock.engine")
 

@@ -1,4 +1,4 @@
-"""The engine process: an EngineCore between two sockets. Started by core_client.py; ends when its parent does.
+"""The engine process: an EngineCore between two sockets. Started by process_core.py; ends when its parent does.
 
     python -P -m penstock.engine.core.worker INBOX OUTBOX
 

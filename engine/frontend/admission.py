@@ -1,4 +1,4 @@
-"""Who is let in: nobody while too much is under way, in tokens or in the time that they take.
+"""Who is let in: nobody before the engine is ready, or while too much is under way, in tokens or in their time.
 
 What is under way decides, not what a request brings: so a request can be refused before it has been tokenized, when
 refusing it costs almost nothing, and a large one is not kept out for ever by small ones that still fit.
@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from typing import Final
 
-from ..protocol.errors import EngineOverloadedError, InvalidRequestError
+from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, InvalidRequestError
 from .stats import DispatcherStats
 
 _RATE_MEMORY: Final = 0.8
@@ -20,7 +20,10 @@ _FEW_REQUESTS: Final = 16
 
 
 class Admission:
-    """Keeps the books of the tokens under way. Belongs to one event loop.
+    """Counts the tokens under way. Belongs to one event loop.
+
+    Attributes:
+        closed_because: Why no request is taken, whatever is under way; None where the engine works.
 
     Args:
         stats: Where it keeps `num_requests`, `num_tokens` and `num_refused_total`.
@@ -29,6 +32,7 @@ class Admission:
     """
 
     def __init__(self, stats: DispatcherStats, max_tokens: int, max_queue_s: float) -> None:
+        self.closed_because: str | None = None
         self._stats = stats
         self._max_tokens = max_tokens
         self._max_queue_s = max_queue_s
@@ -38,18 +42,58 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Whether `check` refuses every client."""
-        return self._stats.num_tokens >= self._limit
+        """Whether the engine works, and has so much to do that `check` refuses every client."""
+        return self.closed_because is None and self._stats.num_tokens >= self._limit
 
     def check(self, client: str = "") -> None:
-        """Refuses what there is no room for. Where clients are told apart, none may take more than it leaves free.
+        """Refuses a request that cannot be taken now.
 
         Args:
             client: Whose request it is; "" where nobody is told apart.
 
         Raises:
+            EngineUnavailableError: The engine is not ready.
             EngineOverloadedError: There is no room now; it says when to come back.
         """
+        if self.closed_because is not None:
+            raise EngineUnavailableError(self.closed_because)
+        self._check_room(client)
+
+    def enter(self, num_tokens: int, client: str = "") -> None:
+        """Counts a request from now on; one that `check` has let in before the engine closed is still taken.
+
+        Raises:
+            InvalidRequestError: It is larger than any request may be.
+            EngineOverloadedError: There is no room now; it says when to come back.
+        """
+        if num_tokens > self._max_tokens:
+            raise InvalidRequestError(
+                f"The request has {num_tokens} tokens; the server takes at most {self._max_tokens} at once. "
+                "Split it into smaller requests.",
+                param="input",
+            )
+        self._check_room(client)
+        self._stats.num_requests += 1
+        self._stats.num_tokens += num_tokens
+        self._tokens_of[client] += num_tokens
+
+    def leave(self, num_tokens: int, client: str = "") -> None:
+        """Counts a request no more."""
+        self._stats.num_requests -= 1
+        self._stats.num_tokens -= num_tokens
+        self._tokens_of[client] -= num_tokens
+        if not self._tokens_of[client]:
+            del self._tokens_of[client]
+        if not self._stats.num_requests:
+            self._stats.num_waiting = self._stats.num_waiting_tokens = 0  # no step may follow that would say so
+
+    def follow(self, num_tokens: int, seconds: float) -> None:
+        """Lets the drain rate follow a forward that had all the tokens that it could take: others are slower."""
+        self._past_tokens = _RATE_MEMORY * self._past_tokens + num_tokens
+        self._past_s = _RATE_MEMORY * self._past_s + max(seconds, 1e-6)
+
+    def _check_room(self, client: str) -> None:
+        """Refuses where there is no room. Where clients are told apart, none may take more than it leaves free."""
         num_tokens, limit = self._stats.num_tokens, self._limit
         num_free = limit - num_tokens
         if num_free <= 0:
@@ -67,37 +111,6 @@ class Admission:
                 "at least as many.",
                 num_own - num_free + 1,
             )
-
-    def enter(self, num_tokens: int, client: str = "") -> None:
-        """Books a request.
-
-        Raises:
-            InvalidRequestError: It is larger than any request may be.
-            EngineOverloadedError: See `check`.
-        """
-        if num_tokens > self._max_tokens:
-            raise InvalidRequestError(
-                f"The request has {num_tokens} tokens; the server takes at most {self._max_tokens} at once. "
-                "Split it into smaller requests.",
-                param="input",
-            )
-        self.check(client)
-        self._stats.num_requests += 1
-        self._stats.num_tokens += num_tokens
-        self._tokens_of[client] += num_tokens
-
-    def leave(self, num_tokens: int, client: str = "") -> None:
-        """Takes a request from the books."""
-        self._stats.num_requests -= 1
-        self._stats.num_tokens -= num_tokens
-        self._tokens_of[client] -= num_tokens
-        if not self._tokens_of[client]:
-            del self._tokens_of[client]
-
-    def follow(self, num_tokens: int, seconds: float) -> None:
-        """Lets the drain rate follow a forward that had all the tokens that it could take: others are slower."""
-        self._past_tokens = _RATE_MEMORY * self._past_tokens + num_tokens
-        self._past_s = _RATE_MEMORY * self._past_s + max(seconds, 1e-6)
 
     @property
     def _limit(self) -> int:
@@ -117,7 +130,7 @@ class Admission:
 
     def _refusal(self, reason: str, num_excess: int) -> EngineOverloadedError:
         """Counts a refusal and returns it; `num_excess` tokens must leave before there is room."""
-        self._stats.book_refusal()
+        self._stats.count_refusal()
         rate = self._tokens_per_s
         retry_after_s = 1.0 if math.isnan(rate) else num_excess / rate
         return EngineOverloadedError(f"{reason} Please try again later.", retry_after_s=retry_after_s)

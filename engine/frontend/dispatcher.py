@@ -1,4 +1,4 @@
-"""Admits requests, hands them to the core and turns its messages into answers.
+"""Lets requests in, sends them to the core, and turns its messages into answers.
 
 Lives on one event loop. A request is taken whole or refused whole; see admission.py.
 """
@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,19 +24,28 @@ from ..protocol.errors import (
     InvalidRequestError,
     ModelExecutionError,
 )
-from ..protocol.frames import pack_inputs, unpack_rows
-from ..protocol.messages import Cancel, Failed, Frame, RequestTime, RowHeader, Rows, Submit
+from ..protocol.messages import (
+    Cancel,
+    Failed,
+    Frame,
+    Outgoing,
+    RequestTime,
+    RowHeader,
+    Rows,
+    Submit,
+    pack_inputs,
+    unpack_rows,
+)
 from ..protocol.params import PoolingParams
+from ..protocol.request import RequestOptions, TokenizedInput
 from ..protocol.stage_times import STAGE_TIMES, Stage, StageTimes
-from ..protocol.tokenized_input import TokenizedInput
 from .admission import Admission
 from .stats import DispatcherStats
 
 logger = logging.getLogger("penstock.engine")
 
 Arrays = dict[str, NDArray[np.float32]]
-Outgoing = Submit | Cancel | Frame
-Send = Callable[[list[Outgoing]], None]
+"""The outputs of one input by name."""
 
 _FAILURES: dict[str, type[EngineError]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
@@ -44,17 +53,17 @@ _FAILURES: dict[str, type[EngineError]] = {
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
-    """A request whose answer is awaited."""
+class _Run:
+    """Inputs that the core has been sent, whose answer is awaited."""
 
-    future: asyncio.Future[list[Arrays]]
-    outputs: list[Arrays] = field(default_factory=list)
-    num_left: int = 0
+    answer: asyncio.Future[list[Arrays]]
+    outputs: list[Arrays]
+    num_left: int
     parts: dict[tuple[int, str], list[NDArray[np.float32]]] = field(default_factory=dict)
     timing: RequestTime | None = None
 
     def put(self, header: RowHeader, array: NDArray[np.float32]) -> None:
-        """Books one array of the answer; parts are joined when the last one is there."""
+        """Keeps one array of the answer; parts are joined when the last one is there."""
         key = (header.index, header.name)
         if not header.is_last:
             self.parts.setdefault(key, []).append(array)
@@ -62,127 +71,169 @@ class _Pending:
         parts = self.parts.pop(key, None)
         self.outputs[header.index][header.name] = array if parts is None else np.concatenate([*parts, array])
 
-    def book(self, times: StageTimes, sent_s: float) -> None:
-        """Books where the time went since the request was sent."""
+    def time(self, times: StageTimes, sent_s: float) -> None:
+        """Records where the time went since the run was sent."""
         if self.timing is not None:
             times.add(Stage.QUEUE, sent_s, self.timing.queue_s)
             times.add(Stage.INFERENCE, sent_s + self.timing.queue_s, self.timing.inference_s)
         times.last_s = time.perf_counter()
 
 
+class OpenRequest:
+    """A request from its arrival to its answer: one deadline, and one run or several. Made by `Dispatcher.open`."""
+
+    def __init__(self, dispatcher: Dispatcher, options: RequestOptions, deadline: asyncio.Timeout) -> None:
+        self._dispatcher = dispatcher
+        self._options = options
+        self._deadline = deadline
+        self._is_admitted = False
+
+    @contextlib.contextmanager
+    def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[None]:
+        """Takes the inputs of several runs whole: runs inside are not refused any more.
+
+        Raises:
+            InvalidRequestError: The request is larger than any may be.
+            EngineOverloadedError: Too much is under way; see Admission.
+        """
+        num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
+        admission.enter(num_tokens, self._options.client)
+        self._is_admitted = True
+        try:
+            yield
+        finally:
+            self._is_admitted = False
+            admission.leave(num_tokens, self._options.client)
+
+    async def run(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
+        """Runs tokenized inputs and returns, per input, its outputs by name.
+
+        Cancelling the awaiting task cancels the run in the core.
+
+        Raises:
+            InvalidRequestError: The request is larger than any may be.
+            EngineOverloadedError: Too much is under way; see Admission.
+            EngineUnavailableError: No core is connected, or it died.
+            ModelExecutionError: The model failed on an input.
+        """
+        if not inputs:
+            return []
+        with contextlib.nullcontext() if self._is_admitted else self.admitted(inputs):
+            ends_s = self._deadline.when()
+            left_s = None if ends_s is None else max(ends_s - asyncio.get_running_loop().time(), 0.0)
+            return await self._dispatcher.run(inputs, params, self._options, left_s)
+
+
 class Dispatcher:
-    """The table of requests under way.
+    """The table of what the core has been sent.
 
     What one turn of the event loop submits is sent together, so that it can run as one batch.
 
     Args:
         max_queued_tokens: Tokens under way from which on requests are refused.
         max_queue_s: Seconds that they take, from which on requests are refused.
+
+    Attributes:
+        stats: Counters, and what is under way.
+        admission: Who is let in.
     """
 
     def __init__(self, max_queued_tokens: int, max_queue_s: float = math.inf) -> None:
         self.stats = DispatcherStats()
-        self._admission = Admission(self.stats, max_queued_tokens, max_queue_s)
-        self._send: Send | None = None
+        self.admission = Admission(self.stats, max_queued_tokens, max_queue_s)
+        self._send: Callable[[list[Outgoing]], None] | None = None
         self._outgoing: list[Outgoing] = []
-        self._pending: dict[int, _Pending] = {}
+        self._runs: dict[int, _Run] = {}
         self._ids = itertools.count()
+        self._num_open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
-    def connect(self, send: Send) -> None:
-        """Begins to accept requests and sends them with `send`."""
+    def connect(self, send: Callable[[list[Outgoing]], None]) -> None:
+        """Begins to run requests and sends them with `send`."""
         self._send = send
 
     def disconnect(self, reason: str) -> None:
-        """Stops accepting and fails what is under way with EngineUnavailableError."""
+        """Stops to run requests and fails what is under way with EngineUnavailableError."""
         self._send = None
         self._outgoing.clear()
-        for request_id in list(self._pending):
+        for request_id in list(self._runs):
             self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
 
-    @property
-    def is_full(self) -> bool:
-        """Whether a request of any client would be refused now."""
-        return self._admission.is_full
+    @contextlib.asynccontextmanager
+    async def open(self, options: RequestOptions) -> AsyncIterator[OpenRequest]:
+        """Holds a request from its arrival to its answer: its deadline counts from here on, for all that it takes.
 
-    def check_room(self, client: str) -> None:
-        """Raises EngineOverloadedError if a request of `client` would be refused now."""
-        self._admission.check(client)
-
-    @contextlib.contextmanager
-    def book(self, inputs: Sequence[TokenizedInput], client: str = "") -> Iterator[None]:
-        """Takes a request whole: runs inside, with `is_booked`, are not refused any more. Raises as `run`."""
-        num_tokens = sum(map(len, inputs))
-        self._admission.enter(num_tokens, client)
+        Raises:
+            EngineUnavailableError: The engine is not ready.
+            EngineOverloadedError: Too much is under way; see Admission.
+            DeadlineExceededError: The deadline passed inside.
+        """
+        self.admission.check(options.client)
+        self._num_open += 1
+        self._idle.clear()
         try:
-            yield
+            async with asyncio.timeout(options.timeout_s) as deadline:
+                yield OpenRequest(self, options, deadline)
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"The deadline of {options.timeout_s:g} s passed before the answer.") from error
         finally:
-            self._admission.leave(num_tokens, client)
-            if not self.stats.num_requests:
-                self.stats.num_waiting = self.stats.num_waiting_tokens = 0  # no step may follow that would say so
+            self._num_open -= 1
+            if not self._num_open:
+                self._idle.set()
+
+    async def wait_until_idle(self, timeout_s: float) -> bool:
+        """Waits until no request is open. Returns False if some were left after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def run(
         self,
         inputs: Sequence[TokenizedInput],
         params: PoolingParams,
-        *,
-        priority: int,
-        timeout_s: float | None,
-        client: str = "",
-        is_booked: bool = False,
+        options: RequestOptions,
+        left_s: float | None,
     ) -> list[Arrays]:
-        """Runs tokenized inputs and returns, per input, its outputs by name.
-
-        Cancelling the awaiting task cancels the request in the core. Where `is_booked`, `book` has let the inputs in.
-
-        Raises:
-            EngineOverloadedError: Too much is under way; see Admission.
-            InvalidRequestError: The request is larger than any may be.
-            EngineUnavailableError: No core is connected, or it died.
-            DeadlineExceededError: `timeout_s` passed.
-            ModelExecutionError: The model failed on an input.
-        """
-        if not inputs:
-            return []
+        """Runs inputs that have been let in; see OpenRequest.run. `left_s` are the seconds up to their deadline."""
         if self._send is None:
             raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
-        with contextlib.nullcontext() if is_booked else self.book(inputs, client):
-            request_id = next(self._ids)
-            future = asyncio.get_running_loop().create_future()
-            pending = _Pending(future, [{} for _ in inputs], len(inputs))
-            self._pending[request_id] = pending
-            sent_s = time.perf_counter()
-            try:
-                self._post(Submit(request_id, params, priority, timeout_s, client), pack_inputs(inputs))
-                async with asyncio.timeout(timeout_s):
-                    outputs = await pending.future
-            except TimeoutError as error:
-                raise DeadlineExceededError(f"The deadline of {timeout_s:g} s passed before the answer.") from error
-            finally:
-                if self._pending.pop(request_id, None) is not None:
-                    self._post(Cancel(request_id))
+        request_id = next(self._ids)
+        run = _Run(asyncio.get_running_loop().create_future(), [{} for _ in inputs], len(inputs))
+        self._runs[request_id] = run
+        sent_s = time.perf_counter()
+        try:
+            self._post(Submit(request_id, params, options.priority, left_s, options.client), pack_inputs(inputs))
+            outputs = await run.answer
+        finally:
+            if self._runs.pop(request_id, None) is not None:
+                self._post(Cancel(request_id))
         if (times := STAGE_TIMES.get()) is not None:
-            pending.book(times, sent_s)
+            run.time(times, sent_s)
         return outputs
 
     def receive_rows(self, message: Rows, frame: Frame) -> None:
-        """Books the results of one step."""
-        self.stats.book(message)
+        """Takes the results of one step."""
+        self.stats.count(message)
         if message.num_tokens and message.load is not None and message.load.num_left:
-            self._admission.follow(message.num_tokens, message.step_s)
+            self.admission.follow(message.num_tokens, message.step_s)
         for ended in message.ended:
-            if (pending := self._pending.get(ended.request_id)) is not None:
-                pending.timing = ended
+            if (run := self._runs.get(ended.request_id)) is not None:
+                run.timing = ended
         seen: set[tuple[int, int]] = set()
         for header, array in zip(message.rows, unpack_rows(message.rows, frame), strict=True):
-            pending = self._pending.get(header.request_id)
-            if pending is None:
+            run = self._runs.get(header.request_id)
+            if run is None:
                 continue
-            pending.put(header, array)
+            run.put(header, array)
             if header.is_last and (header.request_id, header.index) not in seen:
                 seen.add((header.request_id, header.index))
-                pending.num_left -= 1
+                run.num_left -= 1
         for request_id in {request_id for request_id, _ in seen}:
-            if not self._pending[request_id].num_left:
+            if not self._runs[request_id].num_left:
                 self._settle(request_id, None)
 
     def receive_failure(self, message: Failed) -> None:
@@ -208,10 +259,10 @@ class Dispatcher:
                     self._settle(item.request_id, ModelExecutionError("The request could not be sent to the engine."))
 
     def _settle(self, request_id: int, error: EngineError | None) -> None:
-        pending = self._pending.pop(request_id, None)
-        if pending is None or pending.future.done():
+        run = self._runs.pop(request_id, None)
+        if run is None or run.answer.done():
             return
         if error is None:
-            pending.future.set_result(pending.outputs)
+            run.answer.set_result(run.outputs)
         else:
-            pending.future.set_exception(error)
+            run.answer.set_exception(error)

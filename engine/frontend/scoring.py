@@ -10,15 +10,13 @@ from numpy.typing import NDArray
 
 from ..protocol.errors import InvalidRequestError
 from ..protocol.model_info import ModelInfo, ModelKind
-from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, late_score
 from ..protocol.params import PoolingParams
-from ..protocol.request_options import RequestOptions
+from ..protocol.request import RequestOptions
 from ..protocol.results import ScoreResult
-from ..protocol.sparse import SparseVector
 from ..protocol.tasks import PoolingTask
-from ..tokenization.input_encoder import InputEncoder
-from ..tokenization.instructions import instructed_prompt
-from .request_runner import RequestRunner
+from ..protocol.vectors import DOCUMENT_PROMPTS, QUERY_PROMPTS, SparseVector, late_score
+from ..tokenization.input_encoder import InputEncoder, instructed_prompt
+from .dispatcher import Dispatcher, OpenRequest
 from .similarity import paired_cosine
 
 
@@ -28,13 +26,13 @@ class PairScorer:
     Args:
         info: The model.
         encoder: Of its inputs.
-        requests: Runs them.
+        dispatcher: Runs them.
     """
 
-    def __init__(self, info: ModelInfo, encoder: InputEncoder, requests: RequestRunner) -> None:
+    def __init__(self, info: ModelInfo, encoder: InputEncoder, dispatcher: Dispatcher) -> None:
         self._info = info
         self._encoder = encoder
-        self._requests = requests
+        self._dispatcher = dispatcher
 
     async def score(
         self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
@@ -63,46 +61,65 @@ class PairScorer:
             score = self._score_late
         else:
             score = self._score_by_sparse_vectors if is_sparse else self._score_by_cosine
-        async with self._requests.hold(options):
+        async with self._dispatcher.open(options) as request:
             if options.max_pieces == 1:
-                return await score(left, right, params, options)
+                return await score(request, left, right, params, options)
             own = options if is_joint else self._named_prompt(DOCUMENT_PROMPTS, options)
             pieces = await self._encoder.pieces(left, right, params, own)
             queries = left if len(left) == 1 else [left[owner] for owner in pieces.owners]
             if params.truncate_prompt_tokens is None and not params.refuse_too_long:
                 params = params.clone(truncate_prompt_tokens=-1)  # a piece by itself may have a token more
-            return pieces.join(await score(queries, pieces.texts, params, options))
+            return pieces.join(await score(request, queries, pieces.texts, params, options))
 
     async def _score_jointly(
-        self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
+        self,
+        request: OpenRequest,
+        left: Sequence[str],
+        right: Sequence[str],
+        params: PoolingParams,
+        options: RequestOptions,
     ) -> ScoreResult:
         queries = left if len(left) == len(right) else [left[0]] * len(right)
         pairs = list(zip(queries, right, strict=True))
         tokenized = await self._encoder.pairs(pairs, params, options, param=None)
-        outputs = await self._requests.run(tokenized, params, options)
+        outputs = await request.run(tokenized, params)
         return ScoreResult(np.array([o["scores"][0] for o in outputs], np.float32), [len(t) for t in tokenized])
 
     async def _score_by_cosine(
-        self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
+        self,
+        request: OpenRequest,
+        left: Sequence[str],
+        right: Sequence[str],
+        params: PoolingParams,
+        options: RequestOptions,
     ) -> ScoreResult:
         queries = await self._encoder.windows(left, params, self._query_options(options), param=None)
-        of_documents = self._named_prompt(DOCUMENT_PROMPTS, options)
-        documents = await self._encoder.windows(right, params, of_documents, param=None)
-        vectors = await self._requests.embed([queries, documents], params, options)
+        document_options = self._named_prompt(DOCUMENT_PROMPTS, options)
+        documents = await self._encoder.windows(right, params, document_options, param=None)
+        outputs = await request.run([*queries.sequences, *documents.sequences], params)
+        vectors = np.stack([output["embedding"] for output in outputs])
+        of_queries, of_documents = np.split(vectors, [len(queries.sequences)])
+        left_vectors = queries.join(of_queries, normalized=True)
+        right_vectors = documents.join(of_documents, normalized=True)
         num_tokens = list(documents.num_tokens)
         for i, of_query in enumerate(queries.num_tokens):
             num_tokens[i] += of_query
-        return ScoreResult(paired_cosine(*vectors), num_tokens)
+        return ScoreResult(paired_cosine(left_vectors, right_vectors), num_tokens)
 
     async def _score_by_sparse_vectors(
-        self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
+        self,
+        request: OpenRequest,
+        left: Sequence[str],
+        right: Sequence[str],
+        params: PoolingParams,
+        options: RequestOptions,
     ) -> ScoreResult:
         recipe = self._info.sparse
         assert recipe is not None, "only models with sparse vectors are scored by them"
         queries = await self._encoder.encode(left, params, self._query_options(options), param=None)
         of_documents = self._named_prompt(DOCUMENT_PROMPTS, options)
         documents = await self._encoder.encode(right, params, of_documents, param=None)
-        outputs = await self._requests.run([*queries, *documents], params, options)
+        outputs = await request.run([*queries, *documents], params)
         vectors = [SparseVector.of(output["sparse"]) for output in outputs]
         own = vectors[: len(left)] if len(left) == len(right) else [vectors[0]] * len(right)
         scores = [
@@ -115,7 +132,12 @@ class PairScorer:
         return ScoreResult(np.array(scores, np.float32), num_tokens)
 
     async def _score_late(
-        self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
+        self,
+        request: OpenRequest,
+        left: Sequence[str],
+        right: Sequence[str],
+        params: PoolingParams,
+        options: RequestOptions,
     ) -> ScoreResult:
         """Scores by MaxSim. Queries run first; documents are then compared where they are computed."""
         recipe = self._info.multi_vector
@@ -124,14 +146,14 @@ class PairScorer:
         texts = list(dict.fromkeys(left))
         queries = await self._encoder.encode(texts, of_query, self._query_options(options), param=None)
         documents = await self._encoder.encode(right, params, self._named_prompt(DOCUMENT_PROMPTS, options), param=None)
-        with self._requests.book([*queries, *documents], options):
-            outputs = await self._requests.run(queries, of_query, options, is_booked=True)
+        with request.admitted([*queries, *documents]):
+            outputs = await request.run(queries, of_query)
             rows: dict[str, NDArray[np.float32]] = {
                 text: output["token_embeddings"] for text, output in zip(texts, outputs, strict=True)
             }
             own = [rows[text] for text in (left if len(left) == len(right) else [left[0]] * len(right))]
             compared = [replace(document, query=query) for document, query in zip(documents, own, strict=True)]
-            outputs = await self._requests.run(compared, params.clone(is_compared=True), options, is_booked=True)
+            outputs = await request.run(compared, params.clone(is_compared=True))
         scores = [
             late_score(output["similarities"], len(query), averages=recipe.averages)
             for output, query in zip(outputs, own, strict=True)

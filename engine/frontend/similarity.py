@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..protocol.errors import InvalidRequestError
+from ..protocol.results import ClassResult, EmbeddingResult
 
 Array = NDArray[np.float32]
 
@@ -50,3 +53,35 @@ def few_shot_scores(inputs: Array, examples: Array, example_labels: Sequence[int
 def _softmax(logits: Array) -> Array:
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return np.asarray(powers / powers.sum(axis=-1, keepdims=True), np.float32)
+
+
+def check_labels(labels: Collection[str], field: str) -> None:
+    """Raises InvalidRequestError, which names `field`, for fewer than two labels and for one that comes twice."""
+    if len(set(labels)) < 2:
+        raise InvalidRequestError(f"{field} must name at least two different labels.", param=field)
+    if len(set(labels)) != len(labels):
+        raise InvalidRequestError(f"{field} must name at least two different labels, each once.", param=field)
+
+
+def zero_shot_classes(embedded: EmbeddingResult, labels: Sequence[str]) -> ClassResult:
+    """Classifies inputs among label texts; `embedded` holds the inputs, then the labels. See AsyncEngine.zero_shot."""
+    inputs, own = _split(embedded, len(labels))
+    return ClassResult(zero_shot_scores(inputs, own), tuple(labels), _counted(embedded.num_tokens, len(inputs)))
+
+
+def few_shot_classes(embedded: EmbeddingResult, example_labels: Sequence[str]) -> ClassResult:
+    """Classifies inputs given labelled examples; `embedded` holds the inputs, then the examples."""
+    inputs, examples = _split(embedded, len(example_labels))
+    places = {label: place for place, label in enumerate(dict.fromkeys(example_labels))}
+    scores = few_shot_scores(inputs, examples, [places[label] for label in example_labels], len(places))
+    return ClassResult(scores, tuple(places), _counted(embedded.num_tokens, len(inputs)))
+
+
+def _counted(num_tokens: list[int], num_inputs: int) -> list[int]:
+    """Returns the tokens of each input; what labels or examples took is added to the first."""
+    return [num_tokens[0] + sum(num_tokens[num_inputs:]), *num_tokens[1:num_inputs]]
+
+
+def _split(embedded: EmbeddingResult, num_last: int) -> tuple[Array, Array]:
+    num_inputs = len(embedded.num_tokens) - num_last
+    return embedded.embeddings[:num_inputs], embedded.embeddings[num_inputs:]

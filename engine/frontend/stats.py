@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from ..protocol.messages import CacheUse, Rows
-from .step_histogram import StepHistogram
 
 _STEP_TOKENS: Final = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _STEP_SEQS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -50,11 +52,11 @@ class DispatcherStats:
     step_fill: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_FILLS))
     cache_use: CacheUse | None = None
 
-    def book_refusal(self) -> None:
+    def count_refusal(self) -> None:
         """Counts a request that was refused."""
         self.num_refused_total += 1
 
-    def book(self, message: Rows) -> None:
+    def count(self, message: Rows) -> None:
         """Counts what a message tells of a step."""
         self.cache_use = message.cache_use
         load = message.load
@@ -72,3 +74,30 @@ class DispatcherStats:
         if load is not None:
             self.step_seqs.observe(load.num_seqs)
             self.step_fill.observe(message.num_tokens / load.token_budget)
+
+
+class StepHistogram:
+    """Counts values into ranges.
+
+    Attributes:
+        total: Sum of the values.
+
+    Args:
+        bounds: Largest value of each range, ascending; greater ones are counted beyond the last.
+    """
+
+    __slots__ = ("_bounds", "_counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.total = 0.0
+        self._bounds = tuple(map(float, bounds))
+        self._counts = [0] * (len(self._bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Counts a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """Returns, for each bound and for infinity, how many values are not greater."""
+        return list(zip((*self._bounds, float("inf")), itertools.accumulate(self._counts), strict=True))

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from enum import StrEnum
+from typing import Final
 
 import zmq
 
@@ -13,8 +14,9 @@ from ..protocol import errors
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
 from ..protocol.messages import Failed, Frame, FromCore, LoadFailed, Ready, Rows, Start
-from .core_client import CoreClient, ProcessCore, ThreadCore
 from .dispatcher import Dispatcher
+from .process_core import ProcessCore
+from .thread_core import ThreadCore
 
 logger = logging.getLogger("penstock.engine")
 
@@ -30,6 +32,15 @@ class EngineState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     DEAD = "dead"
+
+
+_CLOSED_BECAUSE: Final = {
+    EngineState.STARTING: "The engine is being started again. Please try again in a moment.",
+    EngineState.READY: None,
+    EngineState.DRAINING: "The server is shutting down. Please try again elsewhere.",
+    EngineState.DEAD: "The engine is down. Please try again later or elsewhere.",
+}
+"""What a request is told that comes in each state."""
 
 
 class CoreSupervisor:
@@ -50,12 +61,12 @@ class CoreSupervisor:
     """
 
     def __init__(self, config: EngineConfig, dispatcher: Dispatcher, *, log_level: str, log_format: str) -> None:
-        self.state = EngineState.STARTING
         self.num_restarts = 0
         self._config = config
         self._start_message = Start(config, log_level, log_format)
         self._dispatcher = dispatcher
-        self._core: CoreClient | None = None
+        self._enter(EngineState.STARTING)
+        self._core: ProcessCore | ThreadCore | None = None
         self._ready: asyncio.Future[Ready]
         self._restarting: asyncio.Task[None] | None = None
         self._is_ending = False
@@ -82,11 +93,11 @@ class CoreSupervisor:
         if self._restarting is not None:
             self._restarting.cancel()
         if self.state is not EngineState.DEAD:
-            self.state = EngineState.DRAINING
+            self._enter(EngineState.DRAINING)
 
     async def close(self) -> None:
         """Stops the core and fails what is under way. May be called twice."""
-        self.state = EngineState.DEAD
+        self._enter(EngineState.DEAD)
         self._is_ending = True
         if self._restarting is not None:
             self._restarting.cancel()
@@ -94,6 +105,10 @@ class CoreSupervisor:
         self._dispatcher.disconnect("the server is shutting down")
         if self._core is not None:
             await self._core.close()
+
+    def _enter(self, state: EngineState) -> None:
+        self.state = state
+        self._dispatcher.admission.closed_because = _CLOSED_BECAUSE[state]
 
     def _receive(self, message: FromCore, frames: list[Frame]) -> None:
         match message:
@@ -112,7 +127,7 @@ class CoreSupervisor:
         if self._core is None or self._is_ending or self._ready.done():
             return
         self._dispatcher.connect(self._core.send)
-        self.state = EngineState.READY
+        self._enter(EngineState.READY)
         self._ready.set_result(message)
 
     def _core_ended(self, reason: str) -> None:
@@ -122,7 +137,7 @@ class CoreSupervisor:
             self._ready.set_exception(ModelLoadError(f"The model could not be loaded: {reason}."))
         elif self.state is EngineState.READY:
             logger.error("%s; it is started again.", reason)
-            self.state = EngineState.STARTING
+            self._enter(EngineState.STARTING)
             self._restarting = asyncio.create_task(self._restart())
 
     async def _restart(self) -> None:
@@ -139,4 +154,4 @@ class CoreSupervisor:
                 return
             if attempt + 1 == _MAX_RESTARTS:
                 logger.critical("the engine is down after %d attempts; they go on.", _MAX_RESTARTS)
-                self.state = EngineState.DEAD
+                self._enter(EngineState.DEAD)

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import DenseSpec, ModelKind
-from ..protocol.multi_vector import DOCUMENT, QUERY, MultiVector, QueryExpansion
 from ..protocol.tasks import PoolingTask
+from ..protocol.vectors import DOCUMENT, QUERY, MultiVector, QueryExpansion
 from .draft import ModelDraft
 from .json_files import read_object
 from .limits import resolve_max_model_len

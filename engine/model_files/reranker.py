@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ..protocol.errors import ModelLoadError
 from ..protocol.model_info import ClassifierMethod
-from ..protocol.score_template import ScoreTemplate
+from ..protocol.templates import ScoreTemplate
 from .draft import ModelDraft
 from .reranker_recipes import QWEN3_RERANKER, RECIPES, Answers, RerankerRecipe, find_recipe, recipe_named
 

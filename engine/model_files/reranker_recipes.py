@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..protocol.model_info import ClassifierMethod
-from ..protocol.score_template import ScoreTemplate
+from ..protocol.templates import ScoreTemplate
 
 _SYSTEM_OPEN: Final = "<|im_start|>system\n"
 _USER_OPEN: Final = "<|im_end|>\n<|im_start|>user\n"

@@ -13,10 +13,9 @@ from typing import Any, Final
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
 from ..protocol.model_info import DenseSpec, ModelInfo, ModelKind, PairChat
-from ..protocol.multi_vector import MultiVector
-from ..protocol.score_template import ScoreTemplate
-from ..protocol.sparse import SparsePooling, TokenHeads
 from ..protocol.tasks import PoolingTask, PoolingType
+from ..protocol.templates import ScoreTemplate
+from ..protocol.vectors import MultiVector, SparsePooling, TokenHeads
 from .architecture import DECODER_MODEL_TYPES, resolve_architecture, resolve_classes
 from .draft import ModelDraft, merged
 from .hub import locate_model

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ModelKind
-from ..protocol.sparse import SparseKind, SparsePooling, TokenHeads
 from ..protocol.tasks import PoolingTask
+from ..protocol.vectors import SparseKind, SparsePooling, TokenHeads
 from .draft import ModelDraft
 from .json_files import read_object
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE

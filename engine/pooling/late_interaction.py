@@ -11,8 +11,8 @@ from torch import Tensor
 
 from penstock.kernels.maxsim import maxsim
 
-from ..protocol.multi_vector import MultiVector
 from ..protocol.params import PoolingParams
+from ..protocol.vectors import MultiVector
 from .cut import distinct
 from .metadata import PoolingMetadata
 from .packing import prefix_sums, ranges

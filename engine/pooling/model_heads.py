@@ -11,7 +11,7 @@ from torch import Tensor
 from ..models.base import PackedModel
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
-from ..protocol.sparse import SparseKind
+from ..protocol.vectors import SparseKind
 from .factory import PoolerFactory
 from .groups import OutputGroup
 from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, RowMap

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.encoders.masked_lm import BLOCK_ROWS
-from ..protocol.sparse import SparseKind, SparsePooling
+from ..protocol.vectors import SparseKind, SparsePooling
 from .heads import RowMap
 from .metadata import PoolingMetadata
 

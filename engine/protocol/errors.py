@@ -55,6 +55,35 @@ class RequestTooLongError(InvalidRequestError):
         self.num_tokens = num_tokens
         self.max_num_tokens = max_num_tokens
 
+    @classmethod
+    def over_limit(
+        cls,
+        found: str,
+        way_out: str,
+        *,
+        num_tokens: int,
+        max_num_tokens: int,
+        limit_name: str | None = None,
+        param: str | None = "input",
+    ) -> RequestTooLongError:
+        """Returns the error of an input above the limit of the model, in OpenAI's words.
+
+        Args:
+            found: What was met, such as "input 0 has 12 tokens".
+            way_out: A sentence that says what to do about it.
+            num_tokens: See the class.
+            max_num_tokens: See the class.
+            limit_name: What is behind the limit, where it is not the model's own; see ModelInfo.limit_name.
+            param: Name of the request field at fault.
+        """
+        name = f" ({limit_name})" if limit_name else ""
+        return cls(
+            f"This model's maximum context length is {max_num_tokens} tokens{name}, but {found}. {way_out}",
+            num_tokens=num_tokens,
+            max_num_tokens=max_num_tokens,
+            param=param,
+        )
+
 
 class UnsupportedTaskError(InvalidRequestError):
     """The served model has no head for the task that was asked for."""

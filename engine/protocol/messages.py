@@ -1,21 +1,26 @@
 """Typed messages between an engine client and the engine core.
 
-A message is a small msgspec struct in the first frame; arrays follow as raw little-endian buffers (frames.py). Nothing
-is pickled. The same structs are passed by reference when the core runs in-process.
+A message is a small msgspec struct in the first frame; arrays follow as raw little-endian buffers, one frame for
+a message. Nothing is pickled. The same structs are passed by reference when the core runs in-process.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from .chat_template import ChatTemplate
 from .config import EngineConfig
 from .model_info import ModelInfo
-from .multi_vector import TokenMarks
 from .params import PoolingParams
-from .score_template import ScoreTemplate
+from .request import TokenizedInput
+from .templates import ChatTemplate, ScoreTemplate
+from .vectors import TokenMarks
 
 Frame = bytes | bytearray | memoryview
 
@@ -170,6 +175,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 ToCore = Start | Submit | Cancel | Stop | Ping
 FromCore = Ready | LoadFailed | Rows | Failed | Pong
+Outgoing = Submit | Cancel | Frame
+"""What a running core is sent: a Submit is followed by its frame."""
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
@@ -189,3 +196,58 @@ def decode_to_core(frame: Frame) -> ToCore:
 def decode_from_core(frame: Frame) -> FromCore:
     """Parses the first frame of a message from the core. Raises msgspec.ValidationError on a foreign frame."""
     return _from_core.decode(frame)
+
+
+def pack_inputs(inputs: Sequence[TokenizedInput]) -> Frame:
+    """Returns the frame of a Submit message for `inputs`."""
+    queries = {id(i.query): i.query for i in inputs if i.query is not None}
+    places = {key: place for place, key in enumerate(queries)}
+    head = [len(inputs), len(queries)]
+    for i in inputs:
+        head += (len(i), i.type_boundary, i.num_prompt_tokens, i.num_hidden, places.get(id(i.query), -1))
+    for query in queries.values():
+        head += query.shape
+    parts = [np.array(head, np.int32), *(i.token_ids for i in inputs)]
+    parts += [np.ascontiguousarray(query, np.float32).view(np.int32).ravel() for query in queries.values()]
+    return memoryview(np.concatenate(parts, dtype=np.int32)).cast("B")
+
+
+def unpack_inputs(frame: Frame) -> list[TokenizedInput]:
+    """Returns the inputs of a Submit message; their arrays are views of `frame`."""
+    values = np.frombuffer(frame, np.int32)
+    num_inputs, num_queries = values[:2].tolist()
+    ends = 2 + 5 * num_inputs, 2 + 5 * num_inputs + 2 * num_queries
+    heads = values[2 : ends[0]].reshape(-1, 5).tolist()
+    queries: list[NDArray[np.float32]] = []
+    query_start = ends[1] + sum(head[0] for head in heads)
+    for num_rows, width in values[ends[0] : ends[1]].reshape(-1, 2).tolist():
+        end = query_start + num_rows * width
+        queries.append(values[query_start:end].view(np.float32).reshape(num_rows, width))
+        query_start = end
+    start = ends[1]
+    inputs = []
+    for length, boundary, num_prompt_tokens, num_hidden, query in heads:
+        rows = queries[query] if query >= 0 else None
+        inputs.append(TokenizedInput(values[start : start + length], boundary, num_prompt_tokens, num_hidden, rows))
+        start += length
+    return inputs
+
+
+def pack_rows(arrays: Sequence[NDArray[Any]]) -> Frame:
+    """Returns the frame of a Rows message: `arrays` flattened, concatenated, float32."""
+    if not any(array.size for array in arrays):
+        return b""
+    if len(arrays) == 1:
+        return memoryview(np.ascontiguousarray(arrays[0], np.float32)).cast("B")
+    return memoryview(np.concatenate([a.ravel() for a in arrays], dtype=np.float32)).cast("B")
+
+
+def unpack_rows(headers: Sequence[RowHeader], frame: Frame) -> list[NDArray[np.float32]]:
+    """Returns the arrays of a Rows message as views of `frame`."""
+    values = np.frombuffer(frame, np.float32)
+    arrays, start = [], 0
+    for header in headers:
+        size = math.prod(header.shape)
+        arrays.append(values[start : start + size].reshape(header.shape))
+        start += size
+    return arrays

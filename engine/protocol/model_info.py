@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from .multi_vector import MultiVector
-from .score_template import ScoreTemplate
-from .sparse import SparsePooling, TokenHeads
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType
+from .templates import ScoreTemplate
+from .vectors import MultiVector, SparsePooling, TokenHeads
 
 KV_CACHE_SOURCE: Final = "size of the KV cache"
 """Source of a max_model_len that is lower than the model's own: a sequence must find room in the pool."""

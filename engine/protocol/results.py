@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .sparse import SparseVector
+from .vectors import SparseVector
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,8 +19,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from ..protocol.chat_template import ChatOptions, ChatTemplate, Conversation, Message
 from ..protocol.errors import InvalidRequestError
+from ..protocol.templates import ChatOptions, ChatTemplate, Conversation, Message
 
 RESERVED: Final = frozenset(
     {"messages", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}

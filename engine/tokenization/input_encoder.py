@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
 from ..protocol.config import EngineConfig
 from ..protocol.errors import InvalidRequestError, RequestTooLongError
 from ..protocol.model_info import ModelInfo
-from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
 from ..protocol.params import PoolingParams
-from ..protocol.request_options import RequestOptions
+from ..protocol.request import RequestOptions, Text, TokenizedInput
 from ..protocol.tasks import PoolingTask
-from ..protocol.tokenized_input import TokenizedInput
+from ..protocol.vectors import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
 from .document_pieces import Pieces
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
 from .long_text import LongText, Windows
-from .texts import Text
 from .tokenizer import TokenizerPool
 from .truncation import Truncation, bounded
 
 _SPARE_TOKENS: Final = 4
 """A piece of a text may have this many tokens more by itself; pieces that must not be cut leave room for them."""
+# As E5-Mistral, Qwen3-Embedding and their kin were trained: "Instruct: find what answers the query\nQuery: ".
+_INSTRUCTED_PROMPT: Final = re.compile(r"(Instruct: ?)(.*)(\n+Query: ?)", re.DOTALL)
 
 
 class InputEncoder:
     """Encodes the inputs of one model. Safe to use from many tasks of one event loop.
 
-    Every method raises InvalidRequestError where there are no inputs, and for what TokenizerPool refuses.
+    Every method raises InvalidRequestError where there are no inputs or one has no tokens, and for what TokenizerPool
+    refuses.
 
     Args:
         info: The model.
@@ -51,23 +53,20 @@ class InputEncoder:
     ) -> list[TokenizedInput]:
         """Returns each input as one sequence; short queries of a multi-vector model are filled up."""
         _check_given(inputs)
-        prompt = self._prompt(options, is_query=params.is_query)
-        truncation = self._truncation(params, param=param)
-        skip_prompt = not self._info.include_prompt
         tokenized = await self._tokenizer.encode(
             inputs,
-            truncation,
-            prompt=prompt,
-            skip_prompt=skip_prompt,
+            self._truncation(params, param=param),
+            prompt=self._prompt(options, is_query=params.is_query),
+            skip_prompt=not self._info.include_prompt,
             add_special_tokens=options.add_special_tokens,
         )
         recipe, token_id = self._info.multi_vector, self._tokenizer.marks.expansion_id
-        if recipe is None or recipe.expansion is None or token_id is None or not params.is_query:
-            return tokenized
-        return [
-            expanded(tokens, recipe.expansion, token_id) if isinstance(item, str) else tokens
-            for item, tokens in zip(inputs, tokenized, strict=True)
-        ]
+        if recipe is not None and recipe.expansion is not None and token_id is not None and params.is_query:
+            tokenized = [
+                expanded(tokens, recipe.expansion, token_id) if isinstance(item, str) else tokens
+                for item, tokens in zip(inputs, tokenized, strict=True)
+            ]
+        return self._checked(tokenized)
 
     async def windows(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
@@ -91,7 +90,8 @@ class InputEncoder:
         """Returns each pair, such as a query and a document, as one sequence."""
         _check_given(pairs)
         truncation = self._truncation(params, param=param)
-        return await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
+        tokenized = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
+        return self._checked(tokenized)
 
     async def pieces(
         self, queries: Sequence[str], documents: Sequence[str], params: PoolingParams, options: RequestOptions
@@ -169,6 +169,16 @@ class InputEncoder:
         prompt_ids = await self._prompt_ids(prompt)
         return late.join(parts, [isinstance(i, str) for i in inputs], prompt_ids, is_whole=is_whole)
 
+    def _checked(self, tokenized: list[TokenizedInput]) -> list[TokenizedInput]:
+        """Returns sequences that all have tokens, or raises InvalidRequestError."""
+        for index, tokens in enumerate(tokenized):
+            if not len(tokens.token_ids):
+                raise InvalidRequestError(
+                    f"Input {index} is empty: the tokenizer of {self._info.name} makes no token of it. Send some text.",
+                    param="input",
+                )
+        return tokenized
+
     async def _prompt_ids(self, prompt: str) -> Sequence[int]:
         """Returns the token ids of a prompt by itself, without special tokens."""
         return (await self._tokenizer.token_ids([prompt], add_special_tokens=False))[0] if prompt else ()
@@ -210,3 +220,20 @@ class InputEncoder:
 def _check_given(inputs: Sequence[object]) -> None:
     if not inputs:
         raise InvalidRequestError("Give at least one input.", param="input")
+
+
+def instructed_prompt(info: ModelInfo, names: Iterable[str], instruction: str) -> str:
+    """Returns the first of the named prompts with `instruction` in place of its own.
+
+    Raises:
+        InvalidRequestError: The model has no such prompt, or one without an instruction.
+    """
+    for name in names:
+        match = _INSTRUCTED_PROMPT.fullmatch(info.prompts.get(name, ""))
+        if match is not None:
+            return match[1] + instruction + match[3]
+    raise InvalidRequestError(
+        f"{info.name} is an embedding model without a query prompt of the form 'Instruct: ...', "
+        "so it takes no instruction.",
+        param="instruction",
+    )

@@ -24,10 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..protocol.errors import InvalidRequestError, RequestTooLongError
-from ..protocol.length_limit import worded_limit
 from ..protocol.model_info import ModelInfo
+from ..protocol.request import TokenizedInput
 from ..protocol.tasks import PoolingType
-from ..protocol.tokenized_input import TokenizedInput
 from .special_tokens import SpecialTokens, count_prompt
 
 Span = tuple[int, int]
@@ -130,12 +129,12 @@ class LateChunking:
         if self.cut:
             return
         at_least = "" if is_whole else "at least "
-        raise RequestTooLongError(
-            f"{worded_limit(self.max_num_tokens, self.name)}, but the inputs have {at_least}{num_tokens} tokens "
-            "together, and late_chunking runs them as one text. "
+        raise RequestTooLongError.over_limit(
+            f"the inputs have {at_least}{num_tokens} tokens together, and late_chunking runs them as one text",
             "Please send fewer or shorter inputs, or set truncate_prompt_tokens to -1 to cut the text.",
             num_tokens=num_tokens,
             max_num_tokens=self.max_num_tokens,
+            limit_name=self.name,
         )
 
 

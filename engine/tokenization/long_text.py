@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from ..protocol.errors import InvalidRequestError, ModelLoadError
 from ..protocol.model_info import ModelInfo
+from ..protocol.request import TokenizedInput
 from ..protocol.tasks import ChunkedProcessingMode
-from ..protocol.tokenized_input import TokenizedInput
 from .special_tokens import SpecialTokens, count_prompt
 
 Span = tuple[int, int]

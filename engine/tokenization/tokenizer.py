@@ -13,17 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from ..protocol.chat_template import ChatOptions, Conversation
 from ..protocol.errors import InvalidRequestError, RequestCancelledError
 from ..protocol.messages import TokenizerSpec
+from ..protocol.request import Text, TokenizedInput
 from ..protocol.results import TokenizedText
-from ..protocol.tokenized_input import TokenizedInput
-from .char_admission import CharAdmission
-from .jobs import LONG_JOB, IsGone, TokenizerJobs, portions
+from ..protocol.templates import ChatOptions, Conversation
+from .jobs import LONG_JOB, CharAdmission, IsGone, TokenizerJobs, portions
 from .model_tokenizer import ModelTokenizer
 from .pairs import PairEncoder
 from .special_tokens import SpecialTokens
-from .texts import Text, TextEncoder
 from .truncation import Truncation
 
 if TYPE_CHECKING:
@@ -64,7 +62,6 @@ class TokenizerPool:
         )
         self.special_tokens = SpecialTokens.of(self._tokenizer.backend)
         self.marks = spec.marks
-        self._texts = TextEncoder(self._tokenizer)
         self._pairs = PairEncoder(self._tokenizer, spec.score_template, uses_token_types=spec.uses_token_types)
         self._chat_template = spec.chat_template
         self._chat_renderer: ChatRenderer | None = None
@@ -94,7 +91,7 @@ class TokenizerPool:
         """
         texts = [item for item in inputs if isinstance(item, str)]
         return await self._jobs.run(
-            lambda gone: self._texts.encode(inputs, truncation, prompt, skip_prompt, add_special_tokens, gone),
+            lambda gone: self._tokenizer.encode(inputs, truncation, prompt, skip_prompt, add_special_tokens, gone),
             sum(map(len, texts)) + len(prompt) * len(texts),
             num_texts=len(texts) if len(texts) == len(inputs) else None,
         )
@@ -116,7 +113,9 @@ class TokenizerPool:
             InvalidRequestError: A list of ids is empty, or an id is outside the vocabulary.
         """
         num_chars = sum(len(item) for item in inputs if isinstance(item, str))
-        return await self._jobs.run(lambda gone: self._texts.encode_parts(inputs, truncation, prompt, gone), num_chars)
+        return await self._jobs.run(
+            lambda gone: self._tokenizer.encode_parts(inputs, truncation, prompt, gone), num_chars
+        )
 
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], truncation: Truncation, *, instruction: str | None = None

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..protocol.errors import InvalidRequestError, RequestTooLongError
-from ..protocol.length_limit import worded_limit
 
 _FEW_CHARS_PER_TOKEN: Final = 8
 _MANY_CHARS_PER_TOKEN: Final = 64
@@ -85,15 +84,15 @@ class Truncation:
         )
 
     def _refuse_unless_cut(self, what: str, num_tokens: int) -> None:
-        if self.cut:
-            return
-        raise RequestTooLongError(
-            f"{worded_limit(self.max_num_tokens, self.name)}, but {what}. "
-            "Please reduce the length of the input prompt, or set truncate_prompt_tokens to -1 to cut it.",
-            num_tokens=num_tokens,
-            max_num_tokens=self.max_num_tokens,
-            param=self.param,
-        )
+        if not self.cut:
+            raise RequestTooLongError.over_limit(
+                what,
+                "Please reduce the length of the input prompt, or set truncate_prompt_tokens to -1 to cut it.",
+                num_tokens=num_tokens,
+                max_num_tokens=self.max_num_tokens,
+                limit_name=self.name,
+                param=self.param,
+            )
 
     def no_room(self, why: str) -> InvalidRequestError:
         """Returns the error for a limit that leaves no room for text; `why` is the other half of its sentence."""

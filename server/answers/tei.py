@@ -11,8 +11,8 @@ from fastapi import Response
 from numpy.typing import NDArray
 
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
-from penstock.engine.protocol.sparse import SparseVector
 from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
+from penstock.engine.protocol.vectors import SparseVector
 
 from ..wire.json_route import json_response
 

@@ -14,7 +14,7 @@ from typing import Final
 from penstock.engine.async_engine import RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelInfo
-from penstock.engine.tokenization.instructions import instructed_prompt
+from penstock.engine.tokenization.input_encoder import instructed_prompt
 
 from ..wire.shown_values import shown
 from .context import ServerContext

@@ -11,8 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.frontend.stats import DispatcherStats
-from penstock.engine.frontend.step_histogram import StepHistogram
+from penstock.engine.frontend.stats import DispatcherStats, StepHistogram
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol.stage_times import Stage
 

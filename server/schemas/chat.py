@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
-from penstock.engine.protocol.chat_template import ChatOptions
 from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.templates import ChatOptions
 
 from ..wire import json_schema
 from ..wire.shown_values import shown

@@ -6,10 +6,10 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from penstock.engine.protocol.chat_template import ChatOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine.protocol.templates import ChatOptions
 
 from ..wire.json_schema import exactly_one
 from .chat import ChatFields, InputFields

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.engine.packed_batch import PackedBatch
-from penstock.engine.protocol.tokenized_input import TokenizedInput
+from penstock.engine.protocol.request import TokenizedInput
 
 
 @pytest.mark.parametrize("lengths", [[1], [3, 5], [1, 1, 7, 63]])

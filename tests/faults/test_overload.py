@@ -11,12 +11,21 @@ from collections import Counter, deque
 
 import numpy as np
 
-from penstock.engine.frontend.dispatcher import Dispatcher, Outgoing
+from penstock.engine.frontend.dispatcher import Dispatcher
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.engine.protocol.frames import pack_rows, unpack_inputs
-from penstock.engine.protocol.messages import Cancel, Frame, RowHeader, Rows, StepLoad, Submit
+from penstock.engine.protocol.messages import (
+    Cancel,
+    Frame,
+    Outgoing,
+    RowHeader,
+    Rows,
+    StepLoad,
+    Submit,
+    pack_rows,
+    unpack_inputs,
+)
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.tokenized_input import TokenizedInput
+from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 
 STEP_TOKENS = 1_000
 """Tokens. What the core does in a step, which takes a second."""
@@ -69,7 +78,8 @@ async def test_ten_times_the_capacity() -> None:
     async def ask(lengths: list[int]) -> None:
         inputs = [TokenizedInput(np.zeros(length, np.int32)) for length in lengths]
         try:
-            await dispatcher.run(inputs, PoolingParams(), priority=0, timeout_s=None)
+            async with dispatcher.open(RequestOptions()) as request:
+                await request.run(inputs, PoolingParams())
         except EngineOverloadedError as error:
             outcomes["refused"] += 1
             waits_s.append(error.retry_after_s)

@@ -13,9 +13,11 @@ import pytest
 from penstock.engine.async_engine import RequestOptions
 from penstock.engine.frontend.dispatcher import DispatcherStats
 from penstock.engine.frontend.supervisor import EngineState
-from penstock.engine.protocol.chat_template import ChatOptions, ChatTemplate
-from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
-from penstock.engine.protocol.length_limit import worded_limit
+from penstock.engine.protocol.errors import (
+    EngineOverloadedError,
+    InvalidRequestError,
+    RequestTooLongError,
+)
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.results import (
@@ -27,8 +29,9 @@ from penstock.engine.protocol.results import (
     TokenizedText,
     TokenResult,
 )
-from penstock.engine.protocol.sparse import SparseVector
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.templates import ChatOptions, ChatTemplate
+from penstock.engine.protocol.vectors import SparseVector
 from penstock.engine.tokenization.chat_renderer import ChatRenderer
 from penstock.server.app import create_app
 from penstock.server.calls.context import ServedModel
@@ -229,8 +232,13 @@ class FakeEngine:
         limit, name = (MAX_MODEL_LEN, None) if asked in (None, -1) else (asked, "truncate_prompt_tokens")
         cut = not params.refuse_too_long and (asked is not None or self.info.auto_truncate)
         if not cut and max(counts) > limit:
-            message = f"{worded_limit(limit, name)}, but input {np.argmax(counts)} has {max(counts)} tokens."
-            raise RequestTooLongError(message, num_tokens=max(counts), max_num_tokens=limit)
+            raise RequestTooLongError.over_limit(
+                f"input {np.argmax(counts)} has {max(counts)} tokens",
+                "Please send less.",
+                num_tokens=max(counts),
+                max_num_tokens=limit,
+                limit_name=name,
+            )
         return counts
 
     def _vector(self, item: str | list[int]) -> np.ndarray:

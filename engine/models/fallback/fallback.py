@@ -18,8 +18,8 @@ from ...layers.rows import Rows
 from ...packed_batch import PackedBatch
 from ...protocol.errors import UnsupportedModelError, UnsupportedTaskError
 from ...protocol.model_info import ModelInfo, ModelKind
+from ...protocol.request import TokenizedInput
 from ...protocol.tasks import PoolingType
-from ...protocol.tokenized_input import TokenizedInput
 from ..base import ModelOutput, PackedModel
 from ..heads import TokenHead
 from .packed_attention import NAME, NotPackableError, PackedRow, packed_row, register

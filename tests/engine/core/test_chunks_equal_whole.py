@@ -23,12 +23,21 @@ from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.models.base import ModelOutput, PackedModel
 from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.frames import pack_inputs, unpack_rows
-from penstock.engine.protocol.messages import CacheUse, Failed, Frame, FromCore, Rows, Submit, TokenizerSpec
+from penstock.engine.protocol.messages import (
+    CacheUse,
+    Failed,
+    Frame,
+    FromCore,
+    Rows,
+    Submit,
+    TokenizerSpec,
+    pack_inputs,
+    unpack_rows,
+)
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.tokenized_input import TokenizedInput
 from penstock.engine.scheduling.sequence import Sequence as QueuedSequence, SequenceSlice
 from penstock.engine.sequence_pool import Allocation, PoolPlan, plan_pool
 from penstock.engine.sequence_pool.cache_spec import CacheSpec, SsmLayerSpec

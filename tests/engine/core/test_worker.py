@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.engine import AsyncEngine
-from penstock.engine.frontend import core_client
+from penstock.engine.frontend import process_core
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
@@ -138,9 +138,9 @@ async def test_a_process_that_a_kill_does_not_end_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("_STOP_TIMEOUT_S", "_KILL_TIMEOUT_S"):
-        monkeypatch.setattr(core_client, name, 0.01)
+        monkeypatch.setattr(process_core, name, 0.01)
     process = Mock(pid=7, returncode=None, wait=asyncio.Event().wait)
-    core = core_client.ProcessCore(Start(EngineConfig(model="any")), Mock(), Mock())
+    core = process_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), Mock())
     core._process, core._inbox = process, Mock()
     await asyncio.wait_for(core.close(), 10)
     process.kill.assert_called_once()

@@ -7,14 +7,25 @@ import asyncio
 import numpy as np
 import pytest
 
-from penstock.engine.frontend.dispatcher import Dispatcher, Outgoing
-from penstock.engine.frontend.step_histogram import StepHistogram
+from penstock.engine.frontend.dispatcher import Arrays, Dispatcher
+from penstock.engine.frontend.stats import StepHistogram
 from penstock.engine.protocol import errors
-from penstock.engine.protocol.frames import pack_rows, unpack_inputs
-from penstock.engine.protocol.messages import Cancel, Failed, Frame, RequestTime, RowHeader, Rows, StepLoad, Submit
+from penstock.engine.protocol.messages import (
+    Cancel,
+    Failed,
+    Frame,
+    Outgoing,
+    RequestTime,
+    RowHeader,
+    Rows,
+    StepLoad,
+    Submit,
+    pack_rows,
+    unpack_inputs,
+)
 from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
-from penstock.engine.protocol.tokenized_input import TokenizedInput
 
 
 class Core:
@@ -55,8 +66,13 @@ def tokens(*lengths: int) -> list[TokenizedInput]:
     return [TokenizedInput(np.arange(n, dtype=np.int32)) for n in lengths]
 
 
-async def begin(dispatcher: Dispatcher, *lengths: int, timeout_s: float | None = None) -> asyncio.Task[list]:  # type: ignore[type-arg]
-    task = asyncio.create_task(dispatcher.run(tokens(*lengths), PoolingParams(), priority=0, timeout_s=timeout_s))
+async def ask(dispatcher: Dispatcher, *lengths: int, timeout_s: float | None = None) -> list[Arrays]:
+    async with dispatcher.open(RequestOptions(timeout_s=timeout_s)) as request:
+        return await request.run(tokens(*lengths), PoolingParams())
+
+
+async def begin(dispatcher: Dispatcher, *lengths: int, timeout_s: float | None = None) -> asyncio.Task[list[Arrays]]:
+    task = asyncio.create_task(ask(dispatcher, *lengths, timeout_s=timeout_s))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     return task
@@ -77,13 +93,13 @@ async def test_answers_come_in_the_order_of_inputs_however_steps_fall(dispatcher
 
 async def test_a_request_is_taken_whole_or_refused_whole(dispatcher: Dispatcher, core: Core) -> None:
     await begin(dispatcher, 60)
-    dispatcher.check_room("")
+    dispatcher.admission.check()
     await begin(dispatcher, 30, 30)
     assert len(core.sent) == 2
     with pytest.raises(errors.EngineOverloadedError, match="120 tokens under way"):
-        await dispatcher.run(tokens(1), PoolingParams(), priority=0, timeout_s=None)
+        await ask(dispatcher, 1)
     with pytest.raises(errors.EngineOverloadedError, match="120 tokens under way"):
-        dispatcher.check_room("")
+        dispatcher.admission.check()
     assert len(core.sent) == 2
     assert dispatcher.stats.num_refused_total == 2
     core.answer((0, 0, 0.0))
@@ -95,7 +111,7 @@ async def test_a_request_that_could_never_be_admitted_is_the_callers_mistake(
     dispatcher: Dispatcher, core: Core
 ) -> None:
     with pytest.raises(errors.InvalidRequestError, match="101 tokens; the server takes at most 100"):
-        await dispatcher.run(tokens(101), PoolingParams(), priority=0, timeout_s=None)
+        await ask(dispatcher, 101)
 
 
 async def test_forwards_that_had_no_place_for_all_tell_how_fast_tokens_go(dispatcher: Dispatcher) -> None:
@@ -107,17 +123,18 @@ async def test_forwards_that_had_no_place_for_all_tell_how_fast_tokens_go(dispat
         load = StepLoad(1, 100, 5, 5, num_left)
         dispatcher.receive_rows(Rows([], 10, step_s, load=load), pack_rows([]))
     with pytest.raises(errors.EngineOverloadedError) as refused:
-        dispatcher.check_room("")
+        dispatcher.admission.check()
     assert refused.value.retry_after_s == pytest.approx(0.11)
 
 
 async def test_a_request_of_several_runs_is_taken_whole_or_refused_whole(dispatcher: Dispatcher, core: Core) -> None:
-    async def ask() -> None:
-        with dispatcher.book(tokens(10, 60)):
-            for length in (10, 60):
-                await dispatcher.run(tokens(length), PoolingParams(), priority=0, timeout_s=None, is_booked=True)
+    async def twice() -> None:
+        async with dispatcher.open(RequestOptions()) as request:
+            with request.admitted(tokens(10, 60)):
+                for length in (10, 60):
+                    await request.run(tokens(length), PoolingParams())
 
-    several = asyncio.create_task(ask())
+    several = asyncio.create_task(twice())
     await asyncio.sleep(0.01)
     await begin(dispatcher, 40)
     assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (2, 110)
@@ -129,8 +146,9 @@ async def test_a_request_of_several_runs_is_taken_whole_or_refused_whole(dispatc
     await asyncio.sleep(0)
     assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
     await begin(dispatcher, 50)
-    with pytest.raises(errors.InvalidRequestError, match="101 tokens"), dispatcher.book(tokens(1, 100)):
-        pytest.fail("it is larger than the queue")
+    async with dispatcher.open(RequestOptions()) as request:
+        with pytest.raises(errors.InvalidRequestError, match="101 tokens"), request.admitted(tokens(1, 100)):
+            pytest.fail("it is larger than the queue")
     assert dispatcher.stats.num_tokens == 50
 
 
@@ -140,7 +158,7 @@ async def test_what_cannot_be_sent_leaves_nobody_waiting(dispatcher: Dispatcher)
 
     dispatcher.connect(refuse)
     with pytest.raises(errors.ModelExecutionError, match="could not be sent"):
-        await asyncio.wait_for(dispatcher.run(tokens(5), PoolingParams(), priority=0, timeout_s=None), 10)
+        await asyncio.wait_for(ask(dispatcher, 5), 10)
     assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
 
 
@@ -178,7 +196,7 @@ async def test_a_lost_core_fails_what_is_under_way_and_refuses_the_rest(dispatch
     with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
         await task
     with pytest.raises(errors.EngineUnavailableError):
-        await dispatcher.run(tokens(5), PoolingParams(), priority=0, timeout_s=None)
+        await ask(dispatcher, 5)
     Core(dispatcher)
     again = await begin(dispatcher, 5)
     assert not again.done()
@@ -186,9 +204,7 @@ async def test_a_lost_core_fails_what_is_under_way_and_refuses_the_rest(dispatch
 
 
 async def test_what_one_turn_of_the_loop_submits_is_sent_together(dispatcher: Dispatcher, core: Core) -> None:
-    tasks = [
-        asyncio.create_task(dispatcher.run(tokens(3), PoolingParams(), priority=0, timeout_s=None)) for _ in range(5)
-    ]
+    tasks = [asyncio.create_task(ask(dispatcher, 3)) for _ in range(5)]
     await asyncio.sleep(0.01)
     assert (core.num_sends, len(core.sent)) == (1, 5)
     core.answer(*((i, 0, float(i)) for i in range(5)))

@@ -10,14 +10,14 @@ import pytest
 
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.frontend import supervisor
-from penstock.engine.frontend.core_client import OnExit, OnMessage
-from penstock.engine.frontend.dispatcher import Dispatcher, Outgoing
+from penstock.engine.frontend.dispatcher import Dispatcher
+from penstock.engine.frontend.process_core import OnExit, OnMessage
 from penstock.engine.frontend.supervisor import CoreSupervisor, EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Ready, Start
+from penstock.engine.protocol.messages import Outgoing, Ready, Start
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.tokenized_input import TokenizedInput
+from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 
 
 class Core:
@@ -79,7 +79,8 @@ async def test_a_core_that_ends_as_soon_as_it_is_ready_is_replaced(dispatcher: D
     await starting
     assert supervised.state is EngineState.STARTING
     with pytest.raises(errors.EngineUnavailableError):
-        await dispatcher.run([TokenizedInput(np.zeros(3, np.int32))], PoolingParams(), priority=0, timeout_s=None)
+        async with dispatcher.open(RequestOptions()) as request:
+            await request.run([TokenizedInput(np.zeros(3, np.int32))], PoolingParams())
     await asyncio.sleep(0.01)
     assert cores[0].is_closed
     cores[1].ready()

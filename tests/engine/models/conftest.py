@@ -16,7 +16,7 @@ from penstock.engine.models.base import PackedModel
 from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.model_info import ModelInfo
-from penstock.engine.protocol.tokenized_input import TokenizedInput
+from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.sequence_cache import BatchCache, KvCache, SsmStates
 
 SIZES = {

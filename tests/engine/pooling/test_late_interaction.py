@@ -7,9 +7,9 @@ from torch import Tensor
 
 from penstock.engine.models.base import ModelOutput
 from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates, TokenMaps
-from penstock.engine.protocol.multi_vector import MultiVector, late_score
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine.protocol.vectors import MultiVector, late_score
 
 from .conftest import HIDDEN_SIZE, LENGTHS, TinyModel, make_info
 

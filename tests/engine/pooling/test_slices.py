@@ -15,8 +15,8 @@ from penstock.engine.models.base import ModelOutput
 from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates, poolers
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.tokenized_input import TokenizedInput
 from penstock.engine.sequence_cache import BatchCache
 
 from .conftest import (

@@ -10,7 +10,6 @@ import pytest
 from penstock.engine.core.make_scheduler import _limited
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
-from penstock.engine.protocol.length_limit import worded_limit
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -49,8 +48,12 @@ class Tokenizer:
 def test_the_kv_cache_is_named_where_it_limits() -> None:
     limited = _limited(INFO, 40, 30)
     assert (INFO.limit_name, limited.limit_name) == (None, NAME)
-    assert worded_limit(40, limited.limit_name) == f"This model's maximum context length is 40 tokens ({NAME})"
-    assert worded_limit(100, INFO.limit_name) == "This model's maximum context length is 100 tokens"
+    error = RequestTooLongError.over_limit("it has 50", "Cut it.", num_tokens=50, max_num_tokens=40, limit_name=NAME)
+    assert error.message == f"This model's maximum context length is 40 tokens ({NAME}), but it has 50. Cut it."
+    assert (error.num_tokens, error.max_num_tokens, error.param) == (50, 40, "input")
+    error = RequestTooLongError.over_limit("it has 500", "Cut it.", num_tokens=500, max_num_tokens=100, param=None)
+    assert error.message == "This model's maximum context length is 100 tokens, but it has 500. Cut it."
+    assert error.param is None
 
 
 NO, YES, SILENT = PoolingParams(refuse_too_long=True), PoolingParams(truncate_prompt_tokens=-1), PoolingParams()
@@ -81,7 +84,9 @@ def test_every_refusal_names_it() -> None:
     late: LateChunking = encoder.late_chunking(PoolingParams(task=PoolingTask.TOKEN_EMBED))
     with pytest.raises(RequestTooLongError) as caught:
         late.join([np.ones(50, np.int32)], [True], (), is_whole=True)
-    assert caught.value.message.startswith(f"{worded_limit(40, NAME)}, but the inputs have 50 tokens")
+    assert caught.value.message.startswith(
+        f"This model's maximum context length is 40 tokens ({NAME}), but the inputs have 50 tokens"
+    )
     assert encoder._truncation(PoolingParams(), param="input").name == NAME
     assert encoder._truncation(PoolingParams(truncate_prompt_tokens=7), param="input").name == "truncate_prompt_tokens"
     with pytest.raises(InvalidRequestError, match=r"greater than the size of the server's KV cache.*\(50 > 40\)"):

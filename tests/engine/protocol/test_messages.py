@@ -7,12 +7,12 @@ import pytest
 
 from penstock.engine.protocol import messages as m
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
-from penstock.engine.protocol.frames import pack_inputs, pack_rows, unpack_inputs, unpack_rows
+from penstock.engine.protocol.messages import pack_inputs, pack_rows, unpack_inputs, unpack_rows
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.pooler_config import PoolerConfig
+from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.tokenized_input import TokenizedInput
 
 INFO = ModelInfo(
     name="n",

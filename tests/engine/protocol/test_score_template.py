@@ -12,8 +12,8 @@ from penstock.engine.core.chat_score_template import chat_score_template
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError, UnsupportedModelError
 from penstock.engine.protocol.messages import TokenizerSpec
 from penstock.engine.protocol.model_info import PairChat
-from penstock.engine.protocol.score_template import ScoreTemplate, escaped, fields_of, split_at
-from penstock.engine.tokenization.score_template_encoder import ScoreTemplateEncoder
+from penstock.engine.protocol.templates import ScoreTemplate, escaped, fields_of, split_at
+from penstock.engine.tokenization.pairs import ScoreTemplateEncoder
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 from penstock.engine.tokenization.truncation import Truncation
 

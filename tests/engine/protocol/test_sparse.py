@@ -20,8 +20,8 @@ from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.sparse import SparseKind, SparseVector
 from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine.protocol.vectors import SparseKind, SparseVector
 
 from .test_multi_vector import DOCUMENTS, QUERIES, write_backbone, write_json
 

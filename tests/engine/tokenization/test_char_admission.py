@@ -9,8 +9,7 @@ import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError
 from penstock.engine.protocol.messages import TokenizerSpec
-from penstock.engine.tokenization.char_admission import CharAdmission
-from penstock.engine.tokenization.jobs import TokenizerJobs
+from penstock.engine.tokenization.jobs import CharAdmission, TokenizerJobs
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 from penstock.engine.tokenization.truncation import Truncation
 

@@ -17,8 +17,8 @@ from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.pooler_config import PoolerConfig
+from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import ChunkedProcessingMode
-from penstock.engine.protocol.tokenized_input import TokenizedInput
 from penstock.engine.tokenization.long_text import LongText, Windows
 from penstock.engine.tokenization.special_tokens import SpecialTokens, count_prompt
 

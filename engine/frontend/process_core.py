@@ -1,7 +1,4 @@
-"""Two ways to have an engine core: in a supervised process (the default) or in a thread of this one.
-
-Both are started once, take messages, hand back messages on the event loop, and say when the core has ended.
-"""
+"""An engine core in a process of its own, which is killed and given up where it hangs."""
 
 from __future__ import annotations
 
@@ -11,17 +8,16 @@ import logging
 import shutil
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Final
 
 import zmq
 
-from ..protocol.errors import ModelLoadError
 from ..protocol.messages import (
     Cancel,
     Frame,
     FromCore,
+    Outgoing,
     Ping,
     Pong,
     Ready,
@@ -31,38 +27,53 @@ from ..protocol.messages import (
     decode_from_core,
     encode,
 )
-from .dispatcher import Outgoing
-from .heartbeat import Heartbeat
-
-if TYPE_CHECKING:
-    from ..core.core import EngineCore
 
 logger = logging.getLogger("penstock.engine")
 
 OnMessage = Callable[[FromCore, list[Frame]], None]
 OnExit = Callable[[str], None]
 
-_STOP_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S: Final = 5.0
 """Seconds that a core gets to finish its step before it is killed."""
-_KILL_TIMEOUT_S = 10.0
+_KILL_TIMEOUT_S: Final = 10.0
 """Seconds after which nobody waits for a killed core any more."""
+_NUM_BEATS: Final = 10
+"""Questions without an answer that make a hang. They are counted and the time is not looked at: a machine that sleeps,
+or a client that was stopped, asks nothing meanwhile, and finds the answers when it goes on."""
 
 
-class CoreClient(Protocol):
-    """The client's end of a core. All methods belong to the event loop."""
+class Heartbeat:
+    """Tells a process that works for long from one that hangs: it answers from a thread of its own, whatever runs.
 
-    def send(self, items: list[Outgoing]) -> None:
-        """Sends messages, each Submit followed by its frame, without blocking."""
+    Belongs to one event loop.
 
-    async def start(self) -> None:
-        """Starts the core; Ready or LoadFailed follows as a message."""
+    Args:
+        timeout_s: Seconds without an answer after which the other side counts as hung.
+        ask: Sends a question.
+        on_silence: Called once, when it hangs.
+    """
 
-    async def close(self) -> None:
-        """Stops the core and waits until it is gone. May be called twice."""
+    def __init__(self, timeout_s: float, ask: Callable[[], None], on_silence: Callable[[], None]) -> None:
+        self._interval_s = timeout_s / _NUM_BEATS
+        self._ask = ask
+        self._on_silence = on_silence
+        self._num_unanswered = 0
+
+    async def run(self) -> None:
+        """Asks until there is no answer any more."""
+        while self._num_unanswered < _NUM_BEATS:
+            self._num_unanswered += 1
+            self._ask()
+            await asyncio.sleep(self._interval_s)
+        self._on_silence()
+
+    def heard(self) -> None:
+        """Takes an answer."""
+        self._num_unanswered = 0
 
 
 class ProcessCore:
-    """A core in a process of its own.
+    """A core in a process of its own. All methods belong to the event loop.
 
     Args:
         start: What to serve.
@@ -82,7 +93,7 @@ class ProcessCore:
         self._heartbeat = Heartbeat(start.config.hang_timeout_s, self._ping, self._give_up)
 
     async def start(self) -> None:
-        """See CoreClient. Raises OSError if no process can be started."""
+        """Starts the core; Ready or LoadFailed follows as a message. Raises OSError if no process can be started."""
         folder = tempfile.mkdtemp(prefix="penstock-")  # mode 0700: only this user reaches the sockets
         self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
         inbox, outbox = (f"ipc://{folder}/{name}" for name in ("inbox", "outbox"))
@@ -106,12 +117,15 @@ class ProcessCore:
         self._resources.callback(loop.remove_reader, descriptor)
 
     def send(self, items: list[Outgoing]) -> None:
-        """See CoreClient."""
+        """Sends messages, each Submit followed by its frame, without blocking."""
         frames = [encode(i) if isinstance(i, Submit | Cancel) else i for i in items]
         self._inbox.send_multipart(frames, flags=zmq.NOBLOCK)
 
     async def close(self) -> None:
-        """See CoreClient. A core that does not end in time is killed; one that a driver holds then is left behind."""
+        """Stops the core and waits until it is gone. May be called twice.
+
+        A core that does not end in time is killed; one that a driver holds even then is left behind.
+        """
         if self._closing:
             return
         self._closing = True
@@ -183,60 +197,3 @@ class ProcessCore:
         if not self._has_ended and not self._closing:
             self._has_ended = True
             self._on_exit(reason)
-
-
-class ThreadCore:
-    """A core in a thread of this process, for library use and quick tests. Arguments as in ProcessCore."""
-
-    def __init__(self, start: Start, on_message: OnMessage, on_exit: OnExit) -> None:
-        self._start = start
-        self._on_message = on_message
-        self._on_exit = on_exit
-        self._closing = False
-        self._core: EngineCore | None = None
-        self._thread: threading.Thread | None = None
-
-    async def start(self) -> None:
-        """See CoreClient."""
-        loop = asyncio.get_running_loop()
-
-        def send(message: FromCore, frames: list[Frame]) -> None:
-            loop.call_soon_threadsafe(self._on_message, message, frames)
-
-        def run() -> None:
-            try:
-                from ..core.core import EngineCore  # imports torch, which takes a second: not on the event loop
-
-                core = EngineCore(self._start.config, send)
-                loop.call_soon_threadsafe(created.set_result, core)
-                core.run()
-                reason = "the engine thread ended"
-            except Exception as error:
-                logger.exception("the engine thread failed")
-                reason = f"the engine thread failed: {error!r}"
-            loop.call_soon_threadsafe(ended, reason)
-
-        def ended(reason: str) -> None:
-            if not created.done():
-                created.set_exception(ModelLoadError(reason))
-            elif not self._closing:
-                self._on_exit(reason)
-
-        created: asyncio.Future[EngineCore] = loop.create_future()
-        self._thread = threading.Thread(target=run, name="engine-core", daemon=True)
-        self._thread.start()
-        self._core = await created
-
-    def send(self, items: list[Outgoing]) -> None:
-        """See CoreClient."""
-        if self._core is None:
-            raise RuntimeError("the core has not been started")
-        self._core.receive(items)
-
-    async def close(self) -> None:
-        """See CoreClient. Waits for the step that runs now."""
-        self._closing = True
-        if self._core is None or self._thread is None:
-            return
-        self._core.stop()
-        await asyncio.to_thread(self._thread.join)

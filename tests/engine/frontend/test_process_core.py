@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.engine.frontend.heartbeat import Heartbeat
+from penstock.engine.frontend.process_core import Heartbeat
 
 
 async def test_silence_is_found_once() -> None:

@@ -1,0 +1,101 @@
+"""Embeddings beyond one vector for a text: a vector for each token, sparse vectors, several kinds from one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from ..protocol.errors import UnsupportedTaskError
+from ..protocol.model_info import ModelInfo
+from ..protocol.params import PoolingParams
+from ..protocol.request import RequestOptions, Text, TokenizedInput
+from ..protocol.results import CombinedResult, SparseResult, TokenResult
+from ..protocol.tasks import PoolingTask
+from ..protocol.vectors import QUERY_PROMPTS, SparseVector, TokenMarks, kept_ids
+from ..tokenization.input_encoder import InputEncoder
+from .dispatcher import Dispatcher
+
+_TASKS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
+"""Those that take parameters come first: the others would refuse them."""
+
+
+class CombinedEmbedder:
+    """Embeds with one model.
+
+    Args:
+        info: The model.
+        encoder: Of its inputs.
+        dispatcher: Runs them.
+        marks: The tokens of a multi-vector model's recipe.
+    """
+
+    def __init__(self, info: ModelInfo, encoder: InputEncoder, dispatcher: Dispatcher, marks: TokenMarks) -> None:
+        self._info = info
+        self._encoder = encoder
+        self._dispatcher = dispatcher
+        self._marks = marks
+
+    async def token_embed(self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions) -> TokenResult:
+        """See AsyncEngine.token_embed."""
+        params = self._with_side(params.resolved(PoolingTask.TOKEN_EMBED, self._info), options)
+        async with self._dispatcher.open(options) as request:
+            tokenized = await self._encoder.encode(inputs, params, options)
+            outputs = await request.run(tokenized, params)
+        rows = [output["token_embeddings"] for output in outputs]
+        return TokenResult(rows, self._token_ids(tokenized, params), [len(tokens) for tokens in tokenized])
+
+    async def sparse_embed(
+        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
+    ) -> SparseResult:
+        """See AsyncEngine.sparse_embed."""
+        params = params.resolved(PoolingTask.SPARSE_EMBED, self._info)
+        async with self._dispatcher.open(options) as request:
+            tokenized = await self._encoder.encode(inputs, params, options)
+            outputs = await request.run(tokenized, params)
+        return SparseResult([SparseVector.of(output["sparse"]) for output in outputs], [len(t) for t in tokenized])
+
+    async def embed(
+        self, inputs: Sequence[Text], tasks: Sequence[PoolingTask], params: PoolingParams, options: RequestOptions
+    ) -> CombinedResult:
+        """See AsyncEngine.embed_combined."""
+        first, *others = wanted = [task for task in _TASKS if task in tasks]
+        if others and self._info.is_causal:
+            raise UnsupportedTaskError(
+                f"{self._info.name} reads long inputs in chunks, which give one output at a time; ask for one.",
+                param="outputs",
+            )
+        for task in others:
+            asked = params if task is not PoolingTask.SPARSE_EMBED else PoolingParams()
+            asked.verify(task, self._info)
+        params = self._with_side(params.resolved(first, self._info).clone(also=tuple(others)), options)
+        async with self._dispatcher.open(options) as request:
+            whole = params.clone(task=PoolingTask.TOKEN_EMBED)  # not in windows: only embeddings can be averaged
+            tokenized = await self._encoder.encode(inputs, whole, options)
+            outputs = await request.run(tokenized, params)
+        has_vectors = PoolingTask.TOKEN_EMBED in wanted
+        return CombinedResult(
+            num_tokens=[len(tokens) for tokens in tokenized],
+            embeddings=np.stack([o["embedding"] for o in outputs]) if PoolingTask.EMBED in wanted else None,
+            sparse=[SparseVector.of(o["sparse"]) for o in outputs] if PoolingTask.SPARSE_EMBED in wanted else None,
+            vectors=[o["token_embeddings"] for o in outputs] if has_vectors else None,
+            token_ids=self._token_ids(tokenized, params) if has_vectors else None,
+        )
+
+    def _with_side(self, params: PoolingParams, options: RequestOptions) -> PoolingParams:
+        """Says which side of a multi-vector model's recipe the inputs are read by."""
+        if self._info.multi_vector is None:
+            return params
+        is_query = options.prompt_name in QUERY_PROMPTS if options.is_query is None else options.is_query
+        return params.clone(is_query=is_query)
+
+    def _token_ids(self, tokenized: Sequence[TokenizedInput], params: PoolingParams) -> list[list[int]]:
+        """Returns, for each input, the ids of the tokens that have a vector in the answer."""
+        recipe, heads = self._info.multi_vector, self._info.token_heads
+        if heads is not None and heads.vectors_file is not None:
+            return [tokens.token_ids[1:].tolist() for tokens in tokenized]
+        skip_ids: Sequence[int] = ()
+        if recipe is not None and recipe.skips(is_query=params.is_query):
+            skip_ids = self._marks.skip_ids
+        return [kept_ids(tokens.token_ids, skip_ids).tolist() for tokens in tokenized]
