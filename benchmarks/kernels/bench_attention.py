@@ -14,7 +14,7 @@ from penstock.kernels.attention import AttentionPlan, attention
 
 
 def main() -> None:
-    """Measures full attention as an encoder layer calls it: one plan a batch, q, k and v slices of one product."""
+    """Measures full attention as an encoder layer calls it: one plan a batch, q, k and v chunks of one product."""
     args = parse_arguments(__doc__)
     require_green_tests("test_attention.py")
     cases = load_cases()

@@ -1,4 +1,4 @@
-"""Times attention in slices over a paged cache beside the whole sequence. Best microseconds; GFLOP/s of the whole.
+"""Times attention in chunks over a paged cache beside the whole sequence. Best microseconds; GFLOP/s of the whole.
 
 Everything that slicing costs is counted: keys and values are stored, blocks are read. The whole stores nothing.
 
@@ -21,7 +21,7 @@ CHUNK_SIZES = (256, 2048)
 
 
 def main() -> None:
-    """Measures one causal sequence: whole, and in slices over neighbouring and over scattered blocks."""
+    """Measures one causal sequence: whole, and in chunks over neighbouring and over scattered blocks."""
     args = parse_arguments(__doc__)
     require_green_tests("test_attention.py", "test_paged_attention.py", "test_kv_store.py")
     cases = load_cases()
@@ -74,7 +74,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, backend: Backend | None = None) -> T
 
 
 def attend_sliced(q: Tensor, k: Tensor, v: Tensor, caches: Tensor, blocks: Tensor, chunk_size: int) -> Tensor:
-    """The sequence in slices as the engine runs them: the first has no past."""
+    """The sequence in chunks as the engine runs them: the first has no past."""
     k_cache, v_cache = caches
     slots = (blocks[:, None].long() * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten().to(q.device)
     out = torch.empty_like(q)

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..packed_batch import BatchCache, KvCache, SsmStates
 from ..pooling import PoolingStates
 from ..scheduling.sequence import SequenceSlice
-from ..sequence_cache import BatchCache, KvCache, SsmStates
 from ..sequence_pool import PoolPlan
 from ..sequence_pool.cache_spec import CacheSpec
 
@@ -71,10 +71,10 @@ class SliceMemory:
         if self._ssm is not None:
             cache |= self._state_places(slices)
         return BatchCache(
-            num_fresh=num_fresh,
-            num_fresh_tokens=sum(s.num_tokens for s in slices[:num_fresh]),
+            num_new_seqs=num_fresh,
+            num_new_tokens=sum(s.num_tokens for s in slices[:num_fresh]),
             context_lens=tuple(s.start for s in slices),
-            whole_lens=tuple(s.sequence.num_tokens for s in slices),
+            prompt_lens=tuple(s.sequence.num_tokens for s in slices),
             kv=self._kv,
             ssm=self._ssm,
             **cache,

@@ -1,4 +1,7 @@
-"""Layer normalisation. Statistics are taken in float32 whatever the type of the input."""
+"""Layer and root-mean-square normalisation. Statistics are taken in float32 whatever the type of the input.
+
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467).
+"""
 
 from __future__ import annotations
 
@@ -46,3 +49,52 @@ class LayerNorm:
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Normalises the rows of [T, D]; the result has the type of the input."""
         return F.layer_norm(x_TD, self._shape, self._weight_D, self._bias_D, self._eps)
+
+
+class RmsNorm:
+    """y = x / sqrt(mean(x^2) + eps) * w over the last axis, in float32 and rounded once at the end.
+
+    Args:
+        weight: [D], or [H, D] for a weight that differs between heads; float32.
+        eps: Added to the mean.
+        fused_dtype: Type of the inputs for which torch's own kernel keeps the weight exactly; None where there is none.
+    """
+
+    __slots__ = ("_eps", "_fused_D", "_size", "_weight")
+
+    def __init__(self, weight: Tensor, eps: float, *, fused_dtype: torch.dtype | None = None) -> None:
+        self._weight = weight
+        self._eps = eps
+        self._size = weight.shape[-1]
+        # On a CPU torch has no kernel for it and takes twice as long as the lines below.
+        is_fused = weight.device.type == "cuda" and weight.dim() == 1 and fused_dtype is not None
+        self._fused_D = weight.to(fused_dtype) if is_fused else None
+
+    @classmethod
+    def load(cls, weights: Weights, name: str, size: int, eps: float, *, offset: float = 0.0) -> RmsNorm:
+        """Reads `name`.weight, which is w less `offset`: Gemma stores w - 1."""
+        weight_D = weights.scope(name).tensor("weight", size, dtype=torch.float32)
+        if offset:
+            weight_D += offset
+        is_exact = not offset or weights.dtype == torch.float32
+        return cls(weight_D, eps, fused_dtype=weights.dtype if is_exact else None)
+
+    @classmethod
+    def load_heads(
+        cls, weights: Weights, heads: dict[str, int], size: int, eps: float, *, offset: float = 0.0
+    ) -> RmsNorm:
+        """Reads a weight [size] for each name and repeats it for its number of heads: q and k normalised at once."""
+        parts = [
+            (weights.scope(name).tensor("weight", size, dtype=torch.float32) + offset).expand(count, size)
+            for name, count in heads.items()
+        ]
+        return cls(torch.cat(parts), eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalises the last axis; the result is new and has the type of the input."""
+        if self._fused_D is not None:
+            return F.rms_norm(x, (self._size,), self._fused_D, self._eps)
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = scale.square_().div_(self._size).add_(self._eps).rsqrt_()
+        normed: Tensor = (x * scale).mul_(self._weight).to(x.dtype)
+        return normed

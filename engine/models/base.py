@@ -28,8 +28,8 @@ class ModelOutput:
     Attributes:
         hidden_states: [T, D], model dtype: the last layer's rows.
         attention_weights: [T, H] float32: how much the first token of each sequence (the last one in a causal model)
-            attends to each of its tokens in the last layer. Only where the caller asked for it. In a batch of slices
-            [C + T, H]: the weights of the slice's last token over all C tokens before the slice and those in it,
+            attends to each of its tokens in the last layer. Only where the caller asked for it. In a batch of chunks
+            [C + T, H]: the weights of the chunk's last token over all C tokens before the chunk and those in it,
             sequence after sequence.
         logits: [N, num_labels] float32. Set only by models whose classification head pools by itself (the transformers
             fallback): then it is the answer for CLASSIFY and SCORE, and `classify` must not be called.
@@ -45,7 +45,7 @@ class PackedModel(ABC):
 
     Attributes:
         hidden_size: D.
-        cache_spec: What must be kept of a sequence from slice to slice; None where sequences cannot be sliced.
+        cache_spec: What must be kept of a sequence from chunk to chunk; None where sequences cannot run in chunks.
         sequence_head: Pooled rows [N, D] to logits [N, num_labels]; None where the checkpoint has no such head.
         token_head: Hidden states [T, D] to logits [T, num_labels]; None where the checkpoint has no such head.
         vocabulary_head: Hidden states [R, D] to logits over the vocabulary [R, V]; None unless ModelInfo.sparse asks.

@@ -1,10 +1,8 @@
 """From hidden states to embeddings and class scores."""
 
 from .chunked_manager import ChunkedPoolingManager
-from .cursor import PoolingCursor
-from .cut import Cut
-from .factory import PoolerFactory
-from .heads import ClassifierPoolerHead, EmbeddingPoolerHead
+from .chunks import PoolingCursor
+from .heads import ClassifierPoolerHead, Cut, EmbeddingPoolerHead
 from .metadata import PoolingMetadata
 from .model_heads import TokenMaps
 from .model_pooler import ModelPooler
@@ -18,6 +16,7 @@ from .poolers import (
     MeanPooler,
     MeanSqrtLenPooler,
     Pooler,
+    PoolerFactory,
     SequencePooler,
     StepPooler,
     TokenPooler,

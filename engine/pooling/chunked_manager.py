@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
-from .cursor import PoolingCursor
-from .factory import PoolerFactory
+from .chunks import PoolingCursor
 from .metadata import PoolingMetadata
+from .poolers import PoolerFactory
 from .states import PoolingStates
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

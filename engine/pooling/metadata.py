@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
-from .cursor import PoolingCursor
+from .chunks import BatchChunks, PoolingCursor
 from .packing import Rows, cu_seqlens_of, prefix_sums, rows_between
-from .slices import BatchSlices
 from .states import PoolingStates
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class PoolingMetadata:
         cu_seqlens: [N+1] int32, prefix sums of `seq_lens`.
         token_ids: [T] int64, for STEP; None where nobody needs them.
         skip_tokens: [N] int32, tokens at the head of each whole sequence that are left out; None where there are none.
-        slices: Which parts of their sequences the batch holds; None where it holds whole sequences only.
+        chunks: Which parts of their sequences the batch holds; None where it holds whole sequences only.
         queries: Per sequence [Q, W] float32 on the host: the vectors that its own are compared with, if any; None where
             no sequence has some.
     """
@@ -42,7 +41,7 @@ class PoolingMetadata:
     cu_seqlens: Tensor
     token_ids: Tensor | None = None
     skip_tokens: Tensor | None = None
-    slices: BatchSlices | None = None
+    chunks: BatchChunks | None = None
     queries: Sequence[NDArray[np.float32] | None] | None = None
 
     @classmethod
@@ -57,28 +56,28 @@ class PoolingMetadata:
         """Describes a batch as the model runs it; whole sequences cost nothing each.
 
         Args:
-            batch: Whole sequences, or slices that begin at its `cache.context_lens`.
+            batch: Whole sequences, or chunks that begin at its `cache.context_lens`.
             params: One per sequence, resolved.
-            prompt_lens: Tokens of each whole sequence; None means what its `cache.whole_lens` say, or else that each
-                ends with its slice.
+            prompt_lens: Tokens of each whole sequence; None means what its `cache.prompt_lens` say, or else that each
+                ends with its chunk.
             states: See `create`.
         """
-        slices = None
+        chunks = None
         if prompt_lens is not None or states is not None or batch.cache is not None:
             starts = batch.cache.context_lens if batch.cache is not None else (0,) * len(batch.seq_lens)
             ends = [start + size for start, size in zip(starts, batch.seq_lens, strict=True)]
             if prompt_lens is None and batch.cache is not None:
-                prompt_lens = batch.cache.whole_lens
+                prompt_lens = batch.cache.prompt_lens
             whole = ends if prompt_lens is None else prompt_lens
-            _check_lengths(len(params), prompt_lens=whole, slices=starts, states=states)
-            slices = BatchSlices.build(whole, batch.seq_lens, starts, None, states)
+            _check_lengths(len(params), prompt_lens=whole, chunks=starts, states=states)
+            chunks = BatchChunks.build(whole, batch.seq_lens, starts, None, states)
         return cls(
             params=params,
             seq_lens=batch.seq_lens,
             cu_seqlens=batch.cu_seqlens,
             token_ids=batch.input_ids,
             skip_tokens=batch.skip_tokens,
-            slices=slices,
+            chunks=chunks,
         )
 
     @classmethod
@@ -89,24 +88,24 @@ class PoolingMetadata:
         *,
         chunk_sizes: Sequence[int] | None = None,
         seq_starts: Sequence[int] | None = None,
-        slice_starts: Sequence[int] | None = None,
+        chunk_starts: Sequence[int] | None = None,
         states: Sequence[PoolingStates | None] | None = None,
         token_ids: Tensor | None = None,
         skip_tokens: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> PoolingMetadata:
-        """Describes a batch of sequences or of slices of them.
+        """Describes a batch of sequences or of chunks of them.
 
-        A slice may begin before the end of what was pooled, where rows are computed again after a preemption: those
+        A chunk may begin before the end of what was pooled, where rows are computed again after a preemption: those
         rows are left out. It may begin after it, where the model took what lies between from a prefix cache: LAST alone
         allows that, every other type needs all rows and refuses.
 
         Args:
             seq_lens: Tokens of each whole sequence.
             params: One per sequence, resolved. May be left out by callers that use no ModelPooler.
-            chunk_sizes: Tokens of each sequence in this batch; None means all from its slice's start.
+            chunk_sizes: Tokens of each sequence in this batch; None means all from its chunk's start.
             seq_starts: Tokens of each sequence that were pooled before; None means what its state says.
-            slice_starts: Place of each slice's first token in its sequence; None means that slices begin where
+            chunk_starts: Place of each chunk's first token in its sequence; None means that chunks begin where
                 pooling stopped.
             states: Running states from the batches before; None for sequences that begin here. They are not changed:
                 the batch works on copies.
@@ -123,14 +122,14 @@ class PoolingMetadata:
             params=params,
             chunk_sizes=chunk_sizes,
             seq_starts=seq_starts,
-            slice_starts=slice_starts,
+            chunk_starts=chunk_starts,
             states=states,
         )
         if chunk_sizes is None:
             pooled = seq_starts
             if pooled is None:
                 pooled = [0 if s is None else s.num_tokens for s in states or [None] * num_seqs]
-            starts = pooled if slice_starts is None else slice_starts
+            starts = pooled if chunk_starts is None else chunk_starts
             chunk_sizes = [n - s for n, s in zip(seq_lens, starts, strict=True)]
         return cls(
             params=params if params is not None else [PoolingParams()] * num_seqs,
@@ -138,7 +137,7 @@ class PoolingMetadata:
             cu_seqlens=cu_seqlens_of(chunk_sizes, device),
             token_ids=token_ids,
             skip_tokens=skip_tokens,
-            slices=BatchSlices.build(seq_lens, chunk_sizes, slice_starts, seq_starts, states),
+            chunks=BatchChunks.build(seq_lens, chunk_sizes, chunk_starts, seq_starts, states),
         )
 
     @property
@@ -148,13 +147,13 @@ class PoolingMetadata:
 
     @property
     def is_partial(self) -> bool:
-        """True where the batch holds slices, or sequences with a running state."""
-        return self.slices is not None
+        """True where the batch holds chunks, or sequences with a running state."""
+        return self.chunks is not None
 
     @property
     def cursors(self) -> dict[int, PoolingCursor]:
-        """Cursors by index; whole sequences have none. See `BatchSlices`."""
-        return {} if self.slices is None else self.slices.cursors
+        """Cursors by index; whole sequences have none. See `BatchChunks`."""
+        return {} if self.chunks is None else self.chunks.cursors
 
     @property
     def states(self) -> dict[int, PoolingStates]:
@@ -162,10 +161,10 @@ class PoolingMetadata:
 
         Their tensors lie on the device of the rows until the last reference to the state goes.
         """
-        return {} if self.slices is None else self.slices.states
+        return {} if self.chunks is None else self.chunks.states
 
     def get_incomplete_indices(self) -> list[int]:
-        """Returns the sequences of which more slices are to come."""
+        """Returns the sequences of which more chunks are to come."""
         return sorted(i for i, cursor in self.cursors.items() if not cursor.is_complete)
 
     def initialize_states(
@@ -177,9 +176,9 @@ class PoolingMetadata:
             hidden_size: D.
             pooling_types: What each sequence keeps, see `PoolingStates.initialize`; or what some do, by index.
         """
-        if self.slices is not None:
+        if self.chunks is not None:
             kept = pooling_types if isinstance(pooling_types, Mapping) else dict(enumerate(pooling_types))
-            self.slices.initialize(hidden_size, kept, self.cu_seqlens.device)
+            self.chunks.initialize(hidden_size, kept, self.cu_seqlens.device)
 
     def update_all(self, hidden_states: Tensor, attention_weights: Tensor | None = None) -> None:
         """Folds this batch's rows into the states and advances the cursors. Call once per batch.
@@ -187,17 +186,17 @@ class PoolingMetadata:
         Args:
             hidden_states: [T, D], any float type. Not modified.
             attention_weights: [C + T], float32. Row weights, for ATTENTION: for every sequence those of the C_i tokens
-                before its slice, then those of the slice. Read for sequences that end in this batch only.
+                before its chunk, then those of the chunk. Read for sequences that end in this batch only.
 
         Raises:
-            ValueError: A batch of whole sequences, a slice without a state, or rows missing before one.
+            ValueError: A batch of whole sequences, a chunk without a state, or rows missing before one.
         """
         self._running().update(hidden_states, attention_weights, self.skip_tokens)
 
     def finalize_all(self) -> dict[int, Tensor]:
         """Returns the pooled row [W] float32 of every sequence that has a state and is complete, by its index.
 
-        The rows of token-level types are nowhere kept: `ModelPooler` answers them slice by slice.
+        The rows of token-level types are nowhere kept: `ModelPooler` answers them chunk by chunk.
 
         Raises:
             ValueError: A batch of whole sequences.
@@ -207,10 +206,10 @@ class PoolingMetadata:
     def as_whole(self) -> PoolingMetadata:
         """Returns a description of the rows of this batch as if they were all of their sequences."""
         skip_tokens = self.skip_tokens
-        if skip_tokens is not None and self.slices is not None:
-            starts = torch.from_numpy(self.slices.slice_starts.astype(np.int32))
+        if skip_tokens is not None and self.chunks is not None:
+            starts = torch.from_numpy(self.chunks.chunk_starts.astype(np.int32))
             skip_tokens = (skip_tokens - starts.to(skip_tokens.device)).clamp(min=0)
-        return replace(self, skip_tokens=skip_tokens, slices=None)
+        return replace(self, skip_tokens=skip_tokens, chunks=None)
 
     def select(self, indices: Sequence[int], *, new_only: bool = False) -> tuple[Rows, PoolingMetadata]:
         """Returns the packed rows of some sequences, and a description of them alone, without states.
@@ -219,7 +218,7 @@ class PoolingMetadata:
             indices: In ascending order.
             new_only: Leave out rows that were pooled before.
         """
-        bounds = prefix_sums(self.seq_lens) if self.slices is None else self.slices.bounds
+        bounds = prefix_sums(self.seq_lens) if self.chunks is None else self.chunks.bounds
         picked, device = np.asarray(indices, np.int64), self.cu_seqlens.device
         firsts, ends = bounds[picked], bounds[picked + 1]
         if new_only and self.cursors:
@@ -235,11 +234,11 @@ class PoolingMetadata:
             queries=None if self.queries is None else [self.queries[i] for i in indices],
         )
 
-    def _running(self) -> BatchSlices:
-        """The slices, where the batch has some."""
-        if self.slices is None:
+    def _running(self) -> BatchChunks:
+        """The chunks, where the batch has some."""
+        if self.chunks is None:
             raise ValueError("the batch holds whole sequences, which have no running states")
-        return self.slices
+        return self.chunks
 
 
 def _check_lengths(num_seqs: int, **lists: Sequence[object] | None) -> None:

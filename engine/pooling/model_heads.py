@@ -12,13 +12,12 @@ from ..models.base import PackedModel
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.vectors import SparseKind
-from .factory import PoolerFactory
-from .groups import OutputGroup
 from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, RowMap
-from .late_interaction import VectorFilter, compare
 from .metadata import PoolingMetadata
 from .output import OutputBlock
-from .sparse import SparsePooler
+from .packing import OutputGroup
+from .poolers import PoolerFactory
+from .token_vectors import SparsePooler, VectorFilter, compare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,7 @@ class ModelHeads:
     ) -> OutputBlock:
         """Answers a token-level task from all rows [T, D] of the sequences that `metadata` describes.
 
-        In a batch of slices these are the rows of the slices: what comes of them goes out at once, even if it is
+        In a batch of chunks these are the rows of the chunks: what comes of them goes out at once, even if it is
         nothing, in [0, W].
         """
         if group.name == "sparse":

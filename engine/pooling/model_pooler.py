@@ -1,4 +1,4 @@
-"""The pooler of one served model: every task that it has, for batches that mix tasks, parameters and slices."""
+"""The pooler of one served model: every task that it has, for batches that mix tasks, parameters and chunks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from ..models.base import ModelOutput, PackedModel
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
-from .cut import Cut, distinct
-from .factory import PoolerFactory
-from .groups import OutputGroup, by_group
-from .heads import RowMap
+from .chunks import BatchChunks
+from .heads import Cut, RowMap
 from .metadata import PoolingMetadata
 from .model_heads import NO_TOKEN_MAPS, ModelHeads, TokenMaps
 from .output import OutputBlock, PoolerOutput
-from .packing import rows_between
-from .poolers import AttentionWeightedPooler
-from .slices import BatchSlices
+from .packing import OutputGroup, by_group, distinct, rows_between
+from .poolers import AttentionWeightedPooler, PoolerFactory
 
 
 class ModelPooler:
-    """Pools what the model gives and runs the heads. Stateless: slices keep their state in PoolingMetadata.
+    """Pools what the model gives and runs the heads. Stateless: chunks keep their state in PoolingMetadata.
 
     Args:
         info: The resolved model.
@@ -63,7 +60,7 @@ class ModelPooler:
     def pool(self, output: ModelOutput, metadata: PoolingMetadata) -> PoolerOutput:
         """Answers every sequence of a batch.
 
-        A sequence of which more slices are to come gets, from a token-level task, the rows of this slice: all slices
+        A sequence of which more chunks are to come gets, from a token-level task, the rows of this chunk: all chunks
         together, in order, are the answer. From a sequence-level task it gets nothing yet.
 
         Args:
@@ -72,10 +69,10 @@ class ModelPooler:
                 after it, so that the caller keeps `metadata.states[i]` where there is one and forgets the others.
         """
         groups = by_group(metadata.params)
-        if metadata.slices is None:
+        if metadata.chunks is None:
             blocks = [self._pool_whole(group, output, metadata, indices) for group, indices in groups.items()]
         else:
-            blocks = self._pool_slices(groups, output, metadata, metadata.slices)
+            blocks = self._pool_chunks(groups, output, metadata, metadata.chunks)
         return PoolerOutput(metadata.num_seqs, blocks)
 
     def _pool_whole(
@@ -101,24 +98,24 @@ class ModelPooler:
         joined = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
         return self._heads.from_rows(group, _pick(joined, indices), params, indices)
 
-    def _pool_slices(
+    def _pool_chunks(
         self,
         groups: Mapping[OutputGroup, list[int] | None],
         output: ModelOutput,
         metadata: PoolingMetadata,
-        slices: BatchSlices,
+        chunks: BatchChunks,
     ) -> list[OutputBlock]:
-        """Answers the sequences of a batch of which some are slices; folds those that need it into their states.
+        """Answers the sequences of a batch of which some are chunks; folds those that need it into their states.
 
         Sequences whose answer lies in this batch alone are pooled together, as whole ones.
 
         Raises:
-            ValueError: The model pools by itself, so that it cannot run on slices.
+            ValueError: The model pools by itself, so that it cannot run on chunks.
         """
         if output.logits is not None:
-            raise ValueError("a model that pools by itself cannot run on slices of a sequence")
-        is_direct = slices.direct(is_last_only=self._sequence_types == (PoolingType.LAST,)).tolist()
-        kept = dict.fromkeys(slices.stateful(), self._sequence_types)
+            raise ValueError("a model that pools by itself cannot run on chunks of a sequence")
+        is_direct = chunks.direct(is_last_only=self._sequence_types == (PoolingType.LAST,)).tolist()
+        kept = dict.fromkeys(chunks.stateful(), self._sequence_types)
         whole = whole_output = None
         blocks = []
         for group, members in groups.items():
@@ -132,15 +129,15 @@ class ModelPooler:
             if direct:
                 if whole is None or whole_output is None:
                     whole = metadata.as_whole()
-                    whole_output = output if self._attention is None else _as_whole(output, slices)
+                    whole_output = output if self._attention is None else _as_whole(output, chunks)
                 blocks.append(self._pool_direct(group, whole_output, whole, direct))
                 answered = kept.keys() & set(direct)
-                slices.drop(answered)
+                chunks.drop(answered)
                 for index in answered:
                     del kept[index]
         if kept:
             metadata.initialize_states(self._hidden_size, kept)
-            blocks.extend(self._fold(groups, output, metadata, slices))
+            blocks.extend(self._fold(groups, output, metadata, chunks))
         return blocks
 
     def _pool_direct(
@@ -151,7 +148,7 @@ class ModelPooler:
             return self._pool_whole(group, output, metadata, None)
         if indices[-1] - indices[0] >= len(indices):
             return self._pool_whole(group, output, metadata, indices)
-        # They lie together, as a rule: whole sequences come first. Then the rows of long slices need not be read.
+        # They lie together, as a rule: whole sequences come first. Then the rows of long chunks need not be read.
         rows, part = metadata.select(indices)
         weights = output.attention_weights
         weights = None if weights is None or self._attention is None else weights[rows]
@@ -163,15 +160,15 @@ class ModelPooler:
         groups: Mapping[OutputGroup, list[int] | None],
         output: ModelOutput,
         metadata: PoolingMetadata,
-        slices: BatchSlices,
+        chunks: BatchChunks,
     ) -> list[OutputBlock]:
-        """Folds slices into their states and answers those that complete a sequence."""
+        """Folds chunks into their states and answers those that complete a sequence."""
         weights = None
         if output.attention_weights is not None and self._attention is not None:
             weights = self._attention.row_weights(output.attention_weights)
         metadata.update_all(output.hidden_states, weights)
         results = metadata.finalize_all()
-        slices.drop([i for i, cursor in slices.cursors.items() if cursor.is_complete])
+        chunks.drop([i for i, cursor in chunks.cursors.items() if cursor.is_complete])
         blocks = []
         for group, members in groups.items():
             done = [i for i in results if members is None or i in members]
@@ -181,13 +178,13 @@ class ModelPooler:
         return blocks
 
 
-def _as_whole(output: ModelOutput, slices: BatchSlices) -> ModelOutput:
-    """The output with attention weights [T, H] for the rows of the slices alone."""
+def _as_whole(output: ModelOutput, chunks: BatchChunks) -> ModelOutput:
+    """The output with attention weights [T, H] for the rows of the chunks alone."""
     weights = output.attention_weights
     if weights is None:
         return output
-    bounds = slices.weight_bounds(weights.shape[0])
-    rows = rows_between(bounds[:-1] + slices.slice_starts, bounds[1:], weights.device)
+    bounds = chunks.weight_bounds(weights.shape[0])
+    rows = rows_between(bounds[:-1] + chunks.chunk_starts, bounds[1:], weights.device)
     return replace(output, attention_weights=weights[rows])
 
 

@@ -60,7 +60,7 @@ class PoolerOutput:
     def to_numpy(self) -> list[Arrays]:
         """Returns the arrays of each sequence by name: [D], [C], [L, D] or [L, C] float32.
 
-        A sequence of which more slices are to come has, from a token-level task, the rows of this slice (perhaps
+        A sequence of which more chunks are to come has, from a token-level task, the rows of this chunk (perhaps
         [0, D] or [0, C]), to be joined along axis 0 with those before and after; from a sequence-level task it has no
         array. All blocks leave the device in one copy, once; the arrays are views of it.
         """
@@ -77,7 +77,7 @@ class PoolerOutput:
         """Returns the embedding [D] of one sequence.
 
         Raises:
-            KeyError: It has none: another task, or more slices are to come.
+            KeyError: It has none: another task, or more chunks are to come.
         """
         arrays = self.to_numpy()[idx]
         if "embedding" not in arrays:

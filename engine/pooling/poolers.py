@@ -6,7 +6,7 @@ T packed rows of N sequences, width D, H attention heads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from penstock.kernels.pooling import PoolingKind, pool
 
-from .cut import Cut, distinct
+from ..protocol.tasks import PoolingType
+from .heads import Cut
 from .metadata import PoolingMetadata
+from .packing import distinct
 
 _WHOLE_ROWS = Cut()
 
@@ -25,7 +27,7 @@ class Pooler(ABC):
 
     @abstractmethod
     def pool(self, hidden_states: Tensor, metadata: PoolingMetadata, attention_weights: Tensor | None = None) -> Tensor:
-        """Pools a batch of whole sequences; slices go through `ModelPooler` or `PoolingMetadata.update_all`.
+        """Pools a batch of whole sequences; chunks go through `ModelPooler` or `PoolingMetadata.update_all`.
 
         Args:
             hidden_states: [T, D], any float type. Not modified.
@@ -36,7 +38,7 @@ class Pooler(ABC):
             [N, D] float32, a row per sequence; or, from token-level types, [R, D], the rows that are kept.
 
         Raises:
-            ValueError: The batch holds slices.
+            ValueError: The batch holds chunks.
         """
 
 
@@ -188,9 +190,59 @@ class StepPooler(TokenPooler):
 
 def _check_whole(metadata: PoolingMetadata) -> None:
     if metadata.is_partial:
-        raise ValueError("a pooler takes whole sequences; fold slices with PoolingMetadata.update_all")
+        raise ValueError("a pooler takes whole sequences; fold chunks with PoolingMetadata.update_all")
 
 
 def _check_head(head: int, num_heads: int | None) -> None:
     if head < 0 or (num_heads is not None and head >= num_heads):
         raise ValueError(f"attention_head is {head}; the model has {num_heads} heads, numbered from 0")
+
+
+_SEQUENCE_POOLERS: Final[dict[PoolingType, type[SequencePooler]]] = {
+    PoolingType.CLS: ClsPooler,
+    PoolingType.LAST: LastTokenPooler,
+    PoolingType.MEAN: MeanPooler,
+    PoolingType.MAX: MaxPooler,
+    PoolingType.MEAN_SQRT_LEN: MeanSqrtLenPooler,
+    PoolingType.WEIGHTED_MEAN: WeightedMeanPooler,
+}
+_TOKEN_POOLERS: Final[dict[PoolingType, type[TokenPooler]]] = {
+    PoolingType.ALL: AllPooler,
+    PoolingType.STEP: StepPooler,
+}
+
+
+class PoolerFactory:
+    """Makes poolers. Every member of PoolingType has one."""
+
+    @classmethod
+    def create(
+        cls, pooling_type: PoolingType, *, attention_head: int | None = None, num_heads: int | None = None
+    ) -> Pooler:
+        """Returns the pooler of a type.
+
+        Args:
+            pooling_type: Any type.
+            attention_head: ATTENTION: the head to use; None averages all.
+            num_heads: ATTENTION: heads of the model, where they are known.
+
+        Raises:
+            ValueError: There is no such head.
+        """
+        if pooling_type.is_token_level:
+            return cls.create_token(pooling_type)
+        return cls.create_sequence(pooling_type, attention_head=attention_head, num_heads=num_heads)
+
+    @staticmethod
+    def create_sequence(
+        pooling_type: PoolingType, *, attention_head: int | None = None, num_heads: int | None = None
+    ) -> SequencePooler:
+        """Returns the pooler of a sequence-level type; see `create`."""
+        if pooling_type is PoolingType.ATTENTION:
+            return AttentionWeightedPooler(attention_head, num_heads)
+        return _SEQUENCE_POOLERS[pooling_type]()
+
+    @staticmethod
+    def create_token(pooling_type: PoolingType) -> TokenPooler:
+        """Returns the pooler of a token-level type; see `create`."""
+        return _TOKEN_POOLERS[pooling_type]()

@@ -1,4 +1,4 @@
-"""What a sequence that arrives in slices has contributed to its answer so far."""
+"""What a sequence that arrives in chunks has contributed to its answer so far."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _KERNEL_KINDS: Final[dict[PoolingType, PoolingKind]] = {
 
 @dataclass(slots=True, eq=False)
 class PoolingStates:
-    """The running state of one sequence. Lives from its first slice to its last; owned by whoever slices.
+    """The running state of one sequence. Lives from its first chunk to its last; owned by whoever chunks.
 
     Sequence-level types keep two float32 rows, 8 * D bytes each on the device of the rows, however long the sequence
     is. Token-level types keep nothing but the number of tokens, because their rows are streamed out. ATTENTION is the
-    one type whose state grows: the weights of the rows are known with the last slice, so it keeps every row in the
+    one type whose state grows: the weights of the rows are known with the last chunk, so it keeps every row in the
     type that it came in, D * 2 or D * 4 bytes a token.
 
     Attributes:
         pooling_types: Sequence-level types, concatenated in this order; or one token-level type.
         num_tokens: Tokens pooled so far.
         running: The kernel's state of every sequence-level type but ATTENTION.
-        rows: [L_i, D] each, any float type: for ATTENTION, the slices so far.
-        weights: [num_tokens], float32: for ATTENTION, the newest row weights; None until a slice brings some.
+        rows: [L_i, D] each, any float type: for ATTENTION, the chunks so far.
+        weights: [num_tokens], float32: for ATTENTION, the newest row weights; None until a chunk brings some.
         skip_tokens: [1], int32: the tokens at the head that ATTENTION leaves out; None for none.
     """
 
@@ -82,26 +82,26 @@ class PoolingStates:
         hidden_states: Tensor,
         attention_weights: Tensor | None = None,
         *,
-        slice_start: int | None = None,
+        chunk_start: int | None = None,
         skip_tokens: int = 0,
     ) -> None:
-        """Folds the next slice in.
+        """Folds the next chunk in.
 
         Args:
-            hidden_states: [L, D], any float type. The slice's rows. Not kept; copied where need be.
-            attention_weights: [slice_start + L], float32. Row weights of the whole sequence up to the end of the
-                slice, for ATTENTION; only those of the last slice count, so that the others may bring none.
-            slice_start: Place of the slice's first token in the sequence; None means `num_tokens`. Rows that were
+            hidden_states: [L, D], any float type. The chunk's rows. Not kept; copied where need be.
+            attention_weights: [chunk_start + L], float32. Row weights of the whole sequence up to the end of the
+                chunk, for ATTENTION; only those of the last chunk count, so that the others may bring none.
+            chunk_start: Place of the chunk's first token in the sequence; None means `num_tokens`. Rows that were
                 pooled before are left out.
             skip_tokens: Tokens at the head of the whole sequence that are left out; the same at every call.
 
         Raises:
-            ValueError: Rows are missing before the slice.
+            ValueError: Rows are missing before the chunk.
         """
         num_rows = hidden_states.shape[0]
         cu_seqlens = torch.tensor([0, num_rows], dtype=torch.int32, device=hidden_states.device)
         skip = torch.tensor([skip_tokens], dtype=torch.int32, device=hidden_states.device) if skip_tokens else None
-        start = self.num_tokens if slice_start is None else slice_start
+        start = self.num_tokens if chunk_start is None else chunk_start
         update_states([self], hidden_states, (num_rows,), cu_seqlens, [start], [attention_weights], skip_tokens=skip)
 
     def finalize(self) -> Tensor:
@@ -118,47 +118,47 @@ def update_states(
     hidden_states: Tensor,
     seq_lens: Sequence[int],
     cu_seqlens: Tensor,
-    slice_starts: Sequence[int],
+    chunk_starts: Sequence[int],
     attention_weights: Sequence[Tensor | None] | None = None,
     *,
     skip_tokens: Tensor | None = None,
 ) -> None:
-    """Folds the next slice of N sequences into their states.
+    """Folds the next chunk of N sequences into their states.
 
     Args:
         states: N states of the same pooling types. No tensor of theirs is written.
-        hidden_states: [T, D], any float type. The packed slices.
-        seq_lens: Rows of each slice.
+        hidden_states: [T, D], any float type. The packed chunks.
+        seq_lens: Rows of each chunk.
         cu_seqlens: [N+1], int32, prefix sums of `seq_lens`.
-        slice_starts: Place of each slice's first row in its sequence.
+        chunk_starts: Place of each chunk's first row in its sequence.
         attention_weights: Per sequence, see `PoolingStates.update`.
         skip_tokens: [N], int32. Tokens at the head of each whole sequence that are left out.
 
     Raises:
-        ValueError: Rows are missing before a slice.
+        ValueError: Rows are missing before a chunk.
     """
     pooling_types = states[0].pooling_types
     places = None
-    for state, start in zip(states, slice_starts, strict=True):
+    for state, start in zip(states, chunk_starts, strict=True):
         check_gap(pooling_types, start, state.num_tokens)
         if start != state.num_tokens:
-            places = slice_starts
+            places = chunk_starts
     device = hidden_states.device
     place_tensor = None if places is None else torch.tensor(places, dtype=torch.int64, device=device)
     for pooling_type in states[0].running:
         batch = PoolingState.cat([state.running[pooling_type] for state in states])
-        pool_partial(batch, hidden_states, cu_seqlens, slice_starts=place_tensor, skip_tokens=skip_tokens)
+        pool_partial(batch, hidden_states, cu_seqlens, chunk_starts=place_tensor, skip_tokens=skip_tokens)
         for state, updated in zip(states, batch.split() if len(states) > 1 else [batch], strict=True):
             state.running[pooling_type] = updated
     if PoolingType.ATTENTION in pooling_types:
         weights = attention_weights if attention_weights is not None else [None] * len(states)
         for n, (state, rows) in enumerate(zip(states, hidden_states.split(list(seq_lens)), strict=True)):
             # Cloned: the next forward may reuse the buffer.
-            state.rows.append(rows[state.num_tokens - slice_starts[n] :].clone())
+            state.rows.append(rows[state.num_tokens - chunk_starts[n] :].clone())
             newest = weights[n]
             state.weights = None if newest is None else newest.clone()
             state.skip_tokens = None if skip_tokens is None else skip_tokens[n : n + 1].clone()
-    for state, start, num_rows in zip(states, slice_starts, seq_lens, strict=True):
+    for state, start, num_rows in zip(states, chunk_starts, seq_lens, strict=True):
         state.num_tokens = max(state.num_tokens, start + num_rows)
 
 
@@ -169,7 +169,7 @@ def finalize_states(states: Sequence[PoolingStates]) -> Tensor:
         ValueError: The rows of a token-level type were streamed out; or ATTENTION has no weights.
     """
     if states[0].is_token_level:
-        raise ValueError(f"the rows of {states[0].pooling_types[0]} pooling go out with their slices; none are kept")
+        raise ValueError(f"the rows of {states[0].pooling_types[0]} pooling go out with their chunks; none are kept")
     pooled = [
         torch.stack([_attention_row(state) for state in states])
         if pooling_type is PoolingType.ATTENTION
@@ -179,21 +179,21 @@ def finalize_states(states: Sequence[PoolingStates]) -> Tensor:
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
 
-def check_gap(pooling_types: Sequence[PoolingType], slice_start: int, num_tokens: int) -> None:
-    """Checks that a slice may begin at `slice_start` after `num_tokens` were pooled.
+def check_gap(pooling_types: Sequence[PoolingType], chunk_start: int, num_tokens: int) -> None:
+    """Checks that a chunk may begin at `chunk_start` after `num_tokens` were pooled.
 
     Raises:
         ValueError: It leaves a gap, and LAST is not the only type: every other one needs all rows.
     """
-    if slice_start > num_tokens and tuple(pooling_types) != (PoolingType.LAST,):
+    if chunk_start > num_tokens and tuple(pooling_types) != (PoolingType.LAST,):
         names = "+".join(pooling_types)
         raise ValueError(
-            f"{names} pooling needs every row, but a slice begins at {slice_start} and {num_tokens} tokens were pooled"
+            f"{names} pooling needs every row, but a chunk begins at {chunk_start} and {num_tokens} tokens were pooled"
         )
 
 
 def _attention_row(state: PoolingStates) -> Tensor:
-    """The mean [D] of the rows kept, weighted by the weights of the last slice."""
+    """The mean [D] of the rows kept, weighted by the weights of the last chunk."""
     if state.weights is None:
         raise ValueError("ATTENTION pooling needs the attention weights of the model")
     if state.weights.shape != (state.num_tokens,):

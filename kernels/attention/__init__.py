@@ -10,13 +10,18 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ._alone import attention_blockwise, takes_blockwise
-from ._grouped import attention_grouped, takes_grouped
-from ._paged import PagedBackend, attention_paged, has_triton
-from ._plan import AttentionPlan, reach_of
 from ._reference import attention_reference
 from ._sdpa import attention_sdpa
 from ._varlen import attention_varlen, takes_varlen
+from .cpu import (
+    AttentionPlan,
+    attention_blockwise,
+    attention_grouped,
+    reach_of,
+    takes_blockwise,
+    takes_grouped,
+)
+from .paged import PagedBackend, attention_paged, has_triton
 
 Backend = Literal["grouped", "blockwise", "sdpa", "varlen", "triton", "reference"]
 
@@ -47,7 +52,7 @@ def attention(
     (float32) and 3e-2 (bfloat16, float16) of the largest absolute value of `v`.
 
     Args:
-        q: [T, H, K], float32/bfloat16/float16. Rows may be strided (slices of a fused [T, 3, H, K] product are read
+        q: [T, H, K], float32/bfloat16/float16. Rows may be strided (columns of a fused [T, 3, H, K] product are read
             fastest on CPU). Not modified.
         k: [T, Hkv, K]. H must be a multiple of Hkv; query head h reads key head h // (H / Hkv). Not modified.
         v: [T, Hkv, K]. Not modified.

@@ -1,7 +1,7 @@
 """Flash attention in triton: over a paged cache, or over packed rows where the scores are capped. CUDA.
 
 One program owns `BLOCK_M` rows of one sequence and one key head. The query heads that share the key head are rows too
-(row r is token r // GROUP_SIZE, head r % GROUP_SIZE), so that a slice of a few tokens still fills a tile. It walks the
+(row r is token r // GROUP_SIZE, head r % GROUP_SIZE), so that a chunk of a few tokens still fills a tile. It walks the
 keys that its rows see, `BLOCK_N` at a time, with the running maximum and sum of Dao, "FlashAttention-2" (2023).
 """
 

@@ -36,7 +36,7 @@ def causal_conv1d(
 
         y_t = activation(bias + sum over w = 0 .. W-1 of weight[:, w] * x_{t - (W - 1) + w})
 
-    A sequence that is cut anywhere gives the same rows, if the final state of each slice is the initial state of the
+    A sequence that is cut anywhere gives the same rows, if the final state of each chunk is the initial state of the
     next. Nothing in the rows of one sequence, a NaN included, reaches another.
 
     Sums are float32 whatever the inputs are. Every backend is held to the reference within 2e-6 of the largest absolute

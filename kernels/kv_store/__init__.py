@@ -34,7 +34,7 @@ def kv_store(
     copied. The values are copied bit for bit, NaN included.
 
     Args:
-        k: [T, Hkv, K], any float type, last two axes contiguous (a slice of a fused product is). Not modified.
+        k: [T, Hkv, K], any float type, last two axes contiguous (a chunk of a fused product is). Not modified.
         v: [T, Hkv, K], as `k`.
         k_cache: [P, block_size, Hkv, K], dtype and device of k, contiguous. Written in place.
         v_cache: As `k_cache`.

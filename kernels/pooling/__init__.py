@@ -1,7 +1,7 @@
 """Pooling of packed hidden states: pool, cut to `dimensions`, L2-normalise and cast, in one pass over memory.
 
 Knows nothing about requests or models. `PoolingState`, `pool_partial` and `finish` give the same result for a
-sequence that arrives in slices.
+sequence that arrives in chunks.
 """
 
 from functools import cache

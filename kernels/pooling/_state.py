@@ -1,6 +1,6 @@
-"""Pooling of sequences that arrive in slices: a running state, folded slice by slice, finished once.
+"""Pooling of sequences that arrive in chunks: a running state, folded chunk by chunk, finished once.
 
-Plain torch on any device. Knows nothing about requests: whoever slices keeps one `PoolingState` per batch row and
+Plain torch on any device. Knows nothing about requests: whoever chunks keeps one `PoolingState` per batch row and
 passes it along.
 """
 
@@ -80,24 +80,24 @@ def pool_partial(
     hidden_states: Tensor,
     cu_seqlens: Tensor,
     *,
-    slice_starts: Tensor | None = None,
+    chunk_starts: Tensor | None = None,
     skip_tokens: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> None:
-    """Folds the next slice of each sequence into `state`, in place.
+    """Folds the next chunk of each sequence into `state`, in place.
 
-    Any slicing of a sequence, down to single tokens or with empty slices between, finishes to the unsliced result
-    within 1e-6 of its largest absolute value: sums are compensated (Neumaier), so the number of slices does not matter.
-    Rows that were folded before and come again are left out.
+    However a sequence is cut into chunks, down to single tokens or with empty chunks between, it finishes to the result
+    of all rows at once within 1e-6 of its largest absolute value: sums are compensated (Neumaier), so the number of
+    chunks does not matter. Rows that were added before and come again are left out.
 
     Args:
         state: Of the N sequences, in batch order. Written in place.
         hidden_states: [T, D], float32/bfloat16/float16. The packed new rows. Not modified.
-        cu_seqlens: [N+1], int32. Where each sequence's slice lies in `hidden_states`; a slice may be empty.
-        slice_starts: [N], int64. Place of each slice's first row in its whole sequence: less than `num_tokens` of the
+        cu_seqlens: [N+1], int32. Where each sequence's chunk lies in `hidden_states`; a chunk may be empty.
+        chunk_starts: [N], int64. Place of each chunk's first row in its whole sequence: less than `num_tokens` of the
             state where rows come again, more where those between never come, so that only the kind "last" means
             something. None: right after what was folded before.
-        skip_tokens: [N], int32. Tokens left out at the head of each whole sequence (not of this slice); the same at
+        skip_tokens: [N], int32. Tokens left out at the head of each whole sequence (not of this chunk); the same at
             every call.
         weights: [T], float32. Row weights, for the kind "weighted" only.
 
@@ -109,9 +109,9 @@ def pool_partial(
         raise ValueError(
             f"cu_seqlens must be [{num_seqs + 1}] for a state of {num_seqs} sequences, got {list(cu_seqlens.shape)}"
         )
-    if slice_starts is not None and (slice_starts.shape != (num_seqs,) or slice_starts.dtype != torch.int64):
+    if chunk_starts is not None and (chunk_starts.shape != (num_seqs,) or chunk_starts.dtype != torch.int64):
         raise ValueError(
-            f"slice_starts must be int64 [{num_seqs}], got {slice_starts.dtype} {list(slice_starts.shape)}"
+            f"chunk_starts must be int64 [{num_seqs}], got {chunk_starts.dtype} {list(chunk_starts.shape)}"
         )
     if hidden_states.dim() != 2 or hidden_states.shape[1] != hidden_size:
         raise ValueError(f"hidden_states must be [T, {hidden_size}] like the state, got {list(hidden_states.shape)}")
@@ -119,9 +119,9 @@ def pool_partial(
         raise ValueError(f'weights go with pooling "weighted" and with no other, got pooling {state.pooling!r}')
 
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    places = state.num_tokens if slice_starts is None else slice_starts
+    places = state.num_tokens if chunk_starts is None else chunk_starts
     firsts = starts
-    if skip_tokens is not None or slice_starts is not None:
+    if skip_tokens is not None or chunk_starts is not None:
         first_places = state.num_tokens if skip_tokens is None else torch.maximum(skip_tokens.long(), state.num_tokens)
         firsts = torch.minimum(starts + (first_places - places).clamp(min=0), ends)
     has_rows = firsts < ends
@@ -133,8 +133,8 @@ def pool_partial(
     elif state.pooling == "last":
         state.rows = torch.where(has_rows[:, None], take_rows(hidden_states, ends - 1, has_rows), state.rows)
     elif state.pooling == "max":
-        slice_rows = segment_max(hidden_states, firsts.tolist(), ends.tolist(), empty=float("-inf"))
-        state.rows = torch.where((state.weight == 0)[:, None], slice_rows, torch.maximum(state.rows, slice_rows))
+        chunk_rows = segment_max(hidden_states, firsts.tolist(), ends.tolist(), empty=float("-inf"))
+        state.rows = torch.where((state.weight == 0)[:, None], chunk_rows, torch.maximum(state.rows, chunk_rows))
         state.rows.masked_fill_(~has_rows[:, None] & (state.weight == 0)[:, None], 0.0)
     else:
         if state.pooling == "weighted_mean":
@@ -149,11 +149,11 @@ def pool_partial(
     state.num_tokens = torch.maximum(state.num_tokens, places + (ends - starts))
 
 
-def _add_compensated(state: PoolingState, slice_rows: Tensor) -> None:
+def _add_compensated(state: PoolingState, chunk_rows: Tensor) -> None:
     """Adds to the sum, and the rounding error of that addition to `rest` (Neumaier's two-sum)."""
-    total = state.rows + slice_rows
-    is_larger = state.rows.abs() >= slice_rows.abs()
-    state.rest += torch.where(is_larger, (state.rows - total) + slice_rows, (slice_rows - total) + state.rows)
+    total = state.rows + chunk_rows
+    is_larger = state.rows.abs() >= chunk_rows.abs()
+    state.rest += torch.where(is_larger, (state.rows - total) + chunk_rows, (chunk_rows - total) + state.rows)
     state.rows = total
 
 

@@ -40,7 +40,7 @@ def ssd(
         state_t = exp(dt_t a) state_{t-1} + dt_t x_t b_t^T        [P, S]
         y_t     = state_t c_t + d x_t                             [P]
 
-    A sequence that is cut anywhere gives the same rows, if the final state of each slice is the initial state of the
+    A sequence that is cut anywhere gives the same rows, if the final state of each chunk is the initial state of the
     next. Nothing in the rows of one sequence, a NaN included, reaches another.
 
     States, decays and sums are float32 whatever x is. Every backend is held to the reference within 1e-5 of the largest

@@ -125,7 +125,7 @@ def make_attention_inputs(
     *,
     is_fused: bool = True,
 ) -> AttentionInputs:
-    """The same numbers at every call; q, k and v are slices of one tensor where `is_fused` and the heads allow it."""
+    """The same numbers at every call; q, k and v are chunks of one tensor where `is_fused` and the heads allow it."""
     generator = torch.Generator().manual_seed(len(case.seq_lens) * 1000 + case.head_size)
     num_tokens, longest = sum(case.seq_lens), max(case.seq_lens)
     num_all = case.num_heads + 2 * case.num_kv_heads
@@ -230,7 +230,7 @@ class ConvInputs:
 def make_conv_inputs(
     case: ConvCase, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> ConvInputs:
-    """The same numbers at every call; x is a slice of a wider tensor, as a model's projection gives it."""
+    """The same numbers at every call; x is a chunk of a wider tensor, as a model's projection gives it."""
     generator = torch.Generator().manual_seed(len(case.seq_lens) * 1000 + case.channels)
 
     def normal(*shape: int) -> Tensor:
@@ -262,7 +262,7 @@ class SsmInputs:
 def make_scan_inputs(
     case: ScanCase, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> SsmInputs:
-    """The same numbers at every call; b and c are slices of one tensor."""
+    """The same numbers at every call; b and c are chunks of one tensor."""
     generator = torch.Generator().manual_seed(len(case.seq_lens) * 1000 + case.channels)
     num_rows = sum(case.seq_lens)
     b, c = torch.randn(num_rows, 2 * case.state_size, generator=generator).to(dtype).to(device).chunk(2, dim=1)
@@ -279,7 +279,7 @@ def make_scan_inputs(
 
 
 def make_ssd_inputs(case: SsdCase, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> SsmInputs:
-    """The same numbers at every call; x, b and c are slices of one tensor, as a model's convolution gives them."""
+    """The same numbers at every call; x, b and c are chunks of one tensor, as a model's convolution gives them."""
     generator = torch.Generator().manual_seed(len(case.seq_lens) * 1000 + case.num_heads)
     num_rows, inner, groups = sum(case.seq_lens), case.num_heads * case.head_size, case.num_groups * case.state_size
     xbc = torch.randn(num_rows, inner + 2 * groups, generator=generator).to(dtype).to(device)
@@ -308,10 +308,10 @@ def _make_steps(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class PagedCase:
-    """Slices of sequences, (past, rows) each, over a cache in blocks. `is_quick` cases also run interpreted."""
+    """Chunks of sequences, (past, rows) each, over a cache in blocks. `is_quick` cases also run interpreted."""
 
     name: str
-    slices: tuple[tuple[int, int], ...]
+    chunks: tuple[tuple[int, int], ...]
     num_heads: int = 4
     num_kv_heads: int = 2
     head_size: int = 32
@@ -334,7 +334,7 @@ PAGED_CASES = (
 
 @dataclass(frozen=True)
 class PagedInputs:
-    """Caches hold NaN wherever no token of a slice's sequence is."""
+    """Caches hold NaN wherever no token of a chunk's sequence is."""
 
     q: Tensor
     k_cache: Tensor
@@ -357,14 +357,14 @@ def make_paged_inputs(
     case: PagedCase, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PagedInputs:
     """The same numbers at every call."""
-    generator = torch.Generator().manual_seed(len(case.slices) * 1000 + case.head_size)
-    context_lens, seq_lens = (tuple(numbers) for numbers in zip(*case.slices, strict=True))
-    counts = [-(-(past + rows) // case.block_size) for past, rows in case.slices]
+    generator = torch.Generator().manual_seed(len(case.chunks) * 1000 + case.head_size)
+    context_lens, seq_lens = (tuple(numbers) for numbers in zip(*case.chunks, strict=True))
+    counts = [-(-(past + rows) // case.block_size) for past, rows in case.chunks]
     tables = torch.full((len(counts), max(*counts, 1) + 1), 1 << 30, dtype=torch.int32)
     shape = (2 * sum(counts) + 2, case.block_size, case.num_kv_heads, case.head_size)
     k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
     first = 1
-    for n, (count, (past, rows)) in enumerate(zip(counts, case.slices, strict=True)):
+    for n, (count, (past, rows)) in enumerate(zip(counts, case.chunks, strict=True)):
         tables[n, :count] = make_block_table(count, case.is_scattered, first)
         first += 2 * count
         slots = (tables[n, :count, None] * case.block_size + torch.arange(case.block_size)).flatten()[: past + rows]

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from penstock.kernels import _scratch
-from penstock.kernels.attention import AttentionPlan, Backend, _blockwise, _chunks, _plan, attention
+from penstock.kernels.attention import AttentionPlan, Backend, attention
 from penstock.kernels.attention._varlen import takes_varlen
+from penstock.kernels.attention.cpu import _blockwise, _groups, _plan
 
 from .assertions import assert_close
 from .cases import ATTENTION_CASES, AttentionCase, AttentionInputs, make_attention_inputs, make_cu_seqlens
@@ -154,7 +155,7 @@ def test_chosen_backend_and_shared_plan(
 @masks
 def test_tiles_of_a_long_sequence(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
     """A tenth of a head's scores at a time, as for a sequence of tens of thousands."""
-    for module in (_chunks, _plan):
+    for module in (_groups, _plan):
         monkeypatch.setattr(module, "MAX_SCORES", 1 << 14)
     case = AttentionCase("", (515, 12), 4, 2, 32)
     for dtype in (torch.float32, torch.bfloat16):
@@ -298,19 +299,19 @@ def test_buffers_serve_any_grad_mode() -> None:
 def test_plan_holds_every_token_once(lengths: list[int], num_heads: int) -> None:
     plan = AttentionPlan.build(lengths, num_heads=num_heads, dtype=torch.bfloat16)
     seen = torch.zeros(sum(lengths), dtype=torch.int64)
-    for chunk in plan.chunks:
-        assert chunk.num_true <= chunk.num_seqs
-        if chunk.rows is None:
-            assert chunk.end - chunk.start == chunk.num_true * chunk.seq_len
-            seen[chunk.start : chunk.end] += 1
+    for group in plan.groups:
+        assert group.num_true <= group.num_seqs
+        if group.rows is None:
+            assert group.end - group.start == group.num_true * group.seq_len
+            seen[group.start : group.end] += 1
         else:
-            assert chunk.is_true is not None
-            assert chunk.rows.shape == (chunk.num_seqs * chunk.length,)
-            written = chunk.rows[chunk.is_true]
-            if chunk.targets is None:
-                assert torch.equal(written, torch.arange(chunk.start, chunk.end))
+            assert group.is_true is not None
+            assert group.rows.shape == (group.num_seqs * group.length,)
+            written = group.rows[group.is_true]
+            if group.targets is None:
+                assert torch.equal(written, torch.arange(group.start, group.end))
             else:
-                assert torch.equal(written, chunk.targets)
+                assert torch.equal(written, group.targets)
             seen[written] += 1
     assert seen.eq(1).all()
 
@@ -322,7 +323,7 @@ def test_few_shapes_are_computed() -> None:
     for _ in range(300):
         lengths = torch.randint(5, 200, (32,), generator=generator).sort().values.tolist()
         plan = AttentionPlan.build(lengths, num_heads=12, dtype=torch.bfloat16)
-        shapes |= {(chunk.num_seqs, chunk.length) for chunk in plan.chunks}
+        shapes |= {(group.num_seqs, group.length) for group in plan.groups}
     assert len(shapes) < 80
 
 

@@ -1,4 +1,4 @@
-"""kernels/causal_conv1d: the reference against torch's convolution, every backend against it, slices and the whole."""
+"""kernels/causal_conv1d: the reference against torch's convolution, every backend against it, chunks and the whole."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ def test_without_bias_activation_and_states(place: tuple[Backend, torch.device])
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
-def test_slices_equal_the_whole(place: tuple[Backend, torch.device], size: int) -> None:
+def test_chunks_equal_the_whole(place: tuple[Backend, torch.device], size: int) -> None:
     backend, device = place
     if IS_INTERPRETED and size != 2:
         pytest.skip("too much for the interpreter")

@@ -12,7 +12,7 @@ from penstock.kernels.kv_store import Backend, kv_store
 def make(
     num_tokens: int, num_heads: int, head_size: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """K and v as slices of one product, and caches of NaN."""
+    """K and v as columns of one product, and caches of NaN."""
     generator = torch.Generator().manual_seed(num_tokens)
     fused = torch.randn(num_tokens, 3 * num_heads, head_size, generator=generator).to(dtype).to(device)
     shape = (-(-2 * num_tokens // block_size) + 1, block_size, num_heads, head_size)

@@ -1,4 +1,4 @@
-"""attention_paged: every backend against the reference, slices against the whole, and memory that must not be read."""
+"""attention_paged: every backend against the reference, chunks against the whole, and memory that must not be read."""
 
 from dataclasses import replace
 from typing import Any
@@ -67,7 +67,7 @@ def skip_slow(case: PagedCase, dtype: torch.dtype, mask: str = "all") -> None:
 def test_backend_equals_reference(
     place: tuple[PagedBackend, torch.device], case: PagedCase, mask: str, dtype: torch.dtype
 ) -> None:
-    """All of the caches that belongs to no token of a slice's sequence is NaN, and the tables end in no block."""
+    """All of the caches that belongs to no token of a chunk's sequence is NaN, and the tables end in no block."""
     backend, device = place
     skip_slow(case, dtype, mask)
     inputs = make_paged_inputs(case, dtype, device)
@@ -83,7 +83,7 @@ def test_backend_equals_reference(
 @pytest.mark.parametrize("mask", ["all", "window", "capped"])
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 100])
 @pytest.mark.parametrize("is_scattered", [False, True], ids=["neighbours", "scattered"])
-def test_slices_equal_the_whole(
+def test_chunks_equal_the_whole(
     device: torch.device, dtype: torch.dtype, mask: str, chunk_size: int, is_scattered: bool
 ) -> None:
     length, block_size = (60 if chunk_size == 1 else 300), 16
@@ -118,7 +118,7 @@ def test_poisoned_sequence_touches_no_other(
     expected = attend(case, inputs, backend="reference", **MASKS[mask])
     scale = inputs.v_cache.nan_to_num().abs().max().item()
     for n in (1, 2):
-        blocks = inputs.block_tables[n, : -(-sum(case.slices[n]) // case.block_size)].long().to(device)
+        blocks = inputs.block_tables[n, : -(-sum(case.chunks[n]) // case.block_size)].long().to(device)
         inputs.k_cache[blocks], inputs.v_cache[blocks] = poison, poison
         inputs.q[inputs.cu_seqlens[n] : inputs.cu_seqlens[n + 1]] = poison
     actual = attend(case, inputs, backend=backend, **MASKS[mask])
@@ -147,7 +147,7 @@ def test_scores_beyond_the_range_of_exp(
         assert_close("attended", expected, actual, tolerance, inputs.v_cache.nan_to_num().abs().max().item())
 
 
-def test_table_on_the_device_and_no_slices(device: torch.device) -> None:
+def test_table_on_the_device_and_no_chunks(device: torch.device) -> None:
     case = PAGED_CASES[1]
     inputs = make_paged_inputs(case, torch.float32, device)
     expected = attend(case, inputs)

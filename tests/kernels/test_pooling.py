@@ -1,4 +1,4 @@
-"""kernels/pooling: the reference against formulas, every backend against the reference, slices against the whole."""
+"""kernels/pooling: the reference against formulas, every backend against the reference, chunks against the whole."""
 
 import itertools
 import math
@@ -215,17 +215,17 @@ def test_cuda_takes_triton_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     kind=st.sampled_from(POOLING_KINDS),
-    slices=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), min_size=1, max_size=12),
+    chunks=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), min_size=1, max_size=12),
     skips=st.tuples(st.integers(0, 30), st.integers(0, 5)),
 )
-def test_slices_fold_to_the_whole(kind: PoolingKind, slices: list[tuple[int, int]], skips: tuple[int, int]) -> None:
-    """Two sequences, cut at arbitrary and different places, some slices empty."""
-    lengths = tuple(sum(part) for part in zip(*slices, strict=True))
+def test_chunks_fold_to_the_whole(kind: PoolingKind, chunks: list[tuple[int, int]], skips: tuple[int, int]) -> None:
+    """Two sequences, cut at arbitrary and different places, some chunks empty."""
+    lengths = tuple(sum(part) for part in zip(*chunks, strict=True))
     inputs = make_pooling_inputs(PoolingCase("", lengths, 24))
     skip_tokens = torch.tensor(skips, dtype=torch.int32)
     state = PoolingState.empty(kind, 2, 24)
     done = [0, lengths[0]]
-    for part in slices:
+    for part in chunks:
         rows = torch.cat([torch.arange(at, at + count) for at, count in zip(done, part, strict=True)])
         weights = inputs.weights[rows] if kind == "weighted" else None
         cu_seqlens = make_cu_seqlens(part)
@@ -240,7 +240,7 @@ def test_slices_fold_to_the_whole(kind: PoolingKind, slices: list[tuple[int, int
 
 
 @kinds
-def test_single_token_slices_of_a_long_sequence(kind: PoolingKind) -> None:
+def test_single_token_chunks_of_a_long_sequence(kind: PoolingKind) -> None:
     """A large common offset, so that a running sum without compensation drifts."""
     inputs = make_pooling_inputs(PoolingCase("", (1000,), 8))
     inputs.hidden_states.add_(30)
@@ -265,19 +265,19 @@ def test_single_token_slices_of_a_long_sequence(kind: PoolingKind) -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     kind=st.sampled_from(POOLING_KINDS),
-    slices=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), min_size=1, max_size=12),
+    chunks=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), min_size=1, max_size=12),
     skips=st.tuples(st.integers(0, 30), st.integers(0, 5)),
 )
 def test_rows_that_come_again_are_left_out(
-    kind: PoolingKind, slices: list[tuple[int, int]], skips: tuple[int, int]
+    kind: PoolingKind, chunks: list[tuple[int, int]], skips: tuple[int, int]
 ) -> None:
-    """Of the first sequence, slices begin up to 12 rows before the end of what was folded; the second goes on."""
-    sizes = [again + 5 for again, _ in slices]
-    lengths = (5 * len(slices), sum(size for _, size in slices))
+    """Of the first sequence, chunks begin up to 12 rows before the end of what was folded; the second goes on."""
+    sizes = [again + 5 for again, _ in chunks]
+    lengths = (5 * len(chunks), sum(size for _, size in chunks))
     inputs = make_pooling_inputs(PoolingCase("", lengths, 24))
     skip_tokens = torch.tensor(skips, dtype=torch.int32)
     state = PoolingState.empty(kind, 2, 24)
-    for (again, count), size in zip(slices, sizes, strict=True):
+    for (again, count), size in zip(chunks, sizes, strict=True):
         seen = state.num_tokens.tolist()
         start = max(seen[0] - again, 0)
         end = min(start + size, lengths[0])
@@ -286,7 +286,7 @@ def test_rows_that_come_again_are_left_out(
             state,
             inputs.hidden_states[rows],
             make_cu_seqlens((end - start, count)),
-            slice_starts=torch.tensor([start, seen[1]]),
+            chunk_starts=torch.tensor([start, seen[1]]),
             skip_tokens=skip_tokens,
             weights=inputs.weights[rows] if kind == "weighted" else None,
         )
@@ -308,12 +308,12 @@ def test_last_may_leave_rows_out() -> None:
     skip_tokens = torch.tensor([11, 12], dtype=torch.int32)
     rows = torch.arange(12.0).view(3, 4)
     starts = torch.tensor([10, 10])
-    pool_partial(state, rows, make_cu_seqlens((2, 1)), slice_starts=starts, skip_tokens=skip_tokens)
+    pool_partial(state, rows, make_cu_seqlens((2, 1)), chunk_starts=starts, skip_tokens=skip_tokens)
     assert state.num_tokens.tolist() == [12, 11]
     assert finish(state).tolist() == [[4, 5, 6, 7], [0, 0, 0, 0]]
 
 
-def test_poisoned_slice_touches_no_other_state() -> None:
+def test_poisoned_chunk_touches_no_other_state() -> None:
     state = PoolingState.empty("mean", 2, 4)
     rows = torch.ones(4, 4)
     rows[:2] = float("nan")
@@ -358,8 +358,8 @@ def test_states_name_what_does_not_fit() -> None:
         pool_partial(state, HIDDEN, make_cu_seqlens((4,)))
     with pytest.raises(ValueError, match=r"hidden_states must be \[T, 8\]"):
         pool_partial(state, torch.ones(4, 9), CU_SEQLENS)
-    with pytest.raises(ValueError, match=r"slice_starts must be int64 \[2\], got torch.int32"):
-        pool_partial(state, HIDDEN, CU_SEQLENS, slice_starts=torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"chunk_starts must be int64 \[2\], got torch.int32"):
+        pool_partial(state, HIDDEN, CU_SEQLENS, chunk_starts=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="weights go with pooling"):
         pool_partial(state, HIDDEN, CU_SEQLENS, weights=torch.ones(4))
     with pytest.raises(ValueError, match="one kind of pooling"):

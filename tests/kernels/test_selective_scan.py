@@ -1,4 +1,4 @@
-"""kernels/selective_scan: the reference against the formula, every backend against it, slices against the whole."""
+"""kernels/selective_scan: the reference against the formula, every backend against it, chunks against the whole."""
 
 import math
 from dataclasses import replace
@@ -93,7 +93,7 @@ def test_without_skip_and_states(place: tuple[Backend, torch.device]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])
-def test_slices_equal_the_whole(place: tuple[Backend, torch.device], size: int) -> None:
+def test_chunks_equal_the_whole(place: tuple[Backend, torch.device], size: int) -> None:
     backend, device = place
     if IS_INTERPRETED and size != 7:
         pytest.skip("too much for the interpreter")
@@ -103,8 +103,8 @@ def test_slices_equal_the_whole(place: tuple[Backend, torch.device], size: int) 
     state = inputs.initial_states
     for start in range(0, case.seq_lens[0], size):
         part = ScanCase("", (min(size, case.seq_lens[0] - start),), 6, 8)
-        sliced = replace(inputs, initial_states=state)
-        y, state = scan(part, sliced, True, slice(start, start + size), backend=backend)
+        chunked = replace(inputs, initial_states=state)
+        y, state = scan(part, chunked, True, slice(start, start + size), backend=backend)
         assert_close(f"rows from {start}", whole[start : start + size], y, 1e-6, whole.abs().max().item())
     assert_close("final", whole_final, state, 1e-6)
 

@@ -1,4 +1,4 @@
-"""kernels/ssd: the reference against selective_scan, every backend against it, slices against the whole."""
+"""kernels/ssd: the reference against selective_scan, every backend against it, chunks against the whole."""
 
 from dataclasses import replace
 from typing import Any
@@ -118,7 +118,7 @@ def test_without_skip_and_states(place: tuple[Backend, torch.device]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])
-def test_slices_equal_the_whole(place: tuple[Backend, torch.device], size: int) -> None:
+def test_chunks_equal_the_whole(place: tuple[Backend, torch.device], size: int) -> None:
     backend, device = place
     if IS_INTERPRETED and size != 7:
         pytest.skip("too much for the interpreter")

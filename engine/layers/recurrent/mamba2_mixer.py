@@ -20,8 +20,7 @@ from ...sequence_pool.cache_spec import SsmLayerSpec
 from ..linear import Linear
 from ..rows import Rows
 from ..weights import Weights
-from .causal_conv import CausalConv
-from .ssm_states import LayerStates
+from .ssm import CausalConv, LayerStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ class Mamba2Sizes:
 
     @property
     def cache_spec(self) -> SsmLayerSpec:
-        """What must be kept of a sequence from slice to slice."""
+        """What must be kept of a sequence from chunk to chunk."""
         return SsmLayerSpec((self.conv_size, self.conv_width - 1), (self.num_heads, self.head_size, self.state_size))
 
 

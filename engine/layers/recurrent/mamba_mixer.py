@@ -17,11 +17,10 @@ from penstock.kernels.selective_scan import selective_scan
 
 from ...sequence_pool.cache_spec import SsmLayerSpec
 from ..linear import Linear
-from ..rms_norm import RmsNorm
+from ..norm import RmsNorm
 from ..rows import Rows
 from ..weights import Weights
-from .causal_conv import CausalConv
-from .ssm_states import LayerStates
+from .ssm import CausalConv, LayerStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,7 @@ class MambaSizes:
 
     @property
     def cache_spec(self) -> SsmLayerSpec:
-        """What must be kept of a sequence from slice to slice."""
+        """What must be kept of a sequence from chunk to chunk."""
         return SsmLayerSpec((self.inner_size, self.conv_width - 1), (self.inner_size, self.state_size))
 
 

@@ -1,7 +1,7 @@
 """The decoder that Llama, Mistral, Qwen, Gemma and Phi-3 share: pre-norm blocks of attention and a gated MLP.
 
-What a family does differently is in its config: llama.py, qwen.py, gemma.py, phi3.py. A causal model can be run slice
-by slice, as its keys and values can be kept; one that looks both ways cannot.
+What a family does differently is in its config: llama.py, qwen.py, gemma.py, phi3.py. A causal model can be run chunk
+by chunk, as its keys and values can be kept; one that looks both ways cannot.
 
 Source: Touvron et al., LLaMA (arXiv 2302.13971), section 2.2. Held to transformers 5.23 in float32 within 1e-5.
 Shape letters: R rows, V vocabulary, D model width, I inner width of the MLP.
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...layers.attention.decoder_attention import AttentionSpec, DecoderAttention, DecoderPlan
+from ...layers.attention.decoder import AttentionSpec, DecoderAttention, DecoderPlan
 from ...layers.attention.rotary import RotaryEmbedding, Rotation
-from ...layers.gated_mlp import GatedMlp
 from ...layers.linear import Linear
-from ...layers.rms_norm import RmsNorm
+from ...layers.mlp import GatedMlp
+from ...layers.norm import RmsNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...protocol.model_info import ModelInfo, ModelKind

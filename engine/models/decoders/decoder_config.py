@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, Self
 
-from ...layers.attention.rope import RopeSpec
+from ...layers.attention.rotary import RopeSpec
 from ...protocol.errors import UnsupportedModelError
 
 FULL: Final = "full_attention"

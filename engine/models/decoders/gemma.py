@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...layers.attention.rope import RopeSpec
+from ...layers.attention.rotary import RopeSpec
 from .decoder import DecoderModel
 from .decoder_config import FULL, DecoderConfig, alternating
 

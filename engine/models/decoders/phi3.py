@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...layers.attention.rope import RopeSpec
+from ...layers.attention.rotary import RopeSpec
 from .decoder import DecoderModel
 from .decoder_config import DecoderConfig
 

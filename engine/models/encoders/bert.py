@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ...layers.attention.attention import SelfAttention
+from ...layers.attention.encoder import SelfAttention
 from ...layers.embedding import BertEmbedding, padding_aware_positions
 from ...layers.linear import Linear
 from ...layers.norm import LayerNorm

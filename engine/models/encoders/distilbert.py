@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import Tensor
 
-from ...layers.attention.attention import SelfAttention
+from ...layers.attention.encoder import SelfAttention
 from ...layers.embedding import BertEmbedding
 from ...layers.linear import Linear
 from ...layers.norm import LayerNorm

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan
 
-from ...layers.attention.attention import SelfAttention
+from ...layers.attention.encoder import SelfAttention
 from ...layers.linear import Linear
 from ...layers.norm import LayerNorm
 from ...layers.rows import Rows

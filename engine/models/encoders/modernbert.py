@@ -18,9 +18,8 @@ from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan
 
-from ...layers.attention.attention import SelfAttention
-from ...layers.attention.rope import RopeSpec
-from ...layers.attention.rotary import RotaryEmbedding, Rotation
+from ...layers.attention.encoder import SelfAttention
+from ...layers.attention.rotary import RopeSpec, RotaryEmbedding, Rotation
 from ...layers.linear import GatedLinear, Linear
 from ...layers.norm import LayerNorm
 from ...layers.rows import Rows

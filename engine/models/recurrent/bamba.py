@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...layers.experts import SparseExperts
-from ...layers.gated_mlp import GatedMlp
+from ...layers.mlp import GatedMlp, SparseExperts
 from ...layers.recurrent.mamba2_mixer import Mamba2Mixer, Mamba2Sizes
 from ...layers.weights import Weights
 from ...protocol.errors import ModelLoadError

@@ -11,9 +11,8 @@ from typing import ClassVar, Final
 
 import torch
 
-from ...layers.experts import SparseExperts
-from ...layers.gated_mlp import GatedMlp
 from ...layers.linear import GatedLinear, Linear
+from ...layers.mlp import GatedMlp, SparseExperts
 from ...layers.recurrent.mamba2_mixer import Mamba2Mixer
 from ...layers.weights import Weights
 from ...protocol.errors import UnsupportedModelError

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, ClassVar, Final, Generic, TypeVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...layers.attention.decoder_attention import AttentionSpec, DecoderAttention, DecoderPlan
+from ...layers.attention.decoder import AttentionSpec, DecoderAttention, DecoderPlan
 from ...layers.attention.rotary import RotaryEmbedding, Rotation
-from ...layers.experts import SparseExperts
-from ...layers.gated_mlp import GatedMlp
 from ...layers.linear import Linear
+from ...layers.mlp import GatedMlp, SparseExperts
+from ...layers.norm import RmsNorm
 from ...layers.recurrent.mamba2_mixer import Mamba2Mixer
 from ...layers.recurrent.mamba_mixer import MambaMixer
-from ...layers.rms_norm import RmsNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...protocol.errors import UnsupportedTaskError

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...layers.experts import SparseExperts
-from ...layers.gated_mlp import GatedMlp
+from ...layers.mlp import GatedMlp, SparseExperts
+from ...layers.norm import RmsNorm
 from ...layers.recurrent.mamba_mixer import MambaMixer, MambaSizes, StepNorms
-from ...layers.rms_norm import RmsNorm
 from ...layers.weights import Weights
 from .hybrid import HybridConfig, HybridModel
 

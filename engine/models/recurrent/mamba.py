@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...layers.norm import RmsNorm
 from ...layers.recurrent.mamba_mixer import MambaMixer, MambaSizes, StepNorms
-from ...layers.rms_norm import RmsNorm
 from ...layers.weights import Weights
 from .ssm import SsmConfig, SsmModel
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...layers.norm import RmsNorm
 from ...layers.recurrent.mamba2_mixer import Mamba2Mixer
 from ...layers.recurrent.mamba_mixer import MambaMixer
-from ...layers.rms_norm import RmsNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...protocol.errors import UnsupportedModelError, UnsupportedTaskError

@@ -13,11 +13,10 @@ import transformers
 
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.models.base import PackedModel
-from penstock.engine.packed_batch import PackedBatch
+from penstock.engine.packed_batch import BatchCache, KvCache, PackedBatch, SsmStates
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.sequence_cache import BatchCache, KvCache, SsmStates
 
 SIZES = {
     "vocab_size": 200,
@@ -170,8 +169,8 @@ class SlicedRun:
             parts = output.attention_weights.split([end for _, _, end in slices])
             self.weights |= {(n, end): part for (n, _, end), part in zip(slices, parts, strict=True)}
 
-    def _cache(self, slices: Sequence[tuple[int, int, int]], num_fresh: int, num_fresh_tokens: int) -> BatchCache:
-        past, size = slices[num_fresh:], self.block_size
+    def _cache(self, slices: Sequence[tuple[int, int, int]], num_new_seqs: int, num_new_tokens: int) -> BatchCache:
+        past, size = slices[num_new_seqs:], self.block_size
         # A fresh sequence that ends with its slice needs nothing kept.
         kept = [end < len(self.sequences[n]) or start > 0 for n, start, end in slices]
         rows, store_rows, store_slots = 0, [], []
@@ -187,16 +186,16 @@ class SlicedRun:
         saved = [i for i, (n, _, end) in enumerate(slices) if end < len(self.sequences[n])]
         spec = self.model.cache_spec
         return BatchCache(
-            num_fresh=num_fresh,
-            num_fresh_tokens=num_fresh_tokens,
+            num_new_seqs=num_new_seqs,
+            num_new_tokens=num_new_tokens,
             context_lens=tuple(start for _, start, _ in slices),
-            whole_lens=tuple(len(self.sequences[n]) for n, _, _ in slices),
+            prompt_lens=tuple(len(self.sequences[n]) for n, _, _ in slices),
             kv=self.kv if spec.kv_layers else None,
             block_tables=tables if past else None,
             store_rows=torch.tensor(store_rows, dtype=torch.int64),
             store_slots=torch.tensor(store_slots, dtype=torch.int64),
             ssm=self.states if spec.ssm_layers else None,
-            load_indices=torch.arange(num_fresh, len(slices)),
+            load_indices=torch.arange(num_new_seqs, len(slices)),
             load_slots=torch.tensor([int(self.slots[n]) for n, *_ in past], dtype=torch.int64),
             save_indices=torch.tensor(saved, dtype=torch.int64),
             save_slots=torch.tensor([int(self.slots[slices[i][0]]) for i in saved], dtype=torch.int64),

@@ -7,10 +7,10 @@ import torch
 import transformers
 
 from penstock.engine.core.weights_loader import load_model
-from penstock.engine.layers.attention.rotary import whole_lens
+from penstock.engine.layers.attention.rotary import prompt_lens
 from penstock.engine.model_files.resolve import with_device
+from penstock.engine.packed_batch import BatchCache
 from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError
-from penstock.engine.sequence_cache import BatchCache
 from penstock.engine.sequence_pool.cache_spec import CacheSpec, KvLayerSpec
 
 from .parity import assert_close, rows_of
@@ -213,11 +213,13 @@ def test_attention_weights_of_slices_go_back_to_the_start(
 def test_slices_that_end_their_sequences_tell_how_long_these_are(pack, sequences):
     batch = pack(sequences)
     lengths = tuple(map(len, sequences))
-    assert whole_lens(batch) == lengths
+    assert prompt_lens(batch) == lengths
     pasts = (0, 0, 0, 4, 9)
-    cache = BatchCache(num_fresh=3, num_fresh_tokens=10, context_lens=pasts)
-    assert list(whole_lens(replace(batch, cache=cache))) == [4 * (n == 3) + 9 * (n == 4) + lengths[n] for n in range(5)]
-    assert whole_lens(replace(batch, cache=replace(cache, whole_lens=(1, 2, 7, 90, 200)))) == (1, 2, 7, 90, 200)
+    cache = BatchCache(num_new_seqs=3, num_new_tokens=10, context_lens=pasts)
+    assert list(prompt_lens(replace(batch, cache=cache))) == [
+        4 * (n == 3) + 9 * (n == 4) + lengths[n] for n in range(5)
+    ]
+    assert prompt_lens(replace(batch, cache=replace(cache, prompt_lens=(1, 2, 7, 90, 200)))) == (1, 2, 7, 90, 200)
 
 
 @pytest.mark.parametrize(

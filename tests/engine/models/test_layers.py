@@ -5,11 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from penstock.engine.layers.activation import find_activation
-from penstock.engine.layers.attention.rope import RopeSpec
-from penstock.engine.layers.attention.rotary import RotaryEmbedding
+from penstock.engine.layers.attention.rotary import RopeSpec, RotaryEmbedding
 from penstock.engine.layers.linear import GatedLinear, Linear
-from penstock.engine.layers.norm import LayerNorm
-from penstock.engine.layers.rms_norm import RmsNorm
+from penstock.engine.layers.norm import LayerNorm, RmsNorm
 from penstock.engine.layers.rows import Rows, round_up
 from penstock.engine.protocol.errors import UnsupportedModelError
 

@@ -11,7 +11,7 @@ def test_a_whole_sequence() -> None:
     assert (cursor.is_complete, cursor.remaining) == (True, 0)
 
 
-def test_slices() -> None:
+def test_chunks() -> None:
     cursor = PoolingCursor(5, 2)
     assert not cursor.is_whole
     cursor.advance(2)
@@ -36,24 +36,24 @@ def test_more_than_remains_is_refused() -> None:
 
 def test_rows_that_come_again() -> None:
     cursor = PoolingCursor(10, 4, start=6, row=2, offset=-5)
-    assert (cursor.slice_start, cursor.slice_end, cursor.num_repeated) == (1, 5, 4)
-    cursor.finish_slice()
+    assert (cursor.chunk_start, cursor.chunk_end, cursor.num_repeated) == (1, 5, 4)
+    cursor.finish_chunk()
     assert (cursor.start, cursor.offset, cursor.num_scheduled) == (6, 0, 0)
-    cursor.schedule(6, row=0, slice_start=4)
+    cursor.schedule(6, row=0, chunk_start=4)
     assert (cursor.num_repeated, cursor.global_end) == (2, 6)
-    cursor.finish_slice()
+    cursor.finish_chunk()
     assert cursor.is_complete
 
 
 def test_a_gap() -> None:
     cursor = PoolingCursor(10, 2, offset=4)
-    assert (cursor.slice_start, cursor.num_repeated, cursor.is_whole) == (4, 0, False)
-    cursor.finish_slice()
+    assert (cursor.chunk_start, cursor.num_repeated, cursor.is_whole) == (4, 0, False)
+    cursor.finish_chunk()
     assert (cursor.start, cursor.remaining) == (6, 4)
     assert PoolingCursor(10, 10, start=3, offset=-3).is_whole
 
 
-def test_slices_outside_of_the_sequence_are_refused() -> None:
+def test_chunks_outside_of_the_sequence_are_refused() -> None:
     cursor = PoolingCursor(5, 0, start=3)
     for num_tokens, start in ((3, 3), (1, -1), (0, 6)):
         with pytest.raises(ValueError, match=f"cannot schedule {num_tokens}"):

@@ -15,7 +15,7 @@ def test_whole_sequences_need_no_state() -> None:
         metadata.update_all(torch.zeros(5, 4))
 
 
-def test_slices_of_several_sequences_over_several_batches() -> None:
+def test_chunks_of_several_sequences_over_several_batches() -> None:
     torch.manual_seed(0)
     sequences = [torch.randn(n, 4) for n in (5, 9, 2)]
     types = [(PoolingType.MEAN, PoolingType.LAST), (PoolingType.ALL,), (PoolingType.MEAN, PoolingType.LAST)]
@@ -40,21 +40,21 @@ def test_slices_of_several_sequences_over_several_batches() -> None:
         torch.testing.assert_close(row, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_states_say_where_slices_begin() -> None:
+def test_states_say_where_chunks_begin() -> None:
     state = PoolingStates.initialize(4, [PoolingType.MEAN])
     state.update(torch.zeros(3, 4))
     metadata = PoolingMetadata.create([8, 2], states=[state, None])
     assert (metadata.seq_lens, list(metadata.cursors)) == ((5, 2), [0])
-    assert (metadata.cursors[0].slice_start, metadata.cursors[0].row) == (3, 0)
-    metadata = PoolingMetadata.create([8, 2], slice_starts=[1, 0], states=[state, None])
+    assert (metadata.cursors[0].chunk_start, metadata.cursors[0].row) == (3, 0)
+    metadata = PoolingMetadata.create([8, 2], chunk_starts=[1, 0], states=[state, None])
     assert (metadata.seq_lens, metadata.cursors[0].num_repeated) == ((7, 2), 2)
     with pytest.raises(ValueError, match="seq_starts says that 2 tokens of sequence 0 were pooled; its state holds 3"):
         PoolingMetadata.create([8, 2], seq_starts=[2, 0], states=[state, None])
 
 
-def test_as_whole_counts_skipped_tokens_from_the_slice() -> None:
+def test_as_whole_counts_skipped_tokens_from_the_chunk() -> None:
     skip_tokens = torch.tensor([3, 3, 0], dtype=torch.int32)
-    metadata = PoolingMetadata.create([9, 9, 4], slice_starts=[2, 5, 0], skip_tokens=skip_tokens)
+    metadata = PoolingMetadata.create([9, 9, 4], chunk_starts=[2, 5, 0], skip_tokens=skip_tokens)
     whole = metadata.as_whole()
     assert not whole.is_partial
     assert whole.skip_tokens is not None
@@ -77,7 +77,7 @@ def test_select_describes_some_sequences() -> None:
 
 def test_select_leaves_out_rows_that_come_again() -> None:
     metadata = PoolingMetadata.create(
-        [6, 3, 9], chunk_sizes=[4, 3, 5], seq_starts=[1, 0, 8], slice_starts=[0, 0, 2], token_ids=torch.arange(12)
+        [6, 3, 9], chunk_sizes=[4, 3, 5], seq_starts=[1, 0, 8], chunk_starts=[0, 0, 2], token_ids=torch.arange(12)
     )
     rows, part = metadata.select([0, 1, 2], new_only=True)
     assert isinstance(rows, Tensor)
@@ -93,9 +93,9 @@ def test_select_leaves_out_rows_that_come_again() -> None:
         ({"chunk_sizes": [1]}, "chunk_sizes holds 1 values for 2 sequences"),
         ({"seq_starts": [0, 0, 0]}, "seq_starts holds 3 values"),
         ({"params": []}, "params holds 0 values"),
-        ({"slice_starts": [0]}, "slice_starts holds 1 values"),
+        ({"chunk_starts": [0]}, "chunk_starts holds 1 values"),
         ({"chunk_sizes": [3, 3]}, "3 tokens at 0 do not lie in a sequence of 2"),
-        ({"chunk_sizes": [2, 1], "slice_starts": [0, 3]}, "1 tokens at 3 do not lie in a sequence of 3"),
+        ({"chunk_sizes": [2, 1], "chunk_starts": [0, 3]}, "1 tokens at 3 do not lie in a sequence of 3"),
     ],
 )
 def test_lengths_that_do_not_fit(arguments: dict[str, list[int]], message: str) -> None:
@@ -103,7 +103,7 @@ def test_lengths_that_do_not_fit(arguments: dict[str, list[int]], message: str) 
         PoolingMetadata.create([2, 3], **arguments)
 
 
-def test_a_slice_without_state_is_refused() -> None:
+def test_a_chunk_without_state_is_refused() -> None:
     metadata = PoolingMetadata.create([2, 3], chunk_sizes=[1, 3])
     with pytest.raises(ValueError, match="1 sequences have no running state"):
         metadata.update_all(torch.zeros(4, 4))

@@ -1,4 +1,4 @@
-"""The pooler of a model: every task, mixed batches. Slices are in test_slices.py."""
+"""The pooler of a model: every task, mixed batches. Chunks are in test_chunks.py."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return real(*args, **kwargs)
 
     monkeypatch.setattr(poolers, "pool", counted)
-    monkeypatch.setattr("penstock.engine.pooling.cut.pool", counted)
+    monkeypatch.setattr("penstock.engine.pooling.heads.pool", counted)
     return calls
 
 

@@ -1,4 +1,4 @@
-"""Slices of one sequence, folded one after another, finish to what the whole gives."""
+"""Chunks of one sequence, folded one after another, finish to what the whole gives."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def rows(num_rows: int = 65, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
 @pytest.mark.parametrize("skip_tokens", [0, 3])
-def test_slices_finish_to_the_whole(
+def test_chunks_finish_to_the_whole(
     pooling_type: PoolingType, dtype: torch.dtype, chunk_size: int, skip_tokens: int
 ) -> None:
     hidden, weights = rows(dtype=dtype)
@@ -41,7 +41,7 @@ def test_rows_that_come_again_are_left_out(pooling_type: PoolingType, skip_token
     once, again = (PoolingStates.initialize(12, [pooling_type]) for _ in range(2))
     once.update(hidden, weights, skip_tokens=skip_tokens)
     for start, end in ((0, 20), (5, 15), (0, 30), (30, 50), (49, 65)):
-        again.update(hidden[start:end], weights[:end], slice_start=start, skip_tokens=skip_tokens)
+        again.update(hidden[start:end], weights[:end], chunk_start=start, skip_tokens=skip_tokens)
         assert again.num_tokens == max(end, 20)
     torch.testing.assert_close(again.finalize(), once.finalize(), atol=1e-6, rtol=1e-6)
 
@@ -53,7 +53,7 @@ def test_token_level_states_count_and_keep_nothing(pooling_type: PoolingType) ->
         states.update(part)
     assert states.is_token_level
     assert (states.num_tokens, states.running, states.rows) == (65, {}, [])
-    with pytest.raises(ValueError, match=f"{pooling_type} pooling go out with their slices"):
+    with pytest.raises(ValueError, match=f"{pooling_type} pooling go out with their chunks"):
         states.finalize()
 
 
@@ -80,12 +80,12 @@ def test_attention_keeps_copies_of_its_rows_in_their_type() -> None:
 def test_only_last_may_leave_tokens_out() -> None:
     hidden, _ = rows()
     last = PoolingStates.initialize(12, [PoolingType.LAST])
-    last.update(hidden[:4], slice_start=10)
-    last.update(hidden[5:9], slice_start=40, skip_tokens=43)
+    last.update(hidden[:4], chunk_start=10)
+    last.update(hidden[5:9], chunk_start=40, skip_tokens=43)
     assert last.num_tokens == 44
     assert torch.equal(last.finalize(), hidden[8])
-    with pytest.raises(ValueError, match="MEAN pooling needs every row, but a slice begins at 10 and 0 tokens"):
-        PoolingStates.initialize(12, [PoolingType.MEAN]).update(hidden, slice_start=10)
+    with pytest.raises(ValueError, match="MEAN pooling needs every row, but a chunk begins at 10 and 0 tokens"):
+        PoolingStates.initialize(12, [PoolingType.MEAN]).update(hidden, chunk_start=10)
 
 
 def test_a_copy_goes_its_own_way() -> None:

@@ -4,7 +4,7 @@ Without a cache in the batch every sequence is whole and attends to itself. With
 sequences that begin in this batch still attend to their packed rows alone, the others to their blocks.
 
 Shape letters: T packed tokens in R rows, D model width, H query heads, G key heads, K head size, C tokens before a
-slice.
+chunk.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from penstock.kernels.attention import AttentionPlan, attention, attention_paged
 from penstock.kernels.kv_store import kv_store
 
-from ...sequence_cache import BatchCache, KvCache
+from ...packed_batch import BatchCache, KvCache
 from ...sequence_pool.cache_spec import KvLayerSpec
 from ..linear import Linear
-from ..rms_norm import RmsNorm
+from ..norm import RmsNorm
 from ..rows import Rows
 from ..weights import Weights
 from .rotary import Rotation
@@ -64,18 +64,18 @@ class DecoderPlan:
     """How the layers of one window walk a batch: first the sequences that begin in it, then those with a past.
 
     Attributes:
-        fresh: Plan of the former; None where there are none.
-        num_fresh_tokens: Their rows.
-        fresh_cu_seqlens: Prefix sums of their lengths, int32.
-        fresh_seq_lens: Their lengths.
+        new: Plan of the former; None where there are none.
+        num_new_tokens: Their rows.
+        new_cu_seqlens: Prefix sums of their lengths, int32.
+        new_seq_lens: Their lengths.
         past_cu_seqlens: Prefix sums of the lengths of the latter, from 0; None where there are none.
         past_seq_lens: Their lengths.
     """
 
-    fresh: AttentionPlan | None
-    num_fresh_tokens: int
-    fresh_cu_seqlens: Tensor
-    fresh_seq_lens: tuple[int, ...]
+    new: AttentionPlan | None
+    num_new_tokens: int
+    new_cu_seqlens: Tensor
+    new_seq_lens: tuple[int, ...]
     past_cu_seqlens: Tensor | None
     past_seq_lens: tuple[int, ...]
 
@@ -130,12 +130,12 @@ class DecoderAttention:
     def plan(self, rows: Rows) -> DecoderPlan:
         """Returns how the kernels walk this batch; layers of one window share it."""
         batch, spec = rows.batch, self.spec
-        num_fresh = len(batch.seq_lens) if batch.cache is None else batch.cache.num_fresh
+        num_new_seqs = len(batch.seq_lens) if batch.cache is None else batch.cache.num_new_seqs
         seq_lens, cu_seqlens = batch.seq_lens, batch.cu_seqlens
         plan = None
-        if num_fresh:
+        if num_new_seqs:
             plan = AttentionPlan.build(
-                seq_lens[:num_fresh],
+                seq_lens[:num_new_seqs],
                 num_heads=spec.num_heads,
                 num_kv_heads=spec.num_kv_heads,
                 dtype=self.qkv.dtype,
@@ -143,14 +143,14 @@ class DecoderAttention:
                 window=spec.window,
                 device=rows.input_ids.device,
             )
-        has_past = num_fresh < len(seq_lens)
+        has_past = num_new_seqs < len(seq_lens)
         return DecoderPlan(
-            fresh=plan,
-            num_fresh_tokens=batch.cache.num_fresh_tokens if batch.cache is not None else batch.num_tokens,
-            fresh_cu_seqlens=cu_seqlens[: num_fresh + 1],
-            fresh_seq_lens=seq_lens[:num_fresh],
-            past_cu_seqlens=cu_seqlens[num_fresh:] - cu_seqlens[num_fresh] if has_past else None,
-            past_seq_lens=seq_lens[num_fresh:],
+            new=plan,
+            num_new_tokens=batch.cache.num_new_tokens if batch.cache is not None else batch.num_tokens,
+            new_cu_seqlens=cu_seqlens[: num_new_seqs + 1],
+            new_seq_lens=seq_lens[:num_new_seqs],
+            past_cu_seqlens=cu_seqlens[num_new_seqs:] - cu_seqlens[num_new_seqs] if has_past else None,
+            past_seq_lens=seq_lens[num_new_seqs:],
         )
 
     def __call__(self, hidden_RD: Tensor, rows: Rows, plan: DecoderPlan, rotation: Rotation | None = None) -> Tensor:
@@ -167,14 +167,14 @@ class DecoderAttention:
         parts = []
         if cache is not None:
             self._store(k_TGK, v_TGK, cache)
-        if plan.fresh is not None:
-            fresh = slice(plan.num_fresh_tokens)
-            parts.append(self._attend_fresh(q_THK[fresh], k_TGK[fresh], v_TGK[fresh], plan))
+        if plan.new is not None:
+            new = slice(plan.num_new_tokens)
+            parts.append(self._attend_new(q_THK[new], k_TGK[new], v_TGK[new], plan))
         if cache is not None and plan.past_cu_seqlens is not None:
             kv, block_tables = _paged(cache)
             parts.append(
                 attention_paged(
-                    q_THK[plan.num_fresh_tokens :],
+                    q_THK[plan.num_new_tokens :],
                     kv.k[self.kv_index],
                     kv.v[self.kv_index],
                     block_tables,
@@ -193,38 +193,38 @@ class DecoderAttention:
     def end_weights(self, hidden_RD: Tensor, rows: Rows, rotation: Rotation | None = None) -> Tensor:
         """Returns how much one token of each sequence attends to its tokens, per head: ModelOutput.attention_weights.
 
-        It is the last token of a causal layer and the first of another. In a batch of slices the keys before a slice
+        It is the last token of a causal layer and the first of another. In a batch of chunks the keys before a chunk
         come from the cache, so the call of the layer comes first. Projects q and k anew: only ATTENTION pooling asks
         for it, and only of the last layer.
         """
         batch, cache = rows.batch, rows.batch.cache
         q_THK, k_TGK, _ = self._project(hidden_RD, rows, rotation)
-        num_fresh = len(batch.seq_lens) if cache is None else cache.num_fresh
+        num_new_seqs = len(batch.seq_lens) if cache is None else cache.num_new_seqs
         weights = []
         end = 0
         for n, length in enumerate(batch.seq_lens):
             start, end = end, end + length
             keys_LGK = k_TGK[start:end]
-            if cache is not None and n >= num_fresh:
+            if cache is not None and n >= num_new_seqs:
                 kv, block_tables = _paged(cache)
-                keys_LGK = _gather(kv.k[self.kv_index], block_tables[n - num_fresh], cache.context_lens[n] + length)
+                keys_LGK = _gather(kv.k[self.kv_index], block_tables[n - num_new_seqs], cache.context_lens[n] + length)
             weights.append(self._weights(q_THK[end - 1 if self.spec.is_causal else start], keys_LGK))
         return torch.cat(weights)
 
-    def _attend_fresh(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, plan: DecoderPlan) -> Tensor:
+    def _attend_new(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, plan: DecoderPlan) -> Tensor:
         """Attention of the sequences that begin in this batch, over their own rows."""
         return attention(
             q_THK,
             k_TGK,
             v_TGK,
-            plan.fresh_cu_seqlens,
-            plan.fresh_seq_lens,
-            max_seqlen=max(plan.fresh_seq_lens),
+            plan.new_cu_seqlens,
+            plan.new_seq_lens,
+            max_seqlen=max(plan.new_seq_lens),
             scale=self.spec.scale,
             is_causal=self.spec.is_causal,
             window=self.spec.window,
             softcap=self.spec.softcap,
-            plan=plan.fresh,
+            plan=plan.new,
         )
 
     def _project(self, hidden_RD: Tensor, rows: Rows, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,7 +240,7 @@ class DecoderAttention:
         return qk_TUK[:, : spec.num_heads], qk_TUK[:, spec.num_heads :], v_TGK
 
     def _store(self, k_TGK: Tensor, v_TGK: Tensor, cache: BatchCache) -> None:
-        """Writes what later slices will look at."""
+        """Writes what later chunks will look at."""
         if cache.kv is not None and cache.store_slots is not None and len(cache.store_slots):
             kv_store(
                 k_TGK,
@@ -270,7 +270,7 @@ class DecoderAttention:
 def _paged(cache: BatchCache) -> tuple[KvCache, Tensor]:
     """Returns where the past of a batch lies."""
     if cache.kv is None or cache.block_tables is None:
-        raise ValueError("a batch of slices with a past must bring its keys, values and block tables")
+        raise ValueError("a batch of chunks with a past must bring its keys, values and block tables")
     return cache.kv, cache.block_tables
 
 

@@ -52,7 +52,7 @@ def test_tokens_are_left_out_of_documents_alone(hidden_states: Tensor, token_ids
 
 
 @pytest.mark.parametrize("cuts", [(), (10,), (4, 5, 30)], ids=str)
-def test_slices_of_documents_compare_like_whole_ones(
+def test_chunks_of_documents_compare_like_whole_ones(
     hidden_states: Tensor, token_ids: Tensor, cuts: tuple[int, ...]
 ) -> None:
     pooler, params = make_pooler()
@@ -70,7 +70,7 @@ def test_slices_of_documents_compare_like_whole_ones(
             [LENGTHS[i] for i in members],
             [params] * len(members),
             chunk_sizes=[last - start for last in ends],
-            slice_starts=[start] * len(members),
+            chunk_starts=[start] * len(members),
             states=[states[i] for i in members],
             token_ids=torch.cat([ids[i][start:last] for i, last in zip(members, ends, strict=True)]),
         )

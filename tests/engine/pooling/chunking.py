@@ -1,4 +1,4 @@
-"""What a model and its runner do with sequences that come in slices, without either."""
+"""What a model and its runner do with sequences that come in chunks, without either."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ NUM_SEQS = len(LENGTHS)
 ROW_BOUNDS = [0, *np.cumsum(LENGTHS).tolist()]
 
 
-class Slice(NamedTuple):
+class Chunk(NamedTuple):
     """Tokens start to end of a sequence."""
 
     seq: int
@@ -62,8 +62,8 @@ class Sequences:
         output = ModelOutput(hidden_states=self.hidden, attention_weights=self.attention)
         return [dict(arrays) for arrays in self.pooler.pool(output, metadata).to_numpy()]
 
-    def output(self, batch: Sequence[Slice]) -> ModelOutput:
-        """What the model gives for slices. Attention weights are poison unless a slice ends its sequence."""
+    def output(self, batch: Sequence[Chunk]) -> ModelOutput:
+        """What the model gives for chunks. Attention weights are poison unless a chunk ends its sequence."""
         rows = torch.cat([self.hidden[ROW_BOUNDS[s.seq] + s.start : ROW_BOUNDS[s.seq] + s.end] for s in batch])
         weights = torch.cat(
             [
@@ -75,21 +75,21 @@ class Sequences:
         )
         return ModelOutput(hidden_states=rows, attention_weights=weights)
 
-    def metadata(self, batch: Sequence[Slice]) -> PoolingMetadata:
+    def metadata(self, batch: Sequence[Chunk]) -> PoolingMetadata:
         indices = [s.seq for s in batch]
         return PoolingMetadata.create(
             [LENGTHS[i] for i in indices],
             [self.params[i] for i in indices],
             chunk_sizes=[s.end - s.start for s in batch],
-            slice_starts=[s.start for s in batch],
+            chunk_starts=[s.start for s in batch],
             states=[self.states.get(i) for i in indices],
             token_ids=torch.cat([self.token_ids[ROW_BOUNDS[s.seq] + s.start :][: s.end - s.start] for s in batch]),
             skip_tokens=None if self.skip_tokens is None else self.skip_tokens[indices],
             device=self.device,
         )
 
-    def step(self, batch: Sequence[Slice]) -> list[Any]:
-        """Runs a batch and keeps what a runner keeps; returns the arrays of each slice."""
+    def step(self, batch: Sequence[Chunk]) -> list[Any]:
+        """Runs a batch and keeps what a runner keeps; returns the arrays of each chunk."""
         metadata = self.metadata(batch)
         arrays = self.pooler.pool(self.output(batch), metadata).to_numpy()
         incomplete = metadata.get_incomplete_indices()
@@ -104,7 +104,7 @@ class Sequences:
         return arrays
 
     def answers(self) -> list[dict[str, NDArray[np.float32]]]:
-        """The arrays of all slices, joined as a client joins them."""
+        """The arrays of all chunks, joined as a client joins them."""
         assert not self.states
         joined = []
         for seq in range(NUM_SEQS):
@@ -115,16 +115,16 @@ class Sequences:
         return joined
 
 
-def in_chunks(chunk_size: int) -> list[list[Slice]]:
+def in_chunks(chunk_size: int) -> list[list[Chunk]]:
     """Batches of the next `chunk_size` tokens of every sequence, whole ones first as the scheduler orders them."""
     batches = []
     for start in range(0, max(LENGTHS), chunk_size):
         ends = {i: min(start + chunk_size, length) for i, length in enumerate(LENGTHS) if length > start}
-        batches.append(sorted((Slice(i, start, end) for i, end in ends.items()), key=lambda s: s.end < LENGTHS[s.seq]))
+        batches.append(sorted((Chunk(i, start, end) for i, end in ends.items()), key=lambda s: s.end < LENGTHS[s.seq]))
     return batches
 
 
-def run(sequences: Sequences, batches: Sequence[Sequence[Slice]], atol: float = 1e-5) -> None:
+def run(sequences: Sequences, batches: Sequence[Sequence[Chunk]], atol: float = 1e-5) -> None:
     """Runs the batches and compares with whole sequences."""
     for batch in batches:
         sequences.step(batch)

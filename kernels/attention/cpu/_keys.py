@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._scratch import scratch
+from ..._scratch import scratch
 from ._blockwise import ReadKeys
 
 

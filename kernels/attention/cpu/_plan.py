@@ -13,9 +13,9 @@ from itertools import accumulate, groupby
 
 import torch
 
-from ._chunks import MAX_SCORES, NO_LIMIT, Chunk, make_chunk
+from ._groups import MAX_SCORES, NO_LIMIT, Group, make_group
 
-CHUNK_SEQS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+GROUP_SEQS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 # Seconds, measured on 2 Zen 5 cores in bfloat16 with head sizes 32 and 64; only their ratios matter.
 CALL_COST_S = 90e-6
@@ -90,45 +90,45 @@ class AttentionPlan:
         return self.key[4]
 
     @cached_property
-    def chunks(self) -> tuple[Chunk, ...]:
+    def groups(self) -> tuple[Group, ...]:
         """What is computed together; in no particular order. Every sequence that is not empty is in one of them."""
         seq_lens, num_heads, _, dtype, reach = self.key
         starts = [0, *accumulate(seq_lens)]
         order = sorted((n for n, length in enumerate(seq_lens) if length), key=lambda n: seq_lens[n])
         lengths = [padded_length(seq_lens[n]) for n in order]
-        chunks = []
-        for first, last in _segments(lengths, num_heads):
+        groups = []
+        for first, last in _runs(lengths, num_heads):
             # From the long end, so that the remainder is padded to its own longest.
             while last > first:
                 length = lengths[last - 1]
-                num_seqs = _chunk_seqs(last - first, length, num_heads)
+                num_seqs = _group_seqs(last - first, length, num_heads)
                 members = sorted(order[max(first, last - num_seqs) : last])
-                chunks.append(make_chunk(members, num_seqs, length, seq_lens, starts, num_heads, reach, dtype))
+                groups.append(make_group(members, num_seqs, length, seq_lens, starts, num_heads, reach, dtype))
                 last -= len(members)
-        return tuple(chunks)
+        return tuple(groups)
 
 
 def _seq_cost_s(length: int, num_heads: int) -> float:
     return length * ROW_COST_S + num_heads * length * length * SCORE_COST_S
 
 
-def _chunk_seqs(count: int, length: int, num_heads: int) -> int:
-    """How many sequences the next chunk computes, of `count` that are left: one of `CHUNK_SEQS`.
+def _group_seqs(count: int, length: int, num_heads: int) -> int:
+    """How many sequences the next group computes, of `count` that are left: one of `GROUP_SEQS`.
 
     More than are left, where the fill costs less than another call.
     """
-    limit = min(max(1, MAX_SCORES // (num_heads * length * length)), CHUNK_SEQS[-1])
-    fitting = [size for size in CHUNK_SEQS if size <= limit]
+    limit = min(max(1, MAX_SCORES // (num_heads * length * length)), GROUP_SEQS[-1])
+    fitting = [size for size in GROUP_SEQS if size <= limit]
     below = max(size for size in fitting if size <= count)
     above = min((size for size in fitting if size >= count), default=below)
     return above if (above - count) * _seq_cost_s(length, num_heads) < CALL_COST_S else below
 
 
-def _segments(lengths: list[int], num_heads: int) -> list[tuple[int, int]]:
+def _runs(lengths: list[int], num_heads: int) -> list[tuple[int, int]]:
     """Cuts ascending padded lengths into ranges that share a size, at least total cost, by dynamic programming."""
     bounds = [0]
-    for _, run in groupby(lengths):
-        bounds.append(bounds[-1] + sum(1 for _ in run))
+    for _, equal in groupby(lengths):
+        bounds.append(bounds[-1] + sum(1 for _ in equal))
     # Per bound: the least cost up to it, and the bound before it.
     best: list[tuple[float, int]] = [(0.0, 0)]
     for last in range(1, len(bounds)):
@@ -138,13 +138,13 @@ def _segments(lengths: list[int], num_heads: int) -> list[tuple[int, int]]:
             for first in range(last)
         ]
         best.append(min(options))
-    segments = []
+    runs = []
     last = len(bounds) - 1
     while last:
         first = best[last][1]
-        segments.append((bounds[first], bounds[last]))
+        runs.append((bounds[first], bounds[last]))
         last = first
-    return segments
+    return runs
 
 
 @lru_cache(maxsize=4096)
@@ -152,7 +152,7 @@ def _range_cost_s(count: int, length: int, num_heads: int) -> float:
     """Seconds for `count` sequences of `length`."""
     cost_s = 0.0
     while count > 0:
-        num_seqs = _chunk_seqs(count, length, num_heads)
+        num_seqs = _group_seqs(count, length, num_heads)
         cost_s += CALL_COST_S + num_seqs * _seq_cost_s(length, num_heads)
         count -= num_seqs
     return cost_s

@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 from penstock.engine.models.base import ModelOutput
-from penstock.engine.packed_batch import PackedBatch
+from penstock.engine.packed_batch import BatchCache, PackedBatch
 from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates, poolers
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.sequence_cache import BatchCache
 
+from .chunking import NUM_SEQS, Chunk, Sequences, in_chunks, mixed_params, run
 from .conftest import (
     HIDDEN_SIZE,
     LENGTHS,
@@ -30,7 +30,6 @@ from .conftest import (
     make_info,
     resolved,
 )
-from .slicing import NUM_SEQS, Sequences, Slice, in_chunks, mixed_params, run
 
 SKIP_TOKENS = torch.tensor([0, 1, 3, 40, 2, 0], dtype=torch.int32)
 CASES = [*embedding_cases(), (make_info(sequence_pooling=(PoolingType.MEAN, PoolingType.ATTENTION)), [])]
@@ -88,8 +87,8 @@ def test_on_the_device(info: ModelInfo, dense: list[torch.nn.Module], dtype: tor
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> list[list[Slice]]:
-    """Batches of random slices. A preempted sequence begins again at an earlier token."""
+def schedules(draw: st.DrawFn) -> list[list[Chunk]]:
+    """Batches of random chunks. A preempted sequence begins again at an earlier token."""
     computed = [0] * NUM_SEQS
     batches = []
     preemptions = draw(st.integers(0, 6))
@@ -102,7 +101,7 @@ def schedules(draw: st.DrawFn) -> list[list[Slice]]:
                 preemptions -= 1
                 computed[i] = draw(st.integers(0, computed[i]))
             size = draw(st.integers(1, LENGTHS[i] - computed[i]))
-            batch.append(Slice(i, computed[i], computed[i] + size))
+            batch.append(Chunk(i, computed[i], computed[i] + size))
             computed[i] += size
         batches.append(batch)
     return batches
@@ -114,7 +113,7 @@ RANDOM_CASES = [*CASES, (make_info(dense=CASES[-2][0].dense, sequence_pooling=(P
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules(), case=st.sampled_from(RANDOM_CASES), with_skip=st.booleans())
 def test_random_schedules_with_preemption(
-    schedule: list[list[Slice]], case: tuple[ModelInfo, list[torch.nn.Module]], with_skip: bool
+    schedule: list[list[Chunk]], case: tuple[ModelInfo, list[torch.nn.Module]], with_skip: bool
 ) -> None:
     info, dense = case
     pooler = ModelPooler(info, TinyModel(), dense)
@@ -123,13 +122,13 @@ def test_random_schedules_with_preemption(
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules())
-def test_random_steps_with_preemption(schedule: list[list[Slice]]) -> None:
+def test_random_steps_with_preemption(schedule: list[list[Chunk]]) -> None:
     info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=PoolingType.STEP)
     params = [resolved(info, PoolingTask.TOKEN_CLASSIFY, step_tag_id=tag) for tag in (1, None, 2, 0, 1, 99)]
     run(Sequences(ModelPooler(info, TinyModel()), params), schedule)
 
 
-# What goes out with which slice ----------------------------------------------------------------------------------
+# What goes out with which chunk ----------------------------------------------------------------------------------
 
 
 def token_classifier(**fields: Any) -> Sequences:
@@ -137,13 +136,13 @@ def token_classifier(**fields: Any) -> Sequences:
     return Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.TOKEN_CLASSIFY, **fields)] * NUM_SEQS)
 
 
-def test_token_rows_go_out_with_their_slice_and_are_kept_nowhere() -> None:
+def test_token_rows_go_out_with_their_chunk_and_are_kept_nowhere() -> None:
     info = make_info()
     params = [resolved(info, PoolingTask.TOKEN_EMBED, dimensions=5)] * NUM_SEQS
     sequences = Sequences(ModelPooler(info, TinyModel()), params)
     shapes = [
         [arrays["token_embeddings"].shape for arrays in sequences.step(batch)]
-        for batch in ([Slice(3, 0, 20), Slice(1, 0, 2)], [Slice(3, 20, 41)])
+        for batch in ([Chunk(3, 0, 20), Chunk(1, 0, 2)], [Chunk(3, 20, 41)])
     ]
     assert shapes == [[(20, 5), (2, 5)], [(21, 5)]]
     state = sequences.states[3]
@@ -152,15 +151,15 @@ def test_token_rows_go_out_with_their_slice_and_are_kept_nowhere() -> None:
 
 def test_rows_computed_again_are_not_sent_again() -> None:
     sequences = token_classifier()
-    batches = [[Slice(3, 0, 20)], [Slice(3, 0, 12)], [Slice(3, 12, 30)], [Slice(3, 25, 63)]]
+    batches = [[Chunk(3, 0, 20)], [Chunk(3, 0, 12)], [Chunk(3, 12, 30)], [Chunk(3, 25, 63)]]
     shapes = [sequences.step(batch)[0]["token_scores"].shape for batch in batches]
     assert shapes == [(20, NUM_LABELS), (0, NUM_LABELS), (10, NUM_LABELS), (33, NUM_LABELS)]
 
 
 @pytest.mark.parametrize(("columns", "width"), [(None, NUM_LABELS), ((0, 2), 2)])
-def test_no_step_in_a_slice_is_no_row_of_the_right_width(columns: tuple[int, ...] | None, width: int) -> None:
+def test_no_step_in_a_chunk_is_no_row_of_the_right_width(columns: tuple[int, ...] | None, width: int) -> None:
     sequences = token_classifier(step_tag_id=99, returned_token_ids=columns)
-    for batch in ([Slice(3, 0, 20), Slice(2, 0, 7)], [Slice(3, 20, 63)]):
+    for batch in ([Chunk(3, 0, 20), Chunk(2, 0, 7)], [Chunk(3, 20, 63)]):
         for arrays in sequences.step(batch):
             assert arrays["token_scores"].shape == (0, width)
             assert arrays["token_scores"].dtype == np.float32
@@ -169,9 +168,9 @@ def test_no_step_in_a_slice_is_no_row_of_the_right_width(columns: tuple[int, ...
 def test_an_incomplete_embedding_has_no_array() -> None:
     info = make_info()
     sequences = Sequences(ModelPooler(info, TinyModel()), mixed_params(info))
-    arrays = sequences.step([Slice(0, 0, 1), Slice(3, 0, 20), Slice(5, 0, 4)])
+    arrays = sequences.step([Chunk(0, 0, 1), Chunk(3, 0, 20), Chunk(5, 0, 4)])
     assert [sorted(a) for a in arrays] == [["embedding"], [], ["token_embeddings"]]
-    output = sequences.pooler.pool(sequences.output([Slice(3, 20, 30)]), sequences.metadata([Slice(3, 20, 30)]))
+    output = sequences.pooler.pool(sequences.output([Chunk(3, 20, 30)]), sequences.metadata([Chunk(3, 20, 30)]))
     with pytest.raises(KeyError, match="sequence 0 has no embedding; it has no results yet"):
         output.get_embedding(0)
 
@@ -181,19 +180,19 @@ def test_an_incomplete_embedding_has_no_array() -> None:
 
 @pytest.mark.parametrize("with_skip", [False, True], ids=["", "skip"])
 def test_last_may_begin_late(with_skip: bool) -> None:
-    """Slices after tokens that never were rows: all of the rest, or the rest in two."""
+    """Chunks after tokens that never were rows: all of the rest, or the rest in two."""
     info = make_info(sequence_pooling=(PoolingType.LAST,))
     params = [resolved(info, PoolingTask.EMBED, dimensions=d) for d in (None, 5, 3, None, 2, None)]
     skip = torch.tensor([0, 1, 6, 50, 5, 29], dtype=torch.int32) if with_skip else None
     sequences = Sequences(ModelPooler(info, TinyModel()), params, skip)
-    first = [Slice(0, 0, 1), Slice(2, 4, 7), Slice(4, 3, 5), Slice(3, 16, 40), Slice(5, 20, 25)]
-    run(sequences, [first, [Slice(3, 48, 63), Slice(1, 0, 2), Slice(5, 25, 30)]])
+    first = [Chunk(0, 0, 1), Chunk(2, 4, 7), Chunk(4, 3, 5), Chunk(3, 16, 40), Chunk(5, 20, 25)]
+    run(sequences, [first, [Chunk(3, 48, 63), Chunk(1, 0, 2), Chunk(5, 25, 30)]])
 
 
 def test_last_with_hits_alone_is_one_kernel_call_without_states(monkeypatch: pytest.MonkeyPatch) -> None:
     info = make_info(sequence_pooling=(PoolingType.LAST,))
     sequences = Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
-    batch = [Slice(i, length // 2, length) for i, length in enumerate(LENGTHS)]
+    batch = [Chunk(i, length // 2, length) for i, length in enumerate(LENGTHS)]
     assert sequences.metadata(batch).cursors == {}
     monkeypatch.setattr(PoolingStates, "initialize", None)
     run(sequences, [batch])
@@ -206,22 +205,22 @@ def test_last_with_hits_alone_is_one_kernel_call_without_states(monkeypatch: pyt
 def test_other_types_need_every_row(types: tuple[PoolingType, ...], end: int) -> None:
     info = make_info(sequence_pooling=types)
     sequences = Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
-    with pytest.raises(ValueError, match=rf"{'.'.join(types)} pooling needs every row, but a slice begins at 16 and 0"):
-        sequences.step([Slice(2, 0, 7), Slice(3, 16, end)])
+    with pytest.raises(ValueError, match=rf"{'.'.join(types)} pooling needs every row, but a chunk begins at 16 and 0"):
+        sequences.step([Chunk(2, 0, 7), Chunk(3, 16, end)])
 
 
 @pytest.mark.parametrize("end", [50, 63])
 def test_token_rows_need_every_row(end: int) -> None:
     sequences = token_classifier()
-    sequences.step([Slice(3, 0, 9)])
-    with pytest.raises(ValueError, match="STEP pooling needs every row, but a slice begins at 16 and 9 tokens"):
-        sequences.step([Slice(3, 16, end)])
+    sequences.step([Chunk(3, 0, 9)])
+    with pytest.raises(ValueError, match="STEP pooling needs every row, but a chunk begins at 16 and 9 tokens"):
+        sequences.step([Chunk(3, 16, end)])
 
 
 # What a mixed batch costs ----------------------------------------------------------------------------------------
 
 
-def test_whole_sequences_beside_a_slice_go_through_one_kernel_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_sequences_beside_a_chunk_go_through_one_kernel_call(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     real = poolers.pool
 
@@ -232,7 +231,7 @@ def test_whole_sequences_beside_a_slice_go_through_one_kernel_call(monkeypatch: 
     monkeypatch.setattr(poolers, "pool", counted)
     info = make_info()
     sequences = Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
-    batch = [*(Slice(i, 0, LENGTHS[i]) for i in (0, 1, 2, 4)), Slice(3, 0, 40)]
+    batch = [*(Chunk(i, 0, LENGTHS[i]) for i in (0, 1, 2, 4)), Chunk(3, 0, 40)]
     assert list(sequences.metadata(batch).cursors) == [4]
     sequences.step(batch)
     assert seen == [(15, 4)]
@@ -243,7 +242,7 @@ def test_a_sequence_that_comes_again_as_a_whole_needs_its_state_no_more() -> Non
     sequences = Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
     sequences.states[3] = PoolingStates.initialize(HIDDEN_SIZE, (PoolingType.MEAN,))
     sequences.states[3].update(torch.full((20, HIDDEN_SIZE), float("nan")))
-    sequences.step([Slice(3, 0, 63)])
+    sequences.step([Chunk(3, 0, 63)])
     np.testing.assert_allclose(sequences.parts[3][0]["embedding"], sequences.whole()[3]["embedding"], atol=1e-6)
 
 
@@ -253,8 +252,8 @@ def test_a_sequence_that_comes_again_as_a_whole_needs_its_state_no_more() -> Non
 def test_a_batch_that_fails_leaves_the_states_of_its_caller_alone() -> None:
     info = make_info(sequence_pooling=(PoolingType.MEAN, PoolingType.ATTENTION))
     sequences = Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
-    sequences.step([Slice(3, 0, 20)])
-    state, batch = sequences.states[3], [Slice(3, 20, 63)]
+    sequences.step([Chunk(3, 0, 20)])
+    state, batch = sequences.states[3], [Chunk(3, 20, 63)]
     for _ in range(2):
         metadata = sequences.metadata(batch)
         output = sequences.pooler.pool(sequences.output(batch), metadata).to_numpy()[0]["embedding"]
@@ -262,56 +261,56 @@ def test_a_batch_that_fails_leaves_the_states_of_its_caller_alone() -> None:
         assert (state.num_tokens, len(state.rows)) == (20, 1)
 
 
-def packed(batch: Sequence[Slice], cache: bool = True) -> PackedBatch:
+def packed(batch: Sequence[Chunk], cache: bool = True) -> PackedBatch:
     inputs = [TokenizedInput(np.ones(s.end - s.start, np.int32), num_prompt_tokens=1) for s in batch]
     starts = [s.start for s in batch]
     return PackedBatch.build(
         inputs,
         torch.device("cpu"),
         starts=starts,
-        cache=BatchCache(num_fresh=1, num_fresh_tokens=7, context_lens=tuple(starts)) if cache else None,
+        cache=BatchCache(num_new_seqs=1, num_new_tokens=7, context_lens=tuple(starts)) if cache else None,
     )
 
 
-def test_a_packed_batch_says_where_its_slices_begin() -> None:
+def test_a_packed_batch_says_where_its_chunks_begin() -> None:
     info = make_info(sequence_pooling=(PoolingType.LAST,))
     params = [resolved(info, PoolingTask.EMBED)] * 3
-    batch = [Slice(2, 0, 7), Slice(4, 3, 5), Slice(3, 16, 40)]
+    batch = [Chunk(2, 0, 7), Chunk(4, 3, 5), Chunk(3, 16, 40)]
     metadata = PoolingMetadata.for_batch(packed(batch), params, prompt_lens=[7, 5, 63], states=[None] * 3)
     assert list(metadata.cursors) == [2]
     cursor = metadata.cursors[2]
-    assert (cursor.start, cursor.slice_start, cursor.slice_end, cursor.global_start) == (0, 16, 40, 9)
+    assert (cursor.start, cursor.chunk_start, cursor.chunk_end, cursor.global_start) == (0, 16, 40, 9)
     assert not PoolingMetadata.for_batch(packed(batch), params).cursors
     batch_cache = packed(batch).cache
     assert batch_cache is not None
-    sliced = replace(packed(batch), cache=replace(batch_cache, whole_lens=(7, 9, 63)))
-    assert list(PoolingMetadata.for_batch(sliced, params).cursors) == [1, 2]
+    chunked = replace(packed(batch), cache=replace(batch_cache, prompt_lens=(7, 9, 63)))
+    assert list(PoolingMetadata.for_batch(chunked, params).cursors) == [1, 2]
     assert not PoolingMetadata.for_batch(packed(batch[:1]), params[:1], prompt_lens=[7]).is_partial
     assert not PoolingMetadata.for_batch(packed(batch, cache=False), params).is_partial
     with pytest.raises(ValueError, match="prompt_lens holds 1 values for 3 sequences"):
         PoolingMetadata.for_batch(packed(batch), params, prompt_lens=[7])
 
 
-def test_models_that_pool_by_themselves_take_no_slices() -> None:
+def test_models_that_pool_by_themselves_take_no_chunks() -> None:
     info = make_info(ModelKind.SEQUENCE_CLASSIFIER, sequence_pooling=(PoolingType.CLS,))
     metadata = PoolingMetadata.create([9], [resolved(info, PoolingTask.CLASSIFY)], chunk_sizes=[4])
     output = ModelOutput(hidden_states=torch.zeros(4, HIDDEN_SIZE), logits=torch.zeros(1, 5))
-    with pytest.raises(ValueError, match="cannot run on slices"):
+    with pytest.raises(ValueError, match="cannot run on chunks"):
         ModelPooler(info, TinyModel()).pool(output, metadata)
 
 
 def test_attention_weights_must_cover_what_was_before() -> None:
     info = make_info(sequence_pooling=(PoolingType.ATTENTION,))
     sequences = Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
-    sequences.step([Slice(3, 0, 20)])
-    batch = [Slice(3, 20, 63)]
+    sequences.step([Chunk(3, 0, 20)])
+    batch = [Chunk(3, 20, 63)]
     for weights, message in ((None, "needs the attention weights"), (sequences.attention[:43], "hold 43 rows for 63")):
         output = ModelOutput(hidden_states=sequences.output(batch).hidden_states, attention_weights=weights)
         with pytest.raises(ValueError, match=message):
             sequences.pooler.pool(output, sequences.metadata(batch))
 
 
-def test_a_pooler_takes_no_slices() -> None:
+def test_a_pooler_takes_no_chunks() -> None:
     metadata = PoolingMetadata.create([9], chunk_sizes=[4])
     for pooler in (poolers.MeanPooler(), poolers.AllPooler()):
         with pytest.raises(ValueError, match="takes whole sequences"):

@@ -1,13 +1,13 @@
-"""Paged attention on CPU: each slice block by block, its keys read from the cache tile by tile."""
+"""Paged attention on CPU: each chunk block by block, its keys read from the cache tile by tile."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ._blockwise import attend_blockwise
-from ._keys import paged_reader
-from ._scoring import Scoring
+from ..cpu._blockwise import attend_blockwise
+from ..cpu._keys import paged_reader
+from ..cpu._scoring import Scoring
 
 
 def attention_paged_cpu(

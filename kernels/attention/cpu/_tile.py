@@ -21,7 +21,7 @@ class Block:
     """Rows that are computed together.
 
     Attributes:
-        first: First row of the slice.
+        first: First row of the chunk.
         last: Row after its last.
         position: Position of its first row in the sequence.
         q: [Hkv, G, I, K], scaled; rows past last - first are zeros.

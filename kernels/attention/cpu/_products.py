@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .._scratch import scratch
+from ..._scratch import scratch
 
 # Scores. A product of fewer costs less than the call: key heads share one.
 MIN_PRODUCT = {torch.float32: 1 << 15, torch.bfloat16: 1 << 20, torch.float16: 1 << 20}

@@ -1,6 +1,6 @@
-"""Which part of its sequence every slice of a batch is, and what was kept of its sequence before.
+"""Which part of its sequence each chunk of a batch is, and what was pooled of its sequence before.
 
-Arrays over the batch; Python objects only for sequences that are not whole.
+Arrays over the batch; Python objects only for sequences of which the batch holds a part.
 """
 
 from __future__ import annotations
@@ -15,19 +15,127 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..protocol.tasks import PoolingType
-from .cursor import PoolingCursor
 from .packing import IntArray, cu_seqlens_of, prefix_sums, rows_between
 from .states import PoolingStates, finalize_states, update_states
 
 
+@dataclass(slots=True)
+class PoolingCursor:
+    """Where a sequence's chunk lies in the current batch, and how much of the sequence was pooled before.
+
+    A chunk begins where pooling stopped, as a rule. It begins earlier where rows are computed again, because what was
+    kept of their sequence was given up; and later where the model takes what lies between from its prefix cache.
+
+    Attributes:
+        prompt_len: Tokens. The whole sequence.
+        num_scheduled: Tokens of the sequence in the current batch.
+        start: Tokens pooled before the current batch.
+        row: Row of the packed batch at which the chunk begins.
+        offset: Tokens from `start` to the beginning of the chunk: below 0 for rows that are computed again, above 0
+            for a gap.
+    """
+
+    prompt_len: int
+    num_scheduled: int
+    start: int = 0
+    row: int = 0
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the values."""
+        if not 0 <= self.start <= self.prompt_len:
+            raise ValueError(f"{self.start} tokens cannot have been pooled of a sequence of {self.prompt_len} tokens")
+        if self.chunk_start < 0 or self.num_scheduled < 0 or self.chunk_end > self.prompt_len:
+            raise ValueError(
+                f"{self.num_scheduled} tokens at {self.chunk_start} do not lie in a sequence of "
+                f"{self.prompt_len} tokens"
+            )
+
+    @property
+    def chunk_start(self) -> int:
+        """Place of the chunk's first token in the sequence."""
+        return self.start + self.offset
+
+    @property
+    def chunk_end(self) -> int:
+        """One past the place of the chunk's last token in the sequence."""
+        return self.chunk_start + self.num_scheduled
+
+    @property
+    def num_repeated(self) -> int:
+        """Rows at the head of the chunk that were pooled before."""
+        return min(max(-self.offset, 0), self.num_scheduled)
+
+    @property
+    def global_start(self) -> int:
+        """First row of the chunk in the packed batch."""
+        return self.row
+
+    @property
+    def global_end(self) -> int:
+        """One past the last row of the chunk in the packed batch."""
+        return self.row + self.num_scheduled
+
+    @property
+    def remaining(self) -> int:
+        """Tokens not pooled yet, those of the current batch included."""
+        return self.prompt_len - self.start
+
+    @property
+    def is_complete(self) -> bool:
+        """True once every token was pooled."""
+        return self.start >= self.prompt_len
+
+    @property
+    def is_whole(self) -> bool:
+        """True where the current batch holds the sequence from its first token to its last."""
+        return self.chunk_start == 0 and self.num_scheduled == self.prompt_len
+
+    def advance(self, num_tokens: int) -> None:
+        """Counts `num_tokens` more as pooled.
+
+        Raises:
+            ValueError: More than remain.
+        """
+        if not 0 <= num_tokens <= self.remaining:
+            raise ValueError(f"cannot advance by {num_tokens}: {self.remaining} of {self.prompt_len} tokens remain")
+        self.start += num_tokens
+        self.num_scheduled = self.offset = 0
+
+    def finish_chunk(self) -> None:
+        """Counts everything up to the end of the chunk as pooled; a chunk of repeated rows changes nothing."""
+        self.advance(max(self.chunk_end - self.start, 0))
+
+    def schedule(self, num_tokens: int, row: int, chunk_start: int | None = None) -> None:
+        """Places the next chunk: `num_tokens` tokens from `row` of a new batch.
+
+        Args:
+            num_tokens: Tokens.
+            row: Row.
+            chunk_start: Place of the first of them in the sequence; None means where pooling stopped.
+
+        Raises:
+            ValueError: More than remain.
+        """
+        offset = 0 if chunk_start is None else chunk_start - self.start
+        remaining = self.remaining - offset
+        if not 0 <= num_tokens <= remaining or remaining > self.prompt_len:
+            raise ValueError(f"cannot schedule {num_tokens}: {remaining} of {self.prompt_len} tokens remain")
+        self.num_scheduled, self.row, self.offset = num_tokens, row, offset
+
+    def reset(self) -> None:
+        """Starts over from the first token, with nothing scheduled."""
+        self.start = self.num_scheduled = self.row = self.offset = 0
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
-class BatchSlices:
-    """The slices of a batch of N sequences, of which many may be whole.
+class BatchChunks:
+    """The chunks of a batch of N sequences, of which many may be whole.
 
     Attributes:
         prompt_lens: [N], tokens of each whole sequence.
-        slice_starts: [N], place of each slice's first token in its sequence.
-        seq_lens: [N], tokens of each slice.
+        chunk_starts: [N], place of each chunk's first token in its sequence.
+        seq_lens: [N], tokens of each chunk.
         bounds: [N+1], prefix sums of `seq_lens`.
         cursors: By index, for sequences of which something was pooled before or is left for later; none for the
             others, so that they cost no object.
@@ -35,7 +143,7 @@ class BatchSlices:
     """
 
     prompt_lens: IntArray
-    slice_starts: IntArray
+    chunk_starts: IntArray
     seq_lens: IntArray
     bounds: IntArray
     cursors: dict[int, PoolingCursor]
@@ -46,11 +154,11 @@ class BatchSlices:
         cls,
         prompt_lens: Sequence[int],
         seq_lens: Sequence[int],
-        slice_starts: Sequence[int] | None = None,
+        chunk_starts: Sequence[int] | None = None,
         seq_starts: Sequence[int] | None = None,
         states: Sequence[PoolingStates | None] | None = None,
-    ) -> BatchSlices | None:
-        """Returns the slices of a batch; None where it holds whole sequences only. See `PoolingMetadata.create`.
+    ) -> BatchChunks | None:
+        """Returns the chunks of a batch; None where it holds whole sequences only. See `PoolingMetadata.create`.
 
         Raises:
             ValueError: The lengths do not fit together.
@@ -65,7 +173,7 @@ class BatchSlices:
                     f"its state holds {state.num_tokens}"
                 )
             pooled[index] = state.num_tokens
-        starts = pooled if slice_starts is None else np.asarray(slice_starts, np.int64)
+        starts = pooled if chunk_starts is None else np.asarray(chunk_starts, np.int64)
         misfits = np.flatnonzero((starts < 0) | (sizes < 0) | (starts + sizes > whole))
         if len(misfits):
             n = misfits[0]
@@ -75,10 +183,10 @@ class BatchSlices:
         if not has_cursor.any() and not starts.any():
             return None
         bounds = prefix_sums(sizes)
-        slices = cls(prompt_lens=whole, slice_starts=starts, seq_lens=sizes, bounds=bounds, cursors={}, states=running)
+        chunks = cls(prompt_lens=whole, chunk_starts=starts, seq_lens=sizes, bounds=bounds, cursors={}, states=running)
         for index in np.flatnonzero(has_cursor).tolist():
-            slices._place(index, int(pooled[index]))
-        return slices
+            chunks._place(index, int(pooled[index]))
+        return chunks
 
     def direct(self, *, is_last_only: bool) -> NDArray[np.bool_]:
         """Returns [N]: the sequences whose pooled row can be had from the rows of this batch alone.
@@ -86,13 +194,13 @@ class BatchSlices:
         Args:
             is_last_only: LAST is the only pooling type, so that the end of a sequence will do.
         """
-        is_complete: NDArray[np.bool_] = self.slice_starts + self.seq_lens == self.prompt_lens
-        will_do: NDArray[np.bool_] = self.seq_lens > 0 if is_last_only else self.slice_starts == 0
+        is_complete: NDArray[np.bool_] = self.chunk_starts + self.seq_lens == self.prompt_lens
+        will_do: NDArray[np.bool_] = self.seq_lens > 0 if is_last_only else self.chunk_starts == 0
         return is_complete & will_do
 
     def stateful(self) -> list[int]:
         """Returns the sequences that are not whole, and so need a state unless their end will do."""
-        return sorted(self.cursors.keys() | set(np.flatnonzero(self.slice_starts).tolist()))
+        return sorted(self.cursors.keys() | set(np.flatnonzero(self.chunk_starts).tolist()))
 
     def initialize(
         self, hidden_size: int, pooling_types: Mapping[int, Sequence[PoolingType]], device: torch.device
@@ -122,12 +230,12 @@ class BatchSlices:
                 hidden_states[rows_between(self.bounds[picked], self.bounds[picked + 1], device)],
                 seq_lens.tolist(),
                 cu_seqlens_of(seq_lens, device),
-                [self.cursors[i].slice_start for i in indices],
+                [self.cursors[i].chunk_start for i in indices],
                 [weights.get(i) for i in indices],
                 skip_tokens=None if skip_tokens is None else skip_tokens[torch.from_numpy(picked).to(device)],
             )
         for cursor in self.cursors.values():
-            cursor.finish_slice()
+            cursor.finish_chunk()
 
     def finalize(self) -> dict[int, Tensor]:
         """Returns the pooled rows of complete sequences by index; see `PoolingMetadata.finalize_all`."""
@@ -146,22 +254,22 @@ class BatchSlices:
             self.states.pop(index, None)
 
     def weight_bounds(self, num_weights: int) -> IntArray:
-        """Returns [N+1]: where the attention weights of each sequence begin, those before its slice included.
+        """Returns [N+1]: where the attention weights of each sequence begin, those before its chunk included.
 
         Raises:
             ValueError: There are not `num_weights` of them.
         """
-        bounds = prefix_sums(self.slice_starts + self.seq_lens)
+        bounds = prefix_sums(self.chunk_starts + self.seq_lens)
         if num_weights != bounds[-1]:
             raise ValueError(
-                f"attention weights hold {num_weights} rows for {bounds[-1]} tokens up to the ends of the slices"
+                f"attention weights hold {num_weights} rows for {bounds[-1]} tokens up to the ends of the chunks"
             )
         return bounds
 
     def _weights(self, attention_weights: Tensor) -> dict[int, Tensor]:
         """The weights of whole sequences by index, for those that end in this batch."""
         bounds = self.weight_bounds(attention_weights.shape[0])
-        ending = [i for i, cursor in self.cursors.items() if cursor.slice_end == cursor.prompt_len]
+        ending = [i for i, cursor in self.cursors.items() if cursor.chunk_end == cursor.prompt_len]
         return {i: attention_weights[bounds[i] : bounds[i + 1]] for i in ending}
 
     def _place(self, index: int, num_pooled: int = 0) -> None:
@@ -171,7 +279,7 @@ class BatchSlices:
             num_scheduled=int(self.seq_lens[index]),
             start=num_pooled,
             row=int(self.bounds[index]),
-            offset=int(self.slice_starts[index]) - num_pooled,
+            offset=int(self.chunk_starts[index]) - num_pooled,
         )
 
     def _by_types(self) -> dict[tuple[PoolingType, ...], list[int]]:

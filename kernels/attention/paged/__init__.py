@@ -1,4 +1,4 @@
-"""Attention of slices of sequences over a paged cache: the public function, its checks, the choice of backend."""
+"""Attention of chunks of sequences over a paged cache: the public function, its checks, the choice of backend."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -8,8 +8,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ._paged_cpu import attention_paged_cpu
-from ._paged_reference import attention_paged_reference
+from ._cpu import attention_paged_cpu
+from ._reference import attention_paged_reference
 
 PagedBackend = Literal["blockwise", "triton", "reference"]
 
@@ -29,25 +29,25 @@ def attention_paged(
     context_lens_on_device: Tensor | None = None,
     backend: PagedBackend | None = None,
 ) -> Tensor:
-    """Causal softmax(scale * q k^T) v of slices of sequences whose keys and values lie in blocks. Inference only.
+    """Causal softmax(scale * q k^T) v of chunks of sequences whose keys and values lie in blocks. Inference only.
 
-    Row i of slice n is token context_lens[n] + i of its sequence. It sees the tokens up to itself (and from its
-    position - window[0] on), all of which must be in the caches: store the slice before, with `kv_store`. Slices of one
+    Row i of chunk n is token context_lens[n] + i of its sequence. It sees the tokens up to itself (and from its
+    position - window[0] on), all of which must be in the caches: store the chunk before, with `kv_store`. Chunks of one
     sequence give the rows that `attention` gives for the whole of it, to the rounding of sums. Nothing is read that
-    the slices do not see but the rest of a token's own sequence: other blocks, and the end of the last block, may hold
+    the chunks do not see but the rest of a token's own sequence: other blocks, and the end of the last block, may hold
     anything, NaN included. Held to the float32 reference within 1e-5 (float32) and 3e-2 (bfloat16, float16) of the
     largest absolute value of what is seen of `v_cache`.
 
     Args:
-        q: [T, H, K], float32/bfloat16/float16: the rows of the slices, packed. Rows may be strided. Not modified.
+        q: [T, H, K], float32/bfloat16/float16: the rows of the chunks, packed. Rows may be strided. Not modified.
         k_cache: [P, block_size, Hkv, K], dtype and device of q, contiguous. H must be a multiple of Hkv. Not modified.
         v_cache: As `k_cache`.
         block_tables: [N, M], int32, on the CPU or the device of q: block_tables[n, j // block_size] is the block of
             token j of sequence n. What follows a sequence's last block is not read. Neighbouring blocks in ascending
             order are read fastest on CPU. Values are not checked.
-        cu_seqlens: [N+1], int32, device of q: first row of each slice, and T.
-        seq_lens: N numbers of rows on the host, equal to the differences of `cu_seqlens`. A slice may be empty.
-        context_lens: N numbers of tokens before the slice, on the host.
+        cu_seqlens: [N+1], int32, device of q: first row of each chunk, and T.
+        seq_lens: N numbers of rows on the host, equal to the differences of `cu_seqlens`. A chunk may be empty.
+        context_lens: N numbers of tokens before the chunk, on the host.
         scale: Factor of the scores.
         window: (left, right) reach in tokens; a negative number is no limit. Right is none in any case: it is causal.
         softcap: c > 0: the scaled scores s become c * tanh(s / c) (Gemma 2). None: they stay.
@@ -66,7 +66,7 @@ def attention_paged(
     if backend is None:
         backend = "blockwise" if q.device.type == "cpu" else "triton" if has_triton() else "reference"
     if backend == "triton":
-        from ._triton import attention_triton
+        from .._triton import attention_triton
 
         longest = max(seq_lens, default=0)
         if longest == 0:

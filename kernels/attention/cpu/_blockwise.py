@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .._scratch import scratch
+from ..._scratch import scratch
 from ._scoring import Scoring
 from ._tile import Block, add_tile, raise_shift
 
@@ -35,7 +35,7 @@ COLUMN_STEP = 64
 def attend_blockwise(
     q: Tensor, read: ReadKeys, num_kv_heads: int, context_len: int, total: int, scoring: Scoring, out: Tensor
 ) -> None:
-    """Writes the attention of one sequence, or of its slice from `context_len` on, to `out`.
+    """Writes the attention of one sequence, or of its chunk from `context_len` on, to `out`.
 
     Args:
         q: [L, H, K]: the rows.

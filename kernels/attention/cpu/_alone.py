@@ -6,10 +6,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from .._sdpa import attention_sdpa
 from ._blockwise import attend_blockwise
 from ._keys import packed_reader
 from ._scoring import Scoring
-from ._sdpa import attention_sdpa
 
 # Tokens from which the blockwise path is faster than SDPA.
 MIN_BLOCKWISE_LENGTH = 256

@@ -10,9 +10,9 @@ the derivation and the figures.
 import torch
 from torch import Tensor
 
-from .._scratch import scratch
+from ..._scratch import scratch
 from ._alone import attention_blockwise
-from ._chunks import Chunk
+from ._groups import Group
 from ._plan import AttentionPlan
 
 MIN_SUM, MAX_SUM = 1e-30, 1e30
@@ -38,19 +38,19 @@ def attention_grouped(
     softcap: float | None,
     plan: AttentionPlan,
 ) -> Tensor:
-    """Same as `attention`, by the chunks of the plan."""
+    """Same as `attention`, by the groups of the plan."""
     with torch.no_grad():
         out = torch.empty(q.shape, dtype=q.dtype)
         fused = _fused_view(q, k, v)
-        for chunk in plan.chunks:
-            if chunk.is_alone:
-                rows = slice(chunk.start, chunk.end)
+        for group in plan.groups:
+            if group.is_alone:
+                rows = slice(group.start, group.end)
                 out[rows] = attention_blockwise(
-                    q[rows], k[rows], v[rows], (chunk.seq_len,), scale, plan.reach, relative_bias, softcap
+                    q[rows], k[rows], v[rows], (group.seq_len,), scale, plan.reach, relative_bias, softcap
                 )
                 continue
-            _attend_chunk(
-                chunk,
+            _attend_group(
+                group,
                 (fused,) if fused is not None else (q[:, None], k[:, None], v[:, None]),
                 scale,
                 relative_bias,
@@ -61,7 +61,7 @@ def attention_grouped(
 
 
 def _fused_view(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """[T, 3, H, K]: q, k and v as one view where they are slices of one product, so that one copy reorders them."""
+    """[T, 3, H, K]: q, k and v as one view where they are parts of one product, so that one copy reorders them."""
     step = k.storage_offset() - q.storage_offset()
     storage = q.untyped_storage().data_ptr()
     if (
@@ -77,55 +77,55 @@ def _fused_view(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     return q.as_strided((num_tokens, 3, num_heads, head_size), (q.stride(0), step, q.stride(1), q.stride(2)))
 
 
-def _attend_chunk(
-    chunk: Chunk,
+def _attend_group(
+    group: Group,
     parts: tuple[Tensor, ...],
     scale: float,
     relative_bias: Tensor | None,
     softcap: float | None,
     out: Tensor,
 ) -> None:
-    num_seqs, length, head_size = chunk.num_seqs, chunk.length, out.shape[2]
+    num_seqs, length, head_size = group.num_seqs, group.length, out.shape[2]
     # [n, H or Hkv, length, K] each, contiguous.
     if len(parts) == 1:
-        q4, k4, v4 = _load("qkv", chunk, parts[0]).unbind(0)
+        q4, k4, v4 = _load("qkv", group, parts[0]).unbind(0)
     else:
-        q4, k4, v4 = (_load(name, chunk, part)[0] for name, part in zip(("q", "k", "v"), parts, strict=True))
+        q4, k4, v4 = (_load(name, group, part)[0] for name, part in zip(("q", "k", "v"), parts, strict=True))
     if scale != 1.0:
         q4.mul_(scale)
 
-    if chunk.rows is None:
-        rows = out[chunk.start : chunk.end].unflatten(0, (chunk.num_true, chunk.seq_len))
+    if group.rows is None:
+        rows = out[group.start : group.end].unflatten(0, (group.num_true, group.seq_len))
     else:
         rows = scratch("attention.rows", (num_seqs, length, out.shape[1], head_size), out.dtype)
-    _attend(chunk, q4, k4, v4, relative_bias, softcap, rows.transpose(1, 2))
+    _attend(group, q4, k4, v4, relative_bias, softcap, rows.transpose(1, 2))
 
-    if chunk.is_true is not None:
+    if group.is_true is not None:
         flat = rows.view(num_seqs * length, out.shape[1], head_size)
-        if chunk.targets is None:
-            torch.index_select(flat, 0, chunk.is_true, out=out[chunk.start : chunk.end])
+        if group.targets is None:
+            torch.index_select(flat, 0, group.is_true, out=out[group.start : group.end])
         else:
-            out.index_copy_(0, chunk.targets, flat.index_select(0, chunk.is_true))
+            out.index_copy_(0, group.targets, flat.index_select(0, group.is_true))
 
 
-def _load(name: str, chunk: Chunk, part: Tensor) -> Tensor:
-    """[C, n, H, length, K], contiguous: the chunk's rows of `part` [T, C, H, K], padded."""
+def _load(name: str, group: Group, part: Tensor) -> Tensor:
+    """[C, n, H, length, K], contiguous: the group's rows of `part` [T, C, H, K], padded."""
     num_parts, num_heads, head_size = part.shape[1:]
-    loaded = scratch("attention." + name, (num_parts, chunk.num_seqs, num_heads, chunk.length, head_size), part.dtype)
-    if chunk.rows is not None:
-        rows = part.index_select(0, chunk.rows).unflatten(0, (chunk.num_seqs, chunk.length))
+    loaded = scratch("attention." + name, (num_parts, group.num_seqs, num_heads, group.length, head_size), part.dtype)
+    if group.rows is not None:
+        rows = part.index_select(0, group.rows).unflatten(0, (group.num_seqs, group.length))
     else:
-        rows = part[chunk.start : chunk.end].unflatten(0, (chunk.num_true, chunk.seq_len))
-        if chunk.num_true < chunk.num_seqs:
-            loaded[:, chunk.num_true :].zero_()
-        if chunk.seq_len < chunk.length:
-            loaded[..., chunk.seq_len :, :].zero_()
+        rows = part[group.start : group.end].unflatten(0, (group.num_true, group.seq_len))
+        if group.num_true < group.num_seqs:
+            loaded[:, group.num_true :].zero_()
+        if group.seq_len < group.length:
+            loaded[..., group.seq_len :, :].zero_()
     loaded[:, : rows.shape[0], :, : rows.shape[1]].copy_(rows.permute(2, 0, 3, 1, 4))
     return loaded
 
 
 def _attend(
-    chunk: Chunk,
+    group: Group,
     q4: Tensor,
     k4: Tensor,
     v4: Tensor,
@@ -133,7 +133,7 @@ def _attend(
     softcap: float | None,
     target: Tensor,
 ) -> None:
-    """Writes the rows of a chunk to `target` [n, H, L, K], which may have fewer rows than are computed."""
+    """Writes the rows of a group to `target` [n, H, L, K], which may have fewer rows than are computed."""
     num_seqs, num_heads, length, head_size = q4.shape
     num_kv_heads = k4.shape[1]
     batch, num_rows = num_seqs * num_kv_heads, num_heads // num_kv_heads * length
@@ -143,7 +143,7 @@ def _attend(
     k3, v3 = k4.view(batch, length, head_size), v4.view(batch, length, head_size)
     scores = scratch("attention.scores", (batch, num_rows, length), q4.dtype)
     bias = None if relative_bias is None else relative_bias[:, :length, :length]
-    _compute_scores(scores, q3, k3, bias, softcap, chunk)
+    _compute_scores(scores, q3, k3, bias, softcap, group)
 
     num_true, num_target_rows = target.shape[0], target.shape[2]
     rows = scratch("attention.tile", (batch, num_rows, head_size), q4.dtype)
@@ -158,7 +158,7 @@ def _attend(
             sums4 = sums.view(num_seqs, num_heads, length, 1)[:num_true, :, :num_target_rows]
             torch.div(rows4, sums4, out=target)
             return
-        _compute_scores(scores, q3, k3, bias, softcap, chunk)
+        _compute_scores(scores, q3, k3, bias, softcap, group)
     weights = scratch("attention.weights", (batch, num_rows, length), q4.dtype)
     torch.softmax(scores, -1, out=weights)
     torch.bmm(weights, v3, out=rows)
@@ -166,16 +166,16 @@ def _attend(
 
 
 def _compute_scores(
-    scores: Tensor, q3: Tensor, k3: Tensor, bias: Tensor | None, softcap: float | None, chunk: Chunk
+    scores: Tensor, q3: Tensor, k3: Tensor, bias: Tensor | None, softcap: float | None, group: Group
 ) -> None:
     torch.bmm(q3, k3.transpose(1, 2), out=scores)
     if softcap is not None:
         scores.mul_(1.0 / softcap).tanh_().mul_(softcap)
-    scores4 = scores.view(chunk.num_seqs, -1, chunk.length, chunk.length)
+    scores4 = scores.view(group.num_seqs, -1, group.length, group.length)
     if bias is not None:
         # Padding may reach past the bias; what it holds there is hidden or dropped.
         scores4[:, :, : bias.shape[1], : bias.shape[2]].add_(bias)
-    if chunk.mask is not None:
-        scores4.add_(chunk.mask)
-    for first, last, column in chunk.hidden:
+    if group.mask is not None:
+        scores4.add_(group.mask)
+    for first, last, column in group.hidden:
         scores4[first:last, :, :, column:].fill_(float("-inf"))

@@ -1,8 +1,9 @@
-"""A sparse mixture of experts: every token goes through the few networks that a router picks for it.
+"""The MLP of today's decoders, down(activation(gate(x)) * up(x)), and a sparse mixture of several as experts.
 
-Source: Shazeer et al., Outrageously Large Neural Networks (arXiv 1701.06538); Fedus et al., Switch Transformers
-(arXiv 2101.03961).
-Shape letters: T packed tokens in R rows, D model width, X experts, K experts of a token, M rows of one expert.
+Source of the mixture: Shazeer et al., Outrageously Large Neural Networks (arXiv 1701.06538); Fedus et al., Switch
+Transformers (arXiv 2101.03961).
+Shape letters: R rows, D model width, I inner width, T packed tokens in R rows, X experts, K experts of a token, M rows
+of one expert.
 """
 
 from __future__ import annotations
@@ -14,9 +15,58 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..protocol.errors import ModelLoadError
-from .gated_mlp import GatedMlp
-from .linear import Linear
+from .linear import GatedLinear, Linear
 from .rows import Rows, round_up
+from .weights import Weights
+
+
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)).
+
+    Args:
+        both: Gate and up.
+        down: Back to the model's width.
+    """
+
+    __slots__ = ("_both", "_down")
+
+    def __init__(self, both: GatedLinear, down: Linear) -> None:
+        self._both = both
+        self._down = down
+
+    @classmethod
+    def load(
+        cls,
+        weights: Weights,
+        size: int,
+        inner_size: int,
+        *,
+        activation: str,
+        names: tuple[str, ...] = ("gate_proj", "up_proj"),
+        down: str = "down_proj",
+        bias: bool = False,
+    ) -> GatedMlp:
+        """Reads the three maps.
+
+        Args:
+            weights: View that holds them.
+            size: D.
+            inner_size: I.
+            activation: Name as in config.json.
+            names: Those of gate and up, or of one map that gives both.
+            down: Name of the map back to the model's width.
+            bias: Whether they have one.
+        """
+        rows = 2 * inner_size // len(names)
+        weight_2ID = torch.cat([weights.tensor(f"{name}.weight", rows, size) for name in names])
+        bias_2I = torch.cat([weights.tensor(f"{name}.bias", rows) for name in names]) if bias else None
+        return cls(
+            GatedLinear(weight_2ID, bias_2I, activation), Linear.load(weights, down, inner_size, size, bias=bias)
+        )
+
+    def __call__(self, x_RD: Tensor, *, add: Tensor | None = None) -> Tensor:
+        """Returns [R, D]; `add`, of the same shape and type, is added to it (a residual)."""
+        return self._down(self._both(x_RD), add=add)
 
 
 class SparseExperts:

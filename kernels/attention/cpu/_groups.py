@@ -6,7 +6,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-# Scores of one chunk: 4 MiB in bfloat16, which the caches of a few cores hold.
+# Scores of one group: 4 MiB in bfloat16, which the caches of a few cores hold.
 MAX_SCORES = 1 << 21
 # Up to this length a mask added to all scores costs less than a fill for each sequence.
 MAX_MASKED_LENGTH = 48
@@ -19,20 +19,20 @@ NO_LIMIT = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Group:
     """Sequences that are computed together, each padded to `length` rows.
 
     Attributes:
         num_seqs: Sequences that are computed. The last `num_seqs - num_true` are fill and belong to nobody.
         num_true: Sequences of the batch.
         length: Rows per sequence, padding included.
-        seq_len: True rows per sequence where all are equal and adjacent: the chunk is read through a view. Else 0.
-        start: First packed row of the chunk.
-        end: Row after its last, where the chunk is contiguous in the packed batch; else 0.
+        seq_len: True rows per sequence where all are equal and adjacent: the group is read through a view. Else 0.
+        start: First packed row of the group.
+        end: Row after its last, where the group is contiguous in the packed batch; else 0.
         rows: [num_seqs * length], int64: the packed row that each computed row is read from (padding reads the last
             row of its own sequence, so that nothing foreign enters). None for a view.
         is_true: Int64: the computed rows that are rows of the batch, in its order. None for a view.
-        targets: Int64: the packed rows that `is_true` is written to, where the chunk is not contiguous.
+        targets: Int64: the packed rows that `is_true` is written to, where the group is not contiguous.
         mask: Added to the scores, 0 or -inf: [n, 1, length, length]. None: nothing is hidden but what `hidden` says.
         hidden: Columns that no row sees, as (first sequence, last sequence, first column): padding, where there is no
             mask.
@@ -54,7 +54,7 @@ class Chunk:
     is_alone: bool
 
 
-def make_chunk(
+def make_group(
     members: list[int],
     num_seqs: int,
     length: int,
@@ -63,11 +63,11 @@ def make_chunk(
     num_heads: int,
     reach: tuple[int, int],
     dtype: torch.dtype,
-) -> Chunk:
-    """Computes the indices and masks of one chunk.
+) -> Group:
+    """Computes the indices and masks of one group.
 
     Args:
-        members: The chunk's sequences, ascending.
+        members: The group's sequences, ascending.
         num_seqs: Sequences to compute, `members` and fill.
         length: Rows to compute per sequence.
         seq_lens: Lengths of all sequences of the batch.
@@ -82,11 +82,11 @@ def make_chunk(
     is_contiguous = end - start == sum(lengths)
     is_view = is_contiguous and min(lengths) == max(lengths)
     if num_true == 1 and _is_alone(length, num_heads, reach, dtype):
-        return Chunk(1, 1, length, lengths[0], start, end, None, None, None, None, (), is_alone=True)
+        return Group(1, 1, length, lengths[0], start, end, None, None, None, None, (), is_alone=True)
     lengths += lengths[-1:] * (num_seqs - num_true)
     mask, hidden = _hide(lengths, length, reach, dtype)
     if is_view:
-        return Chunk(num_seqs, num_true, length, lengths[0], start, end, None, None, None, mask, hidden, is_alone=False)
+        return Group(num_seqs, num_true, length, lengths[0], start, end, None, None, None, mask, hidden, is_alone=False)
 
     lengths_N1 = torch.tensor(lengths)[:, None]
     starts_N1 = torch.tensor([starts[n] for n in members] + [starts[members[-1]]] * (num_seqs - num_true))[:, None]
@@ -96,7 +96,7 @@ def make_chunk(
     is_true_NL[num_true:] = False
     is_true = is_true_NL.flatten().nonzero()[:, 0]
     targets = None if is_contiguous else rows_NL[is_true_NL]
-    return Chunk(
+    return Group(
         num_seqs,
         num_true,
         length,
@@ -121,7 +121,7 @@ def _is_alone(length: int, num_heads: int, reach: tuple[int, int], dtype: torch.
 def _hide(
     lengths: list[int], length: int, reach: tuple[int, int], dtype: torch.dtype
 ) -> tuple[Tensor | None, tuple[tuple[int, int, int], ...]]:
-    """(mask, hidden ranges) of a chunk."""
+    """(mask, hidden ranges) of a group."""
     is_banded = reach != (NO_LIMIT, NO_LIMIT)
     if is_banded or (length <= MAX_MASKED_LENGTH and min(lengths) < length):
         return _mask(lengths, length, reach, dtype), ()
