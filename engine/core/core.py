@@ -11,11 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 
 from ..protocol.config import EngineConfig
 from ..protocol.errors import (
@@ -41,28 +39,15 @@ from ..protocol.messages import (
     pack_rows,
     unpack_inputs,
 )
-from ..protocol.params import PoolingParams
-from ..protocol.request import TokenizedInput
-from ..scheduling.scheduler import ScheduledBatch, Scheduler
-from ..scheduling.sequence import Sequence as QueuedSequence, SequenceSlice
+from ..scheduling import Batch, Chunk, Request, Scheduler, Sequence as QueuedSequence
+from ..sequence_pool import Allocation, SequenceAllocator
 from .intake import Intake
 from .make_scheduler import make_scheduler
-from .runner import ModelRunner, Outputs, Work
+from .runner import DeviceLostError, DeviceMemoryError, Outputs, Runner
 
 logger = logging.getLogger("penstock.engine")
 
 Send = Callable[[FromCore, list[Frame]], None]
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A request that the core works on."""
-
-    params: PoolingParams
-    inputs: list[TokenizedInput]
-    sequences: list[QueuedSequence]
-    num_left: int
-    started_s: float | None = None
 
 
 class EngineCore:
@@ -73,25 +58,24 @@ class EngineCore:
     Args:
         config: What to serve.
         send: Called on the device thread with each message for the client.
-        on_ready: Called on the device thread when the model is loaded, before the client is told.
         load_runner: Loads the model, on the device thread.
+        on_ready: Called on the device thread when the model is loaded, before the client is told.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         send: Send,
+        load_runner: Callable[[EngineConfig], Runner],
         on_ready: Callable[[], None] = lambda: None,
-        load_runner: Callable[[EngineConfig], ModelRunner] = ModelRunner.load,
     ) -> None:
         self._config = config
         self._send = send
         self._on_ready = on_ready
         self._load_runner = load_runner
         self._changed = threading.Condition()
-        self._requests: dict[int, _Request] = {}
         self._scheduler: Scheduler
-        self._runner: ModelRunner
+        self._runner: Runner
         self._intake: Intake
         self._stopping = False
         self._has_released = False  # memory, without a step whose message would say so
@@ -119,15 +103,14 @@ class EngineCore:
         self._runner = self._load_runner(self._config)
         allocator = self._runner.allocator
         self._scheduler, info = make_scheduler(self._config, self._runner.info, allocator)
-        has_cache = allocator is not None and allocator.prefixes is not None
-        block_size = self._config.cache.block_size if has_cache else None
+        block_size = None if allocator.prefixes is None else self._config.cache.block_size
         self._intake = Intake(info, block_size, seed=f"{info.path}@{self._config.revision}")
         self._runner.warm_up()
         self._on_ready()
         self._send(Ready(info, self._runner.tokenizer), [])
-        if allocator is not None:
+        if allocator.can_hold(1):
             # So that the figures of the pool are there from the start.
-            self._send(Rows([], 0, 0.0, self._cache_use(), self._step_load(0, 0)), [pack_rows([])])
+            self._send(Rows([], 0, 0.0, self._cache_use(Batch()), self._step_load(0, 0)), [pack_rows([])])
 
     def step(self) -> bool:
         """Waits for work, runs one batch and sends what came of it. Returns False when it is time to end."""
@@ -135,18 +118,14 @@ class EngineCore:
             self._changed.wait_for(lambda: self._stopping or self._scheduler.has_work or self._has_released)
             if self._stopping:
                 return False
-            batch = self._scheduler.schedule(time.monotonic())
-            for sequence in batch.expired:
-                self._fail(sequence.request_id, DeadlineExceededError("The deadline passed before the answer."))
-            work = [
-                Work(s, request.inputs[s.sequence.index], request.params)
-                for s in batch.slices
-                if (request := self._requests.get(s.sequence.request_id)) is not None
-            ]
-        for slice_ in batch.preempted:
-            self._preempt(slice_)
+            free_tokens = self._runner.free_tokens() if self._scheduler.has_long else None
+            batch = self._scheduler.schedule(time.monotonic(), free_tokens)
+            for request in batch.expired:
+                self._send_failure(request, DeadlineExceededError("The deadline passed before the answer."))
+        for sequence, allocation in batch.preempted:
+            self._preempt(sequence, allocation)
         started_s = time.monotonic()
-        finished = self._execute(work) if work else []
+        finished = self._execute(batch.chunks) if batch.chunks else []
         self._deliver(batch, finished, started_s, time.monotonic())
         return True
 
@@ -166,10 +145,9 @@ class EngineCore:
                     raise TypeError("a Submit message without its frame")
                 inputs = unpack_inputs(frame)
                 # Named before the lock is taken: that takes time for long inputs.
-                sequences = self._intake.sequences(item, inputs, now_s)
-                changes.append(partial(self._submit, item, inputs, sequences))
+                changes.append(partial(self._submit, self._intake.request(item, inputs, now_s)))
             elif isinstance(item, Cancel):
-                changes.append(partial(self._drop, item.request_id))
+                changes.append(partial(self._cancel, item.request_id))
             else:
                 raise TypeError("a frame without its Submit message")
         with self._changed:
@@ -183,141 +161,116 @@ class EngineCore:
             self._stopping = True
             self._changed.notify()
 
-    def _submit(self, message: Submit, inputs: list[TokenizedInput], sequences: list[QueuedSequence]) -> None:
+    def _submit(self, request: Request) -> None:
         """Queues a request. The caller holds the lock."""
-        self._requests[message.request_id] = _Request(message.params, inputs, sequences, len(inputs))
         try:
-            self._scheduler.add(sequences)
+            self._scheduler.add(request)
         except ValueError as error:
-            self._fail(message.request_id, InvalidRequestError(f"The request cannot run: {error}", param="input"))
+            self._send_failure(request, InvalidRequestError(f"The request cannot run: {error}", param="input"))
 
-    def _drop(self, request_id: int, *, forget: bool = False) -> bool:
-        """Forgets a request; what runs of it is thrown away. False if there was none. The caller holds the lock."""
-        self._scheduler.cancel(request_id, forget=forget)
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return False
-        for sequence in request.sequences:
-            sequence.carry = None  # a cancelled sequence may lie in the queue for a while
-        self._has_released = self._scheduler.slicer is not None
-        return True
+    def _cancel(self, request_id: int, *, forget: bool = False) -> Request | None:
+        """Ends a request; what still comes of it is thrown away. The caller holds the lock."""
+        request = self._scheduler.cancel(request_id, forget=forget)
+        self._has_released |= request is not None and self._runner.allocator.can_hold(1)
+        return request
 
-    def _preempt(self, slice_: SequenceSlice) -> None:
+    def _preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """Saves what a sequence loses with its memory; one that cannot be saved fails by itself."""
         try:
-            self._runner.preempt(slice_)
-        except torch.AcceleratorError:
+            self._runner.preempt(sequence, allocation)
+        except DeviceLostError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
-            self._report(slice_.sequence, error)
+            self._fail(sequence, error)
 
-    def _execute(self, work: list[Work]) -> list[tuple[SequenceSlice, Outputs]]:
+    def _execute(self, chunks: list[Chunk]) -> list[tuple[Chunk, Outputs]]:
         """Runs a batch; on an error runs its halves, so that only the sequences at fault fail."""
         try:
-            outputs = self._runner.execute(work)
-        except torch.OutOfMemoryError as error:
-            self._recover_memory(sum(w.slice.num_tokens for w in work))
+            outputs = self._runner.execute(chunks)
+        except DeviceLostError:
+            raise  # for all requests: the process ends and another takes over
+        except DeviceMemoryError as error:
+            num_tokens = sum(chunk.num_tokens for chunk in chunks)
+            with self._changed:
+                self._scheduler.shrink(num_tokens // 2)
+                budget = self._scheduler.token_budget
+                if len(chunks) == 1 and self._scheduler.retry(chunks[0], error):
+                    chunks = []
+            logger.warning("out of memory at %d tokens; the budget is now %d.", num_tokens, budget)
             failure: Exception = error
-        except torch.AcceleratorError:
-            raise  # the device's context is lost for all requests: the process ends and another takes over
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             failure = error
         else:
-            return [(w.slice, output) for w, output in zip(work, outputs, strict=True)]
-        if len(work) == 1:
-            self._settle(work[0].slice, failure)
-            return []
-        middle = len(work) // 2
-        return self._execute(work[:middle]) + self._execute(work[middle:])
+            return list(zip(chunks, outputs, strict=True))
+        if len(chunks) > 1:
+            middle = len(chunks) // 2
+            return self._execute(chunks[:middle]) + self._execute(chunks[middle:])
+        for chunk in chunks:
+            self._fail(chunk.request, failure)
+        return []
 
-    def _recover_memory(self, num_tokens: int) -> None:
-        torch.cuda.empty_cache()
+    def _fail(self, sequence: QueuedSequence, error: Exception) -> None:
+        """Ends the request of a sequence with an error."""
+        if not isinstance(error, EngineError):
+            request_id = sequence.request.request_id
+            logger.error("input %d of request %d failed", sequence.index, request_id, exc_info=error)
+            error = ModelExecutionError(f"The model failed on input {sequence.index}: {type(error).__name__}.")
         with self._changed:
-            self._scheduler.shrink(num_tokens // 2)
-            logger.warning(
-                "out of memory at %d tokens; the budget is now %d.", num_tokens, self._scheduler.token_budget
-            )
+            if (request := self._cancel(sequence.request.request_id)) is not None:
+                self._send_failure(request, error)
 
-    def _settle(self, slice_: SequenceSlice, error: Exception) -> None:
-        """Lets a slice that failed by itself run again where that may help; otherwise fails its request."""
-        if isinstance(error, torch.OutOfMemoryError):
-            with self._changed:
-                if self._scheduler.retry(slice_, error):
-                    return
-        self._report(slice_.sequence, error)
+    def _send_failure(self, request: Request, error: EngineError) -> None:
+        """Tells the caller of a request that has ended."""
+        self._send(Failed(request.request_id, type(error).__name__, error.message), [])
 
-    def _report(self, sequence: QueuedSequence, error: Exception) -> None:
-        if isinstance(error, EngineError):
-            shown = error
-        else:
-            logger.error("input %d of request %d failed", sequence.index, sequence.request_id, exc_info=error)
-            shown = ModelExecutionError(f"The model failed on input {sequence.index}: {type(error).__name__}.")
-        with self._changed:
-            self._fail(sequence.request_id, shown)
-
-    def _deliver(
-        self, batch: ScheduledBatch, finished: list[tuple[SequenceSlice, Outputs]], started_s: float, ended_s: float
-    ) -> None:
+    def _deliver(self, batch: Batch, finished: list[tuple[Chunk, Outputs]], started_s: float, ended_s: float) -> None:
         """Sends the finite outputs of live requests in one message; an output that is not finite fails its request."""
         headers: list[RowHeader] = []
-        ended: list[RequestTime] = []
         arrays = []
         are_finite = [all(np.isfinite(array).all() for array in outputs.values()) for _, outputs in finished]
         with self._changed:
-            for (slice_, outputs), is_finite in zip(finished, are_finite, strict=True):
-                sequence = slice_.sequence
-                request = self._requests.get(sequence.request_id)
-                if request is None:
-                    continue
+            for (chunk, outputs), is_finite in zip(finished, are_finite, strict=True):
+                sequence, request = chunk.request, chunk.request.request
+                if sequence.chunk is not chunk:
+                    continue  # cancelled meanwhile
                 if not is_finite:
                     message = f"The model gave values that are not finite for input {sequence.index}."
-                    self._fail(sequence.request_id, ModelExecutionError(message), forget=True)
+                    self._cancel(request.request_id, forget=True)
+                    self._send_failure(request, ModelExecutionError(message))
                     continue
                 for name, array in outputs.items():
-                    headers.append(RowHeader(sequence.request_id, sequence.index, name, array.shape, slice_.is_last))
+                    headers.append(RowHeader(request.request_id, sequence.index, name, array.shape, chunk.is_last))
                     arrays.append(array)
-                if request.started_s is None:
-                    request.started_s = started_s
-                request.num_left -= slice_.is_last
-                if not request.num_left:
-                    del self._requests[sequence.request_id]
-                    queue_s = request.started_s - sequence.arrival_s
-                    ended.append(RequestTime(sequence.request_id, queue_s, ended_s - request.started_s))
-            self._scheduler.finish(batch)
-            for forward in self._runner.clock.take():
-                self._scheduler.record(*forward)
-            cache_use = self._cache_use()
+                request.started_s = started_s if request.started_s is None else request.started_s
+            ended = [
+                RequestTime(r.request_id, r.started_s - r.arrival_s, ended_s - r.started_s)
+                for r in self._scheduler.finish(batch)
+                if r.started_s is not None
+            ]
+            for forward in self._runner.take_times():
+                self._scheduler.pace.record(*forward)
+            cache_use = self._cache_use(batch)
             load = self._step_load(len(finished), batch.num_left)
             self._has_released = False
-        num_tokens = sum(slice_.num_tokens for slice_, _ in finished)
+        num_tokens = sum(chunk.num_tokens for chunk, _ in finished)
         self._send(Rows(headers, num_tokens, ended_s - started_s, cache_use, load, ended), [pack_rows(arrays)])
 
     def _step_load(self, num_seqs: int, num_left: int) -> StepLoad:
         """Figures of a step and of the queue behind it. The caller holds the lock."""
-        queue = self._scheduler
-        return StepLoad(num_seqs, queue.token_budget, queue.num_waiting, queue.num_waiting_tokens, num_left)
+        waiting = self._scheduler.waiting
+        return StepLoad(num_seqs, self._scheduler.token_budget, waiting.num_seqs, waiting.num_tokens, num_left)
 
-    def _cache_use(self) -> CacheUse | None:
-        """Figures of the pool. The caller holds the lock."""
-        allocator, slicer = self._runner.allocator, self._scheduler.slicer
-        if allocator is None or slicer is None:
+    def _cache_use(self, batch: Batch) -> CacheUse | None:
+        """Figures of the memory of sequences that run in chunks, and of their chunks. The caller holds the lock."""
+        allocator = self._runner.allocator
+        if not isinstance(allocator, SequenceAllocator):
             return None
         return CacheUse(
-            allocator.usage,
-            allocator.prefix_query_tokens,
-            allocator.prefix_hit_tokens,
-            slicer.num_preemptions,
-            slicer.num_chunks,
-            allocator.num_evicted_blocks,
+            usage=allocator.usage,
+            memory_pressure=self._scheduler.memory_pressure,
+            chunk_tokens=max((chunk.num_tokens for chunk in batch.chunks if chunk.request.is_long), default=0),
+            prefix_queried_tokens_total=allocator.prefix_query_tokens,
+            prefix_hit_tokens_total=allocator.prefix_hit_tokens,
+            num_evicted_blocks_total=allocator.num_evicted_blocks,
+            chunks=self._scheduler.prefill.statistics(),
         )
-
-    def _fail(self, request_id: int, error: EngineError, *, forget: bool = False) -> None:
-        """Ends a request with an error and drops what is left of it. The caller holds the lock.
-
-        Args:
-            request_id: The request.
-            error: What its caller is told.
-            forget: See Scheduler.cancel.
-        """
-        if self._drop(request_id, forget=forget):
-            self._send(Failed(request_id, type(error).__name__, error.message), [])

@@ -6,19 +6,14 @@ import math
 import os
 from pathlib import Path
 
-import torch
-
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
-def available_memory(device: torch.device) -> int:
-    """Returns the Bytes that could be allocated on a device now: of the host, what the container may still take."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free
-    limit = _cgroup_memory()
-    return _host_memory() if limit is None else min(_host_memory(), limit)
+def available_memory() -> int:
+    """Returns the Bytes that could be allocated on the host now: no more than the container may still take."""
+    return min([_host_memory(), *_cgroup_memory()])
 
 
 def _host_memory() -> int:
@@ -30,22 +25,41 @@ def _host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _cgroup_memory() -> int | None:
-    """Bytes that are left of the limit of the container (cgroup v2); None where there is none."""
-    if not (_CGROUP / "memory.max").is_file():
-        return None
-    limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    if limit == "max":
-        return None
-    # Files that were read, such as the weights, count as used until somebody needs the memory.
-    stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    return max(int(limit) - int(used) + int(stat.get("inactive_file", 0)), 0)
+def _cgroup_memory() -> list[int]:
+    """Bytes that are left of the memory limit of each control group that this process is in (v1 or v2)."""
+    left = []
+    for folder in _memory_cgroups():
+        is_v2 = (folder / "memory.max").is_file()
+        names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        try:
+            limit, used = ((folder / name).read_text().strip() for name in names)
+            stat = dict(line.split()[:2] for line in (folder / "memory.stat").read_text().splitlines())
+        except FileNotFoundError:
+            continue  # the root of the tree has no limit
+        if limit != "max":
+            # Files that were read, such as the weights, count as used until somebody needs the memory.
+            files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            left.append(max(int(limit) - int(used) + files, 0))
+    return left
+
+
+def _memory_cgroups() -> list[Path]:
+    """Folders of the control groups that bound the memory of this process, from its own to the outermost in sight."""
+    own = [line.split(":", 2) for line in _OWN_CGROUPS.read_text().splitlines()] if _OWN_CGROUPS.is_file() else []
+    folders = []
+    for number, controllers, path in own:
+        if number == "0" or "memory" in controllers.split(","):
+            root = _CGROUPS if number == "0" else _CGROUPS / "memory"
+            group = root / path.lstrip("/")
+            # In a container the mount shows the own group as the root, whatever its name outside is.
+            folders += [f for f in (group, *group.parents) if f.is_relative_to(root)] if group.is_dir() else [root]
+    return folders
 
 
 def usable_cores() -> int:
     """Returns the processors that this process may use, by its affinity and by the quota of the container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota_file = _CGROUP / "cpu.max"
+    quota_file = _CGROUPS / "cpu.max"
     if quota_file.is_file():
         quota, period = quota_file.read_text().split()
         if quota != "max":

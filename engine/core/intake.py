@@ -1,4 +1,4 @@
-"""Turns a request into sequences for the scheduler: their lengths, and what the prefix cache may do for them."""
+"""Turns a Submit into a request for the scheduler: its sequences, and what the prefix cache may do for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.request import TokenizedInput
 from ..protocol.tasks import PoolingTask, PoolingType
-from ..scheduling.sequence import Sequence as QueuedSequence
+from ..scheduling import Request, Sequence as QueuedSequence
 from ..sequence_pool import block_keys
 
 
@@ -27,36 +27,39 @@ class Intake:
         self._seed = seed.encode()
         self._pools_last_row = info.sequence_pooling == (PoolingType.LAST,)
 
-    def sequences(self, message: Submit, inputs: Sequence[TokenizedInput], now_s: float) -> list[QueuedSequence]:
-        """Returns one sequence per input.
+    def request(self, message: Submit, inputs: Sequence[TokenizedInput], now_s: float) -> Request:
+        """Returns the request with one sequence per input.
 
         Args:
-            message: The request.
+            message: What the client sent.
             inputs: Its inputs, in order.
             now_s: Seconds. Monotonic time of its arrival.
         """
-        deadline_s = None if message.timeout_s is None else now_s + message.timeout_s
-        needs_last_row = self._needs_last_row(message.params)
-        return [
+        request = Request(
+            message.request_id,
+            message.params,
+            now_s,
+            message.priority,
+            None if message.timeout_s is None else now_s + message.timeout_s,
+            message.client,
+            self._needs_last_row(message.params),
+        )
+        request.sequences = [
             QueuedSequence(
-                message.request_id,
-                index,
-                len(tokens),
-                now_s,
-                message.priority,
-                deadline_s,
-                self._keys(tokens),
-                needs_last_row,
-                client=message.client,
+                request_id=(message.request_id, index),
+                prompt=tokens,
+                num_tokens=len(tokens),
+                request=request,
+                index=index,
+                block_keys=self._keys(tokens),
             )
             for index, tokens in enumerate(inputs)
         ]
+        return request
 
-    def _keys(self, tokens: TokenizedInput) -> tuple[bytes, ...]:
+    def _keys(self, tokens: TokenizedInput) -> Sequence[bytes]:
         """Names of the full blocks of a sequence."""
-        if self._block_size is None:
-            return ()
-        return tuple(block_keys(tokens.token_ids, self._block_size, self._seed))
+        return () if self._block_size is None else block_keys(tokens.token_ids, self._block_size, self._seed)
 
     def _needs_last_row(self, params: PoolingParams) -> bool:
         """Whether the answer comes from the last token alone, so that the cache may stand in for rows before it."""

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Final
 
-from ..protocol.config import EngineConfig
+from ..protocol.config import ChunkedPrefillConfig, EngineConfig
 from ..protocol.model_info import KV_CACHE_SOURCE, ModelInfo
-from ..scheduling.scheduler import Scheduler
-from ..scheduling.slicer import Slicer
-from ..sequence_pool import SequenceAllocator
+from ..scheduling import Scheduler
+from ..sequence_pool import Allocator
 
 logger = logging.getLogger("penstock.engine")
 
+_LEAST_CHUNK: Final = 16
+"""Tokens. Chunks are not made smaller where memory runs short: a forward has a cost of its own."""
+_LEAST_SHARE: Final = 32
+"""The smallest chunk is no more than the budget over this, so that there is always room for it."""
+_MAX_RETRIES: Final = 8
+"""Failures in a row for want of memory that a chunk may have: each time it comes back about half as long."""
 
-def make_scheduler(
-    config: EngineConfig, info: ModelInfo, allocator: SequenceAllocator | None
-) -> tuple[Scheduler, ModelInfo]:
+
+def make_scheduler(config: EngineConfig, info: ModelInfo, allocator: Allocator) -> tuple[Scheduler, ModelInfo]:
     """Returns the scheduler, and the model with the longest input that can run.
 
     Args:
         config: Limits.
         info: The model as loaded.
-        allocator: Its pool; None where its sequences cannot be sliced.
+        allocator: Memory of sequences that run in chunks.
     """
     limits = config.scheduler
     budget = limits.token_budget(info.device)
-    if allocator is None or not limits.enable_chunked_prefill:
+    is_cut = limits.enable_chunked_prefill and allocator.can_hold(1)
+    if not is_cut:
         if limits.max_num_batched_tokens is not None and budget < info.max_model_len:
             logger.warning(
                 "max_num_batched_tokens is %d, but one sequence may have %d tokens; the budget is raised to that.",
@@ -34,26 +40,28 @@ def make_scheduler(
                 info.max_model_len,
             )
         budget = max(budget, info.max_model_len)
-    if allocator is None:
-        return Scheduler(limits, token_budget=budget, max_seq_len=info.max_model_len), info
     info = _limited(info, allocator.capacity_tokens, budget)
     chunk_size = limits.chunk_size
     if chunk_size is not None and chunk_size > budget:
         logger.warning("chunk_size is %d, but a forward has %d tokens; chunks have no more.", chunk_size, budget)
         chunk_size = budget
-    slicer = Slicer(
-        allocator,
-        threshold=(chunk_size or budget) if limits.enable_chunked_prefill else info.max_model_len,
-        max_chunk_size=budget,
-        chunk_size=chunk_size,
+    prefill = ChunkedPrefillConfig(
+        chunk_size=chunk_size or budget,
+        threshold=None if is_cut else info.max_model_len,
+        min_chunk_size=max(min(_LEAST_CHUNK, budget // _LEAST_SHARE), 1),
+        is_dynamic=chunk_size is None,
         token_s=limits.max_wait_s / budget,
+        max_retries=_MAX_RETRIES,
     )
-    return Scheduler(limits, token_budget=budget, max_seq_len=info.max_model_len, slicer=slicer), info
+    scheduler = Scheduler(
+        limits, token_budget=budget, max_seq_len=info.max_model_len, prefill=prefill, allocator=allocator
+    )
+    return scheduler, info
 
 
 def _limited(info: ModelInfo, capacity: int | None, budget: int) -> ModelInfo:
     """Returns the model with no longer inputs than the pool can hold or one forward can run."""
-    if capacity is None or max(capacity, budget) >= info.max_model_len:
+    if not capacity or max(capacity, budget) >= info.max_model_len:
         return info
     logger.warning(
         "max_model_len is %d, but the KV cache holds %d tokens: inputs are limited to %d (--kv-cache-memory).",

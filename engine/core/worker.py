@@ -22,6 +22,7 @@ import zmq
 from ..logs import configure_logging
 from ..protocol.messages import Cancel, Frame, FromCore, Ping, Pong, Start, Stop, Submit, decode_to_core, encode
 from .core import EngineCore, Send
+from .model_runner import ModelRunner
 
 logger = logging.getLogger("penstock.engine")
 
@@ -52,7 +53,7 @@ def main() -> None:
             if not outbox.closed:  # after the last step nobody waits for what the receiving thread says
                 outbox.send_multipart([encode(message), *frames], copy=False)
 
-    core = EngineCore(start.config, send, on_ready=_freeze)
+    core = EngineCore(start.config, send, ModelRunner.load, on_ready=_freeze)
     threading.Thread(target=_receive, args=(inbox, core, send), name="inbox", daemon=True).start()
     try:
         core.run()

@@ -37,9 +37,11 @@ class ThreadCore:
 
         def run() -> None:
             try:
-                from ..core.core import EngineCore  # imports torch, which takes a second: not on the event loop
+                # Here, as torch takes a second to import: not on the event loop.
+                from ..core.core import EngineCore
+                from ..core.model_runner import ModelRunner
 
-                core = EngineCore(self._start.config, send)
+                core = EngineCore(self._start.config, send, ModelRunner.load)
                 loop.call_soon_threadsafe(created.set_result, core)
                 core.run()
                 reason = "the engine thread ended"

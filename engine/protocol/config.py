@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final
 
+from .errors import InvalidRequestError
 from .pooler_config import PoolerConfig
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
@@ -54,6 +55,61 @@ class SchedulerConfig:
     def token_budget(self, device: str) -> int:
         """Returns the tokens in one forward on a device, unless the longest input has more."""
         return self.max_num_batched_tokens or (_CPU_TOKEN_BUDGET if device == "cpu" else _CUDA_TOKEN_BUDGET)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedPrefillConfig:
+    """How long prompts are cut into chunks.
+
+    Attributes:
+        chunk_size: Tokens of a chunk while memory is free.
+        threshold: Tokens. Longer prompts are worth cutting; None takes `chunk_size`.
+        min_chunk_size: Tokens. Chunks are not made smaller, but for the last of a prompt and where `chunk_size` is.
+        is_dynamic: Whether chunks become smaller as memory runs short.
+        ageing_s: Seconds of waiting that are worth one level of priority.
+        token_s: Seconds by which the next chunk of a prompt is due later for every token of it that ran, so that
+            others get a turn before a very long one is done; 0 runs them one after the other.
+        max_retries: Failures in a row that are tried again; one more fails the prompt.
+    """
+
+    chunk_size: int = 512
+    threshold: int | None = None
+    min_chunk_size: int = 64
+    is_dynamic: bool = True
+    ageing_s: float = 1.0
+    token_s: float = 0.0
+    max_retries: int = 2
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the field and its value."""
+        for name, least in (("chunk_size", 1), ("threshold", 0), ("min_chunk_size", 1), ("max_retries", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}.")
+        for name in ("ageing_s", "token_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
+
+    def sized(self, chunk_size: int, memory_pressure: float) -> int:
+        """Returns the tokens of a chunk when so much of the memory is taken, in steps of the smallest chunk.
+
+        Args:
+            chunk_size: Tokens of a chunk while memory is free.
+            memory_pressure: Share of the memory that is taken, 0 to 1.
+
+        Raises:
+            InvalidRequestError: An argument is out of range.
+        """
+        if chunk_size < 1:
+            raise InvalidRequestError(f"chunk_size is {chunk_size}; it must be at least 1.", param="chunk_size")
+        if not 0 <= memory_pressure <= 1:
+            raise InvalidRequestError(
+                f"memory_pressure is {memory_pressure}; it must lie between 0 and 1.", param="memory_pressure"
+            )
+        if not self.is_dynamic or memory_pressure == 0:
+            return chunk_size
+        step = min(self.min_chunk_size, chunk_size)
+        return max(step, int(chunk_size * (1 - memory_pressure)) // step * step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,15 +117,55 @@ class RowHeader(msgspec.Struct, array_like=True, frozen=True):
     is_last: bool = True
 
 
-class CacheUse(msgspec.Struct, array_like=True, frozen=True):
-    """How the memory of sliced sequences is used: `usage` is a share from 0 to 1, the others count from the start."""
+class ChunkMetrics(msgspec.Struct, array_like=True):
+    """What was done of prompts that run in chunks, counted from the start, and what is there now.
 
-    usage: float
-    prefix_queried_tokens_total: int
-    prefix_hit_tokens_total: int
-    num_preemptions_total: int
-    num_chunks_total: int
-    num_evicted_blocks_total: int
+    Attributes:
+        num_requests: Prompts that are being read.
+        num_running_chunks: Chunks that are scheduled or run.
+        completed_requests: Prompts whose every token was done.
+        failed_requests: Prompts that failed too often.
+        cancelled_requests: Prompts that were cancelled before that.
+        completed_chunks: Chunks that were completed.
+        completed_tokens: Tokens of those chunks.
+        cached_tokens: Tokens that did not run because they were found in a cache.
+        failed_chunks: Failures of chunks.
+        preemptions: Times that a prompt was set back.
+        run_s: Seconds that completed chunks ran, summed.
+    """
+
+    num_requests: int = 0
+    num_running_chunks: int = 0
+    completed_requests: int = 0
+    failed_requests: int = 0
+    cancelled_requests: int = 0
+    completed_chunks: int = 0
+    completed_tokens: int = 0
+    cached_tokens: int = 0
+    failed_chunks: int = 0
+    preemptions: int = 0
+    run_s: float = 0.0
+
+    @property
+    def mean_chunk_tokens(self) -> float:
+        """Tokens of a completed chunk, on average; 0 where none is."""
+        return self.completed_tokens / self.completed_chunks if self.completed_chunks else 0.0
+
+
+class CacheUse(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """The memory of sequences that run in chunks, and their chunks.
+
+    `usage` of the pool and `memory_pressure` are shares from 0 to 1; `chunk_tokens` are those of the largest chunk of
+    the step. The others count from the start.
+    """
+
+    usage: float = 0.0
+    memory_pressure: float = 0.0
+    chunk_tokens: int = 0
+    prefix_queried_tokens_total: int = 0
+    prefix_hit_tokens_total: int = 0
+    num_evicted_blocks_total: int = 0
+    chunks: ChunkMetrics = msgspec.field(default_factory=ChunkMetrics)
 
 
 class StepLoad(msgspec.Struct, array_like=True, frozen=True):
@@ -152,9 +192,9 @@ class RequestTime(msgspec.Struct, array_like=True, frozen=True):
 class Rows(msgspec.Struct, tag=True, frozen=True):
     """Core to client: results of one step. Frame: all arrays, flattened and concatenated, float32.
 
-    `num_tokens` and `step_s` tell what the step processed and how long it took; `cache_use` is None for models that
-    cannot be sliced; `ended` times the requests whose last rows these are. A step that only brings long sequences on
-    has no rows; a message without tokens is no step and only tells of the cache.
+    `num_tokens` and `step_s` tell what the step processed and how long it took; `cache_use` is None for models
+    whose sequences run whole; `ended` times the requests whose last rows these are. A step that only brings long ones
+    on has no rows; a message without tokens is no step and only tells of the cache.
     """
 
     rows: list[RowHeader]

@@ -35,10 +35,10 @@ class TokenizedInput:
         """Returns the number of tokens."""
         return len(self.token_ids)
 
-    def slice(self, start: int, end: int) -> TokenizedInput:
-        """Returns the tokens from `start` up to `end`, as a view; boundaries stay those of the whole input."""
+    def __getitem__(self, part: slice) -> TokenizedInput:
+        """Returns some of the tokens, as a view; boundaries stay those of the whole input."""
         return TokenizedInput(
-            self.token_ids[start:end], self.type_boundary, self.num_prompt_tokens, self.num_hidden, self.query
+            self.token_ids[part], self.type_boundary, self.num_prompt_tokens, self.num_hidden, self.query
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 
@@ -49,3 +49,12 @@ def listed(values: Any) -> str:
     if isinstance(values, set | frozenset):
         shown.sort()
     return ", ".join(map(str, shown)) or "none"
+
+
+class ChunkPriority(IntEnum):
+    """Levels of urgency with a name; any other integer is a level as well. Lower goes first."""
+
+    CRITICAL = -2
+    HIGH = -1
+    NORMAL = 0
+    LOW = 1

@@ -1,263 +1,367 @@
-"""Decides what runs in the next forward. Plain Python without torch.
+"""Decides what runs in the next forward, and keeps the one book of what waits and runs. Plain Python without torch.
 
 The order is start-time fair: a sequence's turn comes at its arrival time plus the time that the tokens ahead of it in
 its own request would take, so that one large request and many small ones share the device. A level of priority is worth
-a fixed time of waiting. Nobody starves, because turns are finite and later arrivals have later turns. Where clients are
-told apart, all this holds within each of them, and those that wait get the same number of tokens (fair_queue.py).
+a fixed time of waiting. Nobody starves, because turns are finite, never move, and later arrivals have later ones. Where
+clients are told apart, all this holds within each of them, and those that wait get the same number of tokens.
 Source of the idea: Goyal, Vin, Cheng, "Start-time Fair Queueing", 1997.
 
-Among whole sequences whose turn is near, those of similar length go together (attention over equal lengths is one
-product), unless one has waited for too long. Long sequences of models that can be sliced have a queue of their own and
-run in chunks beside the others (slicer.py): chunks take a share of each forward, whole sequences the rest, so that
-neither waits for the other to end.
+Among short sequences whose turn is near, those of similar length go together (attention over equal lengths is one
+product), unless one has waited for too long. Long ones, of models that can go on where they were, run in chunks beside
+them: chunks take a share of each forward, whole sequences the rest, so that neither waits for the other to end. A long
+sequence gets the memory for all of its length when it starts, so that what has started can always end; it loses it only
+to one whose turn is earlier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from itertools import count
 from typing import Final
 
-from ..protocol.config import SchedulerConfig
-from .fair_queue import ClientShares, FairQueue
-from .sequence import Sequence, SequenceSlice
-from .slicer import Slicer
-from .waiting_queue import Entry
+from ..protocol.config import ChunkedPrefillConfig, SchedulerConfig
+from ..sequence_pool import Allocation, Allocator, NullAllocator
+from .batch import Batch, PrefillBudget
+from .chunked_prefill import ChunkedPrefillManager
+from .pace import ChunkPace
+from .sequence import Chunk, PrefillChunk, Request, Sequence, Status
+from .waiting import WaitingQueue
 
 _WINDOW: Final = 4
 """Steps. How far ahead sequences of similar length are looked for, in tokens; half as far in sequences."""
-_PRIORITY_STEP_S: Final = 1.0
-"""Seconds. The head start that one level of priority gives."""
 _LEAST_SHARE: Final = 32
-"""The budget is never lowered to less than its original size over this, where sequences can be sliced."""
+"""The budget is never lowered to less than its original size over this, where sequences can run in chunks."""
 _GOOD_STEPS: Final = 32
 """Forwards after which a budget that was lowered is doubled again."""
-
-
-@dataclass(slots=True)
-class ScheduledBatch:
-    """What runs next.
-
-    Attributes:
-        slices: Those that begin a sequence, in ascending order of length; then those that go on with one.
-        expired: Sequences whose deadline has passed; their requests have been cancelled.
-        preempted: What sequences held that gave it up for one whose turn is earlier; they wait again.
-        num_left: Sequences that found no place in it, and wait.
-    """
-
-    slices: list[SequenceSlice] = field(default_factory=list)
-    expired: list[Sequence] = field(default_factory=list)
-    preempted: list[SequenceSlice] = field(default_factory=list)
-    num_left: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens. Their sum."""
-        return sum(s.num_tokens for s in self.slices)
+_MIN_SHARED_BLOCKS: Final = 2
+"""Full blocks below which a short sequence leaves the prefix cache alone: there is too little to share."""
+_POOL_PRESSURE: Final = 0.5
+"""Memory pressure of a full pool while a sequence waits for room in it: chunks are half as long."""
 
 
 class Scheduler:
-    """The waiting queues, the running long sequences, and the policy over them.
+    """The book of requests, the queue that points into it, and the policy over them.
 
-    Not thread-safe: its owner holds a lock. A batch that `schedule` returns must be booked with `finish` before the
-    next one; what failed of it is cancelled or given to `retry` before that.
-    Invariants: a batch never exceeds `token_budget` (but for one sequence that cannot be sliced) or `max_num_seqs`, and
-    is empty only if nothing can run.
+    Not thread-safe: its owner holds a lock. A batch that `schedule` returns is finished (`finish`) before the next one;
+    what failed of it is cancelled or given to `retry` before that.
+    Invariants: a batch never exceeds `token_budget` (but for one sequence that has to run whole) or the number of
+    sequences, and is empty only if nothing can run. What a sequence holds is released in `_leave` alone.
 
     Args:
         config: Limits of the number of sequences and of their wait.
-        token_budget: Tokens in one batch. Without a slicer raised to `max_seq_len` where it is less.
+        token_budget: Tokens of a batch; raised to `max_seq_len` where nothing can run in chunks.
         max_seq_len: Tokens of the longest sequence that will come.
-        slicer: For models whose sequences can be sliced.
+        prefill: How long sequences are cut.
+        allocator: Memory of sequences that run in chunks; None where nothing can.
+
+    Attributes:
+        requests: The book: every request that has not ended, by its number.
+        waiting: The sequences that have not started.
+        prefill: The long ones that have, and their chunks.
+        pace: Learns from the time of each forward.
+        token_budget: Tokens of a batch now.
+        memory_pressure: Share of the memory that was taken when chunks were last cut, 0 to 1.
     """
 
     def __init__(
-        self, config: SchedulerConfig, *, token_budget: int, max_seq_len: int, slicer: Slicer | None = None
+        self,
+        config: SchedulerConfig,
+        *,
+        token_budget: int,
+        max_seq_len: int,
+        prefill: ChunkedPrefillConfig | None = None,
+        allocator: Allocator | None = None,
     ) -> None:
-        self.max_seq_len = max_seq_len
-        self.token_budget = token_budget if slicer is not None else max(token_budget, max_seq_len)
-        self.max_num_seqs = config.max_num_seqs
-        self.max_wait_s = config.max_wait_s
-        self.slicer = slicer
-        self._full_budget = self.token_budget
-        self._good_steps = 0
-        shares = ClientShares()
-        self._whole = FairQueue(shares)
-        self._long = FairQueue(shares)
+        self._allocator = allocator or NullAllocator()
+        self._max_num_seqs = config.max_num_seqs
+        self._max_wait_s = config.max_wait_s
+        self._max_seq_len = max_seq_len
+        self._full_budget = token_budget if self._allocator.can_hold(1) else max(token_budget, max_seq_len)
+        self._num_good_steps = 0
         self._last_num_whole = 0  # whole sequences in the last batch
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that have not started."""
-        return self._whole.num_seqs + self._long.num_seqs
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Tokens of the sequences that have not started."""
-        return self._whole.num_tokens + self._long.num_tokens
+        self._waits_for_memory = False  # the next long sequence does
+        self._orders = count()
+        self.waiting = WaitingQueue()
+        self.requests: dict[int, Request] = {}
+        self.prefill: ChunkedPrefillManager[Sequence] = ChunkedPrefillManager(prefill)
+        self.token_budget = self._full_budget
+        self.memory_pressure = 0.0
+        self.pace = ChunkPace(self.prefill.config.chunk_size)
 
     @property
     def has_work(self) -> bool:
         """Whether `schedule` would return something."""
-        return bool(self.num_waiting or (self.slicer is not None and self.slicer.num_running))
+        return bool(self.waiting.num_seqs or self.prefill.requests)
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
-        """Queues the sequences of one request, all with the same `request_id`.
+    @property
+    def has_long(self) -> bool:
+        """Whether the next batch may have chunks of long sequences."""
+        return bool(self.waiting.num_long or self.prefill.requests)
+
+    def add(self, request: Request) -> None:
+        """Takes a request into the book and queues its sequences.
 
         Raises:
-            ValueError: A sequence is longer than `max_seq_len` or has no tokens. Nothing is queued.
+            ValueError: A sequence is longer than the longest that can run, or has no tokens. Nothing is queued.
         """
-        sequences = list(sequences)
-        for sequence in sequences:
-            if not 1 <= sequence.num_tokens <= self.max_seq_len:
-                raise ValueError(f"a sequence has {sequence.num_tokens} tokens; it must have 1 to {self.max_seq_len}.")
+        longest = self._max_seq_len
+        for sequence in request.sequences:
+            if not 1 <= sequence.num_tokens <= longest:
+                raise ValueError(f"a sequence has {sequence.num_tokens} tokens; it must have 1 to {longest}.")
+        self.requests[request.request_id] = request
+        request.num_left = len(request.sequences)
+        first_s = request.arrival_s + request.priority * self.prefill.config.ageing_s
         tokens_ahead = 0
-        for sequence in sequences:
-            delay_s = self.max_wait_s * tokens_ahead / self._full_budget
-            sequence.turn_s = sequence.arrival_s + delay_s + sequence.priority * _PRIORITY_STEP_S
-            is_long = self.slicer is not None and self.slicer.is_long(sequence, self.token_budget)
-            (self._long if is_long else self._whole).add(sequence)
-            tokens_ahead += sequence.num_tokens
+        for sequence in request.sequences:
+            num_tokens = sequence.num_tokens
+            sequence.turn_s = first_s + self._max_wait_s * tokens_ahead / self._full_budget
+            sequence.order = next(self._orders)
+            is_cut = self.prefill.should_chunk(num_tokens) or num_tokens > self.token_budget
+            sequence.is_long = is_cut and self._allocator.can_hold(num_tokens)  # what can never be held runs whole
+            self.waiting.add(sequence)
+            tokens_ahead += num_tokens
 
-    def cancel(self, request_id: int, *, forget: bool = False) -> int:
-        """Ends what waits or runs of a request and returns the number of sequences that had not started.
+    def cancel(self, request_id: int, *, forget: bool = False) -> Request | None:
+        """Ends a request, whatever of it waits or runs, and returns it; None where it is not in the book.
 
         Args:
             request_id: The request.
             forget: What it computed may be wrong: nobody may find it in the prefix cache.
         """
-        if self.slicer is not None:
-            self.slicer.cancel(request_id, forget=forget)
-        return self._whole.cancel(request_id) + self._long.cancel(request_id)
+        request = self.requests.get(request_id)
+        for sequence in [] if request is None else request.sequences:
+            if sequence.status is not Status.ENDED:
+                self._leave(sequence, Status.ENDED, forget=forget)
+        return request
 
-    def schedule(self, now_s: float) -> ScheduledBatch:
+    def schedule(self, now_s: float, free_tokens: int | None = None) -> Batch:
         """Takes the next batch; it is empty only if nothing waits, or all that waited has expired.
 
         Args:
-            now_s: Seconds. Monotonic time, as in Sequence.arrival_s.
+            now_s: Seconds. Monotonic time, as in Request.arrival_s.
+            free_tokens: Tokens of a chunk that the device has memory for now; None where that is not known.
         """
-        batch = ScheduledBatch()
-        window, batch.expired = self._whole.window(
-            now_s, _WINDOW * self.token_budget, max(_WINDOW // 2 * self.max_num_seqs, 1)
-        )
-        if self.slicer is not None:
-            batch.expired += self.slicer.expired(now_s)
-        for sequence in batch.expired:
-            self.cancel(sequence.request_id)
-        if self.slicer is not None:
-            self._schedule_chunks(self.slicer, window, batch, now_s)
-        self._schedule_whole(window, batch, now_s)
-        batch.slices.sort(key=lambda s: (s.start > 0, s.num_tokens))
-        batch.num_left = self.num_waiting
+        batch = Batch()
+        budget = PrefillBudget(self.token_budget, self._max_num_seqs)
+        self._expire(self.prefill.requests.values(), now_s, batch)
+        window = self._lift_short(now_s, batch)
+        if self.has_long:
+            self._add_chunks(window, batch, budget, now_s, free_tokens)
+        self._add_whole(window, batch, budget, now_s)
+        batch.chunks.sort(key=lambda chunk: (chunk.start > 0, chunk.num_tokens))
+        batch.num_left = self.waiting.num_seqs
         return batch
 
-    def finish(self, batch: ScheduledBatch) -> None:
-        """Books a batch that ran."""
-        if self.slicer is not None:
-            for slice_ in batch.slices:
-                self.slicer.finish(slice_)
+    def finish(self, batch: Batch) -> list[Request]:
+        """Records that a batch ran, but for what was cancelled or is tried again; returns the requests that ended."""
+        ended = []
+        for chunk in batch.chunks:
+            sequence = chunk.request
+            if sequence.chunk is not chunk:
+                continue
+            if sequence.is_long:
+                self.prefill.complete_chunk(chunk.chunk_id)
+            else:
+                sequence.num_done = chunk.end
+            sequence.num_pooled = max(sequence.num_pooled, chunk.end)
+            if sequence.allocation is not None:
+                self._allocator.commit(sequence.allocation, chunk.end)
+            if sequence.is_complete:
+                self._leave(sequence, Status.ENDED)
+                if not sequence.request.num_left:
+                    ended.append(sequence.request)
         if self.token_budget < self._full_budget:
-            self._good_steps += 1
-            if self._good_steps >= _GOOD_STEPS:
+            self._num_good_steps += 1
+            if self._num_good_steps >= _GOOD_STEPS:
                 self.token_budget = min(2 * self.token_budget, self._full_budget)
-                self._good_steps = 0
+                self._num_good_steps = 0
+        return ended
 
-    def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
-        """Books the time of a forward that has ended; see ChunkPace."""
-        if self.slicer is not None:
-            self.slicer.pace.record(chunk_tokens, whole_tokens, step_s)
-
-    def retry(self, slice_: SequenceSlice, error: Exception) -> bool:
-        """Lets a slice for which memory was short run again in smaller ones; False where that cannot help."""
-        if self.slicer is None or slice_.num_tokens == 1:
+    def retry(self, chunk: Chunk, error: Exception) -> bool:
+        """Lets tokens for which memory was short run again in smaller chunks; False where that cannot help."""
+        sequence = chunk.request
+        if sequence.chunk is not chunk or chunk.num_tokens == 1:
             return False
-        if slice_.chunk_id is not None:
-            return self.slicer.retry(slice_, error)
-        if not self.slicer.can_hold(slice_.sequence):
+        if sequence.is_long:
+            return self.prefill.fail_chunk(chunk.chunk_id, error)
+        if not self._allocator.can_hold(sequence.num_tokens):
             return False
-        self.slicer.put_back(slice_)
-        self._long.add(slice_.sequence)
+        self._wait_again(sequence)
         return True
 
     def shrink(self, token_budget: int) -> None:
-        """Lowers the budget after the device ran out of memory, never below a sequence that cannot be sliced."""
-        least = max(self._full_budget // _LEAST_SHARE, 1) if self.slicer is not None else self.max_seq_len
+        """Lowers the budget after the device ran out of memory, never below a sequence that has to run whole."""
+        least = max(self._full_budget // _LEAST_SHARE, 1) if self._allocator.can_hold(1) else self._max_seq_len
         self.token_budget = min(self.token_budget, max(token_budget, least))
-        self._good_steps = 0
+        self._num_good_steps = 0
 
-    def _schedule_chunks(self, slicer: Slicer, window: list[Entry], batch: ScheduledBatch, now_s: float) -> None:
+    def _lift_short(self, now_s: float, batch: Batch) -> list[Sequence]:
+        """Returns the short sequences whose turn is near and whose deadline has not passed."""
+        max_tokens, max_seqs = _WINDOW * self.token_budget, max(_WINDOW // 2 * self._max_num_seqs, 1)
+        while window := self.waiting.window(max_tokens, max_seqs):
+            self._expire(window, now_s, batch)
+            if live := [sequence for sequence in window if sequence.status is Status.WAITING]:
+                return live
+        return []
+
+    def _add_chunks(
+        self, window: list[Sequence], batch: Batch, budget: PrefillBudget, now_s: float, free_tokens: int | None
+    ) -> None:
         """Starts long sequences whose turn it is and adds the chunks of this batch."""
-        max_chunks = self.max_num_seqs
-        max_tokens = slicer.allowance(self.token_budget, others_wait=bool(window) or self._last_num_whole > 0)
-        if window and not self._last_num_whole:
-            # Where chunks and the next whole sequence do not fit in one batch, they take turns.
-            max_chunks -= 1
-            max_tokens = min(max_tokens, self.token_budget - window[0].sequence.num_tokens)
-        if max_chunks < 1 or max_tokens < 1:
+        room = self._chunk_budget(window)
+        if room.num_tokens < 1 or room.num_seqs < 1:
             return
-        while True:
-            entries, expired = self._long.window(now_s, 1, 1)
-            for sequence in expired:
-                self.cancel(sequence.request_id)
-            batch.expired += expired
-            if not entries:
-                break
-            (entry,) = entries
-            if not slicer.wants(entry.sequence, max_tokens):
-                self._long.put_back(entries)
-                break
-            has_started = slicer.start(entry.sequence)
-            if not has_started:
-                preempted = slicer.preempt_for(entry.sequence)
-                has_started = bool(preempted) and slicer.start(entry.sequence)
-                batch.preempted += preempted
-                for slice_ in preempted:
-                    self._long.add(slice_.sequence)
-            if not has_started:
-                self._long.put_back(entries)
+        self._waits_for_memory = False
+        while lifted := self.waiting.window(1, 1, is_long=True):
+            self._expire(lifted, now_s, batch)
+            (sequence,) = lifted
+            if sequence.status is Status.WAITING and not (
+                self._is_due(sequence, room.num_tokens) and self._start(sequence, batch)
+            ):
+                self.waiting.put_back(lifted)
                 break  # those behind it wait too, or it might never find enough memory
-            self._long.take(entry)
-        batch.slices += slicer.next_chunks(
-            max_tokens, max_chunks, memory_pressure=1 - self.token_budget / self._full_budget
-        )
+        self.memory_pressure = self._measure_pressure(free_tokens)
+        while room.num_tokens > 0 and room.num_seqs > 0:
+            chunk = self.prefill.schedule_chunk(room.num_tokens, memory_pressure=self.memory_pressure)
+            if chunk is None:
+                break
+            batch.chunks.append(self.prefill.start_chunk(chunk.chunk_id))
+            room.add(chunk.num_tokens)
+            budget.add(chunk.num_tokens)
 
-    def _schedule_whole(self, window: list[Entry], batch: ScheduledBatch, now_s: float) -> None:
+    def _chunk_budget(self, window: list[Sequence]) -> PrefillBudget:
+        """Returns the share of the next forward that chunks may have."""
+        others_wait = bool(window) or self._last_num_whole > 0
+        if self.prefill.config.is_dynamic:
+            num_tokens = min(self.pace.allowance(others_wait=others_wait), self.token_budget)
+        else:
+            num_tokens = max(self.token_budget // 2, 1) if others_wait else self.token_budget
+        if not window or self._last_num_whole:
+            return PrefillBudget(num_tokens, self._max_num_seqs)
+        # Where chunks and the next whole sequence do not fit in one batch, they take turns.
+        return PrefillBudget(min(num_tokens, self.token_budget - window[0].num_tokens), self._max_num_seqs - 1)
+
+    def _measure_pressure(self, free_tokens: int | None) -> float:
+        """Returns the share of the memory that is taken: of the device as far as it is known, and of the pool."""
+        chunk_size = self.prefill.config.chunk_size
+        device = 0.0 if free_tokens is None else 1 - min(free_tokens / chunk_size, 1.0)
+        pool = _POOL_PRESSURE * self._allocator.usage if self._waits_for_memory else 0.0
+        return max(device, pool, 1 - self.token_budget / self._full_budget)
+
+    def _is_due(self, sequence: Sequence, max_tokens: int) -> bool:
+        """Whether a long sequence should start now: those that run leave room, or their next chunks are due later."""
+        due_s, running = self.prefill.due_s, self.prefill.requests.values()
+        if all(due_s(sequence) < due_s(other) for other in running):
+            return True
+        chunk_size = self.prefill.config.chunk_size
+        return sum(min(other.num_tokens - other.num_done, chunk_size) for other in running) < max_tokens
+
+    def _start(self, sequence: Sequence, batch: Batch) -> bool:
+        """Gives a long sequence the memory for all of its length; False if there is not enough at the moment."""
+        allocation = self._allocate(sequence)
+        if allocation is None and self._preempt_for(sequence, batch):
+            allocation = self._allocate(sequence)
+        if allocation is None:
+            self._waits_for_memory = True
+            return False
+        self.waiting.take(sequence)
+        sequence.allocation = allocation
+        self.prefill.add(sequence)
+        # The states of SSM layers come along with the sequence, so that nothing is computed twice.
+        num_done = allocation.num_cached_tokens if allocation.block_ids else sequence.num_pooled
+        self.prefill.skip_cached(sequence.request_id, num_done)
+        return True
+
+    def _preempt_for(self, sequence: Sequence, batch: Batch) -> bool:
+        """Takes memory from long sequences whose turn is later, the last first; none where that were not enough.
+
+        What was pooled of them counts; their keys and values stay in the prefix cache as long as nobody needs the
+        blocks, and are computed again where they are lost.
+        """
+        running = self.prefill.requests.values()
+        later = sorted((s for s in running if s.turn_s > sequence.turn_s), key=lambda s: (s.turn_s, s.order))
+        victims: list[tuple[Sequence, Allocation]] = []
+        while not self._allocator.has_room(sequence.num_tokens, after=[held for _, held in victims]):
+            if not later:
+                return False
+            victim = later.pop()
+            assert victim.allocation is not None, "a long sequence that runs holds memory"
+            victims.append((victim, victim.allocation))
+        for victim, _ in victims:
+            self.prefill.preempt(victim.request_id)
+            self._wait_again(victim)
+        batch.preempted += victims
+        return True
+
+    def _add_whole(self, window: list[Sequence], batch: Batch, budget: PrefillBudget, now_s: float) -> None:
         """Adds the whole sequences that run and puts the others back."""
-        left = self.token_budget - batch.num_tokens
-        num_chunks = len(batch.slices)
-        expired = {sequence.request_id for sequence in batch.expired}
-        taken: set[int] = set()
-        for entry in self._in_order(window, now_s):
-            if entry.sequence.request_id in expired:
-                continue  # cancelled by now: put back, it is dropped when it is next lifted
-            if len(batch.slices) >= self.max_num_seqs:
+        num_chunks = len(batch.chunks)
+        for sequence in self._in_order(window, now_s):
+            chunk = self._whole_chunk(sequence, budget)
+            if chunk is None:
                 break
-            slice_ = self._slice_whole(entry.sequence, left if batch.slices else None)
-            if slice_ is None:
-                break
-            batch.slices.append(slice_)
-            left -= slice_.num_tokens
-            taken.add(entry.tie)
-            self._whole.take(entry)
-        self._whole.put_back(entry for entry in window if entry.tie not in taken)
-        self._last_num_whole = len(batch.slices) - num_chunks
+            batch.chunks.append(chunk)
+        self.waiting.put_back(window)
+        self._last_num_whole = len(batch.chunks) - num_chunks
 
-    def _slice_whole(self, sequence: Sequence, max_tokens: int | None) -> SequenceSlice | None:
-        """Returns the one slice of a sequence; None where it is longer than `max_tokens`."""
-        if self.slicer is not None:
-            return self.slicer.whole(sequence, max_tokens)
-        if max_tokens is not None and sequence.num_tokens > max_tokens:
+    def _whole_chunk(self, sequence: Sequence, budget: PrefillBudget) -> Chunk | None:
+        """Starts a short sequence, after what the prefix cache holds of it; None where there is no room."""
+        num_tokens, keys = sequence.num_tokens, sequence.block_keys
+        num_cached = 0
+        if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and self._allocator.can_hold(num_tokens):
+            if budget.has_room(num_tokens - self._allocator.find(keys, num_tokens - 1)):
+                sequence.allocation = self._allocate(sequence)
+            num_cached = 0 if sequence.allocation is None else sequence.allocation.num_cached_tokens
+        if not budget.add(num_tokens - num_cached):
             return None
-        return SequenceSlice(sequence, 0, sequence.num_tokens)
+        self.waiting.take(sequence)
+        sequence.status = Status.RUNNING
+        sequence.chunk = PrefillChunk(sequence, num_cached, num_tokens)
+        return sequence.chunk
 
-    def _in_order(self, window: list[Entry], now_s: float) -> list[Entry]:
+    def _in_order(self, window: list[Sequence], now_s: float) -> Iterable[Sequence]:
         """Returns whole sequences in the order in which they run: up to the last overdue, then the first's neighbours.
 
         Those before an overdue one go before it: of another client, it may be overdue and yet have its share.
         """
-        if not window:
-            return []
-        first = window[0]
-        end = max((place for place, e in enumerate(window) if now_s - e.turn_s > self.max_wait_s), default=0) + 1
-        rest = sorted(window[end:], key=lambda e: (abs(e.sequence.num_tokens - first.sequence.num_tokens), e.tie))
-        return [*window[:end], *rest]
+        if len(window) < 2:
+            return window
+        length = window[0].num_tokens
+        end = max((place for place, s in enumerate(window) if now_s - s.turn_s > self._max_wait_s), default=0) + 1
+        return [*window[:end], *sorted(window[end:], key=lambda s: (abs(s.num_tokens - length), s.order))]
+
+    def _allocate(self, sequence: Sequence) -> Allocation | None:
+        readable = sequence.num_tokens - 1 if sequence.request.needs_last_row else sequence.num_pooled
+        return self._allocator.allocate(sequence.request_id, sequence.num_tokens, sequence.block_keys, readable)
+
+    def _expire(self, sequences: Iterable[Sequence], now_s: float, batch: Batch) -> None:
+        """Ends the requests of sequences whose deadline has passed."""
+        for request in [sequence.request for sequence in sequences]:
+            if request.deadline_s is not None and request.deadline_s <= now_s and request.num_left:
+                self.cancel(request.request_id)
+                batch.expired.append(request)
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        """Lets a sequence that runs wait again, to run in chunks."""
+        self._leave(sequence, Status.WAITING)
+        sequence.is_long = True
+        self.waiting.add(sequence)
+        self.waiting.return_charge(sequence)
+
+    def _leave(self, sequence: Sequence, status: Status, *, forget: bool = False) -> None:
+        """Ends a sequence, or sets one that runs back to wait; releases what it holds."""
+        was_waiting, sequence.status = sequence.status is Status.WAITING, status
+        if was_waiting:
+            self.waiting.remove(sequence)
+        elif sequence.is_long:
+            leave = self.prefill.cancel_request if status is Status.ENDED else self.prefill.remove_request
+            leave(sequence.request_id)
+        sequence.status, sequence.chunk = status, None
+        if sequence.allocation is not None:
+            self._allocator.release(sequence.allocation, forget=forget)
+            sequence.allocation = None
+        if status is Status.ENDED:
+            sequence.kept = None
+            sequence.request.num_left -= 1
+            if not sequence.request.num_left:
+                del self.requests[sequence.request.request_id]

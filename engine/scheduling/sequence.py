@@ -1,70 +1,211 @@
-"""The unit of scheduling: one input of a request, and what one forward runs of it. Plain Python."""
+"""The records of scheduling: a request, its sequences, and what one forward runs of them. Plain Python.
+
+A sequence is WAITING, then RUNNING, then ENDED; one that loses its memory to another waits again. What a forward runs
+of it is a chunk: the whole of a short one, a part of a long one.
+
+    PENDING --schedule--> SCHEDULED --start--> RUNNING --complete--> COMPLETED
+       ^                      |                   |
+       +--- preempt, fail ----+-------------------+---- too many failures ---> FAILED
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Hashable, Sequence as ListOf
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Generic, TypeAlias, TypeVar
 
+from ..protocol.params import PoolingParams
 from ..sequence_pool import Allocation
 
 
+class Status(StrEnum):
+    """Where a prompt stands in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class ChunkState(StrEnum):
+    """Where a chunk, or a prompt in chunks as a whole, stands."""
+
+    PENDING = "pending"
+    SCHEDULED = "scheduled"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """One input of a request, as the scheduler sees it.
+class ChunkedRequest:
+    """A prompt that is read: how far that has come, and the chunk that is under way.
 
     Attributes:
-        request_id: The request that it belongs to.
-        index: Its place among the inputs of the request.
+        request_id: Its name. That of a Sequence is the number of its request and its place there.
+        prompt: Its tokens: ids, a range where only their number is known, or the TokenizedInput of a Sequence.
         num_tokens: Tokens. Its whole length.
-        arrival_s: Seconds. Monotonic time at which it was queued.
-        priority: Lower goes first.
-        deadline_s: Seconds. Monotonic time after which its result is of no use.
-        block_keys: Keys of its full blocks in the prefix cache; none where it takes no part.
-        needs_last_row: Its answer comes from the last token alone, so that what a cache holds need not run again.
-        num_done: Tokens that went through the model and were pooled; they count even if their keys and values are lost.
-        carry: What the model runner keeps of the sequence between two slices.
-        turn_s: Seconds. Monotonic time of its turn, which orders it within its client; set when it is queued.
-        client: Whose it is; clients that wait take turns.
+        turn_s: Seconds. Monotonic time of its turn; lower goes first. Set once, before it waits.
+        chunk_size: Tokens of a chunk while memory is free; 0 takes that of the manager.
+        status: Where it stands in its life.
+        num_done: Tokens at the start that need not run any more: what later ones read of them is there.
+        num_cached: Tokens of these that never ran because they were found in a cache.
+        chunk: What is scheduled or runs of it.
+        num_chunks: Chunks that were completed.
+        num_failures: Failures since a chunk was last completed.
+        error: What the last of them was.
+        has_failed: Whether it failed too often to be tried again.
+        completed: Chunks that were completed with an output.
+        kv_cache: What the caller handed in with the last completed chunk.
     """
 
-    request_id: int
-    index: int
+    request_id: Hashable
+    prompt: Any = field(repr=False)
     num_tokens: int
-    arrival_s: float
-    priority: int = 0
-    deadline_s: float | None = None
-    block_keys: tuple[bytes, ...] = ()
-    needs_last_row: bool = False
-    num_done: int = 0
-    carry: Any = None
     turn_s: float = 0.0
-    client: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class SequenceSlice:
-    """What one forward runs of a sequence: all of it, or some of its tokens.
-
-    Attributes:
-        sequence: Whose tokens they are.
-        start: Place of the first one.
-        num_tokens: Tokens.
-        allocation: Pool memory of the sequence; None where nothing is read from earlier slices or kept for later ones.
-        chunk_id: Of a chunk of a long sequence; None for the one slice of a short one.
-    """
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    allocation: Allocation | None = None
-    chunk_id: int | None = None
+    chunk_size: int = 0
+    status: Status = Status.WAITING
+    num_done: int = 0
+    num_cached: int = 0
+    chunk: PrefillChunk[Any] | None = None
+    num_chunks: int = 0
+    num_failures: int = 0
+    error: str | None = None
+    has_failed: bool = False
+    completed: list[PrefillChunk[Any]] = field(default_factory=list, repr=False)
+    kv_cache: Any = field(default=None, repr=False)
 
     @property
-    def end(self) -> int:
-        """One past the place of the last token."""
-        return self.start + self.num_tokens
+    def is_complete(self) -> bool:
+        """Whether every token is done."""
+        return self.num_done == self.num_tokens
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its next chunk may be scheduled."""
+        return self.status is Status.RUNNING and self.chunk is None and not (self.has_failed or self.is_complete)
+
+    @property
+    def state(self) -> ChunkState:
+        """Where it stands as a whole, in the words for chunks."""
+        if self.has_failed:
+            return ChunkState.FAILED
+        if self.is_complete:
+            return ChunkState.COMPLETED
+        if self.status is Status.ENDED:
+            return ChunkState.CANCELLED
+        return ChunkState.PENDING if self.chunk is None else self.chunk.state
+
+    def drop_chunk(self, state: ChunkState) -> None:
+        """Takes back the chunk that is under way, if there is one; what it still gives must be dropped."""
+        if self.chunk is not None:
+            self.chunk.state, self.chunk = state, None
+
+
+R = TypeVar("R", bound=ChunkedRequest)
+
+
+@dataclass(slots=True, eq=False)
+class PrefillChunk(Generic[R]):
+    """Consecutive tokens of one prompt that go through the model in one forward.
+
+    Attributes:
+        request: The prompt.
+        start: First token.
+        end: Token after its last.
+        index: Its place among the chunks of the prompt.
+        state: Where it stands.
+        output: What its run gave, where the caller hands it in.
+        started_s: Seconds. Monotonic time at which it began to run.
+    """
+
+    request: R
+    start: int
+    end: int
+    index: int = 0
+    state: ChunkState = ChunkState.PENDING
+    output: Any = field(default=None, repr=False)
+    started_s: float = 0.0
+
+    @property
+    def request_id(self) -> Hashable:
+        """Name of its prompt."""
+        return self.request.request_id
+
+    @property
+    def chunk_id(self) -> tuple[Hashable, int]:
+        """Its name: that of its prompt, and its first token."""
+        return self.request.request_id, self.start
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the chunk."""
+        return self.end - self.start
 
     @property
     def is_last(self) -> bool:
-        """Whether the sequence ends with it."""
-        return self.end == self.sequence.num_tokens
+        """Whether the prompt ends with it."""
+        return self.end == self.request.num_tokens
+
+    @property
+    def tokens(self) -> Any:
+        """Its part of the prompt: tokens, or their places where only the prompt's length is known."""
+        return self.request.prompt[self.start : self.end]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(ChunkedRequest):
+    """One input of a request.
+
+    Attributes:
+        request: The request.
+        index: Its place among the inputs of the request.
+        block_keys: Keys of its full blocks in the prefix cache; none where it takes no part.
+        is_long: It runs in chunks, and holds memory for all of its length meanwhile.
+        order: Its number among all sequences, in the order of their arrival.
+        num_pooled: Tokens that were pooled; they count even if what was done is lost, and they run again.
+        allocation: Memory that it holds in the pool.
+        kept: What the model runner keeps of it between two chunks.
+    """
+
+    request: Request = field(repr=False)
+    index: int = 0
+    block_keys: ListOf[bytes] = ()
+    is_long: bool = False
+    order: int = 0
+    num_pooled: int = 0
+    allocation: Allocation | None = None
+    kept: Any = None
+
+
+Chunk: TypeAlias = PrefillChunk[Sequence]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What the sequences of one request have in common, from its arrival to its end.
+
+    Attributes:
+        request_id: Its number.
+        params: Resolved.
+        arrival_s: Seconds. Monotonic time at which it came.
+        priority: Lower goes first.
+        deadline_s: Seconds. Monotonic time after which its answer is of no use.
+        client: Whose it is; clients that wait take turns.
+        needs_last_row: Its answer comes from last tokens alone, so that what a cache holds need not run again.
+        sequences: One for each input, in order.
+        num_left: Sequences that have not ended.
+        started_s: Seconds. Monotonic time at which its first forward began.
+    """
+
+    request_id: int
+    params: PoolingParams
+    arrival_s: float = 0.0
+    priority: int = 0
+    deadline_s: float | None = None
+    client: str = ""
+    needs_last_row: bool = False
+    sequences: list[Sequence] = field(default_factory=list)
+    num_left: int = 0
+    started_s: float | None = None

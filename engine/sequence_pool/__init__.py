@@ -2,6 +2,7 @@
 
 from .allocator import Allocation, SequenceAllocator
 from .kv_cache_pool import KvCachePool
+from .null_allocator import Allocator, NullAllocator
 from .pool import SequencePool
 from .pool_plan import PoolPlan, plan_pool
 from .prefix_cache import PrefixCache, block_keys
@@ -9,7 +10,9 @@ from .ssm_state_pool import SequenceSlot, SlotStorage, SsmStatePool
 
 __all__ = [
     "Allocation",
+    "Allocator",
     "KvCachePool",
+    "NullAllocator",
     "PoolPlan",
     "PrefixCache",
     "SequenceAllocator",

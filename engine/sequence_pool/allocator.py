@@ -87,7 +87,7 @@ class SequenceAllocator:
             0.0 if ssm is None else ssm.num_used / ssm.num_slots,
         )
 
-    def fits(self, num_tokens: int) -> bool:
+    def can_hold(self, num_tokens: int) -> bool:
         """Whether a sequence of that length can be held when no other is."""
         return self.capacity_tokens is None or num_tokens <= self.capacity_tokens
 
@@ -123,7 +123,7 @@ class SequenceAllocator:
             The allocation, or None where it must wait until others are released.
 
         Raises:
-            PoolExhausted: The sequence can never be held; see `fits`.
+            PoolExhausted: The sequence can never be held; see `can_hold`.
             InvalidSlot: The owner holds an allocation already.
             ValueError: `num_tokens` is less than 1, or there are more keys than full blocks.
         """
@@ -147,11 +147,11 @@ class SequenceAllocator:
                 prefixes.evict(max(0, num_new - kv.num_free))
             elif num_new > kv.num_free:
                 return None
-            block_ids = cached + kv.alloc_many(num_new)
+            block_ids = cached + self.pool.alloc_kv_blocks(num_new)
             num_cached = len(cached) * kv.block_size
             self.prefix_query_tokens += readable_tokens
             self.prefix_hit_tokens += num_cached
-        state_slot = None if ssm is None else ssm.alloc(owner)
+        state_slot = None if ssm is None else self.pool.alloc_ssm(owner)
         num_committed = 0 if kv is None else num_cached // kv.block_size
         allocation = Allocation(owner, num_tokens, block_ids, num_cached, state_slot, keys, num_committed)
         self._allocations[owner] = allocation
@@ -195,12 +195,12 @@ class SequenceAllocator:
         """
         self._check_live(allocation)
         del self._allocations[allocation.owner]
-        if self.pool.ssm is not None and allocation.state_slot is not None:
-            self.pool.ssm.release(allocation.state_slot)
+        if allocation.state_slot is not None:
+            self.pool.release_ssm(allocation.state_slot)
         if self.pool.kv is None:
             return
         num_committed = allocation.num_committed_blocks
-        self.pool.kv.free_many(allocation.block_ids[num_committed:])
+        self.pool.free_kv_blocks(allocation.block_ids[num_committed:])
         if self._prefixes is None:
             return
         for i in reversed(range(num_committed)):
@@ -220,7 +220,7 @@ class SequenceAllocator:
             raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1.")
         if owner in self._allocations:
             raise InvalidSlot(f"{owner!r} holds an allocation already.")
-        if not self.fits(num_tokens):
+        if not self.can_hold(num_tokens):
             raise PoolExhausted(f"a sequence of {num_tokens} tokens can never be held; {self.capacity_tokens} fit.")
         if self.pool.kv is not None and len(keys) > num_tokens // self.pool.kv.block_size:
             raise ValueError(f"{len(keys)} keys for {num_tokens} tokens in blocks of {self.pool.kv.block_size}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from ..protocol.errors import InvalidSlot
 from .kv_cache_pool import KvCachePool
@@ -43,7 +43,7 @@ class SequencePool:
             PoolExhausted: No block is free.
             InvalidSlot: The model has no attention layers.
         """
-        return self._kv().alloc()
+        return self.alloc_kv_blocks(1)[0]
 
     def free_kv(self, block: int) -> None:
         """Gives one reference to a KV block back.
@@ -51,7 +51,24 @@ class SequencePool:
         Raises:
             InvalidSlot: `block` is not a block in use, or the model has no attention layers.
         """
-        self._kv().free(block)
+        self.free_kv_blocks([block])
+
+    def alloc_kv_blocks(self, count: int) -> list[int]:
+        """Takes KV blocks, neighbours where there are some, and returns their numbers.
+
+        Raises:
+            PoolExhausted: Fewer are free; none is taken.
+            InvalidSlot: The model has no attention layers.
+        """
+        return self._kv().alloc_many(count)
+
+    def free_kv_blocks(self, blocks: Iterable[int]) -> None:
+        """Gives one reference to each KV block back.
+
+        Raises:
+            InvalidSlot: One is not a block in use, or the model has no attention layers.
+        """
+        self._kv().free_many(blocks)
 
     def alloc_ssm(self, request_id: Hashable) -> int:
         """Takes a state slot for a request and returns its number.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.scheduling.chunked_prefill import ChunkedPrefillConfig, ChunkedPrefillManager
+from penstock.engine.protocol.config import ChunkedPrefillConfig
+from penstock.engine.scheduling import ChunkedPrefillManager
 
 from .scheduling.chunk_steps import Clock
 

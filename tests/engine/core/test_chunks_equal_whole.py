@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engine.core.chunk_memory import ChunkMemory
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.runner import ModelRunner
-from penstock.engine.core.slice_memory import SliceMemory
+from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.weights_loader import load_model
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.models.base import ModelOutput, PackedModel
@@ -38,7 +38,7 @@ from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling.sequence import Sequence as QueuedSequence, SequenceSlice
+from penstock.engine.scheduling import PrefillChunk, Request, Sequence as QueuedSequence
 from penstock.engine.sequence_pool import Allocation, PoolPlan, plan_pool
 from penstock.engine.sequence_pool.cache_spec import CacheSpec, SsmLayerSpec
 
@@ -139,7 +139,7 @@ class Client:
         )
         self.answers: dict[int, np.ndarray] = {}
         self.failures: dict[int, Failed] = {}
-        self.cache_use = CacheUse(0, 0, 0, 0, 0, 0)
+        self.cache_use = CacheUse()
         self._parts: dict[int, list[np.ndarray]] = {}
         self._unanswered: set[int] = set()
         self._core = EngineCore(config, self._receive, load_runner=lambda c: loaded.runner(c, pooling))
@@ -377,19 +377,22 @@ def test_what_a_forward_with_nan_computed_is_not_found_by_others(
 
 def test_saved_states_are_not_overwritten_by_what_lies_in_the_next_slot() -> None:
     spec = CacheSpec(ssm_layers=(SsmLayerSpec((2, 3), (2, 2, 2)),))
-    memory = SliceMemory(spec, PoolPlan(0, 2, 0), block_size=16, dtype=torch.float32, device=torch.device("cpu"))
-    sequence = QueuedSequence(0, 0, 10, 0.0)
+    memory = ChunkMemory(spec, PoolPlan(0, 2, 0), block_size=16, dtype=torch.float32, device=torch.device("cpu"))
+    tokens = TokenizedInput(np.arange(10, dtype=np.int32))
+    request = Request(0, PoolingParams())
+    sequence = QueuedSequence(request_id=(0, 0), prompt=tokens, num_tokens=10, request=request, num_pooled=4)
 
-    def at(slot: int) -> SequenceSlice:
-        return SequenceSlice(sequence, 4, 1, Allocation(0, 10, [], 0, slot, ()))
+    def at(slot: int) -> Allocation:
+        sequence.allocation = Allocation(0, 10, [], 0, slot, ())
+        return sequence.allocation
 
     first = at(0)
-    cache = memory.batch_cache([first])
+    cache = memory.batch_cache([PrefillChunk(sequence, 4, 5)])
     assert cache is not None
     assert cache.ssm is not None
     cache.ssm.conv[0].fill_(1.0)
-    memory.save(first)
+    memory.save(sequence, first)
     cache.ssm.conv[0].fill_(2.0)
-    memory.save(at(1))  # it got another slot and lost that before it ran
-    memory.restore([at(1)])
+    memory.save(sequence, at(1))  # it got another slot and lost that before it ran
+    memory.restore([PrefillChunk(sequence, 4, 5)])
     assert cache.ssm.conv[0].unique().tolist() == [1.0, 2.0]

@@ -6,21 +6,21 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from penstock.engine.core import host
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    """The tree of control groups (v2) as a container shows it: its own group is the root."""
+    (tmp_path / "own").write_text("0::/outer/name\n")
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
     return tmp_path
 
 
 def test_without_a_container_the_kernel_says(cgroup: Path) -> None:
-    assert 0 < host.available_memory(CPU) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < host.available_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert host.usable_cores() == len(os.sched_getaffinity(0))
 
 
@@ -28,9 +28,9 @@ def test_files_in_memory_are_not_held_against_a_container(cgroup: Path) -> None:
     (cgroup / "memory.max").write_text("100000000\n")
     (cgroup / "memory.current").write_text("99000000\n")
     (cgroup / "memory.stat").write_text("anon 9000000\ninactive_file 80000000\n")
-    assert host.available_memory(CPU) == 81_000_000
+    assert host.available_memory() == 81_000_000
     (cgroup / "memory.max").write_text("max\n")
-    assert host.available_memory(CPU) > 81_000_000
+    assert host.available_memory() > 81_000_000
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", None)])
@@ -38,3 +38,27 @@ def test_the_quota_of_a_container_limits_the_cores(cgroup: Path, quota: str, cor
     (cgroup / "cpu.max").write_text(quota + "\n")
     available = len(os.sched_getaffinity(0))
     assert host.usable_cores() == (available if cores is None else min(cores, available))
+
+
+def limit(folder: Path, limit: int, used: int, files: int = 0) -> None:
+    """What the kernel shows of a group of version 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {files}\n")
+
+
+def test_a_group_of_version_1_and_those_around_it_limit_the_memory(cgroup: Path) -> None:
+    (cgroup / "own").write_text("4:memory:/outer/inner\n3:cpuset:/\n0::/\n")
+    limit(cgroup / "memory", 1 << 62, 5)
+    limit(cgroup / "memory" / "outer", 90_000_000, 80_000_000, files=7_000_000)
+    limit(cgroup / "memory" / "outer" / "inner", 50_000_000, 20_000_000)
+    assert host.available_memory() == 17_000_000
+    limit(cgroup / "memory" / "outer", 1 << 62, 80_000_000)
+    assert host.available_memory() == 30_000_000
+
+
+def test_a_container_that_shows_its_own_group_as_the_root(cgroup: Path) -> None:
+    (cgroup / "own").write_text("4:memory:/not/in/sight\n")
+    limit(cgroup / "memory", 40_000_000, 30_000_000)
+    assert host.available_memory() == 10_000_000

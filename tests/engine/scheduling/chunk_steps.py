@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from penstock.engine.scheduling.chunked_prefill import ChunkedPrefillManager, ChunkedRequest, PrefillChunk
+from penstock.engine.scheduling import ChunkedPrefillManager, ChunkedRequest, PrefillChunk
 
 
 class Clock:

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from penstock.engine.protocol.config import ChunkedPrefillConfig
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.scheduling import chunked_prefill
-from penstock.engine.scheduling.chunked_prefill import (
-    ChunkedPrefillConfig,
+from penstock.engine.protocol.tasks import ChunkPriority
+from penstock.engine.scheduling import (
     ChunkedPrefillManager,
-    ChunkPriority,
     ChunkState,
     ChunkStateError,
+    chunked_prefill,
 )
 
 from .chunk_steps import Clock, bounds, request_of, run, schedule

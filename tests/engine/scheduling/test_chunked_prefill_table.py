@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from penstock.engine.protocol.config import ChunkedPrefillConfig
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.scheduling.chunked_prefill import (
-    ChunkedPrefillConfig,
+from penstock.engine.protocol.tasks import ChunkPriority
+from penstock.engine.scheduling import (
     ChunkedPrefillManager,
-    ChunkPriority,
     ChunkState,
     ChunkStateError,
     chunk_prompt,

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from penstock.engine.protocol.config import SchedulerConfig
-from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.scheduling.sequence import Sequence
+from penstock.engine.scheduling import Scheduler
+
+from .records import make_request, run
 
 BUDGET = 256
 MAX_SEQ_LEN = 128
@@ -32,21 +33,17 @@ class Load:
     def send(self, client: str, lengths: list[int], priority: int = 0) -> None:
         self.num_requests += 1
         self.waiting[client] += sum(lengths)
-        self.scheduler.add(
-            [
-                Sequence(self.num_requests, index, length, self.now_s, priority, client=client)
-                for index, length in enumerate(lengths)
-            ]
-        )
+        self.scheduler.add(make_request(self.num_requests, lengths, self.now_s, priority, client=client))
 
     def step(self) -> list[str]:
         self.now_s += 0.1
         batch = self.scheduler.schedule(self.now_s)
-        for slice_ in batch.slices:
-            self.tokens[slice_.sequence.client] += slice_.num_tokens
-            self.waiting[slice_.sequence.client] -= slice_.num_tokens
+        clients = [chunk.request.request.client for chunk in batch.chunks]
+        for client, chunk in zip(clients, batch.chunks, strict=True):
+            self.tokens[client] += chunk.num_tokens
+            self.waiting[client] -= chunk.num_tokens
         self.scheduler.finish(batch)
-        return [slice_.sequence.client for slice_ in batch.slices]
+        return clients
 
 
 shapes = st.lists(st.integers(1, MAX_SEQ_LEN), min_size=1, max_size=8)
@@ -110,8 +107,8 @@ def test_clients_that_left_are_forgotten() -> None:
     for number in range(1_000):
         load.send(f"client {number}", [10])
         load.step()
-    assert load.scheduler.num_waiting == 0
-    assert len(load.scheduler._whole._shares._tokens) <= 2
+    assert load.scheduler.waiting.num_seqs == 0
+    assert len(load.scheduler.waiting._clients) + len(load.scheduler.waiting._ahead) <= 2
 
 
 @given(
@@ -131,27 +128,26 @@ def test_counts_stay_true_and_everything_runs_once(events: list[tuple]) -> None:
         match event:
             case ("add", client, lengths, timeout_s):
                 deadline_s = None if timeout_s is None else now_s + timeout_s
-                scheduler.add(
-                    [Sequence(number, i, n, now_s, 0, deadline_s, client=client) for i, n in enumerate(lengths)]
-                )
+                scheduler.add(make_request(number, lengths, now_s, 0, deadline_s, client=client))
                 waiting[number] = set(range(len(lengths)))
             case ("cancel", request_id):
-                assert scheduler.cancel(request_id) == len(waiting.pop(request_id, ()))
+                request = scheduler.cancel(request_id)
+                assert (request is None) == (not waiting.pop(request_id, ()))
             case ("step", step_s):
                 now_s += step_s
                 batch = scheduler.schedule(now_s)
-                for slice_ in batch.slices:
-                    waiting[slice_.sequence.request_id].remove(slice_.sequence.index)
-                for sequence in batch.expired:
-                    waiting.pop(sequence.request_id, None)
+                for chunk in batch.chunks:
+                    waiting[chunk.request.request.request_id].remove(chunk.request.index)
+                for request in batch.expired:
+                    waiting.pop(request.request_id, None)
                 scheduler.finish(batch)
-                assert batch.slices or not any(waiting.values())
-        assert scheduler.num_waiting == sum(map(len, waiting.values()))
+                assert batch.chunks or not any(waiting.values())
+        assert scheduler.waiting.num_seqs == sum(map(len, waiting.values()))
     for _ in range(10_000):
-        if not scheduler.num_waiting:
+        if not scheduler.waiting.num_seqs:
             break
-        for slice_ in scheduler.schedule(now_s).slices:
-            waiting[slice_.sequence.request_id].remove(slice_.sequence.index)
+        for chunk in run(scheduler, now_s).chunks:
+            waiting[chunk.request.request.request_id].remove(chunk.request.index)
     assert not any(waiting.values())
-    assert not scheduler._whole._queues
-    assert not scheduler._whole._shares._entries
+    assert not scheduler.waiting._clients
+    assert not scheduler.requests

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.engine.protocol.config import SchedulerConfig
-from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.scheduling.sequence import Sequence
+from penstock.engine.scheduling import Scheduler, Sequence
+
+from .records import make_request, request_ids, run
 
 MAX_SEQ_LEN = 64
 lengths = st.lists(st.integers(1, MAX_SEQ_LEN), min_size=1, max_size=20)
@@ -18,14 +19,10 @@ def make(budget: int = 128, max_num_seqs: int = 8, max_wait_s: float = 1.0) -> S
     return Scheduler(config, token_budget=budget, max_seq_len=MAX_SEQ_LEN)
 
 
-def request(request_id: int, seq_lens: list[int], arrival_s: float = 0.0, priority: int = 0) -> list[Sequence]:
-    return [Sequence(request_id, i, n, arrival_s, priority) for i, n in enumerate(seq_lens)]
-
-
 def drain(scheduler: Scheduler, now_s: float = 0.0) -> list[list[Sequence]]:
     batches = []
-    while scheduler.num_waiting:
-        batches.append([s.sequence for s in scheduler.schedule(now_s).slices])
+    while scheduler.waiting.num_seqs:
+        batches.append([chunk.request for chunk in run(scheduler, now_s).chunks])
     return batches
 
 
@@ -33,24 +30,24 @@ def drain(scheduler: Scheduler, now_s: float = 0.0) -> list[list[Sequence]]:
 def test_every_sequence_runs_once_within_the_limits(requests: list[list[int]], budget: int, max_num_seqs: int) -> None:
     scheduler = make(budget, max_num_seqs)
     for i, seq_lens in enumerate(requests):
-        scheduler.add(request(i, seq_lens, arrival_s=0.1 * i))
+        scheduler.add(make_request(i, seq_lens, arrival_s=0.1 * i))
     batches = drain(scheduler)
     for batch in batches:
         assert 0 < len(batch) <= max_num_seqs
         assert sum(s.num_tokens for s in batch) <= max(budget, MAX_SEQ_LEN)
         assert [s.num_tokens for s in batch] == sorted(s.num_tokens for s in batch)
-    ran = sorted((s.request_id, s.index) for batch in batches for s in batch)
+    ran = sorted(s.request_id for batch in batches for s in batch)
     assert ran == [(i, j) for i, seq_lens in enumerate(requests) for j in range(len(seq_lens))]
-    assert scheduler.num_waiting_tokens == 0
+    assert scheduler.waiting.num_tokens == 0
 
 
 def test_a_batch_says_how_many_found_no_place_in_it() -> None:
     scheduler = make(budget=128)
-    scheduler.add(request(0, [64, 64, 64]))
+    scheduler.add(make_request(0, [64, 64, 64]))
     full = scheduler.schedule(0.0)
-    scheduler.add(request(1, [1]))  # came too late
+    scheduler.add(make_request(1, [1]))  # came too late
     last = scheduler.schedule(0.0)
-    assert [(len(batch.slices), batch.num_left) for batch in (full, last)] == [(2, 1), (2, 0)]
+    assert [(len(batch.chunks), batch.num_left) for batch in (full, last)] == [(2, 1), (2, 0)]
 
 
 events = st.lists(
@@ -73,77 +70,80 @@ def test_counts_stay_true_and_nothing_is_left_over(events: list[tuple]) -> None:
         match event:
             case ("add", seq_lens, priority, timeout_s):
                 deadline_s = None if timeout_s is None else now_s + timeout_s
-                scheduler.add([Sequence(number, i, n, now_s, priority, deadline_s) for i, n in enumerate(seq_lens)])
+                scheduler.add(make_request(number, seq_lens, now_s, priority, deadline_s))
                 waiting[number] = dict(enumerate(seq_lens))
             case ("cancel", request_id):
-                assert scheduler.cancel(request_id) == len(waiting.pop(request_id, {}))
+                assert (scheduler.cancel(request_id) is None) == (not waiting.pop(request_id, {}))
             case ("shrink", budget):
                 scheduler.shrink(budget)
             case ("schedule", step_s):
                 now_s += step_s
                 batch = scheduler.schedule(now_s)
-                sequences = [s.sequence for s in batch.slices]
+                sequences = [chunk.request for chunk in batch.chunks]
                 assert batch.num_tokens == sum(s.num_tokens for s in sequences) <= scheduler.token_budget
                 for sequence in sequences:
-                    assert waiting[sequence.request_id].pop(sequence.index) == sequence.num_tokens
-                for sequence in batch.expired:
-                    waiting.pop(sequence.request_id, None)  # cancelled as a whole
-                assert all(s.deadline_s is None or s.deadline_s > now_s for s in sequences)
-        assert scheduler.num_waiting == sum(len(w) for w in waiting.values())
-        assert scheduler.num_waiting_tokens == sum(sum(w.values()) for w in waiting.values())
+                    assert waiting[sequence.request.request_id].pop(sequence.index) == sequence.num_tokens
+                for request in batch.expired:
+                    waiting.pop(request.request_id, None)  # as a whole
+                deadlines = [s.request.deadline_s for s in sequences]
+                assert all(deadline_s is None or deadline_s > now_s for deadline_s in deadlines)
+                scheduler.finish(batch)
+        assert scheduler.waiting.num_seqs == sum(len(w) for w in waiting.values())
+        assert scheduler.waiting.num_tokens == sum(sum(w.values()) for w in waiting.values())
     for request_id in waiting:
         scheduler.cancel(request_id)
-    assert (scheduler.num_waiting, scheduler.num_waiting_tokens) == (0, 0)
-    assert not scheduler.schedule(now_s).slices
+    assert (scheduler.waiting.num_seqs, scheduler.waiting.num_tokens) == (0, 0)
+    assert not scheduler.schedule(now_s).chunks
+    assert not scheduler.requests
 
 
 @given(seq_len=st.integers(1, MAX_SEQ_LEN), others=st.lists(st.integers(1, MAX_SEQ_LEN), min_size=1, max_size=8))
 def test_nobody_starves_under_traffic_that_never_ends(seq_len: int, others: list[int]) -> None:
     scheduler = make(max_wait_s=1.0)
-    scheduler.add(request(0, [seq_len], priority=2))
+    scheduler.add(make_request(0, [seq_len], priority=2))
     now_s = 0.0
     for step in range(1, 40):
         now_s = 0.25 * step
-        scheduler.add(request(step, others * 4, arrival_s=now_s, priority=-1))
-        if any(s.sequence.request_id == 0 for s in scheduler.schedule(now_s).slices):
+        scheduler.add(make_request(step, others * 4, arrival_s=now_s, priority=-1))
+        if 0 in request_ids(run(scheduler, now_s)):
             return
     pytest.fail(f"a sequence of {seq_len} tokens still waits after {now_s} s")
 
 
 def test_a_small_request_does_not_wait_for_all_of_a_large_one() -> None:
     scheduler = make()
-    scheduler.add(request(1, [32] * 100))
-    scheduler.add(request(2, [5], arrival_s=0.01))
+    scheduler.add(make_request(1, [32] * 100))
+    scheduler.add(make_request(2, [5], arrival_s=0.01))
     batches = drain(scheduler, now_s=0.02)
-    assert next(i for i, batch in enumerate(batches) if any(s.request_id == 2 for s in batch)) <= 2
+    assert next(i for i, batch in enumerate(batches) if any(s.request.request_id == 2 for s in batch)) <= 2
 
 
 def test_similar_lengths_go_together() -> None:
     scheduler = make(budget=64)
-    scheduler.add(request(1, [10, 60, 11, 59, 12, 58]))
+    scheduler.add(make_request(1, [10, 60, 11, 59, 12, 58]))
     assert [[s.num_tokens for s in batch] for batch in drain(scheduler)] == [[10, 11, 12], [60], [59], [58]]
 
 
 def test_the_overdue_go_first_in_order() -> None:
     scheduler = make(budget=64, max_wait_s=1.0)
     for i, n in enumerate([10, 50, 11]):
-        scheduler.add(request(i, [n]))
-    assert [s.num_tokens for s in scheduler.schedule(now_s=5.0).slices] == [10, 50]
+        scheduler.add(make_request(i, [n]))
+    assert [chunk.num_tokens for chunk in scheduler.schedule(now_s=5.0).chunks] == [10, 50]
 
 
 def test_priority_goes_first() -> None:
     scheduler = make(budget=64)
-    scheduler.add(request(1, [60]))
-    scheduler.add(request(2, [60], priority=-1))
-    assert scheduler.schedule(0.0).slices[0].sequence.request_id == 2
+    scheduler.add(make_request(1, [60]))
+    scheduler.add(make_request(2, [60], priority=-1))
+    assert request_ids(scheduler.schedule(0.0)) == {2}
 
 
 @pytest.mark.parametrize("num_tokens", [0, MAX_SEQ_LEN + 1])
 def test_a_sequence_that_can_never_run_is_refused_whole(num_tokens: int) -> None:
     scheduler = make()
     with pytest.raises(ValueError, match=f"{num_tokens} tokens"):
-        scheduler.add(request(1, [5, num_tokens]))
-    assert scheduler.num_waiting == 0
+        scheduler.add(make_request(1, [5, num_tokens]))
+    assert scheduler.waiting.num_seqs == 0
 
 
 def test_the_budget_never_falls_below_one_whole_sequence() -> None:

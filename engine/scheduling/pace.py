@@ -1,4 +1,4 @@
-"""How many tokens of long prompts go into the next forward: as many as take about a fixed time.
+"""How many tokens of long prompts go into the next forward: as many as take about a fixed time and find memory.
 
 The cost of a token grows with what it looks back on, and from machine to machine, so the number follows the time that
 the last forwards took. While others wait it is small, so that they need not; alone it is larger, so that little is
@@ -42,7 +42,7 @@ class ChunkPace:
         return min(max(num_tokens - num_tokens % _ROUND_TO, least), self._max_tokens)
 
     def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
-        """Books a forward of so many tokens in chunks and in whole sequences."""
+        """Records a forward of so many tokens in chunks and in whole sequences."""
         if not chunk_tokens:
             self._whole_token_s = _mean(self._whole_token_s, step_s / max(whole_tokens, 1))
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.scheduling.chunk_pace import ChunkPace
+from penstock.engine.scheduling.pace import ChunkPace
 
 MAX_TOKENS = 2048
 

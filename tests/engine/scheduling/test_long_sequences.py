@@ -1,18 +1,17 @@
-"""Scheduler, slicer and pool together: long sequences run in chunks, to their end, and leave nothing behind."""
+"""Scheduler and pool together: long sequences run in chunks, to their end, and leave nothing behind."""
 
 from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from penstock.engine.protocol.config import SchedulerConfig
-from penstock.engine.scheduling.scheduler import ScheduledBatch, Scheduler
-from penstock.engine.scheduling.sequence import Sequence
-from penstock.engine.scheduling.slicer import Slicer
-from penstock.engine.sequence_pool import KvCachePool, SequenceAllocator, SequencePool, SsmStatePool, block_keys
+from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
+from penstock.engine.scheduling import Batch, Request, Scheduler
+from penstock.engine.sequence_pool import KvCachePool, SequenceAllocator, SequencePool, SsmStatePool
+
+from .records import make_request, request_ids, run
 
 BUDGET = 32
 THRESHOLD = 16
@@ -32,53 +31,50 @@ def make(
         kv=KvCachePool(num_blocks, BLOCK) if num_blocks else None, ssm=SsmStatePool(num_slots) if num_slots else None
     )
     allocator = SequenceAllocator(pool, enable_prefix_caching=prefixes)
-    slicer = Slicer(
-        allocator,
+    prefill = ChunkedPrefillConfig(
+        chunk_size=chunk_size or BUDGET,
         threshold=chunk_size or THRESHOLD,
-        max_chunk_size=BUDGET,
-        chunk_size=chunk_size,
+        min_chunk_size=1,
+        is_dynamic=chunk_size is None,
         token_s=MAX_WAIT_S / BUDGET,
+        max_retries=8,
     )
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_wait_s=MAX_WAIT_S)
-    return Scheduler(config, token_budget=BUDGET, max_seq_len=4000, slicer=slicer), allocator
+    return Scheduler(config, token_budget=BUDGET, max_seq_len=4000, prefill=prefill, allocator=allocator), allocator
 
 
-def sequence(
+def one(
     request_id: int,
     num_tokens: int,
     *,
     priority: int = 0,
     arrival_s: float = 0.0,
+    deadline_s: float | None = None,
     last_row: bool = False,
     text: int = 0,
-) -> Sequence:
-    tokens = np.full(num_tokens, text, np.int32)
-    keys = tuple(block_keys(tokens, BLOCK, b""))
-    return Sequence(request_id, 0, num_tokens, arrival_s, priority, None, keys, last_row)
+) -> Request:
+    """A request with one sequence."""
+    return make_request(
+        request_id, [num_tokens], arrival_s, priority, deadline_s, needs_last_row=last_row, block_size=BLOCK, text=text
+    )
 
 
-def run(scheduler: Scheduler, now_s: float = 0.0) -> ScheduledBatch:
-    batch = scheduler.schedule(now_s)
-    scheduler.finish(batch)
-    return batch
-
-
-def run_all(scheduler: Scheduler, limit: int = 1000) -> list[ScheduledBatch]:
+def run_all(scheduler: Scheduler, limit: int = 1000) -> list[Batch]:
     batches = []
     while scheduler.has_work:
         batches.append(run(scheduler, now_s=0.1 * len(batches)))
-        assert batches[-1].slices, "work is left, but nothing runs"
+        assert batches[-1].chunks, "work is left, but nothing runs"
         assert len(batches) < limit
     return batches
 
 
-def spans(batches: list[ScheduledBatch], request_id: int) -> list[tuple[int, int]]:
-    return [(s.start, s.end) for b in batches for s in b.slices if s.sequence.request_id == request_id]
+def spans(batches: list[Batch], request_id: int) -> list[tuple[int, int]]:
+    return [(s.start, s.end) for b in batches for s in b.chunks if s.request.request.request_id == request_id]
 
 
 def test_a_long_sequence_runs_in_chunks_from_its_first_token_to_its_last() -> None:
     scheduler, allocator = make()
-    scheduler.add([sequence(1, 100)])
+    scheduler.add(one(1, 100))
     batches = run_all(scheduler)
     covered = spans(batches, 1)
     assert covered[0][0] == 0
@@ -91,7 +87,7 @@ def test_a_long_sequence_runs_in_chunks_from_its_first_token_to_its_last() -> No
 @pytest.mark.parametrize("chunk_size", [1, 7])
 def test_a_fixed_chunk_size_is_kept(chunk_size: int) -> None:
     scheduler, _ = make(chunk_size=chunk_size)
-    scheduler.add([sequence(1, 30)])
+    scheduler.add(one(1, 30))
     sizes = [end - start for start, end in spans(run_all(scheduler), 1)]
     assert set(sizes[:-1]) == {chunk_size}
     assert sum(sizes) == 30
@@ -99,44 +95,46 @@ def test_a_fixed_chunk_size_is_kept(chunk_size: int) -> None:
 
 def test_short_sequences_run_beside_the_chunks_of_a_long_one() -> None:
     scheduler, _ = make()
-    scheduler.add([sequence(1, 150)])
+    scheduler.add(one(1, 150))
     first = run(scheduler)
-    scheduler.add([sequence(2, 8), sequence(3, 10)])
+    scheduler.add(one(2, 8))
+    scheduler.add(one(3, 10))
     second = run(scheduler, 0.1)
-    assert {s.sequence.request_id for s in first.slices} == {1}
-    assert {s.sequence.request_id for s in second.slices} == {1, 2, 3}
+    assert request_ids(first) == {1}
+    assert request_ids(second) == {1, 2, 3}
 
 
 def test_whole_sequences_that_leave_no_room_take_turns_with_chunks() -> None:
     scheduler, _ = make()
-    scheduler.add([sequence(1, 150)])
+    scheduler.add(one(1, 150))
     for number in range(4):  # one above the pool runs whole, and fills a batch
-        scheduler.add([sequence(2 + number, 4 * 40 + 1)])
-    kinds = ["chunk" if s.chunk_id is not None else "whole" for b in run_all(scheduler) for s in b.slices]
+        scheduler.add(one(2 + number, 4 * 40 + 1))
+    kinds = ["chunk" if c.request.is_long else "whole" for b in run_all(scheduler) for c in b.chunks]
     assert kinds[:8] == ["chunk", "whole"] * 4 or kinds[:8] == ["whole", "chunk"] * 4
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2])
 def test_few_places_are_shared(max_num_seqs: int) -> None:
     scheduler, _ = make(max_num_seqs=max_num_seqs)
-    scheduler.add([sequence(1, 150)])
-    scheduler.add([sequence(2, 5), sequence(3, 5)])
+    scheduler.add(one(1, 150))
+    scheduler.add(one(2, 5))
+    scheduler.add(one(3, 5))
     batches = run_all(scheduler)
-    assert all(len(b.slices) <= max_num_seqs for b in batches)
-    assert max(i for i, b in enumerate(batches) for s in b.slices if s.sequence.request_id > 1) <= 4
+    assert all(len(b.chunks) <= max_num_seqs for b in batches)
+    assert max(i for i, b in enumerate(batches) for s in b.chunks if s.request.request.request_id > 1) <= 4
 
 
 def test_alone_a_long_sequence_fills_its_batches() -> None:
     scheduler, _ = make(num_blocks=1000, chunk_size=BUDGET, max_num_seqs=4)
-    scheduler.add([sequence(1, 3200)])
+    scheduler.add(one(1, 3200))
     assert {b.num_tokens for b in run_all(scheduler)} == {BUDGET}
 
 
 def test_beside_others_chunks_leave_half_of_a_batch() -> None:
     scheduler, _ = make(num_blocks=1000, chunk_size=BUDGET)
-    scheduler.add([sequence(1, 3200)])
-    scheduler.add([sequence(number, 8) for number in range(2, 3)])
-    chunk, short = sorted(run(scheduler).slices, key=lambda s: s.sequence.request_id)
+    scheduler.add(one(1, 3200))
+    scheduler.add(one(2, 8))
+    chunk, short = sorted(run(scheduler).chunks, key=lambda s: s.request.request.request_id)
     assert (chunk.num_tokens, short.num_tokens) == (BUDGET // 2, 8)
     assert run(scheduler).num_tokens == BUDGET // 2  # whoever came a moment ago may come again
     assert run(scheduler).num_tokens == BUDGET
@@ -145,39 +143,41 @@ def test_beside_others_chunks_leave_half_of_a_batch() -> None:
 def test_a_small_fixed_chunk_size_lets_several_run_at_once() -> None:
     scheduler, _ = make(num_blocks=1000, chunk_size=8)
     for number in range(4):
-        scheduler.add([sequence(number, 40, text=number)])
-    assert [s.num_tokens for s in run(scheduler).slices] == [8, 8, 8, 8]
+        scheduler.add(one(number, 40, text=number))
+    assert [s.num_tokens for s in run(scheduler).chunks] == [8, 8, 8, 8]
 
 
 def test_short_sequences_do_not_wait_behind_long_ones_that_wait() -> None:
     scheduler, _ = make(num_blocks=1000)
-    scheduler.add([sequence(1, 3000)])
+    scheduler.add(one(1, 3000))
     run(scheduler)
-    scheduler.add([sequence(2, 3000)])
-    scheduler.add([sequence(3, 3000)])
-    scheduler.add([sequence(4, 5)])
-    assert 4 in {s.sequence.request_id for s in run(scheduler, 0.1).slices}
+    scheduler.add(one(2, 3000))
+    scheduler.add(one(3, 3000))
+    scheduler.add(one(4, 5))
+    assert 4 in request_ids(run(scheduler, 0.1))
 
 
 def test_a_middling_sequence_does_not_wait_for_a_giant_one() -> None:
     scheduler, _ = make(num_blocks=1000)
-    scheduler.add([sequence(1, 3000)])
+    scheduler.add(one(1, 3000))
     for number in range(10):
         run(scheduler, 0.1 * number)
-    scheduler.add([sequence(2, 40, arrival_s=1.0)])
+    scheduler.add(one(2, 40, arrival_s=1.0))
     batches = run_all(scheduler)
-    assert next(i for i, b in enumerate(batches) for s in b.slices if s.sequence.request_id == 2 and s.is_last) < 12
+    assert (
+        next(i for i, b in enumerate(batches) for s in b.chunks if s.request.request.request_id == 2 and s.is_last) < 12
+    )
 
 
 def test_a_steady_stream_of_the_more_urgent_does_not_starve_the_others() -> None:
     scheduler, _ = make(num_blocks=25)
-    scheduler.add([sequence(0, 90, priority=3)])
+    scheduler.add(one(0, 90, priority=3))
     now_s = 0.0
     for number in range(1, 400):
         now_s = 0.05 * number
         if number % 5 == 1:  # as fast as they are done
-            scheduler.add([sequence(number, 80, arrival_s=now_s, text=number)])
-        if any(s.sequence.request_id == 0 and s.is_last for s in run(scheduler, now_s).slices):
+            scheduler.add(one(number, 80, arrival_s=now_s, text=number))
+        if any(s.request.request.request_id == 0 and s.is_last for s in run(scheduler, now_s).chunks):
             break
     else:
         pytest.fail(f"it still waits after {now_s} s")
@@ -187,16 +187,16 @@ def test_the_budget_comes_back_after_a_shortage() -> None:
     scheduler, _ = make(num_blocks=1000)
     scheduler.shrink(1)
     assert 1 <= scheduler.token_budget < BUDGET
-    scheduler.add([sequence(1, 3000)])
+    scheduler.add(one(1, 3000))
     run_all(scheduler, limit=4000)
     assert scheduler.token_budget == BUDGET
 
 
 def test_a_whole_sequence_for_which_memory_was_short_runs_in_chunks() -> None:
     scheduler, allocator = make()
-    scheduler.add([sequence(1, THRESHOLD)])
+    scheduler.add(one(1, THRESHOLD))
     batch = scheduler.schedule(0.0)
-    (failed,) = batch.slices
+    (failed,) = batch.chunks
     scheduler.shrink(4)
     assert scheduler.retry(failed, MemoryError("no memory"))
     scheduler.finish(batch)
@@ -209,14 +209,14 @@ def test_a_whole_sequence_for_which_memory_was_short_runs_in_chunks() -> None:
 
 def test_a_chunk_that_failed_is_not_found_by_others() -> None:
     scheduler, allocator = make()
-    scheduler.add([sequence(1, 100)])
+    scheduler.add(one(1, 100))
     batch = scheduler.schedule(0.0)
-    assert scheduler.retry(batch.slices[0], MemoryError("no memory"))
+    assert scheduler.retry(batch.chunks[0], MemoryError("no memory"))
     scheduler.finish(batch)
     assert allocator.prefixes is not None
     assert allocator.prefixes.num_cached == 0
     scheduler.cancel(1)
-    scheduler.add([sequence(2, 100)])
+    scheduler.add(one(2, 100))
     run(scheduler)
     assert allocator.prefixes.num_cached > 0
     scheduler.cancel(2, forget=True)
@@ -226,11 +226,12 @@ def test_a_chunk_that_failed_is_not_found_by_others() -> None:
 
 def test_the_next_long_sequence_starts_when_memory_is_there() -> None:
     scheduler, allocator = make(num_blocks=25)
-    scheduler.add([sequence(1, 90)])
-    scheduler.add([sequence(2, 80), sequence(3, 5)])
+    scheduler.add(one(1, 90))
+    scheduler.add(one(2, 80))
+    scheduler.add(one(3, 5))
     batches = run_all(scheduler)
     ends = {
-        r: next(i for i, b in enumerate(batches) for s in b.slices if s.sequence.request_id == r and s.is_last)
+        r: next(i for i, b in enumerate(batches) for s in b.chunks if s.request.request.request_id == r and s.is_last)
         for r in (1, 2, 3)
     }
     assert ends[3] < ends[1] < ends[2]
@@ -239,15 +240,15 @@ def test_the_next_long_sequence_starts_when_memory_is_there() -> None:
 
 def test_memory_goes_to_the_more_urgent_and_the_other_goes_on_where_it_was() -> None:
     scheduler, allocator = make(num_blocks=30)
-    scheduler.add([sequence(1, 100, priority=1)])
+    scheduler.add(one(1, 100, priority=1))
     run(scheduler)
     run(scheduler, 0.1)
-    done = next(s.sequence.num_done for b in [run(scheduler, 0.2)] for s in b.slices)
-    urgent = sequence(2, 48, priority=0, text=1)
-    scheduler.add([urgent])
+    done = next(s.request.num_done for b in [run(scheduler, 0.2)] for s in b.chunks)
+    urgent = one(2, 48, priority=0, text=1)
+    scheduler.add(urgent)
     batch = run(scheduler, 0.3)
-    assert [s.sequence.request_id for s in batch.preempted] == [1]
-    assert {s.sequence.request_id for s in batch.slices} == {2}
+    assert [sequence.request_id for sequence, _ in batch.preempted] == [(1, 0)]
+    assert request_ids(batch) == {2}
     resumed = spans(run_all(scheduler), 1)
     assert resumed[0][0] == done // BLOCK * BLOCK  # its blocks were not needed: full ones are found again
     assert resumed[-1][1] == 100
@@ -256,14 +257,14 @@ def test_memory_goes_to_the_more_urgent_and_the_other_goes_on_where_it_was() -> 
 
 def test_nothing_is_preempted_where_that_would_not_help() -> None:
     scheduler, _ = make(num_blocks=40)
-    scheduler.add([sequence(1, 80, priority=-2)])  # its turn is earlier than that of the last one
-    scheduler.add([sequence(2, 80, priority=2)])
-    assert {s.sequence.request_id for s in run(scheduler).slices} == {1}
-    while {s.sequence.request_id for s in run(scheduler, 0.1).slices} != {2}:
+    scheduler.add(one(1, 80, priority=-2))  # its turn is earlier than that of the last one
+    scheduler.add(one(2, 80, priority=2))
+    assert request_ids(run(scheduler)) == {1}
+    while request_ids(run(scheduler, 0.1)) != {2}:
         pass
-    scheduler.add([sequence(4, 80, priority=-2)])
+    scheduler.add(one(4, 80, priority=-2))
     run(scheduler, 0.2)
-    scheduler.add([sequence(3, 160, arrival_s=0.2)])
+    scheduler.add(one(3, 160, arrival_s=0.2))
     for _ in range(2):
         batch = run(scheduler, 0.3)
         assert not batch.preempted
@@ -272,22 +273,23 @@ def test_nothing_is_preempted_where_that_would_not_help() -> None:
 
 def test_a_short_sequence_begins_after_what_the_cache_holds() -> None:
     scheduler, allocator = make()
-    scheduler.add([sequence(1, 14, last_row=True)])
+    scheduler.add(one(1, 14, last_row=True))
     run_all(scheduler)
-    scheduler.add([sequence(2, 14, last_row=True)])
+    scheduler.add(one(2, 14, last_row=True))
     (batch,) = run_all(scheduler)
-    assert [(s.start, s.end) for s in batch.slices] == [(12, 14)]
-    scheduler.add([sequence(3, 14), sequence(4, 12, last_row=True)])
-    assert [(s.start, s.end) for b in run_all(scheduler) for s in b.slices] == [(0, 14), (8, 12)]
+    assert [(s.start, s.end) for s in batch.chunks] == [(12, 14)]
+    scheduler.add(one(3, 14))
+    scheduler.add(one(4, 12, last_row=True))
+    assert [(s.start, s.end) for b in run_all(scheduler) for s in b.chunks] == [(0, 14), (8, 12)]
     assert allocator.num_allocations == 0
 
 
 def test_a_chunk_for_which_memory_was_short_runs_again_in_smaller_ones() -> None:
     scheduler, _ = make()
-    scheduler.add([sequence(1, 100)])
+    scheduler.add(one(1, 100))
     run(scheduler)
     batch = scheduler.schedule(0.1)
-    (failed,) = batch.slices
+    (failed,) = batch.chunks
     scheduler.shrink(4)
     assert scheduler.retry(failed, MemoryError("no memory"))
     scheduler.finish(batch)
@@ -299,10 +301,10 @@ def test_a_chunk_for_which_memory_was_short_runs_again_in_smaller_ones() -> None
 
 def test_a_chunk_that_fails_again_and_again_is_given_up() -> None:
     scheduler, allocator = make()
-    scheduler.add([sequence(1, 100)])
+    scheduler.add(one(1, 100))
     for attempt in range(100):
         batch = scheduler.schedule(0.1 * attempt)
-        if not scheduler.retry(batch.slices[0], MemoryError("no memory")):
+        if not scheduler.retry(batch.chunks[0], MemoryError("no memory")):
             break
         scheduler.finish(batch)
     else:
@@ -313,15 +315,14 @@ def test_a_chunk_that_fails_again_and_again_is_given_up() -> None:
     assert allocator.num_allocations == 0
 
 
-def test_a_long_sequence_whose_deadline_passes_is_reported_until_it_is_cancelled() -> None:
+def test_a_long_sequence_whose_deadline_passes_ends() -> None:
     scheduler, allocator = make()
-    late = sequence(1, 100)
-    late.deadline_s = 1.0
-    scheduler.add([late])
+    late = one(1, 100, deadline_s=1.0)
+    scheduler.add(late)
     run(scheduler)
     batch = scheduler.schedule(2.0)
     assert batch.expired == [late]
-    scheduler.cancel(1)
+    assert not batch.chunks
     scheduler.finish(batch)
     assert not scheduler.has_work
     assert allocator.num_allocations == 0
@@ -329,12 +330,12 @@ def test_a_long_sequence_whose_deadline_passes_is_reported_until_it_is_cancelled
 
 def test_an_ssm_sequence_goes_on_after_its_last_chunk() -> None:
     scheduler, allocator = make(num_blocks=0, num_slots=1)
-    scheduler.add([sequence(1, 100, priority=1)])
+    scheduler.add(one(1, 100, priority=1))
     run(scheduler)
-    done = run(scheduler, 0.1).slices[0].end
-    scheduler.add([sequence(2, 40)])
+    done = run(scheduler, 0.1).chunks[0].end
+    scheduler.add(one(2, 40))
     batch = run(scheduler, 0.2)
-    assert [(s.sequence.request_id, s.start) for s in batch.preempted] == [(1, done)]
+    assert [(sequence.request_id, sequence.num_pooled) for sequence, _ in batch.preempted] == [((1, 0), done)]
     assert spans(run_all(scheduler), 1)[0][0] == done
     assert allocator.num_allocations == 0
 
@@ -367,37 +368,37 @@ def test_every_sequence_runs_to_its_end_once_and_nothing_leaks(
     chunk_size: int | None,  # type: ignore[type-arg]
 ) -> None:
     scheduler, allocator = make(pool[0], num_slots=pool[1], prefixes=prefixes, chunk_size=chunk_size)
-    live: dict[int, Sequence] = {}
+    live: dict[int, Request] = {}
     covered: dict[int, int] = {}
 
     def step(now_s: float, cancelled: int | None = None, failing: int | None = None) -> None:
         batch = scheduler.schedule(now_s)
-        assert batch.slices or not live
-        keys = [s.sequence.request_id for s in batch.slices]
-        assert len(set(keys)) == len(keys), "two slices of one sequence in a batch"
+        assert batch.chunks or not live
+        keys = [s.request.request.request_id for s in batch.chunks]
+        assert len(set(keys)) == len(keys), "two chunks of one sequence in a batch"
         assert set(keys) <= set(live)
-        assert len(batch.slices) == 1 or batch.num_tokens <= scheduler.token_budget
-        for number, slice_ in enumerate(batch.slices):
-            request_id = slice_.sequence.request_id
-            assert slice_.num_tokens > 0
-            if slice_.start > covered[request_id]:
-                assert slice_.sequence.needs_last_row, "rows were left out that the pooling needs"
+        assert len(batch.chunks) == 1 or batch.num_tokens <= scheduler.token_budget
+        for number, chunk in enumerate(batch.chunks):
+            request_id = chunk.request.request.request_id
+            assert chunk.num_tokens > 0
+            if chunk.start > covered[request_id]:
+                assert chunk.request.request.needs_last_row, "rows were left out that the pooling needs"
             if number == cancelled:
                 scheduler.cancel(request_id)
                 del live[request_id]
-            elif number == failing and scheduler.retry(slice_, MemoryError()):
+            elif number == failing and scheduler.retry(chunk, MemoryError()):
                 continue
-            elif slice_.is_last:
+            elif chunk.is_last:
                 del live[request_id]
             else:
-                covered[request_id] = max(covered[request_id], slice_.end)
+                covered[request_id] = max(covered[request_id], chunk.end)
         scheduler.finish(batch)
 
     for number, event in enumerate(events):
         now_s = 0.1 * number
         match event:
             case ("add", num_tokens, priority, last_row, text):
-                live[number] = sequence(
+                live[number] = one(
                     number,
                     num_tokens,
                     priority=priority,
@@ -406,7 +407,7 @@ def test_every_sequence_runs_to_its_end_once_and_nothing_leaks(
                     text=text,
                 )
                 covered[number] = 0
-                scheduler.add([live[number]])
+                scheduler.add(live[number])
             case ("cancel", request_id):
                 scheduler.cancel(request_id)
                 live.pop(request_id, None)

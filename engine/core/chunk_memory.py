@@ -1,0 +1,167 @@
+"""The device memory of sequences in chunks: which rows of a batch read what, and where they leave what comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..packed_batch import BatchCache, KvCache, SsmStates
+from ..pooling import PoolingStates
+from ..scheduling import Chunk, Sequence as QueuedSequence
+from ..sequence_pool import Allocation, PoolPlan
+from ..sequence_pool.cache_spec import CacheSpec
+
+_NO_BLOCKS: Final = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """What a sequence takes from one chunk to the next, apart from its blocks and slot. Lives in `Sequence.kept`.
+
+    Attributes:
+        pooling: State of its pooling.
+        place: Which of the two places of its slot holds its SSM states.
+        saved: SSM states per layer, convolution and recurrence, on the host, while it has no slot.
+    """
+
+    pooling: PoolingStates | None = None
+    place: int = 0
+    saved: list[tuple[Tensor, Tensor]] | None = None
+
+
+class ChunkMemory:
+    """Storage behind the pools. A slot has two places for its states: a forward reads one and writes the other.
+
+    So a forward that fails leaves everything as it was: keys and values are written to the same places again, and
+    states are looked for in their new place only once `advance` has said so.
+
+    Args:
+        spec: What the model keeps.
+        plan: Sizes of the pools.
+        block_size: Tokens of a block.
+        dtype: Of the model.
+        device: Of the model.
+    """
+
+    def __init__(
+        self, spec: CacheSpec, plan: PoolPlan, *, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._device = device
+        self._num_slots = plan.num_slots
+        self._kv = KvCache.allocate(spec, plan.num_blocks, block_size, dtype, device) if spec.kv_layers else None
+        self._ssm = SsmStates.allocate(spec, 2 * plan.num_slots, dtype, device) if spec.ssm_layers else None
+
+    def batch_cache(self, chunks: Sequence[Chunk]) -> BatchCache | None:
+        """Returns what a forward over `chunks` reads and writes; None where that is nothing.
+
+        Args:
+            chunks: Those that begin a sequence before those that go on with one.
+        """
+        if all(c.request.allocation is None for c in chunks):
+            return None
+        num_new = sum(c.start == 0 for c in chunks)
+        cache: dict[str, Tensor | None] = {}
+        if self._kv is not None:
+            cache |= self._kv_places(chunks, num_new, self._kv.block_size)
+        if self._ssm is not None:
+            cache |= self._state_places(chunks)
+        return BatchCache(
+            num_new_seqs=num_new,
+            num_new_tokens=sum(c.num_tokens for c in chunks[:num_new]),
+            context_lens=tuple(c.start for c in chunks),
+            prompt_lens=tuple(c.request.num_tokens for c in chunks),
+            kv=self._kv,
+            ssm=self._ssm,
+            **cache,
+        )
+
+    def advance(self, chunks: Sequence[Chunk]) -> None:
+        """Records that a forward over `chunks` has succeeded."""
+        if self._ssm is None:
+            return
+        for chunk in chunks:
+            if chunk.request.allocation is not None:
+                kept_of(chunk.request).place ^= 1
+
+    def save(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+        """Copies the states of a sequence that loses its slot to the host, so that it can go on in another."""
+        if self._ssm is None or self._kv is not None or not sequence.num_pooled:
+            return
+        kept = kept_of(sequence)
+        if kept.saved is not None:
+            return  # it lost the slot before it ran there: what lies in it is not its own
+        place = self._place(kept, allocation)
+        kept.saved = [
+            (conv[place].to("cpu", copy=True), ssm[place].to("cpu", copy=True))
+            for conv, ssm in zip(self._ssm.conv, self._ssm.ssm, strict=True)
+        ]
+
+    def restore(self, chunks: Sequence[Chunk]) -> None:
+        """Puts saved states into the slots that the sequences have now."""
+        for sequence in [chunk.request for chunk in chunks]:
+            kept: Kept | None = sequence.kept
+            if self._ssm is None or sequence.allocation is None or kept is None or kept.saved is None:
+                continue
+            place = self._place(kept, sequence.allocation)
+            for layer, (conv, ssm) in enumerate(kept.saved):
+                self._ssm.conv[layer][place] = conv
+                self._ssm.ssm[layer][place] = ssm
+            kept.saved = None
+
+    def _kv_places(self, chunks: Sequence[Chunk], num_new: int, block_size: int) -> dict[str, Tensor | None]:
+        """Blocks of the sequences with a past, and the place of every row that is kept."""
+        held = [chunk.request.allocation for chunk in chunks]
+        blocks = [_NO_BLOCKS if a is None else np.asarray(a.block_ids, np.int64) for a in held]
+        tables = [b[: -(-c.end // block_size)] for c, b in zip(chunks[num_new:], blocks[num_new:], strict=True)]
+        table = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+        for line, ids in zip(table, tables, strict=True):
+            line[: len(ids)] = ids
+        lengths = np.array([c.num_tokens for c in chunks])
+        first_rows = np.cumsum(lengths) - lengths
+        first_blocks = np.cumsum([len(b) for b in blocks]) - [len(b) for b in blocks]
+        is_kept = np.repeat([a is not None for a in held], lengths)
+        positions = np.arange(lengths.sum()) + np.repeat([c.start for c in chunks] - first_rows, lengths)
+        # Block of every row; rows that are not kept are left out below.
+        places = np.repeat(first_blocks, lengths) + positions // block_size
+        kept = np.flatnonzero(is_kept)
+        slots = np.concatenate(blocks)[places[kept]] * block_size + positions[kept] % block_size
+        past_lens = torch.tensor([c.start for c in chunks[num_new:]], dtype=torch.int32)
+        return {
+            "block_tables": torch.from_numpy(table).to(self._device, non_blocking=True),
+            "past_lens_on_device": past_lens.to(self._device, non_blocking=True),
+            "store_rows": None if len(kept) == len(positions) else self._indices(kept),
+            "store_slots": self._indices(slots),
+        }
+
+    def _state_places(self, chunks: Sequence[Chunk]) -> dict[str, Tensor | None]:
+        """Places that states are read from and written to."""
+        held = [(i, c, c.request.allocation) for i, c in enumerate(chunks)]
+        saved = [(i, c, kept_of(c.request), a) for i, c, a in held if a is not None]
+        loaded = [(i, kept, a) for i, c, kept, a in saved if c.start]
+        return {
+            "load_indices": self._indices([i for i, *_ in loaded]),
+            "load_slots": self._indices([self._place(kept, a) for _, kept, a in loaded]),
+            "save_indices": self._indices([i for i, *_ in saved]),
+            "save_slots": self._indices([self._place(kept, a, is_next=True) for *_, kept, a in saved]),
+        }
+
+    def _place(self, kept: Kept, allocation: Allocation, *, is_next: bool = False) -> int:
+        """Where the states of a sequence are now, or will be after the next forward."""
+        assert allocation.state_slot is not None, "a model with SSM layers has a pool of slots"
+        return allocation.state_slot + (kept.place ^ is_next) * self._num_slots
+
+    def _indices(self, values: Sequence[int] | np.ndarray) -> Tensor:
+        return torch.from_numpy(np.asarray(values, np.int64)).to(self._device, non_blocking=True)
+
+
+def kept_of(sequence: QueuedSequence) -> Kept:
+    """Returns what is kept of a sequence between its chunks; begins it where there is nothing yet."""
+    if sequence.kept is None:
+        sequence.kept = Kept()
+    kept: Kept = sequence.kept
+    return kept

@@ -1,0 +1,136 @@
+"""The device that the model runs on: which one, what memory it has, how long forwards take on it, and how it fails."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from ..protocol.config import EngineConfig
+from ..protocol.errors import ModelLoadError
+from .host import available_memory
+from .runner import ForwardTime
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+
+
+def resolve_device(config: EngineConfig) -> tuple[str, str]:
+    """Returns the device and dtype that "auto" stands for on this machine.
+
+    Raises:
+        ModelLoadError: The device is not there.
+    """
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    index = int(device.partition(":")[2] or 0)
+    if device != "cpu" and index >= torch.cuda.device_count():
+        raise ModelLoadError(
+            f"--device is {device}, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
+            "install a CUDA build of torch and a driver, or take --device cpu."
+        )
+    if config.dtype != "auto":
+        return device, config.dtype
+    if device == "cpu":
+        return device, "float32"
+    return device, "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory was short; on a CPU torch says so in words alone."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+class DeviceMemory:
+    """A MemoryGauge of the host or of a CUDA device.
+
+    Args:
+        device: Which.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+
+    def available(self) -> int:
+        """Returns the Bytes that could be allocated now, those that torch keeps for later use among them."""
+        if self._device.type != "cuda":
+            return available_memory()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+
+    def begin(self) -> None:
+        """Forgets the last peak."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        elif _CLEAR_REFS.exists():
+            _CLEAR_REFS.write_text(_RESET_PEAK)
+            self._before = _resident("VmRSS")
+
+    def taken(self) -> int | None:
+        """Returns the most Bytes that were taken at once since `begin`; None where the kernel does not tell."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - self._before
+        return _resident("VmHWM") - self._before if _CLEAR_REFS.exists() else None
+
+
+def _resident(field: str) -> int:
+    """Bytes of a line of the kernel's status of this process."""
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+class ForwardClock:
+    """Times one forward after the other, and lets at most one be under way.
+
+    On CUDA one may still run when the call that started it has returned.
+
+    Args:
+        device: Where they run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._began_s = 0.0
+        self._began: torch.cuda.Event | None = None
+        self._under_way: tuple[torch.cuda.Event, torch.cuda.Event, int, int] | None = None
+        self._times: list[ForwardTime] = []
+
+    def begin(self) -> None:
+        """Waits for the last forward and starts the time of the next."""
+        if self._is_cuda:
+            self._wait()
+            self._began = torch.cuda.Event(enable_timing=True)
+            self._began.record(torch.cuda.current_stream(self._device))
+        self._began_s = time.perf_counter()
+
+    def end(self, chunk_tokens: int, whole_tokens: int) -> None:
+        """Says that everything of a forward has been asked of the device; see ForwardTime."""
+        if self._began is None:
+            self._times.append(ForwardTime(chunk_tokens, whole_tokens, time.perf_counter() - self._began_s))
+            return
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record(torch.cuda.current_stream(self._device))
+        self._under_way = (self._began, ended, chunk_tokens, whole_tokens)
+
+    def take(self) -> list[ForwardTime]:
+        """Returns the forwards that were seen to end since the last call."""
+        if self._under_way is not None and self._under_way[1].query():
+            self._wait()
+        times, self._times = self._times, []
+        return times
+
+    def _wait(self) -> None:
+        if self._under_way is None:
+            return
+        began, ended, chunk_tokens, whole_tokens = self._under_way
+        ended.synchronize()
+        self._times.append(ForwardTime(chunk_tokens, whole_tokens, began.elapsed_time(ended) / 1000))
+        self._under_way = None

@@ -1,0 +1,215 @@
+"""Runs tokenized inputs on the device. The only module above models/ and pooling/ that knows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..layers.dense import Dense
+from ..model_files.resolve import resolve_model, with_device
+from ..models.base import PackedModel
+from ..packed_batch import PackedBatch
+from ..pooling import ModelPooler, PoolingMetadata, TokenMaps
+from ..protocol.config import EngineConfig
+from ..protocol.errors import ModelLoadError
+from ..protocol.messages import TokenizerSpec
+from ..protocol.model_info import ModelInfo
+from ..protocol.params import PoolingParams
+from ..protocol.request import TokenizedInput
+from ..scheduling import Chunk, PrefillChunk, Request, Sequence as QueuedSequence
+from ..sequence_pool import (
+    Allocation,
+    Allocator,
+    KvCachePool,
+    NullAllocator,
+    PoolPlan,
+    SequenceAllocator,
+    SequencePool,
+    SsmStatePool,
+    plan_pool,
+)
+from ..sequence_pool.cache_spec import CacheSpec
+from .chunk_memory import ChunkMemory, kept_of
+from .describe_pool import describe_pool
+from .device import DeviceMemory, ForwardClock, is_out_of_memory, resolve_device
+from .host import usable_cores
+from .memory_meter import MemoryMeter
+from .runner import DeviceLostError, DeviceMemoryError, ForwardTime, Outputs
+from .token_heads_loader import load_token_maps
+from .tokenizer_loader import load_tokenizer
+from .weights_loader import load_dense, load_model, torch_dtype
+
+logger = logging.getLogger("penstock.engine")
+
+
+class ModelRunner:
+    """A Runner on torch. `load` makes one from an EngineConfig.
+
+    Args:
+        info: The model, on its device.
+        tokenizer: For clients.
+        model: With its weights.
+        dense: The Dense modules that follow the pooling.
+        config: Limits of the pool.
+        maps: Heads for single tokens; None for none.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: TokenizerSpec,
+        model: PackedModel,
+        dense: Sequence[Dense],
+        config: EngineConfig,
+        maps: TokenMaps | None = None,
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self.allocator: Allocator = NullAllocator()
+        self._device = torch.device(info.device)
+        self._model = model
+        self._pooler = ModelPooler(info, model, dense, maps or TokenMaps())
+        self._memory: ChunkMemory | None = None
+        self._clock = ForwardClock(self._device)
+        self._meter = MemoryMeter(DeviceMemory(self._device), _token_bytes(info))
+        if model.cache_spec is not None and (
+            config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching
+        ):
+            self._make_pool(model.cache_spec, config)
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> ModelRunner:
+        """Loads the model that a configuration names.
+
+        Raises:
+            ModelLoadError: The model cannot be served.
+        """
+        torch.set_num_threads(config.num_threads or usable_cores())
+        info = with_device(resolve_model(config), *resolve_device(config))
+        tokenizer = load_tokenizer(info, trust_remote_code=config.trust_remote_code)
+        model = load_model(info, trust_remote_code=config.trust_remote_code)
+        return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
+
+    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+        """See Runner. On CUDA the batch is packed while the last forward may still run."""
+        try:
+            return self._execute(chunks)
+        except torch.AcceleratorError as error:
+            raise DeviceLostError(str(error)) from error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._out_of_memory(error) from error
+
+    def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+        """See Runner."""
+        if self._memory is not None:
+            self._memory.save(sequence, allocation)
+
+    def free_tokens(self) -> int:
+        """See Runner."""
+        return self._meter.free_tokens()
+
+    def take_times(self) -> list[ForwardTime]:
+        """See Runner."""
+        return self._clock.take()
+
+    def warm_up(self) -> None:
+        """See Runner."""
+        tokens = TokenizedInput(np.array(self.tokenizer.sample_ids[-self.info.max_model_len :], np.int32))
+        request = Request(0, PoolingParams().resolved(self.info.tasks[0], self.info))
+        self.execute(
+            [
+                PrefillChunk(
+                    QueuedSequence(request_id=i, prompt=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
+                )
+                for i in range(2)
+            ]
+        )
+
+    @torch.inference_mode()
+    def _execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+        sequences = [chunk.request for chunk in chunks]
+        params = [sequence.request.params for sequence in sequences]
+        cache = None
+        if self._memory is not None:
+            self._memory.restore(chunks)
+            cache = self._memory.batch_cache(chunks)
+        if cache is None:
+            batch = PackedBatch.build([sequence.prompt for sequence in sequences], self._device)
+            metadata = PoolingMetadata.for_batch(batch, params)
+        else:
+            starts = [chunk.start for chunk in chunks]
+            batch = PackedBatch.build([c.tokens for c in chunks], self._device, starts=starts, cache=cache)
+            states = [None if s.kept is None else kept_of(s).pooling for s in sequences]
+            metadata = PoolingMetadata.for_batch(
+                batch, params, prompt_lens=[s.num_tokens for s in sequences], states=states
+            )
+        if any(s.prompt.query is not None for s in sequences):
+            metadata.queries = [s.prompt.query for s in sequences]
+        chunk_tokens = sum(c.num_tokens for c in chunks if c.request.is_long)
+        if chunk_tokens:
+            self._meter.begin()
+        self._clock.begin()
+        output = self._model.forward(batch, need_attention=self._pooler.needs_attention(params))
+        outputs = list(self._pooler.pool(output, metadata).to_numpy())
+        if self._memory is not None and cache is not None:
+            for index, state in metadata.states.items():
+                kept_of(sequences[index]).pooling = state
+            self._memory.advance(chunks)
+        self._clock.end(chunk_tokens, batch.num_tokens - chunk_tokens)
+        if chunk_tokens:
+            self._meter.end(batch.num_tokens)
+        return outputs
+
+    def _out_of_memory(self, error: Exception) -> DeviceMemoryError:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return DeviceMemoryError(str(error))
+
+    def _make_pool(self, spec: CacheSpec, config: EngineConfig) -> None:
+        """Reserves the memory of sequences in chunks, where there is enough for any.
+
+        Raises:
+            ModelLoadError: There is not, though the operator asks for it.
+        """
+        dtype, limits = torch_dtype(self.info.dtype), config.cache
+        memory = limits.kv_cache_memory
+        if memory is None:
+            memory = int(DeviceMemory(self._device).available() * limits.memory_fraction)
+        try:
+            plan = plan_pool(
+                dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two places; see ChunkMemory
+                memory,
+                block_size=limits.block_size,
+                itemsize=dtype.itemsize,
+                max_num_seqs=config.scheduler.max_num_seqs,
+            )
+        except ModelLoadError as error:
+            if limits.kv_cache_memory is not None:
+                raise
+            logger.warning("inputs do not run in chunks: %s", error.message)
+            return
+        self._memory = ChunkMemory(spec, plan, block_size=limits.block_size, dtype=dtype, device=self._device)
+        self.allocator = _allocator(
+            plan, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching and spec.shares_prefixes
+        )
+        logger.info("%s", describe_pool(self.allocator, config.scheduler, plan.bytes))
+
+
+def _allocator(plan: PoolPlan, block_size: int, *, enable_prefix_caching: bool) -> SequenceAllocator:
+    pool = SequencePool(
+        kv=KvCachePool(plan.num_blocks, block_size) if plan.num_blocks else None,
+        ssm=SsmStatePool(plan.num_slots) if plan.num_slots else None,
+    )
+    return SequenceAllocator(pool, enable_prefix_caching=enable_prefix_caching)
+
+
+def _token_bytes(info: ModelInfo) -> int:
+    """Bytes that a token of a forward is taken to need before one was measured: rows of a layer, and of its MLP."""
+    width = 8 * info.hidden_size + 4 * int(info.config.get("intermediate_size") or 4 * info.hidden_size)
+    return width * torch_dtype(info.dtype).itemsize

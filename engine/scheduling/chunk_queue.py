@@ -1,0 +1,236 @@
+"""Which long prompts are being read, and whose chunk runs next. Plain Python without torch.
+
+Sound only for models that read from left to right: a chunk sees the chunks before it, which must be done and kept.
+Knows nothing of memory or devices: what is added must hold all that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Generic
+
+import msgspec
+
+from ..protocol.config import ChunkedPrefillConfig
+from ..protocol.errors import InvalidRequestError
+from ..protocol.messages import ChunkMetrics
+from .sequence import ChunkState, PrefillChunk, R, Status
+
+ChunkId = tuple[Hashable, int]
+
+
+class ChunkStateError(ValueError):
+    """A chunk or its prompt is unknown, or is not in the state that the call needs. Always the caller's bug."""
+
+
+class ChunkQueue(Generic[R]):
+    """The prompts that are being read, and whose chunk runs next. Not thread-safe: its owner holds a lock.
+
+    First come, first served, where a level of priority is worth `ageing_s` of waiting and every token that ran makes
+    the next chunk due `token_s` later. Whoever comes late enough comes behind, so that nobody starves.
+    Invariants: the chunks of a prompt cover it without gap or overlap; they run in order, one at a time.
+
+    Args:
+        config: How prompts are cut.
+        clock: Seconds. Monotonic time.
+
+    Attributes:
+        config: How prompts are cut.
+        requests: The prompts that are being read, by name.
+    """
+
+    def __init__(self, config: ChunkedPrefillConfig, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.requests: dict[Hashable, R] = {}
+        self._metrics = ChunkMetrics()
+        self._clock = clock
+
+    def add(self, request: R) -> None:
+        """Takes in a prompt, whose chunks may run from now on.
+
+        Raises:
+            InvalidRequestError: The name is in use, or the prompt is empty.
+        """
+        if request.request_id in self.requests:
+            raise InvalidRequestError(f"request {request.request_id!r} is in chunks already.", param="request_id")
+        if request.num_tokens < 1:
+            raise InvalidRequestError(f"request {request.request_id!r} has no tokens.", param="prompt_tokens")
+        request.status = Status.RUNNING
+        self.requests[request.request_id] = request
+
+    def should_chunk(self, token_count: int) -> bool:
+        """Whether a prompt of that many tokens is worth cutting."""
+        threshold = self.config.threshold
+        return token_count > (self.config.chunk_size if threshold is None else threshold)
+
+    def due_s(self, request: R) -> float:
+        """Returns the time at which the next chunk of a prompt is due: its turn, later for every token that ran."""
+        return request.turn_s + (request.num_done - request.num_cached) * self.config.token_s
+
+    def peek(self) -> R | None:
+        """Returns the prompt whose chunk is due first, or None where no chunk may run."""
+        return min((r for r in self.requests.values() if r.is_ready), key=self.due_s, default=None)
+
+    def schedule_chunk(self, max_tokens: int | None = None, *, memory_pressure: float = 0.0) -> PrefillChunk[R] | None:
+        """Cuts the chunk that is due first.
+
+        Args:
+            max_tokens: Tokens that there is room for.
+            memory_pressure: Share of the memory that is taken, 0 to 1; chunks are the smaller, the higher it is.
+
+        Returns:
+            The chunk, or None where none may run or the next needs more room: but for the end of a prompt, chunks are
+            not cut below the smallest size.
+
+        Raises:
+            InvalidRequestError: `memory_pressure` is out of range.
+        """
+        request = self.peek()
+        if request is None:
+            return None
+        num_left = request.num_tokens - request.num_done
+        size = min(self.config.sized(request.chunk_size or self.config.chunk_size, memory_pressure), num_left)
+        if max_tokens is not None and max_tokens < min(self.config.min_chunk_size, size):
+            return None
+        return self._cut(request, size if max_tokens is None else min(size, max_tokens))
+
+    def start_chunk(self, chunk_id: ChunkId) -> PrefillChunk[R]:
+        """Records that a scheduled chunk runs now.
+
+        Raises:
+            ChunkStateError: It is not scheduled.
+        """
+        chunk = self._find_chunk(chunk_id, ChunkState.SCHEDULED)
+        chunk.state, chunk.started_s = ChunkState.RUNNING, self._clock()
+        return chunk
+
+    def complete_chunk(self, chunk_id: ChunkId, output: Any = None, kv_cache: Any = None) -> bool:
+        """Records that a running chunk is done, and returns whether its whole prompt is.
+
+        Args:
+            chunk_id: The chunk.
+            output: What it gave, for `merge_chunks`.
+            kv_cache: Whatever holds the keys and values up to here; kept as the prompt's `kv_cache`.
+
+        Raises:
+            ChunkStateError: It does not run.
+        """
+        chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
+        request = chunk.request
+        chunk.state, chunk.output = ChunkState.COMPLETED, output
+        request.chunk, request.num_done = None, chunk.end
+        request.num_chunks += 1
+        request.num_failures, request.error = 0, None
+        request.completed += [] if output is None else [chunk]
+        request.kv_cache = request.kv_cache if kv_cache is None else kv_cache
+        self._metrics.completed_chunks += 1
+        self._metrics.completed_tokens += chunk.num_tokens
+        self._metrics.completed_requests += request.is_complete
+        self._metrics.run_s += self._clock() - chunk.started_s
+        return request.is_complete
+
+    def fail_chunk(self, chunk_id: ChunkId, error: str | BaseException) -> bool:
+        """Records that a chunk failed, and returns whether its prompt is tried again after the last completed chunk.
+
+        After `max_retries` tries more it has failed as a whole.
+
+        Raises:
+            ChunkStateError: The chunk is not under way.
+        """
+        chunk = self._find_chunk(chunk_id, ChunkState.SCHEDULED, ChunkState.RUNNING)
+        request = chunk.request
+        request.num_failures += 1
+        request.error = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        request.has_failed = request.num_failures > self.config.max_retries
+        request.drop_chunk(ChunkState.FAILED if request.has_failed else ChunkState.PENDING)
+        self._metrics.failed_chunks += 1
+        self._metrics.failed_requests += request.has_failed
+        return not request.has_failed
+
+    def preempt(self, request_id: Hashable) -> None:
+        """Sets a prompt back to its first token: what was done of it is lost, and what its chunk still gives is too.
+
+        Raises:
+            ChunkStateError: The prompt is unknown, complete or has failed.
+        """
+        request = self._find_unfinished(request_id, "preempted")
+        request.drop_chunk(ChunkState.PENDING)
+        request.num_done = request.num_cached = 0
+        request.completed, request.kv_cache = [], None
+        self._metrics.preemptions += 1
+
+    def skip_cached(self, request_id: Hashable, num_cached_tokens: int) -> None:
+        """Counts tokens at the start of a prompt as done, since what later ones read of them was found in a cache.
+
+        Raises:
+            ChunkStateError: The prompt is unknown, complete or has failed, or a chunk of it is under way.
+            InvalidRequestError: They are all tokens of the prompt: the last one must run.
+        """
+        request = self._find_unfinished(request_id, "skipped over")
+        self._ensure_idle(request)
+        if num_cached_tokens >= request.num_tokens:
+            raise InvalidRequestError(
+                f"request {request_id!r} has {request.num_tokens} tokens; {num_cached_tokens} cannot be skipped, "
+                "since the last one must run.",
+                param="num_cached_tokens",
+            )
+        num_skipped = max(num_cached_tokens - request.num_done, 0)
+        request.num_done += num_skipped
+        request.num_cached += num_skipped
+        self._metrics.cached_tokens += num_skipped
+
+    def remove_request(self, request_id: Hashable) -> bool:
+        """Forgets a prompt wherever it stands, with its chunk, and returns whether it was known."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return False
+        request.status = Status.ENDED
+        request.drop_chunk(ChunkState.CANCELLED)
+        return True
+
+    def cancel_request(self, request_id: Hashable) -> bool:
+        """Ends a prompt and forgets it; returns whether it was known. See `remove_request`."""
+        request = self.requests.get(request_id)
+        self._metrics.cancelled_requests += request is not None and not (request.is_complete or request.has_failed)
+        return self.remove_request(request_id)
+
+    def statistics(self) -> ChunkMetrics:
+        """Returns the counts, as they are now."""
+        num_running = sum(request.chunk is not None for request in self.requests.values())
+        return msgspec.structs.replace(self._metrics, num_requests=len(self.requests), num_running_chunks=num_running)
+
+    def _cut(self, request: R, size: int) -> PrefillChunk[R]:
+        start = request.num_done
+        end = min(start + size, request.num_tokens)
+        request.chunk = PrefillChunk(request, start, end, request.num_chunks, ChunkState.SCHEDULED)
+        return request.chunk
+
+    def _find(self, request_id: Hashable) -> R:
+        request = self.requests.get(request_id)
+        if request is None:
+            raise ChunkStateError(f"request {request_id!r} is unknown; it may have been cancelled or removed.")
+        return request
+
+    def _find_unfinished(self, request_id: Hashable, action: str) -> R:
+        request = self._find(request_id)
+        if request.has_failed or request.is_complete:
+            raise ChunkStateError(f"request {request_id!r} is {request.state}; it cannot be {action}.")
+        return request
+
+    def _find_chunk(self, chunk_id: ChunkId, *states: ChunkState) -> PrefillChunk[R]:
+        request_id, start = chunk_id
+        request = self._find(request_id)
+        chunk = request.chunk
+        if chunk is not None and chunk.start == start:
+            if chunk.state in states:
+                return chunk
+            found = chunk.state
+        else:
+            found = ChunkState.COMPLETED if start < request.num_done else request.state
+        raise ChunkStateError(
+            f"chunk {chunk_id} of request {request_id!r} is {found}; it must be {' or '.join(states)}."
+        )
+
+    def _ensure_idle(self, request: R) -> None:
+        if (chunk := request.chunk) is not None:
+            raise ChunkStateError(f"chunk {chunk.chunk_id} of request {request.request_id!r} is still {chunk.state}.")

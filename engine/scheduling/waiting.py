@@ -1,0 +1,129 @@
+"""The sequences that wait, in the order of their turn, with the clients that they belong to taking turns.
+
+Between clients the order is start-time fair (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996), with
+tokens for service: whoever has had the fewest goes first, and one that comes after a pause stands with those that wait,
+neither punished for what it had before nor paid for what it did not take. Within a client the turn decides.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .sequence import Sequence, Status
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A client that waits.
+
+    Attributes:
+        tokens: Tokens that it has had, as far as they count.
+        number: Its number among those that came to wait.
+        heaps: Its short sequences and its long ones: turn, order, sequence.
+        num_seqs: Sequences that wait; the heaps may hold others, which have ended.
+    """
+
+    tokens: int
+    number: int
+    heaps: tuple[list[tuple[float, int, Sequence]], list[tuple[float, int, Sequence]]] = field(
+        default_factory=lambda: ([], [])
+    )
+    num_seqs: int = 0
+
+
+class WaitingQueue:
+    """Two heaps of sequences, short and long, for each client that waits. Not thread-safe: its owner holds a lock.
+
+    Invariants: the counts are of what was neither taken nor removed. Among clients that wait without a pause, tokens
+    differ by no more than the largest window and batch.
+
+    Attributes:
+        num_seqs: Sequences that wait.
+        num_long: Long ones of these.
+        num_tokens: Tokens of the sequences that wait.
+    """
+
+    def __init__(self) -> None:
+        self.num_seqs = 0
+        self.num_long = 0
+        self.num_tokens = 0
+        self._clients: dict[str, _Client] = {}
+        self._ahead: dict[str, int] = {}  # tokens of clients that left and may have had more than those that wait
+        self._last_tokens = 0  # of the last client that had waited, for those that come when nobody does
+        self._numbers = itertools.count()
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence of its client, at its turn."""
+        name = sequence.request.client
+        if name not in self._clients:
+            least = min((client.tokens for client in self._clients.values()), default=self._last_tokens)
+            self._ahead = {other: tokens for other, tokens in self._ahead.items() if tokens > least}
+            self._clients[name] = _Client(self._ahead.pop(name, least), next(self._numbers))
+        self._push(sequence)
+        self._count(sequence, +1)
+
+    def take(self, sequence: Sequence) -> None:
+        """Removes a lifted sequence for good; its client is charged for what it has yet to get."""
+        self._clients[sequence.request.client].tokens += sequence.num_tokens - sequence.num_pooled
+        self._count(sequence, -1)
+
+    def return_charge(self, sequence: Sequence) -> None:
+        """Gives a client back what it was charged for a sequence that was taken, waits again and has not had it."""
+        self._clients[sequence.request.client].tokens -= sequence.num_tokens - sequence.num_pooled
+
+    def remove(self, sequence: Sequence) -> None:
+        """Leaves out a sequence that waited and has ended; its entry stays until it comes up."""
+        heap = self._heap_of(sequence)
+        self._count(sequence, -1)
+        if len(heap) > 2 * self.num_seqs + 64:
+            heap[:] = [entry for entry in heap if entry[2].status is Status.WAITING]
+            heapq.heapify(heap)
+
+    def window(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[Sequence]:
+        """Lifts the sequences whose turn is next, clients in turn, until a limit is reached; at least one if any waits.
+
+        They still count as waiting: each must be taken (`take`) or put back (`put_back`), unless it ends.
+        """
+        sequences: list[Sequence] = []
+        num_tokens = 0
+        places = [(client.tokens, -client.number, client.heaps[is_long]) for client in self._clients.values()]
+        heapq.heapify(places)
+        while places and num_tokens < max_tokens and len(sequences) < max_seqs:
+            tokens, number, heap = places[0]
+            while heap and heap[0][2].status is not Status.WAITING:
+                heapq.heappop(heap)
+            if not heap:
+                heapq.heappop(places)
+                continue
+            sequence = heapq.heappop(heap)[2]
+            sequences.append(sequence)
+            num_tokens += sequence.num_tokens
+            heapq.heapreplace(places, (tokens + sequence.num_tokens, number, heap))
+        return sequences
+
+    def put_back(self, sequences: Iterable[Sequence]) -> None:
+        """Returns lifted sequences to their places, those that still wait."""
+        for sequence in sequences:
+            if sequence.status is Status.WAITING:
+                self._push(sequence)
+
+    def _push(self, sequence: Sequence) -> None:
+        heapq.heappush(self._heap_of(sequence), (sequence.turn_s, sequence.order, sequence))
+
+    def _heap_of(self, sequence: Sequence) -> list[tuple[float, int, Sequence]]:
+        return self._clients[sequence.request.client].heaps[sequence.is_long]
+
+    def _count(self, sequence: Sequence, step: int) -> None:
+        self.num_seqs += step
+        self.num_long += step * sequence.is_long
+        self.num_tokens += step * sequence.num_tokens
+        name = sequence.request.client
+        client = self._clients[name]
+        client.num_seqs += step
+        if not client.num_seqs:
+            del self._clients[name]
+            self._ahead[name] = client.tokens
+            self._last_tokens = max(self._last_tokens, client.tokens)
