@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -67,7 +68,7 @@ class PairScorer:
             own = options if is_joint else self._named_prompt(DOCUMENT_PROMPTS, options)
             pieces = await self._encoder.pieces(left, right, params, own)
             queries = left if len(left) == 1 else [left[owner] for owner in pieces.owners]
-            if params.truncate_prompt_tokens is None and not params.refuse_too_long:
+            if params.truncate_prompt_tokens is None:
                 params = params.clone(truncate_prompt_tokens=-1)  # a piece by itself may have a token more
             return pieces.join(await score(request, queries, pieces.texts, params, options))
 
@@ -101,10 +102,9 @@ class PairScorer:
         of_queries, of_documents = np.split(vectors, [len(queries.sequences)])
         left_vectors = queries.join(of_queries, normalized=True)
         right_vectors = documents.join(of_documents, normalized=True)
-        num_tokens = list(documents.num_tokens)
-        for i, of_query in enumerate(queries.num_tokens):
-            num_tokens[i] += of_query
-        return ScoreResult(paired_cosine(left_vectors, right_vectors), num_tokens)
+        return ScoreResult(
+            paired_cosine(left_vectors, right_vectors), _counted(documents.num_tokens, queries.num_tokens)
+        )
 
     async def _score_by_sparse_vectors(
         self,
@@ -126,10 +126,7 @@ class PairScorer:
             query.similarity(document, is_cosine=recipe.is_cosine)
             for query, document in zip(own, vectors[len(left) :], strict=True)
         ]
-        num_tokens = [len(document) for document in documents]
-        for place, query in enumerate(queries):
-            num_tokens[place] += len(query)
-        return ScoreResult(np.array(scores, np.float32), num_tokens)
+        return ScoreResult(np.array(scores, np.float32), _counted(map(len, documents), map(len, queries)))
 
     async def _score_late(
         self,
@@ -158,11 +155,9 @@ class PairScorer:
             late_score(output["similarities"], len(query), averages=recipe.averages)
             for output, query in zip(outputs, own, strict=True)
         ]
-        num_tokens = [len(document) for document in documents]
         lengths = dict(zip(texts, map(len, queries), strict=True))
-        for place, text in enumerate(left):
-            num_tokens[place] += lengths.pop(text, 0)  # a query that several pairs share counts once
-        return ScoreResult(np.array(scores, np.float32), num_tokens)
+        own_lengths = [lengths.pop(text, 0) for text in left]
+        return ScoreResult(np.array(scores, np.float32), _counted(map(len, documents), own_lengths))
 
     def _query_options(self, options: RequestOptions) -> RequestOptions:
         """Puts the request's instruction into the model's query prompt, or takes that prompt as it is."""
@@ -176,3 +171,8 @@ class PairScorer:
         if options.prompt is not None or options.prompt_name is not None:
             return options
         return replace(options, prompt_name=next((name for name in names if name in self._info.prompts), None))
+
+
+def _counted(documents: Iterable[int], queries: Iterable[int]) -> list[int]:
+    """Returns the tokens of each pair; a query that several pairs share counts at the first of them."""
+    return [document + query for document, query in itertools.zip_longest(documents, queries, fillvalue=0)]
