@@ -58,7 +58,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Memory of sequences that run in slices. Models that cannot be sliced take none.
+    """Memory of prompts that run in chunks. Models that run them whole take none.
 
     Attributes:
         kv_cache_memory: Bytes; None takes `memory_fraction`.
@@ -103,7 +103,7 @@ class EngineConfig:
         tokenizer_workers: Threads that tokenize.
         max_queued_chars: Characters that may wait for them at once; more is refused whole.
         scheduler: Batch and queue limits.
-        cache: Memory of sequences that run in slices.
+        cache: Memory of prompts that run in chunks.
     """
 
     model: str

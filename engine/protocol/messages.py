@@ -118,7 +118,7 @@ class RowHeader(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CacheUse(msgspec.Struct, array_like=True, frozen=True):
-    """How the memory of sliced sequences is used: `usage` is a share from 0 to 1, the others count from the start."""
+    """How the memory of prompts in chunks is used: `usage` is a share from 0 to 1, the others count from the start."""
 
     usage: float
     prefix_queried_tokens_total: int
@@ -153,7 +153,7 @@ class Rows(msgspec.Struct, tag=True, frozen=True):
     """Core to client: results of one step. Frame: all arrays, flattened and concatenated, float32.
 
     `num_tokens` and `step_s` tell what the step processed and how long it took; `cache_use` is None for models that
-    cannot be sliced; `ended` times the requests whose last rows these are. A step that only brings long sequences on
+    run prompts whole; `ended` times the requests whose last rows these are. A step that only brings long sequences on
     has no rows; a message without tokens is no step and only tells of the cache.
     """
 

@@ -101,5 +101,6 @@ def outputs(params: PoolingParams, tokens: TokenizedInput) -> list[tuple[str, np
             kept, counts = np.unique(tokens.token_ids, return_counts=True)
             made.append(("sparse", np.stack([kept, counts], axis=1).astype(np.float32)))
         else:
-            made.append(("scores", np.array([tokens.token_ids[0], tokens.token_ids[-1]], np.float32)))
+            name = "token_scores" if task is PoolingTask.TOKEN_CLASSIFY else "scores"
+            made.append((name, np.array([tokens.token_ids[0], tokens.token_ids[-1]], np.float32)))
     return made

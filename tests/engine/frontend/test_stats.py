@@ -45,6 +45,9 @@ def test_histograms_of_steps_have_ranges_of_their_own() -> None:
     stats.step_tokens.observe(9)
     assert other.step_tokens.total == 0
     assert stats.step_fill.cumulative()[-2][0] == 1.0
+    for histogram in (stats.step_tokens, stats.step_seqs, stats.step_seconds, stats.step_fill):
+        bounds = [bound for bound, _ in histogram.cumulative()]
+        assert bounds == sorted(set(bounds))
     assert [bound for bound, count in stats.step_tokens.cumulative() if count] == pytest.approx(
         [32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, float("inf")]
     )
