@@ -224,6 +224,31 @@ async def test_what_a_core_says_reaches_those_who_wait(dispatcher: Dispatcher, c
     await supervised.close()
 
 
+async def test_a_core_that_is_ready_after_the_end_is_not_used(dispatcher: Dispatcher, cores: list[Core]) -> None:
+    supervised = supervisor_of(dispatcher)
+    starting = asyncio.create_task(supervised.start())
+    await asyncio.sleep(0)
+    await supervised.close()
+    cores[0].ready()
+    assert supervised.state is EngineState.DEAD
+    with pytest.raises(errors.EngineUnavailableError, match="is down"):
+        dispatcher.admission.check()
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+
+
+async def test_closing_ends_a_restart_and_its_core(dispatcher: Dispatcher, cores: list[Core]) -> None:
+    supervised = await started(dispatcher, cores)
+    cores[0].end("it ended")
+    await asyncio.sleep(0.01)
+    assert not cores[1].is_closed
+    await supervised.close()
+    assert supervised._restarting is not None
+    assert supervised._restarting.done()
+    assert cores[1].is_closed
+    assert (supervised.state, supervised.num_restarts) == (EngineState.DEAD, 0)
+
+
 async def test_a_core_is_stopped_where_its_client_cannot_be_made(cores: list[Core]) -> None:
     starting = asyncio.create_task(AsyncEngine.start(EngineConfig(model="any", in_process=True)))
     await asyncio.sleep(0)
