@@ -286,6 +286,23 @@ async def test_a_lost_core_fails_what_is_under_way_and_refuses_the_rest(dispatch
     assert dispatcher.stats.num_tokens == 5
 
 
+async def test_what_a_lost_core_was_to_be_sent_is_sent_to_nobody(
+    dispatcher: Dispatcher, core: Core, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = asyncio.create_task(ask(dispatcher, 5))
+    await asyncio.sleep(0)
+    dispatcher.disconnect("it ended")
+    await asyncio.sleep(0)
+    again = Core(dispatcher)
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert (core.num_sends, again.num_sends) == (0, 0)
+    assert not caplog.records
+    other = await begin(dispatcher, 5)
+    assert (again.num_sends, len(again.sent)) == (1, 1)
+    other.cancel()
+
+
 async def test_what_one_turn_of_the_loop_submits_is_sent_together(dispatcher: Dispatcher, core: Core) -> None:
     tasks = [asyncio.create_task(ask(dispatcher, 3)) for _ in range(5)]
     await asyncio.sleep(0.01)
