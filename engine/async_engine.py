@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .frontend.combined import CombinedEmbedder
-from .frontend.dispatcher import Arrays, Dispatcher
+from .frontend.dispatcher import Dispatcher
 from .frontend.scoring import PairScorer
 from .frontend.similarity import check_labels, few_shot_classes, zero_shot_classes
 from .frontend.stats import DispatcherStats
@@ -21,7 +21,7 @@ from .protocol.config import EngineConfig
 from .protocol.errors import UnsupportedTaskError
 from .protocol.model_info import ModelInfo, ModelKind
 from .protocol.params import PoolingParams
-from .protocol.request import DEFAULT_OPTIONS, RequestOptions, Text, TokenizedInput
+from .protocol.request import DEFAULT_OPTIONS, RequestOptions, Text
 from .protocol.results import (
     ClassResult,
     CombinedResult,
@@ -152,14 +152,7 @@ class AsyncEngine:
         Raises:
             InvalidRequestError: The model does not pool by MEAN, or an input has no tokens.
         """
-        normalize = bool(params.resolved(PoolingTask.EMBED, self.info).normalize)
-        params = params.clone(task=None, normalize=False, use_activation=False)
-        late = self._encoder.late_chunking(params)
-        params = params.resolved(PoolingTask.TOKEN_EMBED, self.info)
-        async with self._dispatcher.open(options) as request:
-            text = await self._encoder.join(late, inputs, params, options)
-            (output,) = await request.run([text.tokens], params)
-        return EmbeddingResult(text.pool(output["token_embeddings"], normalize=normalize), text.num_tokens)
+        return await self._combined.embed_late(inputs, params, options)
 
     async def token_embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
@@ -198,7 +191,7 @@ class AsyncEngine:
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
             outputs = await request.run(tokenized, params)
-        return self._classes(tokenized, outputs)
+        return ClassResult(np.stack([o["scores"] for o in outputs]), self.info.labels, [len(t) for t in tokenized])
 
     async def classify_pairs(
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
@@ -209,7 +202,7 @@ class AsyncEngine:
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.pairs(pairs, params, options, param="input")
             outputs = await request.run(tokenized, params)
-        return self._classes(tokenized, outputs)
+        return ClassResult(np.stack([o["scores"] for o in outputs]), self.info.labels, [len(t) for t in tokenized])
 
     async def token_classify(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
@@ -310,10 +303,6 @@ class AsyncEngine:
     async def detokenize(self, batches: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
         """Returns the text of each list of token ids. Raises InvalidRequestError for an id outside the vocabulary."""
         return await self._tokenizer.decode(batches, skip_special_tokens=skip_special_tokens)
-
-    def _classes(self, tokenized: Sequence[TokenizedInput], outputs: Sequence[Arrays]) -> ClassResult:
-        scores = np.stack([output["scores"] for output in outputs])
-        return ClassResult(scores, self.info.labels, [len(tokens) for tokens in tokenized])
 
     async def _embed_for_classes(
         self, texts: Sequence[Text], params: PoolingParams, options: RequestOptions

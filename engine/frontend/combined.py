@@ -1,4 +1,4 @@
-"""Embeddings beyond one vector for a text: a vector for each token, sparse vectors, several kinds from one forward."""
+"""Embeddings that are not one vector for each text by itself: of parts, of tokens, sparse, several at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..protocol.errors import UnsupportedTaskError
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, Text, TokenizedInput
-from ..protocol.results import CombinedResult, SparseResult, TokenResult
+from ..protocol.results import CombinedResult, EmbeddingResult, SparseResult, TokenResult
 from ..protocol.tasks import PoolingTask
 from ..protocol.vectors import QUERY_PROMPTS, SparseVector, TokenMarks, kept_ids
 from ..tokenization.input_encoder import InputEncoder
@@ -36,6 +36,19 @@ class CombinedEmbedder:
         self._encoder = encoder
         self._dispatcher = dispatcher
         self._marks = marks
+
+    async def embed_late(
+        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
+    ) -> EmbeddingResult:
+        """See AsyncEngine.embed_late."""
+        normalize = bool(params.resolved(PoolingTask.EMBED, self._info).normalize)
+        params = params.clone(task=None, normalize=False, use_activation=False)
+        late = self._encoder.late_chunking(params)
+        params = params.resolved(PoolingTask.TOKEN_EMBED, self._info)
+        async with self._dispatcher.open(options) as request:
+            text = await self._encoder.join(late, inputs, params, options)
+            (output,) = await request.run([text.tokens], params)
+        return EmbeddingResult(text.pool(output["token_embeddings"], normalize=normalize), text.num_tokens)
 
     async def token_embed(self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions) -> TokenResult:
         """See AsyncEngine.token_embed."""

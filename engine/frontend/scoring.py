@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,8 @@ from ..tokenization.input_encoder import InputEncoder, instructed_prompt
 from .dispatcher import Dispatcher, OpenRequest
 from .similarity import paired_cosine
 
+Texts = Sequence[str]
+
 
 class PairScorer:
     """Scores pairs with one model.
@@ -34,9 +37,7 @@ class PairScorer:
         self._encoder = encoder
         self._dispatcher = dispatcher
 
-    async def score(
-        self, left: Sequence[str], right: Sequence[str], params: PoolingParams, options: RequestOptions
-    ) -> ScoreResult:
+    async def score(self, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions) -> ScoreResult:
         """See AsyncEngine.score."""
         if not left or not right:
             raise InvalidRequestError(
@@ -46,38 +47,30 @@ class PairScorer:
             raise InvalidRequestError(
                 f"{len(left)} texts cannot be paired with {len(right)}; give 1 to 1, 1 to N or N to N.", param="text_2"
             )
-        is_joint, is_late = self._info.kind is ModelKind.CROSS_ENCODER, self._info.multi_vector is not None
-        is_sparse = PoolingTask.EMBED not in self._info.tasks and self._info.sparse is not None
-        if is_joint:
-            params = params.resolved(PoolingTask.SCORE, self._info)
+        if self._info.kind is ModelKind.CROSS_ENCODER:
+            task, score = PoolingTask.SCORE, self._score_jointly
+        elif self._info.multi_vector is not None:
+            task, score = PoolingTask.TOKEN_EMBED, self._score_late
+        elif PoolingTask.EMBED not in self._info.tasks and self._info.sparse is not None:
+            task, score = PoolingTask.SPARSE_EMBED, self._score_by_sparse_vectors
         else:
+            task, score = PoolingTask.EMBED, self._score_by_cosine
+        if task is not PoolingTask.SCORE:
             params.verify(PoolingTask.SCORE, self._info)
-            task = PoolingTask.TOKEN_EMBED if is_late else PoolingTask.SPARSE_EMBED if is_sparse else PoolingTask.EMBED
-            normalize = True if task is PoolingTask.EMBED else None
-            params = params.clone(use_activation=None, normalize=normalize).resolved(task, self._info)
-        if is_joint:
-            score = self._score_jointly
-        elif is_late:
-            score = self._score_late
-        else:
-            score = self._score_by_sparse_vectors if is_sparse else self._score_by_cosine
+            params = params.clone(use_activation=None, normalize=True if task is PoolingTask.EMBED else None)
+        params = params.resolved(task, self._info)
         async with self._dispatcher.open(options) as request:
             if options.max_pieces == 1:
                 return await score(request, left, right, params, options)
-            own = options if is_joint else self._named_prompt(DOCUMENT_PROMPTS, options)
+            own = options if task is PoolingTask.SCORE else self._document_options(options)
             pieces = await self._encoder.pieces(left, right, params, own)
             queries = left if len(left) == 1 else [left[owner] for owner in pieces.owners]
-            if params.truncate_prompt_tokens is None and not params.refuse_too_long:
+            if params.truncate_prompt_tokens is None:
                 params = params.clone(truncate_prompt_tokens=-1)  # a piece by itself may have a token more
             return pieces.join(await score(request, queries, pieces.texts, params, options))
 
     async def _score_jointly(
-        self,
-        request: OpenRequest,
-        left: Sequence[str],
-        right: Sequence[str],
-        params: PoolingParams,
-        options: RequestOptions,
+        self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
         queries = left if len(left) == len(right) else [left[0]] * len(right)
         pairs = list(zip(queries, right, strict=True))
@@ -86,39 +79,26 @@ class PairScorer:
         return ScoreResult(np.array([o["scores"][0] for o in outputs], np.float32), [len(t) for t in tokenized])
 
     async def _score_by_cosine(
-        self,
-        request: OpenRequest,
-        left: Sequence[str],
-        right: Sequence[str],
-        params: PoolingParams,
-        options: RequestOptions,
+        self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
         queries = await self._encoder.windows(left, params, self._query_options(options), param=None)
-        document_options = self._named_prompt(DOCUMENT_PROMPTS, options)
-        documents = await self._encoder.windows(right, params, document_options, param=None)
+        documents = await self._encoder.windows(right, params, self._document_options(options), param=None)
         outputs = await request.run([*queries.sequences, *documents.sequences], params)
         vectors = np.stack([output["embedding"] for output in outputs])
         of_queries, of_documents = np.split(vectors, [len(queries.sequences)])
         left_vectors = queries.join(of_queries, normalized=True)
         right_vectors = documents.join(of_documents, normalized=True)
-        num_tokens = list(documents.num_tokens)
-        for i, of_query in enumerate(queries.num_tokens):
-            num_tokens[i] += of_query
-        return ScoreResult(paired_cosine(left_vectors, right_vectors), num_tokens)
+        return ScoreResult(
+            paired_cosine(left_vectors, right_vectors), _counted(documents.num_tokens, queries.num_tokens)
+        )
 
     async def _score_by_sparse_vectors(
-        self,
-        request: OpenRequest,
-        left: Sequence[str],
-        right: Sequence[str],
-        params: PoolingParams,
-        options: RequestOptions,
+        self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
         recipe = self._info.sparse
         assert recipe is not None, "only models with sparse vectors are scored by them"
         queries = await self._encoder.encode(left, params, self._query_options(options), param=None)
-        of_documents = self._named_prompt(DOCUMENT_PROMPTS, options)
-        documents = await self._encoder.encode(right, params, of_documents, param=None)
+        documents = await self._encoder.encode(right, params, self._document_options(options), param=None)
         outputs = await request.run([*queries, *documents], params)
         vectors = [SparseVector.of(output["sparse"]) for output in outputs]
         own = vectors[: len(left)] if len(left) == len(right) else [vectors[0]] * len(right)
@@ -126,18 +106,10 @@ class PairScorer:
             query.similarity(document, is_cosine=recipe.is_cosine)
             for query, document in zip(own, vectors[len(left) :], strict=True)
         ]
-        num_tokens = [len(document) for document in documents]
-        for place, query in enumerate(queries):
-            num_tokens[place] += len(query)
-        return ScoreResult(np.array(scores, np.float32), num_tokens)
+        return ScoreResult(np.array(scores, np.float32), _counted(map(len, documents), map(len, queries)))
 
     async def _score_late(
-        self,
-        request: OpenRequest,
-        left: Sequence[str],
-        right: Sequence[str],
-        params: PoolingParams,
-        options: RequestOptions,
+        self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
         """Scores by MaxSim. Queries run first; documents are then compared where they are computed."""
         recipe = self._info.multi_vector
@@ -145,7 +117,7 @@ class PairScorer:
         of_query = params.clone(is_query=True)
         texts = list(dict.fromkeys(left))
         queries = await self._encoder.encode(texts, of_query, self._query_options(options), param=None)
-        documents = await self._encoder.encode(right, params, self._named_prompt(DOCUMENT_PROMPTS, options), param=None)
+        documents = await self._encoder.encode(right, params, self._document_options(options), param=None)
         with request.admitted([*queries, *documents]):
             outputs = await request.run(queries, of_query)
             rows: dict[str, NDArray[np.float32]] = {
@@ -158,11 +130,9 @@ class PairScorer:
             late_score(output["similarities"], len(query), averages=recipe.averages)
             for output, query in zip(outputs, own, strict=True)
         ]
-        num_tokens = [len(document) for document in documents]
         lengths = dict(zip(texts, map(len, queries), strict=True))
-        for place, text in enumerate(left):
-            num_tokens[place] += lengths.pop(text, 0)  # a query that several pairs share counts once
-        return ScoreResult(np.array(scores, np.float32), num_tokens)
+        own_lengths = [lengths.pop(text, 0) for text in left]
+        return ScoreResult(np.array(scores, np.float32), _counted(map(len, documents), own_lengths))
 
     def _query_options(self, options: RequestOptions) -> RequestOptions:
         """Puts the request's instruction into the model's query prompt, or takes that prompt as it is."""
@@ -171,8 +141,17 @@ class PairScorer:
         names = (*QUERY_PROMPTS, self._info.default_prompt_name or "")
         return replace(options, prompt=instructed_prompt(self._info, names, options.instruction))
 
+    def _document_options(self, options: RequestOptions) -> RequestOptions:
+        """Takes the model's document prompt."""
+        return self._named_prompt(DOCUMENT_PROMPTS, options)
+
     def _named_prompt(self, names: Sequence[str], options: RequestOptions) -> RequestOptions:
         """Takes the first of these prompts that the model has, unless the request asks for one."""
         if options.prompt is not None or options.prompt_name is not None:
             return options
         return replace(options, prompt_name=next((name for name in names if name in self._info.prompts), None))
+
+
+def _counted(documents: Iterable[int], queries: Iterable[int]) -> list[int]:
+    """Returns the tokens of each pair; a query that several pairs share counts at the first of them."""
+    return [document + query for document, query in itertools.zip_longest(documents, queries, fillvalue=0)]

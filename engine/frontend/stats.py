@@ -34,7 +34,7 @@ class DispatcherStats:
         step_seqs: Their sequences.
         step_seconds: Seconds that they took.
         step_fill: Their tokens as a share of the most that there could have been, 0 to 1.
-        cache_use: Of the memory of sliced sequences; None for models that cannot be sliced.
+        cache_use: Of the memory of prompts that run in chunks; None for models that run them whole.
     """
 
     num_requests: int = 0

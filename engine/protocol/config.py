@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, Final
 
 from .errors import InvalidRequestError
-from .pooler_config import PoolerConfig
+from .pooler_config import PoolerConfig, check_positive
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -43,10 +43,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "chunk_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        check_positive(self, "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "chunk_size")
         if self.max_wait_s < 0:
             raise ValueError(f"max_wait_s is {self.max_wait_s}; it must be 0 or more.")
         if not self.max_queue_s > 0:
@@ -114,7 +111,7 @@ class ChunkedPrefillConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Memory of sequences that run in slices. Models that cannot be sliced take none.
+    """Memory of prompts that run in chunks. Models that run them whole take none.
 
     Attributes:
         kv_cache_memory: Bytes; None takes `memory_fraction`.
@@ -130,10 +127,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
-        for name in ("kv_cache_memory", "block_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        check_positive(self, "kv_cache_memory", "block_size")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1.")
 
@@ -159,7 +153,7 @@ class EngineConfig:
         tokenizer_workers: Threads that tokenize.
         max_queued_chars: Characters that may wait for them at once; more is refused whole.
         scheduler: Batch and queue limits.
-        cache: Memory of sequences that run in slices.
+        cache: Memory of prompts that run in chunks.
     """
 
     model: str
@@ -188,7 +182,4 @@ class EngineConfig:
             raise ValueError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}.")
         if not 0 <= self.hang_timeout_s < inf:
             raise ValueError(f"hang_timeout_s is {self.hang_timeout_s}; it must be seconds, or 0 for never.")
-        for name in ("max_model_len", "num_threads", "tokenizer_workers", "max_queued_chars"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        check_positive(self, "max_model_len", "num_threads", "tokenizer_workers", "max_queued_chars")

@@ -50,10 +50,7 @@ class PoolerConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
-        for name in ("dimensions", "max_embed_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        check_positive(self, "dimensions", "max_embed_len")
         for name in ("logit_bias", "logit_mean", "logit_sigma"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
@@ -105,6 +102,14 @@ _ENUM_FIELDS: Final[dict[str, type[StrEnum]]] = {
 }
 _BOOL_FIELDS: Final = {"normalize", "use_activation", "enable_chunked_processing"}
 _FLOAT_FIELDS: Final = {"logit_bias", "logit_mean", "logit_sigma"}
+
+
+def check_positive(config: object, *names: str) -> None:
+    """Raises ValueError, which names it, for a field that is set and below 1."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1.")
 
 
 def _checked(name: str, value: Any) -> Any:

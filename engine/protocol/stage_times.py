@@ -63,7 +63,7 @@ class StageTimes:
         self.last_s: float | None = None
 
     def add(self, stage: Stage, began_s: float, seconds: float) -> None:
-        """Books a stretch."""
+        """Records a stretch."""
         self.entries.append(StageTime(stage, began_s, seconds))
 
     def seconds(self) -> dict[Stage, float]:

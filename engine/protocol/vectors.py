@@ -1,7 +1,9 @@
-"""How models that give one vector per token (ColBERT) read queries and documents. Plain Python and numpy.
+"""Vectors that are not one for a text: how models give one per token (ColBERT), and weights of the vocabulary.
 
-Source: Khattab and Zaharia, ColBERT (arXiv 2004.12832). The settings are those of sentence-transformers'
-MultiVectorEncoder; see model_multi_vector.py for the files that they come from.
+Plain Python and numpy. Sources: Khattab and Zaharia, ColBERT (arXiv 2004.12832), with the settings of
+sentence-transformers' MultiVectorEncoder, see model_files/multi_vector.py for the files that they come from. SPLADE
+(Formal et al., arXiv 2109.10086) makes sparse vectors from the logits of a masked language model, bge-m3 (Chen et al.,
+arXiv 2402.03216) from a weight for each token of the text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Work for the threads of a tokenizer: jobs of one turn of the event loop travel together, in bounded portions.
 
 A few short texts take less time than to wake a thread and to be woken by it: they are tokenized in the turn itself.
+What waits is bounded: it is held as it came, and its tokens are not known yet.
 """
 
 from __future__ import annotations
@@ -87,7 +88,20 @@ class TokenizerJobs:
         if self._is_closed:
             raise EngineUnavailableError("The server is shutting down.")
         with self._admission.hold(num_chars):
-            return await self._run_admitted(work, num_chars, num_texts)
+            began_s = time.perf_counter()
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[T] = loop.create_future()
+            if not self._waiting:
+                loop.call_soon(self._begin, loop)
+            self._waiting.append(_Job(work, future, num_chars, num_texts))
+            self._awaited.add(future)
+            try:
+                return await future
+            finally:
+                self._awaited.discard(future)
+                if (times := STAGE_TIMES.get()) is not None:
+                    times.last_s = time.perf_counter()
+                    times.add(Stage.TOKENIZATION, began_s, times.last_s - began_s)
 
     def close(self) -> None:
         """Ends the worker threads. What is still awaited fails with EngineUnavailableError."""
@@ -96,22 +110,6 @@ class TokenizerJobs:
         for future in self._awaited:
             if not future.done():
                 future.set_exception(EngineUnavailableError("The server is shutting down."))
-
-    async def _run_admitted(self, work: Callable[[IsGone], T], num_chars: int, num_texts: int | None) -> T:
-        began_s = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        if not self._waiting:
-            loop.call_soon(self._begin, loop)
-        self._waiting.append(_Job(work, future, num_chars, num_texts))
-        self._awaited.add(future)
-        try:
-            return await future
-        finally:
-            self._awaited.discard(future)
-            if (times := STAGE_TIMES.get()) is not None:
-                times.last_s = time.perf_counter()
-                times.add(Stage.TOKENIZATION, began_s, times.last_s - began_s)
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Deals what waits out to the workers."""

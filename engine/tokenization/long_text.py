@@ -134,7 +134,7 @@ class LongText:
             elif came_as_text and self.mode is ChunkedProcessingMode.WINDOWS:
                 parts, shares = self._framed(tokens, prompt_ids)
             else:
-                parts, shares = self._sliced(tokens)
+                parts, shares = self._unframed(tokens)
             sequences += parts
             counts.append(len(parts))
             weights.append(shares)
@@ -167,17 +167,17 @@ class LongText:
             skip = len(head) if num_prompt and skip else 0
         return windows, _shares(spans, self.overlap)
 
-    def _sliced(self, tokens: TokenizedInput) -> tuple[list[TokenizedInput], NDArray[np.float32]]:
-        """Cuts ids as they are, and weighs the slices."""
+    def _unframed(self, tokens: TokenizedInput) -> tuple[list[TokenizedInput], NDArray[np.float32]]:
+        """Cuts ids as they are into windows, and weighs them."""
         spans = _spans(len(tokens), self.size, self.overlap)
-        slices = [
+        windows = [
             TokenizedInput(
                 tokens.token_ids[first:last],
                 num_prompt_tokens=min(max(tokens.num_prompt_tokens - first, 0), last - first - 1),
             )
             for first, last in spans
         ]
-        return slices, _shares(spans, self.overlap)
+        return windows, _shares(spans, self.overlap)
 
 
 def _spans(num_tokens: int, room: int, overlap: int) -> list[Span]:

@@ -117,5 +117,5 @@ def bounded(text: str, num_chars: int, *, keeps_end: bool) -> str:
         start = len(text) - num_chars
         spaces = [text.find(space, start, start + _LONGEST_WORD) for space in " \n"]
         return text[min((place for place in spaces if place >= 0), default=start) :]
-    space = max(text.rfind(space, num_chars - _LONGEST_WORD, num_chars) for space in " \n")
+    space = max(text.rfind(space, max(num_chars - _LONGEST_WORD, 0), num_chars) for space in " \n")
     return text[: space if space >= 0 else num_chars]

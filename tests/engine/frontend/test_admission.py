@@ -11,7 +11,7 @@ import pytest
 
 from penstock.engine.frontend.admission import Admission
 from penstock.engine.frontend.stats import DispatcherStats
-from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError
+from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, InvalidRequestError
 
 
 def admission(max_tokens: int = 1_000, max_queue_s: float = math.inf) -> tuple[Admission, DispatcherStats]:
@@ -104,6 +104,74 @@ def test_no_client_leaves_less_to_others_than_it_has() -> None:
     for _ in range(10):
         books.enter(100)  # nobody is told apart
     refusal(books)
+
+
+@pytest.mark.parametrize("is_by_time", [False, True])
+@pytest.mark.parametrize(
+    ("num_greedy", "others", "who", "excess"),
+    [
+        (400, [1] * 600, "new", 1),
+        (400, [*[1] * 599, 200], "new", 200),
+        (400, [1] * 300, "greedy", 101),
+        (500, [], "greedy", 1),
+        (400, [1] * 500, "greedy", 301),
+    ],
+)
+def test_who_comes_back_when_told_to_is_let_in_and_not_before(
+    num_greedy: int, others: list[int], who: str, excess: int, is_by_time: bool
+) -> None:
+    books, _ = admission(1_000_000 if is_by_time else 1_000, max_queue_s=20.0 if is_by_time else math.inf)
+    for _ in range(num_greedy):
+        books.enter(1, "greedy")
+    for num_tokens in others:
+        books.enter(num_tokens)  # of nobody who is told apart
+    books.follow(50, 1.0)  # tokens a second: 1,000 in 20 s
+    assert refusal(books, who).retry_after_s == pytest.approx(excess / 50.0)
+    leaving = sorted(others, reverse=True) or [1]
+    while excess > 1 and leaving[0] < excess:
+        excess -= leaving[0]
+        books.leave(leaving.pop(0))
+    refusal(books, who)
+    books.leave(leaving.pop(0), "" if others else "greedy")
+    books.check(who)
+
+
+def test_nothing_is_kept_of_clients_that_have_gone() -> None:
+    chance = random.Random(1)
+    books, _ = admission(10_000)
+    under_way = [(chance.randrange(1, 9), chance.choice("abcd")) for _ in range(200)]
+    for entry in under_way:
+        books.enter(*entry)
+    chance.shuffle(under_way)
+    while under_way:
+        books.leave(*under_way.pop())
+        assert set(books._tokens_of) == {client for _, client in under_way}
+    assert not books._tokens_of
+    books.check("new")
+    assert not books._tokens_of
+
+
+def test_what_was_told_of_the_queue_is_forgotten_when_all_have_gone() -> None:
+    books, stats = admission()
+    books.enter(5)
+    books.enter(6)
+    stats.num_waiting, stats.num_waiting_tokens = 2, 11
+    books.leave(5)
+    assert (stats.num_waiting, stats.num_waiting_tokens) == (2, 11)
+    books.leave(6)
+    assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)
+
+
+def test_a_closed_engine_refuses_whoever_comes_and_keeps_who_is_inside() -> None:
+    books, stats = admission()
+    books.closed_because = "It is down."
+    with pytest.raises(EngineUnavailableError, match=r"^It is down\.$"):
+        books.check()
+    books.enter(1_000)  # its tokenization began before
+    assert not books.is_full
+    books.closed_because = None
+    assert books.is_full
+    assert stats.num_refused_total == 0
 
 
 def test_it_is_full_when_everybody_is_refused() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from penstock.engine.frontend.dispatcher import Arrays, Dispatcher
-from penstock.engine.frontend.stats import StepHistogram
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.messages import (
     Cancel,
@@ -89,6 +91,56 @@ async def test_answers_come_in_the_order_of_inputs_however_steps_fall(dispatcher
     assert [o["embedding"][0] for o in await second] == [9.0]
     assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
     assert all(isinstance(m, Submit) for m in core.sent)
+
+
+@st.composite
+def split_rows(draw: st.DrawFn) -> tuple[list[np.ndarray], list[list[tuple[RowHeader, np.ndarray]]]]:
+    """Rows of several inputs, and messages that bring them in parts; the parts of one input stay in order."""
+    whole, parts = [], {}
+    for index in range(draw(st.integers(1, 3))):
+        num_rows = draw(st.integers(0, 7))
+        rows = np.arange(num_rows * 2, dtype=np.float32).reshape(num_rows, 2) + 100 * index
+        bounds = [0, *sorted(draw(st.lists(st.integers(0, num_rows), max_size=4))), num_rows]
+        whole.append(rows)
+        parts[index] = [
+            (RowHeader(0, index, "token_embeddings", (last - first, 2), place == len(bounds) - 2), rows[first:last])
+            for place, (first, last) in enumerate(itertools.pairwise(bounds))
+        ]
+    order = draw(st.permutations([index for index, own in parts.items() for _ in own]))
+    came = [parts[index].pop(0) for index in order]
+    messages = []
+    while came:
+        size = draw(st.integers(1, 4))
+        messages.append(came[:size])
+        came = came[size:]
+    return whole, messages
+
+
+@given(split_rows())
+@settings(max_examples=60, deadline=None)
+async def test_parts_of_rows_join_to_the_whole_however_they_are_split(
+    split: tuple[list[np.ndarray], list[list[tuple[RowHeader, np.ndarray]]]],
+) -> None:
+    whole, messages = split
+    dispatcher = Dispatcher(max_queued_tokens=100)
+    Core(dispatcher)
+    task = await begin(dispatcher, *[3] * len(whole))
+    for message in messages:
+        headers, arrays = zip(*message, strict=True)
+        dispatcher.receive_rows(Rows(list(headers), 1, 0.1), pack_rows(arrays))
+    outputs = await asyncio.wait_for(task, 10)
+    assert all(np.array_equal(o["token_embeddings"], rows) for o, rows in zip(outputs, whole, strict=True))
+
+
+async def test_several_outputs_of_an_input_are_one_answer(dispatcher: Dispatcher, core: Core) -> None:
+    task = await begin(dispatcher, 3, 4)
+    one = np.ones(1, np.float32)
+    for index in (1, 0):
+        assert not task.done()
+        headers = [RowHeader(0, index, name, (1,)) for name in ("embedding", "sparse")]
+        dispatcher.receive_rows(Rows(headers, 4, 0.1), pack_rows([one * index, one * index + 5]))
+    outputs = await asyncio.wait_for(task, 10)
+    assert [(o["embedding"][0], o["sparse"][0]) for o in outputs] == [(0, 5), (1, 6)]
 
 
 async def test_a_request_is_taken_whole_or_refused_whole(dispatcher: Dispatcher, core: Core) -> None:
@@ -181,6 +233,37 @@ async def test_a_deadline_ends_the_wait_and_the_work(dispatcher: Dispatcher, cor
     assert core.sent[-1] == Cancel(0)
 
 
+async def test_the_deadline_counts_from_the_arrival(dispatcher: Dispatcher, core: Core) -> None:
+    began_s = asyncio.get_running_loop().time()
+    async with dispatcher.open(RequestOptions(timeout_s=30.0, priority=3, client="who")) as request:
+        for request_id in (0, 1):  # of several runs, too
+            await asyncio.sleep(0.05)  # such as tokenization takes
+            run = asyncio.create_task(request.run(tokens(3), PoolingParams(dimensions=7)))
+            await asyncio.sleep(0.01)
+            spent_s = asyncio.get_running_loop().time() - began_s
+            told_s = core.sent[-1].timeout_s
+            assert told_s is not None
+            assert 30.0 - spent_s <= told_s <= 30.0 - 0.05 * (request_id + 1)
+            assert core.sent[-1] == Submit(request_id, PoolingParams(dimensions=7), 3, told_s, "who")
+            core.answer((request_id, 0, 0.0))
+            await run
+
+
+async def test_a_deadline_that_passed_while_the_event_loop_was_held_up_leaves_no_time(
+    dispatcher: Dispatcher, core: Core
+) -> None:
+    async def late() -> None:
+        async with dispatcher.open(RequestOptions(timeout_s=0.01)) as request:
+            time.sleep(0.02)
+            await request.run(tokens(3), PoolingParams())
+
+    with pytest.raises(errors.DeadlineExceededError, match=r"^The deadline of 0\.01 s passed before the answer\.$"):
+        await late()
+    await asyncio.sleep(0)
+    assert [m.timeout_s for m in core.sent if isinstance(m, Submit)] in ([], [0.0])
+    assert dispatcher.stats.num_requests == 0
+
+
 async def test_a_failure_ends_only_its_request(dispatcher: Dispatcher, core: Core) -> None:
     bad, good = await begin(dispatcher, 5), await begin(dispatcher, 6)
     dispatcher.receive_failure(Failed(0, "ModelExecutionError", "boom"))
@@ -201,6 +284,23 @@ async def test_a_lost_core_fails_what_is_under_way_and_refuses_the_rest(dispatch
     again = await begin(dispatcher, 5)
     assert not again.done()
     assert dispatcher.stats.num_tokens == 5
+
+
+async def test_what_a_lost_core_was_to_be_sent_is_sent_to_nobody(
+    dispatcher: Dispatcher, core: Core, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = asyncio.create_task(ask(dispatcher, 5))
+    await asyncio.sleep(0)
+    dispatcher.disconnect("it ended")
+    await asyncio.sleep(0)
+    again = Core(dispatcher)
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert (core.num_sends, again.num_sends) == (0, 0)
+    assert not caplog.records
+    other = await begin(dispatcher, 5)
+    assert (again.num_sends, len(again.sent)) == (1, 1)
+    other.cancel()
 
 
 async def test_what_one_turn_of_the_loop_submits_is_sent_together(dispatcher: Dispatcher, core: Core) -> None:
@@ -247,11 +347,3 @@ async def test_forwards_and_the_queue_behind_them_are_counted(dispatcher: Dispat
     assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)
     dispatcher.receive_rows(Rows([], 8, 0.1, load=StepLoad(1, 64, 5, 400, 0)), b"")  # sent before the core knew
     assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)
-
-
-def test_a_histogram_counts_up_to_and_with_its_bounds() -> None:
-    histogram = StepHistogram((1, 10))
-    for value in (0, 1, 1.5, 10, 11):
-        histogram.observe(value)
-    assert histogram.cumulative() == [(1.0, 2), (10.0, 4), (float("inf"), 5)]
-    assert histogram.total == 23.5

@@ -1,9 +1,12 @@
-"""A process that hangs is told from one that works for long, and from a pause of everything."""
+"""An engine process: one that hangs is told from one that works for long, and from a pause of everything."""
 
 from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from penstock.engine.frontend import process_core
 from penstock.engine.frontend.process_core import Heartbeat
 
 
@@ -12,6 +15,23 @@ async def test_silence_is_found_once() -> None:
     heartbeat = Heartbeat(0.02, lambda: asked.append(1), lambda: hung.append(1))
     await asyncio.wait_for(heartbeat.run(), 10)
     assert len(asked) == 10
+    assert hung == [1]
+
+
+async def test_one_answer_in_ten_questions_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep, pauses, asked, hung = asyncio.sleep, [], [], []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(asked) in (9, 18):
+            heartbeat.heard()
+        await sleep(0)
+
+    monkeypatch.setattr(process_core.asyncio, "sleep", pause)
+    heartbeat = Heartbeat(20.0, lambda: asked.append(1), lambda: hung.append(1))
+    await heartbeat.run()
+    assert len(asked) == 9 + 9 + 10
+    assert set(pauses) == {2.0}
     assert hung == [1]
 
 

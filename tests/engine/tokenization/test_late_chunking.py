@@ -102,6 +102,26 @@ def test_joining(
     assert sum(text.num_tokens) == len(ids)
 
 
+@pytest.mark.parametrize("num_cut", range(8))
+def test_a_left_cut_takes_the_prompt_before_the_text(num_cut: int) -> None:
+    """The first input has what is left of its own rows: without the prompt's, as long as any of these are there."""
+    prompt, first, second = [7, 8, 9], [1, 2, 3, 4, 5, 6], [11, 12]
+    size = len(prompt) + len(first) + len(second) + 2 - num_cut
+    joined = late(cut=True, cuts_left=True, max_num_tokens=size, include_prompt=False)
+    text = joined.join(parts([*prompt, *first], second), [True, True], prompt, is_whole=True)
+    ids = text.tokens.token_ids.tolist()
+    assert ids == [CLS, *[*prompt, *first, *second][num_cut:], SEP]
+    start, end = text.spans[0]
+    kept = first[max(num_cut - len(prompt), 0) :]
+    assert ids[start:end] == (kept if num_cut < len(prompt) else [CLS, *kept])
+    assert text.spans[1] == (end, len(ids))
+
+
+def test_a_prompt_that_is_longer_than_its_text_leaves_the_last_row() -> None:
+    text = late(include_prompt=False).join(parts([8, 1], [2]), [True, True], [8, 9, 10, 11], is_whole=True)
+    assert text.spans == [(2, 3), (3, 5)]
+
+
 @pytest.mark.parametrize(
     ("is_text", "ids"), [([False, False], [1, 2]), ([True, False], [CLS, 1, 2]), ([False, True], [1, 2, SEP])]
 )
