@@ -26,6 +26,7 @@ from .conftest import (
     SEQUENCE_TYPES,
     TinyModel,
     dense_chain,
+    describe,
     embedding_cases,
     make_info,
     resolved,
@@ -293,7 +294,7 @@ def test_a_packed_batch_says_where_its_chunks_begin() -> None:
 
 def test_models_that_pool_by_themselves_take_no_chunks() -> None:
     info = make_info(ModelKind.SEQUENCE_CLASSIFIER, sequence_pooling=(PoolingType.CLS,))
-    metadata = PoolingMetadata.create([9], [resolved(info, PoolingTask.CLASSIFY)], chunk_sizes=[4])
+    metadata = describe([9], [resolved(info, PoolingTask.CLASSIFY)], chunk_sizes=[4])
     output = ModelOutput(hidden_states=torch.zeros(4, HIDDEN_SIZE), logits=torch.zeros(1, 5))
     with pytest.raises(ValueError, match="cannot run on chunks"):
         ModelPooler(info, TinyModel()).pool(output, metadata)
@@ -311,7 +312,7 @@ def test_attention_weights_must_cover_what_was_before() -> None:
 
 
 def test_a_pooler_takes_no_chunks() -> None:
-    metadata = PoolingMetadata.create([9], chunk_sizes=[4])
+    metadata = describe([9], chunk_sizes=[4])
     for pooler in (poolers.MeanPooler(), poolers.AllPooler()):
         with pytest.raises(ValueError, match="takes whole sequences"):
             pooler.pool(torch.zeros(4, HIDDEN_SIZE), metadata)

@@ -88,8 +88,8 @@ def classifier(num_labels: int = 5, **changes: Any) -> tuple[ClassifierPoolerHea
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("use_activation", [True, False, None])
 def test_scores(activation: Activation, use_activation: bool | None) -> None:
-    head, logits = classifier(activation=activation, logit_mean=0.5, logit_sigma=2.0, logit_bias=-0.25)
-    logits = (logits - 0.5) / 2.0 - 0.25
+    head, logits = classifier(activation=activation, logit_mean=0.5, logit_sigma=2.0)
+    logits = (logits - 0.5) / 2.0
     expected = logits if use_activation is False else ACTIVATIONS[activation](logits)
     close(head(rows(), [PoolingParams(use_activation=use_activation)] * 6), expected)
 
