@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.pooling import ChunkedPoolingManager, PoolerFactory
+from penstock.engine.pooling import ChunkedPoolingManager, PoolerFactory, PoolingStates
 from penstock.engine.protocol.tasks import PoolingType
 
 from .conftest import SEQUENCE_TYPES, describe
@@ -128,6 +128,26 @@ def test_mistakes_are_named_and_change_nothing() -> None:
         ChunkedPoolingManager(WIDTH, strategy="median")
     with pytest.raises(ValueError, match="sequence-level or a single token-level one"):
         ChunkedPoolingManager(WIDTH, strategy=(PoolingType.ALL, PoolingType.MEAN))
+
+
+def test_a_chunk_that_fails_half_way_can_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = ChunkedPoolingManager(WIDTH, 4, "mean")
+    manager.start_sequence("a", 20)
+    manager.process_chunk("a", rows(20)[:5])
+    real = PoolingStates.update
+    calls: list[int] = []
+
+    def failing(self: PoolingStates, *args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError("out of memory")
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(PoolingStates, "update", failing)
+    with pytest.raises(MemoryError):
+        manager.process_chunk("a", rows(20)[5:])
+    assert manager.process_chunk("a", rows(20)[5:]) is True
+    torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0), atol=1e-6, rtol=1e-6)
 
 
 def test_attention_without_its_weights_stays_until_they_come() -> None:

@@ -247,7 +247,20 @@ def test_a_sequence_that_comes_again_as_a_whole_needs_its_state_no_more() -> Non
     np.testing.assert_allclose(sequences.parts[3][0]["embedding"], sequences.whole()[3]["embedding"], atol=1e-6)
 
 
-# The runner's side -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("types", [(PoolingType.ATTENTION,), (PoolingType.MEAN, PoolingType.ATTENTION)])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_whole_sequences_beside_a_later_chunk_take_their_own_weights(
+    types: tuple[PoolingType, ...], place: int
+) -> None:
+    """The weights of a later chunk begin with those of the tokens before it, which have no rows in the batch."""
+    info = make_info(sequence_pooling=types)
+    sequences = Sequences(ModelPooler(info, TinyModel()), mixed_params(info))
+    sequences.step([Chunk(3, 0, 20), Chunk(4, 0, 5)])
+    whole = [Chunk(i, 0, LENGTHS[i]) for i in (1, 2, 5, 0)]
+    run(sequences, [[*whole[:place], Chunk(3, 20, 63), *whole[place:]]])
+
+
+# The runner's part -----------------------------------------------------------------------------------------------
 
 
 def test_a_batch_that_fails_leaves_the_states_of_its_caller_alone() -> None:
