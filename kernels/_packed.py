@@ -1,4 +1,4 @@
-"""What the kernels over packed sequences check alike."""
+"""What kernels check alike."""
 
 from collections.abc import Sequence
 from functools import cache

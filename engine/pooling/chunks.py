@@ -187,7 +187,7 @@ class BatchChunks:
         starts = np.zeros(len(whole), np.int64)
         return cls(prompt_lens=whole, chunk_starts=starts, seq_lens=sizes, bounds=bounds, cursors={}, states={})
 
-    def direct(self, *, is_last_only: bool) -> NDArray[np.bool_]:
+    def needs_no_state(self, *, is_last_only: bool) -> NDArray[np.bool_]:
         """Returns [N]: the sequences whose pooled row can be had from the rows of this batch alone.
 
         Args:

@@ -39,7 +39,7 @@ def types_of(strategy: object) -> tuple[PoolingType, ...]:
 
 @dataclass(slots=True, eq=False)
 class PoolingStates:
-    """The running state of one sequence. Lives from its first chunk to its last; owned by whoever chunks.
+    """The running state of one sequence. Lives from its first chunk to its last.
 
     Sequence-level types keep two float32 rows, 8 * D bytes each on the device of the rows, however long the sequence
     is. Token-level types keep nothing but the number of tokens, because their rows are streamed out. ATTENTION is the
@@ -99,7 +99,7 @@ class PoolingStates:
         chunk_start: int | None = None,
         skip_tokens: int = 0,
     ) -> None:
-        """Folds the next chunk in.
+        """Adds the next chunk.
 
         Args:
             hidden_states: [L, D], any float type. The chunk's rows. Not kept; copied where need be.
@@ -137,7 +137,7 @@ def update_states(
     *,
     skip_tokens: Tensor | None = None,
 ) -> None:
-    """Folds the next chunk of N sequences into their states.
+    """Adds the next chunk of N sequences to their states.
 
     Args:
         states: N states of the same pooling types. No tensor of theirs is written.
