@@ -1,6 +1,7 @@
-"""What the kernels over packed sequences check alike."""
+"""What kernels check alike."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 
@@ -14,6 +15,11 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def has_triton() -> bool:
     """Whether the kernels for CUDA can be imported."""
     return find_spec("triton") is not None
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Makes the device of a tensor the current one, for triton; does nothing on a CPU, where it interprets."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def check_rows(x: Tensor, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> None:

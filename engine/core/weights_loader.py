@@ -48,7 +48,7 @@ def load_model(info: ModelInfo, *, trust_remote_code: bool = False) -> PackedMod
     """
     limit_kept_kernels()
     if not info.native or (trust_remote_code and has_own_code(info.architecture, info.config)):
-        from ..models.fallback.fallback import TransformersModel
+        from ..models.fallback.model import TransformersModel
 
         return TransformersModel(info, trust_remote_code=trust_remote_code)
     model_class = find_model_class(info.architecture, info.model_type, info.config)

@@ -44,7 +44,7 @@ _EMBEDDING_FIELDS: Final = frozenset((
 ))
 _LONG_TEXT_FIELDS: Final = frozenset(("max_embed_len", "chunk_overlap", "chunked_processing_mode"))
 _CLASS_FIELDS: Final = frozenset((
-    "use_activation", "activation", "logit_bias", "logit_mean", "logit_sigma", "step_tag_id", "returned_token_ids",
+    "use_activation", "activation", "logit_mean", "logit_sigma", "step_tag_id", "returned_token_ids",
     "labels", "problem_type", "classifier_tokens", "classifier_method", "score_template", "pair_chat",
 ))
 # fmt: on
@@ -233,7 +233,7 @@ def _resolve_matryoshka(draft: ModelDraft) -> None:
 def _resolve_operator_settings(draft: ModelDraft) -> None:
     """Fills in what only the operator sets."""
     engine = draft.engine
-    defaults = {"use_activation": True, "logit_bias": 0.0, "logit_mean": 0.0, "logit_sigma": 1.0}
+    defaults = {"use_activation": True, "logit_mean": 0.0, "logit_sigma": 1.0}
     for name in (*defaults, "step_tag_id", "returned_token_ids", "attention_head"):
         value = getattr(engine.pooler_config, name)
         draft.set(name, defaults.get(name) if value is None else value, "default" if value is None else _POOLER_FLAG)

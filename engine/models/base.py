@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..layers.weights import Weights
 from ..protocol.errors import UnsupportedTaskError
-from ..protocol.model_info import ModelInfo
+from ..protocol.model_info import ModelInfo, ModelKind
 from ..sequence_pool.cache_spec import CacheSpec
 
 if TYPE_CHECKING:
@@ -88,6 +88,13 @@ class NativeModel(PackedModel):
     @abstractmethod
     def __init__(self, info: ModelInfo, weights: Weights) -> None:
         """Reads, fuses and prepares all weights; raises ModelLoadError."""
+
+    def set_head(self, kind: ModelKind, head: Head | None) -> None:
+        """Takes the head of a model of some kind; None for one without classes."""
+        if kind is ModelKind.TOKEN_CLASSIFIER:
+            self.token_head = head
+        else:
+            self.sequence_head = head
 
 
 def read_config(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:

@@ -1,5 +1,6 @@
 """From hidden states to embeddings and class scores."""
 
+from ..protocol.tasks import PoolingStrategy
 from .chunked_manager import ChunkedPoolingManager
 from .chunks import PoolingCursor
 from .heads import ClassifierPoolerHead, Cut, EmbeddingPoolerHead
@@ -44,6 +45,7 @@ __all__ = [
     "PoolingCursor",
     "PoolingMetadata",
     "PoolingStates",
+    "PoolingStrategy",
     "SequencePooler",
     "StepPooler",
     "TokenMaps",

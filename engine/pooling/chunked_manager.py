@@ -1,10 +1,12 @@
-"""Pooling of sequences whose rows come in pieces, for whoever runs the model: needs no server and no scheduler."""
+"""Pooling of sequences whose rows come in chunks, for whoever runs the model: needs no server and no scheduler."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
@@ -14,18 +16,41 @@ from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
 from .chunks import PoolingCursor
 from .metadata import PoolingMetadata
+from .packing import cu_seqlens_of
 from .poolers import PoolerFactory
-from .states import PoolingStates
+from .states import PoolingStates, Strategy
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Rows = Tensor | NDArray[Any]
+
+
+class _Loaded(NamedTuple):
+    """Rows on the device, and the event after which they are there; None where they are there already."""
+
+    rows: Tensor
+    event: torch.cuda.Event | None
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One sequence: how far it has come, its state, and its next rows with their copy on the way to the device."""
+
+    cursor: PoolingCursor
+    states: PoolingStates
+    prefetched: tuple[Rows, Future[_Loaded]] | None = None
 
 
 class ChunkedPoolingManager:
     """Keeps the running states of any number of sequences, whose chunks may come interleaved.
 
-        manager = ChunkedPoolingManager(hidden_dim=768, strategy=PoolingType.MEAN)
+    The library's face of what chunked requests run through: the same PoolingCursor and PoolingStates, kept by sequence
+    here as the engine's core keeps them there. It pools nothing in a way of its own.
+
+        manager = ChunkedPoolingManager(hidden_dim=768, max_chunk_size=512, strategy="mean")
         manager.start_sequence("a", seq_len=5000)
-        for rows in chunks:  # [L, 768]
+        for rows, rows_after in pairwise([*chunks, None]):  # [L, 768]
+            if rows_after is not None:
+                manager.prefetch("a", rows_after)
             manager.process_chunk("a", rows)
         vector = manager.finalize("a")  # [768]
 
@@ -36,36 +61,36 @@ class ChunkedPoolingManager:
 
     Args:
         hidden_dim: D, the width of the rows.
-        max_chunk_size: Rows folded at once; longer chunks are split, which bounds the memory of the float32 copies
+        max_chunk_size: Rows pooled at once; longer chunks are split, which bounds the memory of the float32 copies
             that are made of other types. None never splits.
-        strategy: The pooling type; or several sequence-level ones, whose rows are concatenated.
+        strategy: The pooling type or its name; or several sequence-level ones, whose rows are concatenated.
         device: Where rows are pooled; chunks are moved there.
         step_tag_id: STEP: keep the rows of tokens with this id; None keeps all.
 
     Raises:
-        ValueError: A size below 1, or types that do not go together.
+        ValueError: A size below 1, an unknown type, or types that do not go together.
     """
 
     def __init__(
         self,
         hidden_dim: int,
         max_chunk_size: int | None = None,
-        strategy: PoolingType | Sequence[PoolingType] = PoolingType.MEAN,
+        strategy: Strategy = PoolingType.MEAN,
         *,
         device: torch.device | str = "cpu",
         step_tag_id: int | None = None,
     ) -> None:
-        for name, value in {"hidden_dim": hidden_dim, "max_chunk_size": max_chunk_size}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if max_chunk_size is not None and max_chunk_size < 1:
+            raise ValueError(f"max_chunk_size is {max_chunk_size}; it must be at least 1")
         self._hidden_size = hidden_dim
         self._max_chunk_size = max_chunk_size
-        self._types = (PoolingType(strategy),) if isinstance(strategy, str) else tuple(strategy)
         self._device = torch.device(device)
+        self._types = PoolingStates.initialize(hidden_dim, strategy).pooling_types
         self._params = PoolingParams(step_tag_id=step_tag_id)
         self._lock = RLock()
-        self._running: dict[Hashable, tuple[PoolingCursor, PoolingStates]] = {}
-        PoolingStates.initialize(hidden_dim, self._types)
+        self._running: dict[Hashable, _Sequence] = {}
+        self._loader = ThreadPoolExecutor(1, "pooling-prefetch")
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def start_sequence(self, seq_id: Hashable, seq_len: int) -> None:
         """Begins a sequence of `seq_len` tokens.
@@ -79,21 +104,40 @@ class ChunkedPoolingManager:
             if seq_id in self._running:
                 raise ValueError(f"sequence {seq_id!r} is running already")
             states = PoolingStates.initialize(self._hidden_size, self._types, self._device)
-            self._running[seq_id] = PoolingCursor(seq_len, 0), states
+            self._running[seq_id] = _Sequence(PoolingCursor(seq_len, 0), states)
+
+    def prefetch(self, seq_id: Hashable, hidden_states: Rows) -> None:
+        """Begins to pack the next rows of a sequence and to copy them to the device, and returns at once.
+
+        The copy runs on a thread, and on CUDA through pinned memory on a stream of its own, while other rows are
+        pooled. `process_chunk` with the same object then waits for what is left of it. One chunk of a sequence is kept:
+        a later call takes its place.
+
+        Args:
+            seq_id: A sequence that was started.
+            hidden_states: [L, D], any float type. Must stay as they are until `process_chunk` has them.
+
+        Raises:
+            KeyError: No such sequence is running.
+        """
+        with self._lock:
+            sequence = self._find(seq_id)
+            sequence.prefetched = hidden_states, self._loader.submit(self._load, hidden_states, self._recorded())
 
     def process_chunk(
         self,
         seq_id: Hashable,
-        hidden_states: Tensor | NDArray[Any],
-        attention_weights: Tensor | NDArray[Any] | None = None,
+        hidden_states: Rows,
+        attention_weights: Rows | None = None,
         *,
-        token_ids: Tensor | NDArray[Any] | None = None,
+        token_ids: Rows | None = None,
     ) -> bool | Tensor:
-        """Folds the next rows of a sequence in. If it raises, the sequence stays as it was.
+        """Adds the next rows of a sequence. If it raises, the sequence stays as it was.
 
         Args:
             seq_id: A sequence that was started.
-            hidden_states: [L, D], any float type; float64 is pooled as float32. Not modified.
+            hidden_states: [L, D], any float type; float64 is pooled as float32. Not modified. Rows that were given to
+                `prefetch` before are on the device by now.
             attention_weights: ATTENTION: [P + L], the row weights of all P tokens so far and of these. Only those of
                 the last chunk count, so that the others may bring none.
             token_ids: STEP with a tag: [L], the tokens' ids.
@@ -106,33 +150,31 @@ class ChunkedPoolingManager:
             ValueError: More rows than remain, or rows of another width or type.
         """
         with self._lock:
-            cursor, states = self._find(seq_id)
-            rows = self._to_tensor(hidden_states)
-            if rows.dtype is torch.float64:
-                rows = rows.float()
+            sequence = self._find(seq_id)
+            cursor = sequence.cursor
+            rows = self._rows_of(sequence, hidden_states)
             if rows.dim() != 2 or rows.shape[1] != self._hidden_size or rows.dtype not in _FLOAT_DTYPES:
                 raise ValueError(
                     f"a chunk must be [L, {self._hidden_size}] of a float type, got {rows.dtype} {list(rows.shape)}"
                 )
-            num_rows = rows.shape[0]
-            if num_rows > cursor.remaining:
+            end = cursor.start + len(rows)
+            if end > cursor.prompt_len:
                 raise ValueError(
-                    f"sequence {seq_id!r}: a chunk of {num_rows} rows, but {cursor.remaining} of "
+                    f"sequence {seq_id!r}: a chunk of {len(rows)} rows, but {cursor.remaining} of "
                     f"{cursor.prompt_len} tokens remain"
                 )
             weights = None if attention_weights is None else self._to_tensor(attention_weights).float()
-            if weights is not None and weights.shape != (cursor.start + num_rows,):
+            if weights is not None and weights.shape != (end,):
                 raise ValueError(
-                    f"sequence {seq_id!r}: attention weights must be [{cursor.start + num_rows}], those of all tokens "
+                    f"sequence {seq_id!r}: attention weights must be [{end}], those of all tokens "
                     f"so far, got {list(weights.shape)}"
                 )
-            kept = self._kept_rows(rows, token_ids) if states.is_token_level else None
-            updated = states.copy()
-            for part in rows.split(self._max_chunk_size or max(num_rows, 1)):
-                is_end = updated.num_tokens + len(part) == cursor.start + num_rows
-                updated.update(part, weights if is_end else None)
-            cursor.advance(num_rows)
-            self._running[seq_id] = cursor, updated
+            kept = self._kept_rows(rows, token_ids) if sequence.states.is_token_level else None
+            states = sequence.states.copy()
+            for part in rows.split(self._max_chunk_size or max(len(rows), 1)):
+                states.update(part, weights if states.num_tokens + len(part) == end else None)
+            cursor.advance(len(rows))
+            sequence.states, sequence.prefetched = states, None
             return cursor.is_complete if kept is None else kept
 
     def finalize(self, seq_id: Hashable) -> Tensor:
@@ -147,7 +189,8 @@ class ChunkedPoolingManager:
             ValueError: It is incomplete, or its last chunk came without the weights that ATTENTION needs; it stays.
         """
         with self._lock:
-            cursor, states = self._find(seq_id)
+            sequence = self._find(seq_id)
+            cursor, states = sequence.cursor, sequence.states
             if not cursor.is_complete:
                 raise ValueError(
                     f"sequence {seq_id!r} is incomplete: {cursor.remaining} of {cursor.prompt_len} tokens remain"
@@ -167,18 +210,51 @@ class ChunkedPoolingManager:
         with self._lock:
             return len(self._running)
 
-    def _kept_rows(self, rows: Tensor, token_ids: Tensor | NDArray[Any] | None) -> Tensor:
+    def _kept_rows(self, rows: Tensor, token_ids: Rows | None) -> Tensor:
         ids = None if token_ids is None else self._to_tensor(token_ids)
         if ids is not None and ids.shape != rows.shape[:1]:
             raise ValueError(f"token_ids must be [{rows.shape[0]}] like the chunk, got {list(ids.shape)}")
-        metadata = PoolingMetadata.create([rows.shape[0]], [self._params], token_ids=ids, device=self._device)
+        lengths = (len(rows),)
+        metadata = PoolingMetadata(
+            params=[self._params], seq_lens=lengths, cu_seqlens=cu_seqlens_of(lengths, self._device), token_ids=ids
+        )
         return PoolerFactory.create_token(self._types[0]).pool(rows, metadata).clone()
 
-    def _to_tensor(self, values: Tensor | NDArray[Any]) -> Tensor:
-        tensor = values.detach() if isinstance(values, Tensor) else torch.tensor(values)
-        return tensor.to(self._device)
+    def _rows_of(self, sequence: _Sequence, hidden_states: Rows) -> Tensor:
+        """The rows on the device: those that were prefetched, where they are the same object."""
+        if sequence.prefetched is None or sequence.prefetched[0] is not hidden_states:
+            return self._to_tensor(hidden_states)
+        rows, event = sequence.prefetched[1].result()
+        if event is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(event)
+            rows.record_stream(stream)
+        return rows
 
-    def _find(self, seq_id: Hashable) -> tuple[PoolingCursor, PoolingStates]:
+    def _load(self, hidden_states: Rows, given: torch.cuda.Event | None) -> _Loaded:
+        """Copies rows to the device; on CUDA on a stream of its own, once those that lie there are computed."""
+        if self._stream is None or given is None:
+            return _Loaded(self._to_tensor(hidden_states), None)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(given)
+            rows = torch.as_tensor(hidden_states)
+            rows = self._to_tensor(rows if rows.is_cuda else rows.pin_memory())
+            return _Loaded(rows, self._recorded())
+
+    def _recorded(self) -> torch.cuda.Event | None:
+        """An event after all that the current stream has been given so far; None without CUDA."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _to_tensor(self, values: Rows) -> Tensor:
+        tensor = values.detach() if isinstance(values, Tensor) else torch.tensor(values)
+        tensor = tensor.to(self._device, non_blocking=self._stream is not None)
+        return tensor.float() if tensor.dtype is torch.float64 else tensor
+
+    def _find(self, seq_id: Hashable) -> _Sequence:
         if seq_id not in self._running:
             raise KeyError(f"no sequence {seq_id!r} is running: never started, or finalized or cancelled before")
         return self._running[seq_id]

@@ -154,41 +154,40 @@ class BatchChunks:
         cls,
         prompt_lens: Sequence[int],
         seq_lens: Sequence[int],
-        chunk_starts: Sequence[int] | None = None,
-        seq_starts: Sequence[int] | None = None,
+        chunk_starts: Sequence[int],
         states: Sequence[PoolingStates | None] | None = None,
     ) -> BatchChunks | None:
-        """Returns the chunks of a batch; None where it holds whole sequences only. See `PoolingMetadata.create`.
+        """Returns the chunks of a batch; None where it holds whole sequences only. See `PoolingMetadata.for_batch`.
 
         Raises:
             ValueError: The lengths do not fit together.
         """
-        whole, sizes = np.asarray(prompt_lens, np.int64), np.asarray(seq_lens, np.int64)
+        whole, sizes, starts = (np.asarray(values, np.int64) for values in (prompt_lens, seq_lens, chunk_starts))
         running = {i: s.copy() for i, s in enumerate(states or ()) if s is not None}
-        pooled = np.zeros(len(whole), np.int64) if seq_starts is None else np.array(seq_starts, np.int64)
-        for index, state in running.items():
-            if seq_starts is not None and pooled[index] != state.num_tokens:
-                raise ValueError(
-                    f"seq_starts says that {pooled[index]} tokens of sequence {index} were pooled; "
-                    f"its state holds {state.num_tokens}"
-                )
-            pooled[index] = state.num_tokens
-        starts = pooled if chunk_starts is None else np.asarray(chunk_starts, np.int64)
         misfits = np.flatnonzero((starts < 0) | (sizes < 0) | (starts + sizes > whole))
         if len(misfits):
             n = misfits[0]
             raise ValueError(f"{sizes[n]} tokens at {starts[n]} do not lie in a sequence of {whole[n]} tokens")
-        has_cursor = (pooled != 0) | (starts + sizes != whole)
+        has_cursor = starts + sizes != whole
         has_cursor[list(running)] = True
         if not has_cursor.any() and not starts.any():
             return None
         bounds = prefix_sums(sizes)
         chunks = cls(prompt_lens=whole, chunk_starts=starts, seq_lens=sizes, bounds=bounds, cursors={}, states=running)
         for index in np.flatnonzero(has_cursor).tolist():
-            chunks._place(index, int(pooled[index]))
+            chunks._place(index)
         return chunks
 
-    def direct(self, *, is_last_only: bool) -> NDArray[np.bool_]:
+    @classmethod
+    def of_sequences(
+        cls, prompt_lens: Sequence[int], chunk_sizes: Sequence[int], seq_starts: Sequence[int]
+    ) -> BatchChunks:
+        """Returns the first chunks of sequences that begin at given rows. See `PoolingMetadata.create`."""
+        whole, sizes, bounds = (np.asarray(values, np.int64) for values in (prompt_lens, chunk_sizes, seq_starts))
+        starts = np.zeros(len(whole), np.int64)
+        return cls(prompt_lens=whole, chunk_starts=starts, seq_lens=sizes, bounds=bounds, cursors={}, states={})
+
+    def needs_no_state(self, *, is_last_only: bool) -> NDArray[np.bool_]:
         """Returns [N]: the sequences whose pooled row can be had from the rows of this batch alone.
 
         Args:
@@ -215,12 +214,20 @@ class BatchChunks:
                     state.num_tokens = self.cursors[index].start
                 self.states[index] = state
 
-    def update(self, hidden_states: Tensor, attention_weights: Tensor | None, skip_tokens: Tensor | None) -> None:
-        """Folds the rows of this batch into the states; see `PoolingMetadata.update_all`."""
+    def schedule(self, chunk_sizes: Sequence[int]) -> None:
+        """Places the next chunk of every sequence, end to end in the next batch. Every sequence must have a cursor."""
+        self.seq_lens, self.bounds = np.asarray(chunk_sizes, np.int64), prefix_sums(chunk_sizes)
+        for index, cursor in self.cursors.items():
+            cursor.schedule(chunk_sizes[index], int(self.bounds[index]))
+
+    def update(
+        self, hidden_states: Tensor, attention_weights: Tensor | Mapping[int, Tensor] | None, skip_tokens: Tensor | None
+    ) -> None:
+        """Adds the rows of this batch to the states; see `PoolingMetadata.update_all`."""
         missing = len(self.cursors.keys() - self.states.keys())
         if missing:
             raise ValueError(f"{missing} sequences have no running state; call initialize_states")
-        weights = {} if attention_weights is None else self._weights(attention_weights)
+        weights = self._weights(attention_weights) if isinstance(attention_weights, Tensor) else attention_weights or {}
         device = hidden_states.device
         for indices in self._by_types().values():
             picked = np.array(indices)
@@ -272,8 +279,9 @@ class BatchChunks:
         ending = [i for i, cursor in self.cursors.items() if cursor.chunk_end == cursor.prompt_len]
         return {i: attention_weights[bounds[i] : bounds[i + 1]] for i in ending}
 
-    def _place(self, index: int, num_pooled: int = 0) -> None:
-        """Gives a sequence, of which `num_pooled` tokens were pooled before, its cursor."""
+    def _place(self, index: int) -> None:
+        """Gives a sequence its cursor; its state, where it has one, says what was pooled before."""
+        num_pooled = self.states[index].num_tokens if index in self.states else 0
         self.cursors[index] = PoolingCursor(
             prompt_len=int(self.prompt_lens[index]),
             num_scheduled=int(self.seq_lens[index]),

@@ -126,17 +126,17 @@ class EmbeddingPoolerHead:
 
 
 class ClassifierPoolerHead:
-    """Turns rows into class scores: activation((logits - mean) / sigma + bias).
+    """Turns rows into class scores: activation((logits - mean) / sigma).
 
     Args:
-        info: Names the activation, mean, sigma and bias.
+        info: Names the activation, mean and sigma.
         classifier: Maps rows [N, D] of any float type to logits [N, C] float32.
     """
 
     def __init__(self, info: ModelInfo, classifier: RowMap) -> None:
         self._classifier = classifier
         self._activation = info.activation
-        self._mean, self._sigma, self._bias = info.logit_mean, info.logit_sigma, info.logit_bias
+        self._mean, self._sigma = info.logit_mean, info.logit_sigma
 
     def __call__(
         self,
@@ -169,8 +169,8 @@ class ClassifierPoolerHead:
         if columns is not None:
             logits = logits[:, torch.tensor(columns, device=logits.device)]
         logits = logits.float()
-        if (self._mean, self._sigma, self._bias) != (0.0, 1.0, 0.0):
-            logits = (logits - self._mean) / self._sigma + self._bias
+        if (self._mean, self._sigma) != (0.0, 1.0):
+            logits = (logits - self._mean) / self._sigma
         uses = {p.use_activation is not False for p in distinct(params)}
         if uses == {False}:
             return logits

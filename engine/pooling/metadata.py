@@ -15,7 +15,7 @@ from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
 from .chunks import BatchChunks, PoolingCursor
 from .packing import Rows, cu_seqlens_of, prefix_sums, rows_between
-from .states import PoolingStates
+from .states import PoolingStates, Strategy, types_of
 
 if TYPE_CHECKING:
     from ..packed_batch import PackedBatch
@@ -32,6 +32,7 @@ class PoolingMetadata:
         token_ids: [T] int64, for STEP; None where nobody needs them.
         skip_tokens: [N] int32, tokens at the head of each whole sequence that are left out; None where there are none.
         chunks: Which parts of their sequences the batch holds; None where it holds whole sequences only.
+        seq_starts: Row at which each sequence begins, where the caller of `create` says so; None: they lie end to end.
         queries: Per sequence [Q, W] float32 on the host: the vectors that its own are compared with, if any; None where
             no sequence has some.
     """
@@ -42,6 +43,7 @@ class PoolingMetadata:
     token_ids: Tensor | None = None
     skip_tokens: Tensor | None = None
     chunks: BatchChunks | None = None
+    seq_starts: tuple[int, ...] | None = None
     queries: Sequence[NDArray[np.float32] | None] | None = None
 
     @classmethod
@@ -60,8 +62,17 @@ class PoolingMetadata:
             params: One per sequence, resolved.
             prompt_lens: Tokens of each whole sequence; None means what its `cache.prompt_lens` say, or else that each
                 ends with its chunk.
-            states: See `create`.
+            states: Running states from the batches before; None for sequences that begin here. They are not changed:
+                the batch works on copies.
+
+        A chunk may begin before the end of what was pooled, where rows are computed again after a preemption: those
+        rows are left out. It may begin after it, where the model took what lies between from a prefix cache: LAST alone
+        allows that, every other type needs all rows and refuses.
+
+        Raises:
+            ValueError: The lengths do not fit together.
         """
+        _check_lengths(len(batch.seq_lens), params=params, prompt_lens=prompt_lens, states=states)
         chunks = None
         if prompt_lens is not None or states is not None or batch.cache is not None:
             starts = batch.cache.context_lens if batch.cache is not None else (0,) * len(batch.seq_lens)
@@ -69,8 +80,7 @@ class PoolingMetadata:
             if prompt_lens is None and batch.cache is not None:
                 prompt_lens = batch.cache.prompt_lens
             whole = ends if prompt_lens is None else prompt_lens
-            _check_lengths(len(params), prompt_lens=whole, chunks=starts, states=states)
-            chunks = BatchChunks.build(whole, batch.seq_lens, starts, None, states)
+            chunks = BatchChunks.build(whole, batch.seq_lens, starts, states)
         return cls(
             params=params,
             seq_lens=batch.seq_lens,
@@ -83,61 +93,47 @@ class PoolingMetadata:
     @classmethod
     def create(
         cls,
+        seq_starts: Sequence[int],
         seq_lens: Sequence[int],
-        params: Sequence[PoolingParams] | None = None,
-        *,
+        hidden_dim: int,
+        strategy: Strategy = PoolingType.MEAN,
         chunk_sizes: Sequence[int] | None = None,
-        seq_starts: Sequence[int] | None = None,
-        chunk_starts: Sequence[int] | None = None,
-        states: Sequence[PoolingStates | None] | None = None,
-        token_ids: Tensor | None = None,
-        skip_tokens: Tensor | None = None,
+        *,
         device: torch.device | str = "cpu",
     ) -> PoolingMetadata:
-        """Describes a batch of sequences or of chunks of them.
+        """Describes sequences that the caller runs itself, in chunks or at once, and begins their states.
 
-        A chunk may begin before the end of what was pooled, where rows are computed again after a preemption: those
-        rows are left out. It may begin after it, where the model took what lies between from a prefix cache: LAST alone
-        allows that, every other type needs all rows and refuses.
+            metadata = PoolingMetadata.create([0, 3], [3, 4], hidden_dim=768, strategy="mean", chunk_sizes=[2, 2])
+            while metadata.get_incomplete_indices():
+                metadata.update_all(hidden_states)  # [7, 768]: takes the next chunk of each sequence from it
+            vectors = metadata.finalize_all()  # by sequence
 
         Args:
-            seq_lens: Tokens of each whole sequence.
-            params: One per sequence, resolved. May be left out by callers that use no ModelPooler.
-            chunk_sizes: Tokens of each sequence in this batch; None means all from its chunk's start.
-            seq_starts: Tokens of each sequence that were pooled before; None means what its state says.
-            chunk_starts: Place of each chunk's first token in its sequence; None means that chunks begin where
-                pooling stopped.
-            states: Running states from the batches before; None for sequences that begin here. They are not changed:
-                the batch works on copies.
-            token_ids: [T], int64. See `PoolingMetadata`.
-            skip_tokens: [N], int32. See `PoolingMetadata`.
+            seq_starts: Row at which each sequence begins in the packed hidden states.
+            seq_lens: Tokens of each sequence.
+            hidden_dim: D.
+            strategy: See `PoolingStates.initialize`.
+            chunk_sizes: Tokens of each sequence that one `update_all` takes, less at its end; None takes all at once.
             device: Of the rows.
 
         Raises:
-            ValueError: The lengths do not fit together.
+            ValueError: The numbers do not fit together, or `strategy` is no pooling type; the message names it.
         """
-        num_seqs = len(seq_lens)
-        _check_lengths(
-            num_seqs,
-            params=params,
-            chunk_sizes=chunk_sizes,
-            seq_starts=seq_starts,
-            chunk_starts=chunk_starts,
-            states=states,
-        )
-        if chunk_sizes is None:
-            pooled = seq_starts
-            if pooled is None:
-                pooled = [0 if s is None else s.num_tokens for s in states or [None] * num_seqs]
-            starts = pooled if chunk_starts is None else chunk_starts
-            chunk_sizes = [n - s for n, s in zip(seq_lens, starts, strict=True)]
+        sizes = seq_lens if chunk_sizes is None else [min(pair) for pair in zip(chunk_sizes, seq_lens, strict=False)]
+        _check_lengths(len(seq_lens), seq_starts=seq_starts, chunk_sizes=chunk_sizes)
+        if min(seq_starts, default=0) < 0 or min(seq_lens, default=0) < 0 or min(chunk_sizes or [1]) < 1:
+            raise ValueError(
+                f"seq_starts {list(seq_starts)} and seq_lens {list(seq_lens)} must be 0 or more, "
+                f"and chunk_sizes {chunk_sizes} at least 1"
+            )
+        chunks = BatchChunks.of_sequences(seq_lens, sizes, seq_starts)
+        chunks.initialize(hidden_dim, dict.fromkeys(range(len(seq_lens)), types_of(strategy)), torch.device(device))
         return cls(
-            params=params if params is not None else [PoolingParams()] * num_seqs,
-            seq_lens=tuple(chunk_sizes),
-            cu_seqlens=cu_seqlens_of(chunk_sizes, device),
-            token_ids=token_ids,
-            skip_tokens=skip_tokens,
-            chunks=BatchChunks.build(seq_lens, chunk_sizes, chunk_starts, seq_starts, states),
+            params=[PoolingParams()] * len(seq_lens),
+            seq_lens=tuple(sizes),
+            cu_seqlens=cu_seqlens_of(sizes, device),
+            chunks=chunks,
+            seq_starts=tuple(seq_starts),
         )
 
     @property
@@ -147,8 +143,10 @@ class PoolingMetadata:
 
     @property
     def is_partial(self) -> bool:
-        """True where the batch holds chunks, or sequences with a running state."""
-        return self.chunks is not None
+        """True where the batch holds chunks, or sequences of which something was pooled before."""
+        if self.chunks is None or self.seq_starts is None:
+            return self.chunks is not None
+        return any(not cursor.is_whole for cursor in self.cursors.values())
 
     @property
     def cursors(self) -> dict[int, PoolingCursor]:
@@ -180,18 +178,45 @@ class PoolingMetadata:
             kept = pooling_types if isinstance(pooling_types, Mapping) else dict(enumerate(pooling_types))
             self.chunks.initialize(hidden_size, kept, self.cu_seqlens.device)
 
-    def update_all(self, hidden_states: Tensor, attention_weights: Tensor | None = None) -> None:
-        """Folds this batch's rows into the states and advances the cursors. Call once per batch.
+    def update_all(
+        self,
+        hidden_states_batch: Tensor | Sequence[Tensor | NDArray[np.float32]],
+        attention_weights_batch: Tensor | Sequence[Tensor | NDArray[np.float32] | None] | None = None,
+    ) -> None:
+        """Adds the rows of a batch to the states and advances the cursors.
 
         Args:
-            hidden_states: [T, D], any float type. Not modified.
-            attention_weights: [C + T], float32. Row weights, for ATTENTION: for every sequence those of the C_i tokens
-                before its chunk, then those of the chunk. Read for sequences that end in this batch only.
+            hidden_states_batch: [T, D], any float type, packed: the rows of each cursor lie from `global_start` to
+                `global_end`. Or, after `create`, the next rows [L_i, D] of each sequence. Not modified.
+            attention_weights_batch: Row weights, for ATTENTION; read for sequences that end in this batch only.
+                After `create` [T], beside the rows, or for each sequence the weights of all its tokens so far and of
+                these. Else [C + T], float32: for every sequence those of the C_i tokens before its chunk, then those
+                of the chunk.
 
         Raises:
-            ValueError: A batch of whole sequences, a chunk without a state, or rows missing before one.
+            ValueError: A batch of whole sequences, a chunk without a state, rows missing before one, or more rows than
+                remain.
         """
-        self._running().update(hidden_states, attention_weights, self.skip_tokens)
+        chunks = self._running()
+        if self.seq_starts is None:
+            assert isinstance(hidden_states_batch, Tensor), "only `create` takes rows by sequence"
+            assert attention_weights_batch is None or isinstance(attention_weights_batch, Tensor), "as for the rows"
+            chunks.update(hidden_states_batch, attention_weights_batch, self.skip_tokens)
+            return
+        rows, weights = hidden_states_batch, attention_weights_batch
+        cursors = [self.cursors[i] for i in range(self.num_seqs)]
+        if isinstance(rows, Tensor):
+            rows = [rows[c.global_start : c.global_end] for c in cursors]
+        if isinstance(weights, Tensor):
+            weights = [weights[c.global_end - c.chunk_end : c.global_end] for c in cursors]
+        _check_lengths(self.num_seqs, hidden_states_batch=rows, attention_weights_batch=weights)
+        device = self.cu_seqlens.device
+        packed = torch.cat([torch.as_tensor(part, device=device) for part in rows])
+        chunks.schedule([len(part) for part in rows])
+        own = {i: torch.as_tensor(w, device=device) for i, w in enumerate(weights or ()) if w is not None}
+        chunks.update(packed, own, self.skip_tokens)
+        for cursor, start, size in zip(cursors, self.seq_starts, self.seq_lens, strict=True):
+            cursor.schedule(min(size, cursor.remaining), start + cursor.start)
 
     def finalize_all(self) -> dict[int, Tensor]:
         """Returns the pooled row [W] float32 of every sequence that has a state and is complete, by its index.
@@ -202,6 +227,13 @@ class PoolingMetadata:
             ValueError: A batch of whole sequences.
         """
         return self._running().finalize()
+
+    def packed(self, rows: Tensor) -> Tensor:
+        """Returns the rows of the batch's sequences end to end: `rows` as they are unless `create` says otherwise."""
+        if self.seq_starts is None:
+            return rows
+        firsts = np.asarray(self.seq_starts, np.int64)
+        return rows[rows_between(firsts, firsts + self.seq_lens, rows.device)]
 
     def as_whole(self) -> PoolingMetadata:
         """Returns a description of the rows of this batch as if they were all of their sequences."""

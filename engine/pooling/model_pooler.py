@@ -105,7 +105,7 @@ class ModelPooler:
         metadata: PoolingMetadata,
         chunks: BatchChunks,
     ) -> list[OutputBlock]:
-        """Answers the sequences of a batch of which some are chunks; folds those that need it into their states.
+        """Answers the sequences of a batch of which some are chunks.
 
         Sequences whose answer lies in this batch alone are pooled together, as whole ones.
 
@@ -114,7 +114,7 @@ class ModelPooler:
         """
         if output.logits is not None:
             raise ValueError("a model that pools by itself cannot run on chunks of a sequence")
-        is_direct = chunks.direct(is_last_only=self._sequence_types == (PoolingType.LAST,)).tolist()
+        is_stateless = chunks.needs_no_state(is_last_only=self._sequence_types == (PoolingType.LAST,)).tolist()
         kept = dict.fromkeys(chunks.stateful(), self._sequence_types)
         whole = whole_output = None
         blocks = []
@@ -125,22 +125,22 @@ class ModelPooler:
                 blocks.append(self._heads.from_tokens(group, output.hidden_states[rows], part, members))
                 kept.update((i, (self._token_type,)) for i in kept.keys() & set(indices))
                 continue
-            direct = [i for i in indices if is_direct[i]]
-            if direct:
+            stateless = [i for i in indices if is_stateless[i]]
+            if stateless:
                 if whole is None or whole_output is None:
                     whole = metadata.as_whole()
                     whole_output = output if self._attention is None else _as_whole(output, chunks)
-                blocks.append(self._pool_direct(group, whole_output, whole, direct))
-                answered = kept.keys() & set(direct)
+                blocks.append(self._pool_without_state(group, whole_output, whole, stateless))
+                answered = kept.keys() & set(stateless)
                 chunks.drop(answered)
                 for index in answered:
                     del kept[index]
         if kept:
             metadata.initialize_states(self._hidden_size, kept)
-            blocks.extend(self._fold(groups, output, metadata, chunks))
+            blocks.extend(self._pool_with_state(groups, output, metadata, chunks))
         return blocks
 
-    def _pool_direct(
+    def _pool_without_state(
         self, group: OutputGroup, output: ModelOutput, metadata: PoolingMetadata, indices: Sequence[int]
     ) -> OutputBlock:
         """Answers some sequences of a sequence-level group as whole ones."""
@@ -155,14 +155,14 @@ class ModelPooler:
         view = ModelOutput(hidden_states=output.hidden_states[rows], attention_weights=weights)
         return replace(self._pool_whole(group, view, part, None), indices=indices)
 
-    def _fold(
+    def _pool_with_state(
         self,
         groups: Mapping[OutputGroup, list[int] | None],
         output: ModelOutput,
         metadata: PoolingMetadata,
         chunks: BatchChunks,
     ) -> list[OutputBlock]:
-        """Folds chunks into their states and answers those that complete a sequence."""
+        """Adds chunks to the states of their sequences and answers those that complete one."""
         weights = None
         if output.attention_weights is not None and self._attention is not None:
             weights = self._attention.row_weights(output.attention_weights)

@@ -57,15 +57,16 @@ class SequencePooler(Pooler):
     ) -> Tensor:
         """Pools, cuts and normalises in one pass; see `Pooler.pool`. Returns [N, width] float32."""
         _check_whole(metadata)
+        weights = self.row_weights(attention_weights)
         return pool(
-            hidden_states,
+            metadata.packed(hidden_states),
             metadata.cu_seqlens,
             self.kind,
             dimensions=cut.dimensions,
             max_dimensions=cut.max_dimensions,
             normalize=cut.normalize,
             skip_tokens=metadata.skip_tokens,
-            weights=self.row_weights(attention_weights),
+            weights=None if weights is None else metadata.packed(weights),
         )
 
     def row_weights(self, attention_weights: Tensor | None) -> Tensor | None:
@@ -148,6 +149,7 @@ class TokenPooler(Pooler):
         """Returns the rows that are kept [R, D], in order; see `Pooler.pool`."""
         _check_whole(metadata)
         rows, _ = self.select(metadata)
+        hidden_states = metadata.packed(hidden_states)
         return hidden_states if rows is None else hidden_states.index_select(0, rows)
 
     @abstractmethod
@@ -190,7 +192,7 @@ class StepPooler(TokenPooler):
 
 def _check_whole(metadata: PoolingMetadata) -> None:
     if metadata.is_partial:
-        raise ValueError("a pooler takes whole sequences; fold chunks with PoolingMetadata.update_all")
+        raise ValueError("a pooler takes whole sequences; add chunks with PoolingMetadata.update_all")
 
 
 def _check_head(head: int, num_heads: int | None) -> None:
@@ -216,19 +218,18 @@ class PoolerFactory:
     """Makes poolers. Every member of PoolingType has one."""
 
     @classmethod
-    def create(
-        cls, pooling_type: PoolingType, *, attention_head: int | None = None, num_heads: int | None = None
-    ) -> Pooler:
+    def create(cls, strategy: str, *, attention_head: int | None = None, num_heads: int | None = None) -> Pooler:
         """Returns the pooler of a type.
 
         Args:
-            pooling_type: Any type.
+            strategy: Any pooling type, or its name in any case, such as "mean".
             attention_head: ATTENTION: the head to use; None averages all.
             num_heads: ATTENTION: heads of the model, where they are known.
 
         Raises:
-            ValueError: There is no such head.
+            ValueError: There is no such type, and the message lists those that there are; or no such head.
         """
+        pooling_type = PoolingType(strategy)
         if pooling_type.is_token_level:
             return cls.create_token(pooling_type)
         return cls.create_sequence(pooling_type, attention_head=attention_head, num_heads=num_heads)

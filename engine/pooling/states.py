@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,10 +22,24 @@ _KERNEL_KINDS: Final[dict[PoolingType, PoolingKind]] = {
     PoolingType.WEIGHTED_MEAN: "weighted_mean",
 }
 
+Strategy = str | Sequence[str]
+
+
+def types_of(strategy: object) -> tuple[PoolingType, ...]:
+    """Returns the pooling types that a name, or several, stand for.
+
+    Raises:
+        ValueError: One of them is unknown; the message names it.
+    """
+    names: Sequence[Any] = (strategy,)
+    if isinstance(strategy, Sequence) and not isinstance(strategy, str):
+        names = strategy
+    return tuple(PoolingType(name) for name in names)
+
 
 @dataclass(slots=True, eq=False)
 class PoolingStates:
-    """The running state of one sequence. Lives from its first chunk to its last; owned by whoever chunks.
+    """The running state of one sequence. Lives from its first chunk to its last.
 
     Sequence-level types keep two float32 rows, 8 * D bytes each on the device of the rows, however long the sequence
     is. Token-level types keep nothing but the number of tokens, because their rows are streamed out. ATTENTION is the
@@ -49,24 +63,24 @@ class PoolingStates:
     skip_tokens: Tensor | None = None
 
     @classmethod
-    def initialize(
-        cls, hidden_size: int, pooling_types: Sequence[PoolingType], device: torch.device | str = "cpu"
-    ) -> PoolingStates:
+    def initialize(cls, hidden_dim: int, strategy: Strategy, device: torch.device | str = "cpu") -> PoolingStates:
         """Returns the state before the first token.
 
         Args:
-            hidden_size: D, the width of the rows to come.
-            pooling_types: What to keep. A token-level type stands alone.
+            hidden_dim: D, the width of the rows to come.
+            strategy: The pooling type, such as "mean"; or several sequence-level ones, whose rows are concatenated.
             device: Of the rows to come.
 
         Raises:
-            ValueError: No type, or a token-level type among others.
+            ValueError: No type or an unknown one, a token-level type among others, or a width below 1.
         """
-        types: tuple[PoolingType, ...] = tuple(pooling_types)
+        if hidden_dim < 1:
+            raise ValueError(f"hidden_dim is {hidden_dim}; it must be at least 1")
+        types = types_of(strategy)
         if len(types) == 0 or (len(types) > 1 and any(t.is_token_level for t in types)):
             raise ValueError(f"pooling types must be sequence-level or a single token-level one, got {list(types)}")
         kinds = {t: _KERNEL_KINDS[t] for t in types if t in _KERNEL_KINDS}
-        return cls(types, running={t: PoolingState.empty(kind, 1, hidden_size, device) for t, kind in kinds.items()})
+        return cls(types, running={t: PoolingState.empty(kind, 1, hidden_dim, device) for t, kind in kinds.items()})
 
     @property
     def is_token_level(self) -> bool:
@@ -85,7 +99,7 @@ class PoolingStates:
         chunk_start: int | None = None,
         skip_tokens: int = 0,
     ) -> None:
-        """Folds the next chunk in.
+        """Adds the next chunk.
 
         Args:
             hidden_states: [L, D], any float type. The chunk's rows. Not kept; copied where need be.
@@ -123,7 +137,7 @@ def update_states(
     *,
     skip_tokens: Tensor | None = None,
 ) -> None:
-    """Folds the next chunk of N sequences into their states.
+    """Adds the next chunk of N sequences to their states.
 
     Args:
         states: N states of the same pooling types. No tensor of theirs is written.

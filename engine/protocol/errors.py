@@ -38,8 +38,8 @@ class EngineError(Exception):
         self.param = param
 
 
-class InvalidRequestError(EngineError):
-    """The request cannot be served as it is; the caller must change it."""
+class InvalidRequestError(EngineError, ValueError):
+    """The request cannot be served as it is; the caller must change it. A ValueError too."""
 
 
 class RequestTooLongError(InvalidRequestError):

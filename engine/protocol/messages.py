@@ -117,13 +117,8 @@ class RowHeader(msgspec.Struct, array_like=True, frozen=True):
     is_last: bool = True
 
 
-<<<<<<< HEAD
 class ChunkMetrics(msgspec.Struct, array_like=True):
     """What was done of prompts that run in chunks, counted from the start, and what is there now.
-=======
-class CacheUse(msgspec.Struct, array_like=True, frozen=True):
-    """How the memory of prompts in chunks is used: `usage` is a share from 0 to 1, the others count from the start."""
->>>>>>> w-frontend
 
     Attributes:
         num_requests: Prompts that are being read.
@@ -197,15 +192,9 @@ class RequestTime(msgspec.Struct, array_like=True, frozen=True):
 class Rows(msgspec.Struct, tag=True, frozen=True):
     """Core to client: results of one step. Frame: all arrays, flattened and concatenated, float32.
 
-<<<<<<< HEAD
-    `num_tokens` and `step_s` tell what the step processed and how long it took; `cache_use` is None for models
-    whose sequences run whole; `ended` times the requests whose last rows these are. A step that only brings long ones
-    on has no rows; a message without tokens is no step and only tells of the cache.
-=======
     `num_tokens` and `step_s` tell what the step processed and how long it took; `cache_use` is None for models that
     run prompts whole; `ended` times the requests whose last rows these are. A step that only brings long sequences on
     has no rows; a message without tokens is no step and only tells of the cache.
->>>>>>> w-frontend
     """
 
     rows: list[RowHeader]

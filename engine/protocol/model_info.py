@@ -101,9 +101,8 @@ class ModelInfo:
         matryoshka_dimensions: The widths that the model declares.
         use_activation: Default of use_activation for classes.
         activation: What turns class logits into scores.
-        logit_bias: Added to logits after mean and sigma.
-        logit_mean: Subtracted from logits.
-        logit_sigma: Divides the logits.
+        logit_mean: Subtracted from logits, before the activation.
+        logit_sigma: Divides the logits, after the mean is subtracted.
         step_tag_id: Default for STEP pooling.
         returned_token_ids: Default for STEP pooling.
         attention_head: Head of ATTENTION pooling; None averages all.
@@ -154,7 +153,6 @@ class ModelInfo:
     matryoshka_dimensions: tuple[int, ...] = ()
     use_activation: bool = True
     activation: Activation = Activation.IDENTITY
-    logit_bias: float = 0.0
     logit_mean: float = 0.0
     logit_sigma: float = 1.0
     step_tag_id: int | None = None

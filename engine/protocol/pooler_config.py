@@ -21,9 +21,10 @@ class PoolerConfig:
         normalize: L2-normalise embeddings unless the request says otherwise.
         dimensions: Width of embeddings unless the request says otherwise.
         use_activation: Apply the class activation unless the request says otherwise.
-        logit_bias: Added to class logits before the activation, after mean and sigma.
-        logit_mean: Subtracted from class logits.
+        logit_mean: Subtracted from class logits, before the activation.
         logit_sigma: Class logits are divided by it, after the mean is subtracted.
+        logit_bias: Older name of `logit_mean`, as in vLLM, which subtracts it too; None once that holds it.
+        logit_scale: 1 / `logit_sigma`, older too; None once that holds it.
         step_tag_id: STEP pooling: token id whose rows are kept.
         returned_token_ids: STEP pooling: columns that are kept.
         attention_head: ATTENTION pooling: the head whose weights are used; None averages all heads.
@@ -37,9 +38,10 @@ class PoolerConfig:
     normalize: bool | None = None
     dimensions: int | None = None
     use_activation: bool | None = None
-    logit_bias: float | None = None
     logit_mean: float | None = None
     logit_sigma: float | None = None
+    logit_bias: float | None = None
+    logit_scale: float | None = None
     step_tag_id: int | None = None
     returned_token_ids: tuple[int, ...] | None = None
     attention_head: int | None = None
@@ -51,12 +53,16 @@ class PoolerConfig:
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
         check_positive(self, "dimensions", "max_embed_len")
-        for name in ("logit_bias", "logit_mean", "logit_sigma"):
+        for name in ("logit_mean", "logit_sigma", "logit_bias", "logit_scale"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name} is {value}; it must be a finite number.")
         if self.logit_sigma == 0:
             raise ValueError("logit_sigma is 0; logits are divided by it.")
+        if self.logit_scale == 0:
+            raise ValueError("logit_scale is 0; every class would get the same score.")
+        self._rename("logit_bias", "logit_mean", self.logit_bias)
+        self._rename("logit_scale", "logit_sigma", None if self.logit_scale is None else 1 / self.logit_scale)
         for name in ("attention_head", "step_tag_id", "chunk_overlap"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -66,6 +72,15 @@ class PoolerConfig:
                 raise ValueError(f"{name} says how over-long text is cut; it needs enable_chunked_processing: true.")
         if self.chunk_overlap and self.chunked_processing_mode is ChunkedProcessingMode.VLLM:
             raise ValueError(f"chunk_overlap is {self.chunk_overlap}; the mode 'vllm' knows no overlap.")
+
+    def _rename(self, older: str, name: str, value: float | None) -> None:
+        """Moves what came under an older name to its field; raises ValueError where both were given."""
+        if value is None:
+            return
+        if getattr(self, name) is not None:
+            raise ValueError(f"{older} is the older name of {name}, but both are given; leave {older} out.")
+        object.__setattr__(self, name, value)
+        object.__setattr__(self, older, None)
 
     @classmethod
     def from_json(cls, text: str) -> PoolerConfig:
@@ -101,7 +116,7 @@ _ENUM_FIELDS: Final[dict[str, type[StrEnum]]] = {
     "chunked_processing_mode": ChunkedProcessingMode,
 }
 _BOOL_FIELDS: Final = {"normalize", "use_activation", "enable_chunked_processing"}
-_FLOAT_FIELDS: Final = {"logit_bias", "logit_mean", "logit_sigma"}
+_FLOAT_FIELDS: Final = {"logit_mean", "logit_sigma", "logit_bias", "logit_scale"}
 
 
 def check_positive(config: object, *names: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, Final
 
 
 class PoolingTask(StrEnum):
@@ -18,7 +18,14 @@ class PoolingTask(StrEnum):
 
 
 class PoolingType(StrEnum):
-    """How token rows become the answer for a sequence. Values are the names on the wire."""
+    """How token rows become the answer for a sequence. Values are the names on the wire.
+
+    `PoolingType("mean")` takes any case, and the names that some types have elsewhere: "first", "last_token" and
+    "attention_weighted".
+
+    Raises:
+        ValueError: No type has that name; the message lists those that are known.
+    """
 
     CLS = "CLS"
     LAST = "LAST"
@@ -30,10 +37,28 @@ class PoolingType(StrEnum):
     ALL = "ALL"
     STEP = "STEP"
 
+    @classmethod
+    def _missing_(cls, value: object) -> PoolingType:
+        name = str(value).upper()
+        found = cls.__members__.get(_OTHER_NAMES.get(name, name))
+        if found is None:
+            raise ValueError(f"there is no pooling type {value!r}; known are {listed(cls)}.")
+        return found
+
     @property
     def is_token_level(self) -> bool:
         """True where the answer holds one row per token (ALL, STEP)."""
         return self in (PoolingType.ALL, PoolingType.STEP)
+
+
+PoolingStrategy = PoolingType
+"""The same under the name that the strategies of poolers go by."""
+
+_OTHER_NAMES: Final = {
+    "FIRST": "CLS",
+    "LAST_TOKEN": "LAST",
+    "ATTENTION_WEIGHTED": "ATTENTION",
+}
 
 
 class ChunkedProcessingMode(StrEnum):

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from .._packed import has_triton
 from ._reference import attention_reference
 from ._sdpa import attention_sdpa
 from ._varlen import attention_varlen, takes_varlen
@@ -21,7 +22,7 @@ from .cpu import (
     takes_blockwise,
     takes_grouped,
 )
-from .paged import PagedBackend, attention_paged, has_triton
+from .paged import PagedBackend, attention_paged
 
 Backend = Literal["grouped", "blockwise", "sdpa", "varlen", "triton", "reference"]
 
@@ -59,7 +60,7 @@ def attention(
         cu_seqlens: [N+1], int32, same device.
         seq_lens: N lengths on the host, equal to the differences of `cu_seqlens`; they sum to T. A length may be 0.
         max_seqlen: The largest of `seq_lens`.
-        scale: Factor of the scores. A scale folded into the query weights (and 1.0 here) saves a pass over q on CPU.
+        scale: Factor of the scores. With the scale in the query weights, and 1.0 here, a pass over q is saved on CPU.
         is_causal: Whether a token sees only itself and earlier ones.
         window: (left, right) reach of local attention, in tokens; a negative number is no limit. None is (-1, -1).
         relative_bias: [H, Lb, Lb], added to the scaled scores; Lb >= max_seqlen. A shorter sequence uses its first

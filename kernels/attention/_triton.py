@@ -5,13 +5,14 @@ One program owns `BLOCK_M` rows of one sequence and one key head. The query head
 keys that its rows see, `BLOCK_N` at a time, with the running maximum and sum of Dao, "FlashAttention-2" (2023).
 """
 
-import contextlib
 import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .._packed import on_device
 
 LOG2_E = math.log2(math.e)
 
@@ -150,8 +151,7 @@ def attention_triton(
     contexts = cu_seqlens if context_lens is None else context_lens
     factor = scale * LOG2_E if softcap is None else 2.0 * scale / softcap * LOG2_E
     grid = (triton.cdiv(max_seqlen * group_size, options["BLOCK_M"]), num_seqs, k3.shape[1])
-    on_device = torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
-    with on_device:
+    with on_device(q):
         _attention_kernel[grid](
             q,
             k3,

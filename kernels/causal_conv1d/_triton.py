@@ -3,12 +3,12 @@
 Letters beside those of the layer: C channels, W columns of the weight. A tile is `BLOCK_ROWS` rows of one sequence.
 """
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .._packed import on_device
 
 BLOCK_ROWS = 16
 BLOCK_CHANNELS = 128
@@ -126,8 +126,7 @@ def causal_conv1d_triton(
     initial_or_any = x if initial_states is None else initial_states.contiguous()
     cu_seqlens = cu_seqlens.contiguous()
     channel_blocks = triton.cdiv(channels, BLOCK_CHANNELS)
-    on_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-    with on_device:
+    with on_device(x):
         if y.numel():
             _convolve_kernel[(num_rows // BLOCK_ROWS + num_seqs, channel_blocks)](
                 x,

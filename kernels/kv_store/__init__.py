@@ -3,13 +3,12 @@
 Knows nothing about who owns a block. `attention_paged` of kernels/attention reads what is written here.
 """
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from .._packed import has_triton
 from ._reference import kv_store_reference
 from ._torch import kv_store_torch
 
@@ -51,7 +50,7 @@ def kv_store(
     if slots.shape[0] == 0:
         return
     if backend is None:
-        backend = "triton" if k.is_cuda and _has_triton() else "torch"
+        backend = "triton" if k.is_cuda and has_triton() else "torch"
     if backend == "triton":
         from ._triton import kv_store_triton
 
@@ -62,11 +61,6 @@ def kv_store(
         kv_store_reference(k, v, k_cache, v_cache, rows, slots)
     else:
         raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _check(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, slots: Tensor) -> None:

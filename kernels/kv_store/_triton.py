@@ -1,11 +1,10 @@
 """kv_store on CUDA: one program copies the key and the value of one token."""
 
-import contextlib
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .._packed import on_device
 
 # Bytes that a thread moves at once: the widest load there is.
 BYTES_PER_THREAD = 16
@@ -42,8 +41,7 @@ def _kv_store_kernel(
 def kv_store_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, slots: Tensor) -> None:
     """Same as `kv_store`; does not synchronise host and device."""
     width = k.shape[1] * k.shape[2]
-    on_device = torch.cuda.device(k.device) if k.is_cuda else contextlib.nullcontext()
-    with on_device:
+    with on_device(k):
         _kv_store_kernel[(slots.shape[0],)](
             k,
             v,

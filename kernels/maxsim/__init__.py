@@ -4,21 +4,18 @@ Source: Khattab and Zaharia, ColBERT (arXiv 2004.12832), equation 3. Knows nothi
 """
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from .._packed import FLOAT_DTYPES, has_triton
 from ._reference import maxsim_reference
 from ._torch import maxsim_torch
 
 Backend = Literal["triton", "torch", "reference"]
 
 __all__ = ["Backend", "maxsim"]
-
-_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def maxsim(
@@ -58,7 +55,7 @@ def maxsim(
     if not document_lens or not width:
         return queries.new_zeros((len(document_lens), width), dtype=torch.float32)
     if backend is None:
-        backend = "triton" if queries.is_cuda and _has_triton() else "torch"
+        backend = "triton" if queries.is_cuda and has_triton() else "torch"
     if backend == "triton":
         from ._triton import maxsim_triton
 
@@ -70,11 +67,6 @@ def maxsim(
     raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
 
 
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def _check(
     queries: Tensor,
     documents: Tensor,
@@ -83,7 +75,7 @@ def _check(
     query_of: Sequence[int],
 ) -> None:
     for name, rows, lengths in (("queries", queries, query_lens), ("documents", documents, document_lens)):
-        if rows.dim() != 2 or rows.dtype not in _FLOAT_DTYPES:
+        if rows.dim() != 2 or rows.dtype not in FLOAT_DTYPES:
             raise ValueError(
                 f"{name} must be [rows, D] float32, bfloat16 or float16, got {rows.dtype} {list(rows.shape)}"
             )

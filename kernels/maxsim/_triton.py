@@ -1,6 +1,5 @@
 """MaxSim on CUDA: one program per document and block of query tokens; similarities live and die in registers."""
 
-import contextlib
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -8,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .._packed import on_device
 
 # tl.dot takes no fewer rows or columns than 16.
 MIN_BLOCK_Q = 16
@@ -80,8 +81,7 @@ def maxsim_triton(
     out = torch.empty(len(document_lens), num_columns, dtype=torch.float32, device=queries.device)
     block_q = min(max(triton.next_power_of_2(num_columns), MIN_BLOCK_Q), MAX_BLOCK_Q)
     queries, documents = (x if x.stride(1) == 1 else x.contiguous() for x in (queries, documents))
-    on_device = torch.cuda.device(queries.device) if queries.is_cuda else contextlib.nullcontext()
-    with on_device:
+    with on_device(queries):
         _maxsim_kernel[(len(document_lens), triton.cdiv(num_columns, block_q))](
             queries,
             documents,

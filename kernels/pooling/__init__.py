@@ -4,13 +4,12 @@ Knows nothing about requests or models. `PoolingState`, `pool_partial` and `fini
 sequence that arrives in chunks.
 """
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from .._packed import FLOAT_DTYPES, describe, has_triton
 from ._reference import pool_reference
 from ._state import PoolingState, finish, pool_partial
 from ._torch import pool_torch
@@ -24,8 +23,6 @@ __all__ = ["POOLING_KINDS", "Backend", "PoolingKind", "PoolingState", "finish", 
 
 # One program holds a whole row.
 MAX_TRITON_WIDTH = 8192
-
-_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def pool(
@@ -95,7 +92,7 @@ def pool(
     if num_seqs == 0:
         return hidden_states.new_empty((0, width), dtype=out_dtype)
     if backend is None:
-        backend = "triton" if hidden_states.is_cuda and width <= MAX_TRITON_WIDTH and _has_triton() else "torch"
+        backend = "triton" if hidden_states.is_cuda and width <= MAX_TRITON_WIDTH and has_triton() else "torch"
     arguments = (hidden_states, cu_seqlens, pooling, width, row_dimensions, normalize, skip_tokens, weights, out_dtype)
     if backend == "triton":
         from ._triton import pool_triton
@@ -106,11 +103,6 @@ def pool(
     if backend == "reference":
         return pool_reference(*arguments)
     raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _check(
@@ -127,11 +119,11 @@ def _check(
     """Checks shapes and dtypes on the host alone; returns (N, width of the result)."""
     if pooling not in POOLING_KINDS:
         raise ValueError(f"pooling must be one of {POOLING_KINDS}, got {pooling!r}")
-    if hidden_states.dim() != 2 or hidden_states.dtype not in _FLOAT_DTYPES:
-        raise ValueError(f"hidden_states must be [T, D] float32/bfloat16/float16, got {_describe(hidden_states)}")
+    if hidden_states.dim() != 2 or hidden_states.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"hidden_states must be [T, D] float32/bfloat16/float16, got {describe(hidden_states)}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype != torch.int32:
-        raise ValueError(f"cu_seqlens must be int32 [N+1], got {_describe(cu_seqlens)}")
-    if out_dtype not in _FLOAT_DTYPES:
+        raise ValueError(f"cu_seqlens must be int32 [N+1], got {describe(cu_seqlens)}")
+    if out_dtype not in FLOAT_DTYPES:
         raise ValueError(f"out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
     num_tokens, hidden_size = hidden_states.shape
     num_seqs = cu_seqlens.shape[0] - 1
@@ -151,7 +143,7 @@ def _check(
         if not isinstance(value, Tensor):
             continue
         if value.dtype != dtype or value.shape != (length,):
-            raise ValueError(f"{name} must be {dtype} [{length}], got {_describe(value)}")
+            raise ValueError(f"{name} must be {dtype} [{length}], got {describe(value)}")
         if value.device != hidden_states.device:
             raise ValueError(f"{name} must be on {hidden_states.device} like hidden_states, got {value.device}")
 
@@ -163,7 +155,3 @@ def _check(
     if not 1 <= width <= hidden_size:
         raise ValueError(f"dimensions must be between 1 and the width of hidden_states, {hidden_size}, got {width}")
     return num_seqs, width
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"

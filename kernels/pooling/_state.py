@@ -1,6 +1,6 @@
-"""Pooling of sequences that arrive in chunks: a running state, folded chunk by chunk, finished once.
+"""Pooling of sequences that arrive in chunks: a running state, to which chunk after chunk is added.
 
-Plain torch on any device. Knows nothing about requests: whoever chunks keeps one `PoolingState` per batch row and
+Plain torch on any device. Knows nothing about requests: the caller keeps one `PoolingState` per batch row and
 passes it along.
 """
 
@@ -18,7 +18,7 @@ class PoolingState:
     """What N sequences have contributed so far; about 8 * D bytes a sequence, whatever their length.
 
     Attributes:
-        pooling: The kind; a state of one kind is never folded with another.
+        pooling: The kind; states of two kinds never go together.
         rows: [N, D], float32. "cls": the first row. "last": the newest. "max": the running maximum. Others: the
             running sum, of which `rest` holds the part that float32 rounded away.
         rest: [N, D], float32. See `rows`; zeros for the kinds without a sum.
@@ -84,7 +84,7 @@ def pool_partial(
     skip_tokens: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> None:
-    """Folds the next chunk of each sequence into `state`, in place.
+    """Adds the next chunk of each sequence to `state`, in place.
 
     However a sequence is cut into chunks, down to single tokens or with empty chunks between, it finishes to the result
     of all rows at once within 1e-6 of its largest absolute value: sums are compensated (Neumaier), so the number of
@@ -96,7 +96,7 @@ def pool_partial(
         cu_seqlens: [N+1], int32. Where each sequence's chunk lies in `hidden_states`; a chunk may be empty.
         chunk_starts: [N], int64. Place of each chunk's first row in its whole sequence: less than `num_tokens` of the
             state where rows come again, more where those between never come, so that only the kind "last" means
-            something. None: right after what was folded before.
+            something. None: right after what was added before.
         skip_tokens: [N], int32. Tokens left out at the head of each whole sequence (not of this chunk); the same at
             every call.
         weights: [T], float32. Row weights, for the kind "weighted" only.
@@ -168,7 +168,7 @@ def finish(
     """The pooled rows of a state: what `pool` gives for the whole sequences. Does not modify `state`.
 
     Args:
-        state: Of N sequences, all tokens folded in.
+        state: Of N sequences, with all their tokens.
         dimensions: As in `pool`.
         max_dimensions: As in `pool`.
         normalize: As in `pool`.

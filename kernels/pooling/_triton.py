@@ -8,13 +8,12 @@ Letters beside those of the layer: a block is `BLOCK_ROWS` rows of one sequence;
 sequence keeps.
 """
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._packed import on_device
 from ._rows_triton import bounds, columns_kept, finish, read_mask, reduce_block
 
 BLOCK_ROWS = 256
@@ -195,8 +194,7 @@ def pool_triton(
 
     num_blocks = triton.cdiv(num_tokens if max_seqlen is None else min(max_seqlen, num_tokens), BLOCK_ROWS)
     is_split = pooling not in ("cls", "last") and num_blocks > 1 and num_blocks * num_seqs <= MAX_PROGRAMS
-    on_device = torch.cuda.device(hidden_states.device) if hidden_states.is_cuda else contextlib.nullcontext()
-    with on_device:
+    with on_device(hidden_states):
         if not is_split:
             _pool_kernel[(num_seqs,)](
                 hidden_states,

@@ -3,13 +3,14 @@
 Letters beside those of the layer: C channels.
 """
 
-import contextlib
 import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .._packed import on_device
 
 # States of a program; one warp holds them.
 MAX_STATES = 512
@@ -95,9 +96,8 @@ def selective_scan_triton(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = torch.empty(num_seqs, channels, state_size, device=x.device) if return_final_states else None
     tile = tile_options(state_size)
-    on_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
     if num_seqs and a.numel():
-        with on_device:
+        with on_device(x):
             # Pointers that a call does not need are never read; any tensor stands in for them.
             _scan_kernel[(num_seqs, triton.cdiv(channels, tile["BLOCK_C"]))](
                 x,

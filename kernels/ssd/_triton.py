@@ -4,7 +4,6 @@ Letters beside those of the layer: Q rows of a chunk, P head size. Chunks are nu
 number that belongs to nobody is neither written nor read. README.md has the derivation.
 """
 
-import contextlib
 import math
 from typing import Any
 
@@ -13,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._packed import on_device
 from ..causal_conv1d._triton import find_tile
 
 # More rows need more registers than a thread has.
@@ -246,8 +246,7 @@ def ssd_triton(
     strides = (x.stride(0), x.stride(1), dt.stride(0), b.stride(0), b.stride(1))
     # Pointers that a call does not need are never read; any tensor stands in for them.
     states = dt
-    on_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-    with on_device:
+    with on_device(x):
         if has_states or final is not None:
             states = torch.empty(num_chunks, num_heads, head_size, state_size, device=x.device)
             whole = torch.empty(num_chunks, num_heads, device=x.device)

@@ -74,6 +74,20 @@ def test_backend_equals_reference(
     assert_close("attended", expected, actual, TOLERANCE[dtype], inputs.v.abs().max().item())
 
 
+@pytest.mark.parametrize("length", [8, 31, 64, 255, 256, 257])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_window_about_as_wide_as_a_block(length: int, side: str) -> None:
+    """At one exact width the last row hides nothing but the first key, or the first row nothing but the last."""
+    case = AttentionCase("", (length,), 2, 1, 16)
+    inputs = make_attention_inputs(case)
+    widest = _blockwise.padded_rows(length)
+    for reach in sorted({*range(length - 3, length + 1), *range(widest - 3, widest + 1)}):
+        window = (reach, 0) if side == "left" else (0, reach)
+        expected = attend(case, inputs, backend="reference", window=window)
+        actual = attend(case, inputs, backend="blockwise", window=window)
+        assert_close(str(window), expected, actual, TOLERANCE[torch.float32], inputs.v.abs().max().item())
+
+
 @dtypes
 @pytest.mark.parametrize("mask", ["full", "local", "causal"])
 @cases

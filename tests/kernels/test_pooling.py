@@ -262,6 +262,16 @@ def test_single_token_chunks_of_a_long_sequence(kind: PoolingKind) -> None:
     assert_close("cut", expected[:, :4] / expected[:, :4].norm(), halved, 1e-6)
 
 
+@pytest.mark.parametrize("kind", ["mean", "mean_sqrt_len"])
+@pytest.mark.parametrize("values", [(1.0, 1e8, 1.0, -1e8), (1e8, 1.0, -1e8, 1.0), (1.0, -1e8, 1e8, 1.0)])
+def test_what_an_addition_rounds_away_is_kept(kind: PoolingKind, values: tuple[float, ...]) -> None:
+    """Whichever of sum and chunk is the larger: float32 alone would give 0 or 1 for the sum, not 2."""
+    state = PoolingState.empty(kind, 1, 8)
+    for value in values:
+        pool_partial(state, torch.full((1, 8), value), make_cu_seqlens((1,)))
+    assert finish(state).tolist() == [[2.0 / (4 if kind == "mean" else 2)] * 8]
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     kind=st.sampled_from(POOLING_KINDS),

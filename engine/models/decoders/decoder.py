@@ -22,7 +22,7 @@ from ...layers.mlp import GatedMlp
 from ...layers.norm import RmsNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
-from ...protocol.model_info import ModelInfo, ModelKind
+from ...protocol.model_info import ModelInfo
 from ...sequence_pool.cache_spec import CacheSpec
 from ..base import ModelOutput, NativeModel
 from ..heads import decoder_head
@@ -105,11 +105,7 @@ class DecoderModel(NativeModel):
                 kv_layers=tuple(layer.attention.spec.kv_layer for layer in self.layers),
                 shares_prefixes=not any(rotary.depends_on_length for rotary in self.rotary.values()),
             )
-        head = decoder_head(weights, info, D, base.prefix + _EMBEDDING)
-        if info.kind is ModelKind.TOKEN_CLASSIFIER:
-            self.token_head = head
-        else:
-            self.sequence_head = head
+        self.set_head(info.kind, decoder_head(weights, info, D, base.prefix + _EMBEDDING))
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""

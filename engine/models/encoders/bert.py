@@ -13,17 +13,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ...layers.attention.encoder import SelfAttention
 from ...layers.embedding import BertEmbedding, padding_aware_positions
 from ...layers.linear import Linear
-from ...layers.norm import LayerNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import ModelInfo, ModelKind
 from ..base import Head, read_config
 from ..heads import DenseHead, LinearHead
-from .encoder import PostNormBlock, PostNormEncoder
+from .encoder import BlockNames, PostNormBlock, PostNormEncoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +62,16 @@ class BertModel(PostNormEncoder):
 
     config_class: ClassVar[type[BertConfig]] = BertConfig
     base_prefix: ClassVar[str] = "bert"
+    block_names: ClassVar[BlockNames] = BlockNames(
+        "attention.self.query",
+        "attention.self.key",
+        "attention.self.value",
+        "attention.output.dense",
+        "attention.output.LayerNorm",
+        "intermediate.dense",
+        "output.dense",
+        "output.LayerNorm",
+    )
 
     def __init__(self, info: ModelInfo, weights: Weights) -> None:
         self.config = config = read_config(self.config_class, info.config)
@@ -75,7 +83,13 @@ class BertModel(PostNormEncoder):
         self.hidden_size = config.hidden_size
         base = weights.scope_of("embeddings.word_embeddings.weight", (self.base_prefix, ""))
         self.load_embedding(base)
-        self.blocks = [_load_block(base.scope(f"encoder.layer.{i}"), config) for i in range(config.num_hidden_layers)]
+        sizes = (config.hidden_size, config.intermediate_size, config.num_attention_heads)
+        self.blocks = [
+            PostNormBlock.load(
+                base.scope(f"encoder.layer.{i}"), self.block_names, *sizes, config.hidden_act, config.layer_norm_eps
+            )
+            for i in range(config.num_hidden_layers)
+        ]
         if info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
             self.sequence_head = self.load_sequence_head(weights, base, info.num_labels)
         elif info.kind is ModelKind.TOKEN_CLASSIFIER:
@@ -83,7 +97,7 @@ class BertModel(PostNormEncoder):
 
     def load_embedding(self, base: Weights) -> None:
         """Reads what turns token ids into the first hidden states."""
-        self.embedding = _read_embedding(base, self.config, self.config.hidden_size)
+        self.embedding = read_embedding(base, self.config, self.config.hidden_size, self.config.type_vocab_size)
 
     def load_sequence_head(self, weights: Weights, base: Weights, num_labels: int) -> Head:
         """The pooler belongs to the encoder's weights, the map to the classes does not."""
@@ -133,7 +147,7 @@ class ElectraModel(BertModel):
     def load_embedding(self, base: Weights) -> None:
         """Reads the embeddings and, where the widths differ, their projection."""
         size = self.config.embedding_size
-        self.embedding = _read_embedding(base, self.config, size)
+        self.embedding = read_embedding(base, self.config, size, self.config.type_vocab_size)
         self.projection: Linear | None = None
         if size != self.hidden_size:
             self.projection = Linear.load(base, "embeddings_project", size, self.hidden_size)
@@ -148,27 +162,13 @@ class ElectraModel(BertModel):
         return embedded_RE if self.projection is None else self.projection(embedded_RE)
 
 
-def _read_embedding(base: Weights, config: BertConfig, size: int) -> BertEmbedding:
+def read_embedding(base: Weights, config: BertConfig, size: int, num_token_types: int) -> BertEmbedding:
     """Reads word, position and token type rows of width `size`."""
     return BertEmbedding(
         base.scope("embeddings"),
         vocab_size=config.vocab_size,
         num_positions=config.max_position_embeddings,
-        num_token_types=config.type_vocab_size,
+        num_token_types=num_token_types,
         size=size,
         eps=config.layer_norm_eps,
-    )
-
-
-def _load_block(weights: Weights, config: BertConfig) -> PostNormBlock:
-    """Reads one layer."""
-    D, I, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps  # noqa: E741
-    names = ("attention.self.query", "attention.self.key", "attention.self.value")
-    return PostNormBlock(
-        attention=SelfAttention.load(weights, names, D, config.num_attention_heads),
-        attention_out=Linear.load(weights, "attention.output.dense", D, D),
-        attention_norm=LayerNorm.load(weights, "attention.output.LayerNorm", D, eps),
-        mlp_in=Linear.load(weights, "intermediate.dense", D, I, activation=config.hidden_act),
-        mlp_out=Linear.load(weights, "output.dense", I, D),
-        mlp_norm=LayerNorm.load(weights, "output.LayerNorm", D, eps),
     )

@@ -10,19 +10,26 @@ from typing import Final
 
 from torch import Tensor
 
-from ...layers.attention.encoder import SelfAttention
 from ...layers.embedding import BertEmbedding
-from ...layers.linear import Linear
-from ...layers.norm import LayerNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...protocol.model_info import ModelInfo, ModelKind
 from ..base import read_config
 from ..heads import DenseHead, LinearHead
-from .encoder import PostNormBlock, PostNormEncoder
+from .encoder import BlockNames, PostNormBlock, PostNormEncoder
 
 # Not in config.json.
 _EPS: Final = 1e-12
+_BLOCK_NAMES: Final = BlockNames(
+    "attention.q_lin",
+    "attention.k_lin",
+    "attention.v_lin",
+    "attention.out_lin",
+    "sa_layer_norm",
+    "ffn.lin1",
+    "ffn.lin2",
+    "output_layer_norm",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +60,11 @@ class DistilBertModel(PostNormEncoder):
             size=config.dim,
             eps=_EPS,
         )
-        self.blocks = [_load_block(base.scope(f"transformer.layer.{i}"), config) for i in range(config.n_layers)]
+        sizes = (config.dim, config.hidden_dim, config.n_heads)
+        self.blocks = [
+            PostNormBlock.load(base.scope(f"transformer.layer.{i}"), _BLOCK_NAMES, *sizes, config.activation, _EPS)
+            for i in range(config.n_layers)
+        ]
         if info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
             self.sequence_head = DenseHead(
                 weights, "pre_classifier", "classifier", config.dim, info.num_labels, activation="relu"
@@ -64,17 +75,3 @@ class DistilBertModel(PostNormEncoder):
     def embed(self, rows: Rows) -> Tensor:
         """See PostNormEncoder."""
         return self.embedding(rows.input_ids, rows.positions, None)
-
-
-def _load_block(weights: Weights, config: DistilBertConfig) -> PostNormBlock:
-    """Reads one layer."""
-    D, I = config.dim, config.hidden_dim  # noqa: E741
-    names = ("attention.q_lin", "attention.k_lin", "attention.v_lin")
-    return PostNormBlock(
-        attention=SelfAttention.load(weights, names, D, config.n_heads),
-        attention_out=Linear.load(weights, "attention.out_lin", D, D),
-        attention_norm=LayerNorm.load(weights, "sa_layer_norm", D, _EPS),
-        mlp_in=Linear.load(weights, "ffn.lin1", D, I, activation=config.activation),
-        mlp_out=Linear.load(weights, "ffn.lin2", I, D),
-        mlp_norm=LayerNorm.load(weights, "output_layer_norm", D, _EPS),
-    )

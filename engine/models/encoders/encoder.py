@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -18,10 +18,24 @@ from ...layers.attention.encoder import SelfAttention
 from ...layers.linear import Linear
 from ...layers.norm import LayerNorm
 from ...layers.rows import Rows
+from ...layers.weights import Weights
 from ..base import ModelOutput, NativeModel
 
 if TYPE_CHECKING:
     from ...packed_batch import PackedBatch
+
+
+class BlockNames(NamedTuple):
+    """Names of the maps of one block, as a family's checkpoints have them."""
+
+    q: str
+    k: str
+    v: str
+    attention_out: str
+    attention_norm: str
+    mlp_in: str
+    mlp_out: str
+    mlp_norm: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +57,20 @@ class PostNormBlock:
     mlp_in: Linear
     mlp_out: Linear
     mlp_norm: LayerNorm
+
+    @classmethod
+    def load(
+        cls, weights: Weights, names: BlockNames, size: int, inner_size: int, heads: int, activation: str, eps: float
+    ) -> PostNormBlock:
+        """Reads one block of width D = `size` and I = `inner_size`."""
+        return cls(
+            attention=SelfAttention.load(weights, names[:3], size, heads),
+            attention_out=Linear.load(weights, names.attention_out, size, size),
+            attention_norm=LayerNorm.load(weights, names.attention_norm, size, eps),
+            mlp_in=Linear.load(weights, names.mlp_in, size, inner_size, activation=activation),
+            mlp_out=Linear.load(weights, names.mlp_out, inner_size, size),
+            mlp_norm=LayerNorm.load(weights, names.mlp_norm, size, eps),
+        )
 
     def __call__(self, hidden_RD: Tensor, rows: Rows, plan: AttentionPlan, relative_bias: Tensor | None) -> Tensor:
         """Returns the next hidden states."""

@@ -117,10 +117,8 @@ class ModernBertModel(NativeModel):
             layer_type: RotaryEmbedding(RopeSpec(theta=_theta(info.config, layer_type), size=head_size), weights.device)
             for layer_type in set(config.types)
         }
-        if info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
-            self.sequence_head = ModernBertHead(weights, config, info.num_labels)
-        elif info.kind is ModelKind.TOKEN_CLASSIFIER:
-            self.token_head = ModernBertHead(weights, config, info.num_labels)
+        if info.kind is not ModelKind.EMBEDDING:
+            self.set_head(info.kind, ModernBertHead(weights, config, info.num_labels))
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""

@@ -15,16 +15,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ...layers.attention.encoder import SelfAttention
-from ...layers.embedding import BertEmbedding, padding_aware_positions
-from ...layers.linear import Linear
-from ...layers.norm import LayerNorm
+from ...layers.embedding import padding_aware_positions
 from ...layers.rows import Rows
 from ...layers.weights import Weights
-from ...protocol.model_info import ModelInfo, ModelKind
-from ..base import read_config
-from ..heads import DenseHead, LinearHead
-from .encoder import PostNormBlock, PostNormEncoder
+from ...protocol.model_info import ModelInfo
+from ..base import Head
+from ..heads import DenseHead
+from .bert import BertConfig, BertModel, read_embedding
+from .encoder import BlockNames
 
 # transformers takes these from no configuration.
 _PADDING_ID: Final = 1
@@ -33,51 +31,46 @@ _MAX_DISTANCE: Final = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MPNetConfig:
-    """The values of config.json that the forward depends on, with transformers' defaults."""
+class MPNetConfig(BertConfig):
+    """As BERT's, with the buckets of the bias."""
 
     vocab_size: int = 30527
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    intermediate_size: int = 3072
-    hidden_act: str = "gelu"
-    max_position_embeddings: int = 512
-    layer_norm_eps: float = 1e-12
     relative_attention_num_buckets: int = 32
 
 
-class MPNetModel(PostNormEncoder):
+class MPNetModel(BertModel):
     """The encoder with the head that the model's kind asks for."""
 
+    config_class = MPNetConfig
+    base_prefix = "mpnet"
+    block_names = BlockNames(
+        "attention.attn.q",
+        "attention.attn.k",
+        "attention.attn.v",
+        "attention.attn.o",
+        "attention.LayerNorm",
+        "intermediate.dense",
+        "output.dense",
+        "output.LayerNorm",
+    )
+    config: MPNetConfig
+
     def __init__(self, info: ModelInfo, weights: Weights) -> None:
-        config = read_config(MPNetConfig, info.config)
-        self.hidden_size = config.hidden_size
-        base = weights.scope_of("embeddings.word_embeddings.weight", ("mpnet", ""))
-        self.embedding = BertEmbedding(
-            base.scope("embeddings"),
-            vocab_size=config.vocab_size,
-            num_positions=config.max_position_embeddings,
-            num_token_types=0,
-            size=config.hidden_size,
-            eps=config.layer_norm_eps,
-        )
-        self.blocks = [_load_block(base.scope(f"encoder.layer.{i}"), config) for i in range(config.num_hidden_layers)]
-        bias_BH = base.tensor(
+        super().__init__(info, weights)
+        bias_LLH = self.bias_BH[_buckets(info.max_model_len, self.bias_BH.device)]
+        self.relative_bias = bias_LLH.permute(2, 0, 1).contiguous()
+
+    def load_embedding(self, base: Weights) -> None:
+        """Reads the embeddings, which know no token types, and the bias of each bucket."""
+        config = self.config
+        self.embedding = read_embedding(base, config, config.hidden_size, 0)
+        self.bias_BH = base.tensor(
             "encoder.relative_attention_bias.weight", config.relative_attention_num_buckets, config.num_attention_heads
         )
-        self.relative_bias = bias_BH[_buckets(info.max_model_len, bias_BH.device)].permute(2, 0, 1).contiguous()
-        if info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
-            self.sequence_head = DenseHead(
-                weights,
-                "classifier.dense",
-                "classifier.out_proj",
-                config.hidden_size,
-                info.num_labels,
-                activation="tanh",
-            )
-        elif info.kind is ModelKind.TOKEN_CLASSIFIER:
-            self.token_head = LinearHead(weights, "classifier", config.hidden_size, info.num_labels)
+
+    def load_sequence_head(self, weights: Weights, base: Weights, num_labels: int) -> Head:
+        """The first row through a tanh layer."""
+        return DenseHead(weights, "classifier.dense", "classifier.out_proj", self.hidden_size, num_labels, "tanh")
 
     def embed(self, rows: Rows) -> Tensor:
         """See PostNormEncoder."""
@@ -101,17 +94,3 @@ def _buckets(length: int, device: torch.device) -> Tensor:
     far_LL = num_exact + (growth_LL.clamp(min=0) * (half - num_exact)).long()
     bucket_LL = torch.where(magnitude_LL < num_exact, magnitude_LL, far_LL.clamp(max=half - 1))
     return bucket_LL + (distance_LL < 0) * half
-
-
-def _load_block(weights: Weights, config: MPNetConfig) -> PostNormBlock:
-    """Reads one layer."""
-    D, I, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps  # noqa: E741
-    names = ("attention.attn.q", "attention.attn.k", "attention.attn.v")
-    return PostNormBlock(
-        attention=SelfAttention.load(weights, names, D, config.num_attention_heads),
-        attention_out=Linear.load(weights, "attention.attn.o", D, D),
-        attention_norm=LayerNorm.load(weights, "attention.LayerNorm", D, eps),
-        mlp_in=Linear.load(weights, "intermediate.dense", D, I, activation=config.hidden_act),
-        mlp_out=Linear.load(weights, "output.dense", I, D),
-        mlp_norm=LayerNorm.load(weights, "output.LayerNorm", D, eps),
-    )

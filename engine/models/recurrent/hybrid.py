@@ -25,7 +25,7 @@ from ...layers.recurrent.mamba_mixer import MambaMixer
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...protocol.errors import UnsupportedTaskError
-from ...protocol.model_info import ModelInfo, ModelKind
+from ...protocol.model_info import ModelInfo
 from ...sequence_pool.cache_spec import CacheSpec
 from ..base import ModelOutput, NativeModel
 from ..decoders.decoder_config import DecoderConfig
@@ -197,11 +197,7 @@ class HybridModel(NativeModel, Generic[ConfigT]):
             kv_layers=tuple(mixer.attention.spec.kv_layer for mixer in attentions),
             ssm_layers=tuple(mixer.sizes.cache_spec for mixer in recurrences),
         )
-        head = decoder_head(weights, info, D, base.prefix + _EMBEDDING)
-        if info.kind is ModelKind.TOKEN_CLASSIFIER:
-            self.token_head = head
-        else:
-            self.sequence_head = head
+        self.set_head(info.kind, decoder_head(weights, info, D, base.prefix + _EMBEDDING))
 
     @abstractmethod
     def load_mixer(self, weights: Weights, config: ConfigT, index: int) -> SsmMixer:

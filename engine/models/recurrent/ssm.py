@@ -19,7 +19,7 @@ from ...layers.recurrent.mamba_mixer import MambaMixer
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...protocol.errors import UnsupportedModelError, UnsupportedTaskError
-from ...protocol.model_info import ModelInfo, ModelKind
+from ...protocol.model_info import ModelInfo
 from ...sequence_pool.cache_spec import CacheSpec
 from ..base import ModelOutput, NativeModel, read_config
 from ..heads import decoder_head
@@ -103,11 +103,7 @@ class SsmModel(NativeModel, Generic[ConfigT]):
         ]
         self.final_norm = RmsNorm.load(norms, "norm_f", D, eps)
         self.cache_spec = CacheSpec(ssm_layers=tuple(layer.mixer.sizes.cache_spec for layer in self.layers))
-        head = decoder_head(weights, info, D, f"{embedding.prefix}weight")
-        if info.kind is ModelKind.TOKEN_CLASSIFIER:
-            self.token_head = head
-        else:
-            self.sequence_head = head
+        self.set_head(info.kind, decoder_head(weights, info, D, f"{embedding.prefix}weight"))
 
     @abstractmethod
     def load_mixer(self, weights: Weights, config: ConfigT, index: int) -> MambaMixer | Mamba2Mixer:

@@ -1,13 +1,12 @@
 """Attention of chunks of sequences over a paged cache: the public function, its checks, the choice of backend."""
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from ..._packed import has_triton
 from ._cpu import attention_paged_cpu
 from ._reference import attention_paged_reference
 
@@ -83,12 +82,6 @@ def attention_paged(
     if backend == "reference":
         return attention_paged_reference(*arguments)
     raise ValueError(f"backend must be one of {get_args(PagedBackend)}, got {backend!r}")
-
-
-@cache
-def has_triton() -> bool:
-    """Whether triton is installed."""
-    return find_spec("triton") is not None
 
 
 def _check(

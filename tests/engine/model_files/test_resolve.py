@@ -361,20 +361,14 @@ def test_pooler_config_comes_last(tmp_path: Path) -> None:
         normalize=True,
         dimensions=16,
         logit_bias=0.5,
-        logit_sigma=2.0,
+        logit_scale=2.0,
     )
     info = resolve(tmp_path, pooler_config=config)
     assert (info.sequence_pooling, info.attention_head) == ((PoolingType.ATTENTION,), 3)
-    assert (info.normalize, info.dimensions, info.logit_bias, info.logit_mean, info.logit_sigma) == (
-        True,
-        16,
-        0.5,
-        0.0,
-        2.0,
-    )
-    for name in ("sequence_pooling", "attention_head", "normalize", "dimensions", "logit_bias", "logit_sigma"):
+    assert (info.normalize, info.dimensions, info.logit_mean, info.logit_sigma) == (True, 16, 0.5, 0.5)
+    for name in ("sequence_pooling", "attention_head", "normalize", "dimensions", "logit_mean", "logit_sigma"):
         assert info.sources[name] == "--pooler-config"
-    assert info.sources["logit_mean"] == "default"
+    assert info.sources["use_activation"] == "default"
     assert not resolve(tmp_path, pooler_config=PoolerConfig(use_activation=False)).normalize
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.engine.core.weights_loader import load_model
-from penstock.engine.models.fallback.fallback import TransformersModel
+from penstock.engine.models.fallback.model import TransformersModel
 from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError, WeightError
 
 from .parity import assert_close, rows_of
@@ -124,7 +124,7 @@ def test_probe_leaves_reduced_weights_as_they_were(save_model, resolve, pack, se
     hidden = model.forward(pack(sequences)).hidden_states
     assert hidden.dtype == torch.bfloat16
     assert torch.cosine_similarity(hidden.float(), rows_of(reference, sequences), dim=1).min() > 0.999
-    kept = model._network.state_dict()
+    kept = model._network.module.state_dict()
     for name, tensor in reference.state_dict().items():
         torch.testing.assert_close(kept[name], tensor.bfloat16(), rtol=0, atol=0)
 
@@ -132,7 +132,7 @@ def test_probe_leaves_reduced_weights_as_they_were(save_model, resolve, pack, se
 def test_overrides_reach_transformers(save_model, resolve, pack, sequences):
     folder, _ = save_model("HeliumModel", **HELIUM)
     short = load_model(resolve(folder, hf_overrides={"num_hidden_layers": 1}))
-    assert len(short._network.layers) == 1
+    assert len(short._network.module.layers) == 1
 
 
 def test_missing_weight_is_named(save_model, resolve):

@@ -1,6 +1,7 @@
 """Packed batches and models small enough to check by hand."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.models.base import ModelOutput, PackedModel
-from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata
+from penstock.engine.packed_batch import BatchCache, PackedBatch
+from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata, PoolingStates
 from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -103,6 +105,38 @@ def token_ids() -> Tensor:
     return ids
 
 
+def describe(
+    prompt_lens: Sequence[int],
+    params: Sequence[PoolingParams] | None = None,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+    chunk_starts: Sequence[int] | None = None,
+    states: Sequence[PoolingStates | None] | None = None,
+    token_ids: Tensor | None = None,
+    skip_tokens: Tensor | None = None,
+    device: str = "cpu",
+) -> PoolingMetadata:
+    """Describes a batch as the runner does. Chunks begin where pooling stopped and reach to the end, if not said."""
+    if chunk_starts is None:
+        chunk_starts = [0 if s is None else s.num_tokens for s in states or [None] * len(prompt_lens)]
+    if chunk_sizes is None:
+        chunk_sizes = [n - s for n, s in zip(prompt_lens, chunk_starts, strict=True)]
+    num_tokens = sum(chunk_sizes)
+    batch = PackedBatch(
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64) if token_ids is None else token_ids,
+        positions=torch.zeros(num_tokens, dtype=torch.int64),
+        token_type_ids=None,
+        cu_seqlens=torch.tensor([0, *np.cumsum(chunk_sizes)], dtype=torch.int32, device=device),
+        seq_lens=tuple(chunk_sizes),
+        max_seqlen=max(chunk_sizes),
+        skip_tokens=skip_tokens,
+        cache=BatchCache(num_new_seqs=0, num_new_tokens=0, context_lens=tuple(chunk_starts)),
+    )
+    params = [PoolingParams()] * len(prompt_lens) if params is None else params
+    metadata = PoolingMetadata.for_batch(batch, params, prompt_lens=prompt_lens, states=states)
+    return replace(metadata, token_ids=token_ids)
+
+
 def resolved(info: ModelInfo, task: PoolingTask, **fields: Any) -> PoolingParams:
     return PoolingParams(**fields).resolved(task, info)
 
@@ -140,7 +174,7 @@ def pool_all(hidden_states: Tensor, attention_weights: Tensor, token_ids: Tensor
         indices: Sequence[int] | None = None,
         skip_tokens: Tensor | None = None,
     ) -> PoolerOutput:
-        metadata = PoolingMetadata.create(LENGTHS, params, token_ids=token_ids, skip_tokens=skip_tokens)
+        metadata = describe(LENGTHS, params, token_ids=token_ids, skip_tokens=skip_tokens)
         rows = None
         if indices is not None:
             rows, metadata = metadata.select(indices)

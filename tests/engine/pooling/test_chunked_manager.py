@@ -1,6 +1,7 @@
 """The manager without a server: chunks in, the row of the whole sequence out."""
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event, current_thread
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.pooling import ChunkedPoolingManager, PoolerFactory, PoolingMetadata
+from penstock.engine.pooling import ChunkedPoolingManager, PoolerFactory, PoolingStates
 from penstock.engine.protocol.tasks import PoolingType
 
-from .conftest import SEQUENCE_TYPES
+from .conftest import SEQUENCE_TYPES, describe
 
 WIDTH = 12
 
@@ -21,7 +22,7 @@ def rows(num_rows: int = 65, seed: int = 0) -> Tensor:
 
 
 def whole(pooling_type: PoolingType, hidden: Tensor, weights: Tensor) -> Tensor:
-    return PoolerFactory.create(pooling_type).pool(hidden, PoolingMetadata.create([len(hidden)]), weights[:, None])[0]
+    return PoolerFactory.create(pooling_type).pool(hidden, describe([len(hidden)]), weights[:, None])[0]
 
 
 @pytest.mark.parametrize("max_chunk_size", [None, 1, 10])
@@ -121,8 +122,32 @@ def test_mistakes_are_named_and_change_nothing() -> None:
             call()
     with pytest.raises(ValueError, match="max_chunk_size is 0"):
         ChunkedPoolingManager(WIDTH, 0)
+    with pytest.raises(ValueError, match="hidden_dim is 0"):
+        ChunkedPoolingManager(0)
+    with pytest.raises(ValueError, match="no pooling type 'median'; known are CLS"):
+        ChunkedPoolingManager(WIDTH, strategy="median")
     with pytest.raises(ValueError, match="sequence-level or a single token-level one"):
         ChunkedPoolingManager(WIDTH, strategy=(PoolingType.ALL, PoolingType.MEAN))
+
+
+def test_a_chunk_that_fails_half_way_can_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = ChunkedPoolingManager(WIDTH, 4, "mean")
+    manager.start_sequence("a", 20)
+    manager.process_chunk("a", rows(20)[:5])
+    real = PoolingStates.update
+    calls: list[int] = []
+
+    def failing(self: PoolingStates, *args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError("out of memory")
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(PoolingStates, "update", failing)
+    with pytest.raises(MemoryError):
+        manager.process_chunk("a", rows(20)[5:])
+    assert manager.process_chunk("a", rows(20)[5:]) is True
+    torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0), atol=1e-6, rtol=1e-6)
 
 
 def test_attention_without_its_weights_stays_until_they_come() -> None:
@@ -133,6 +158,73 @@ def test_attention_without_its_weights_stays_until_they_come() -> None:
         manager.finalize("a")
     manager.process_chunk("a", rows(0), torch.full((20,), 0.05))
     torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["mean", "Max", "first"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("form", ["numpy", "torch", "on the device"])
+def test_prefetched_rows_are_those_that_are_pooled(strategy: str, device: str, form: str) -> None:
+    """Chunks are loaded ahead, others of the same sequence without, beside those of another sequence."""
+    sequences = {"a": rows(3000, 1), "b": rows(2000, 2)}
+    manager = ChunkedPoolingManager(WIDTH, 300, strategy, device=device)
+    parts: dict[str, list[Any]] = {}
+    for name, hidden in sequences.items():
+        manager.start_sequence(name, len(hidden))
+        chunks = [part.clone() for part in hidden.split(500)]
+        parts[name] = [c.numpy() if form == "numpy" else c.to(device) if form != "torch" else c for c in chunks]
+    for step in range(6):
+        for name, chunks in parts.items():
+            if step + 1 < len(chunks) and step % 3 != 1:
+                manager.prefetch(name, chunks[step + 1])
+            if step < len(chunks):
+                assert manager.process_chunk(name, chunks[step]) is (step + 1 == len(chunks))
+    for name, hidden in sequences.items():
+        weights = torch.ones(len(hidden))
+        expected = whole(PoolingType(strategy), hidden, weights)
+        pooled = manager.finalize(name)
+        assert pooled.device.type == device
+        torch.testing.assert_close(pooled.cpu(), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_the_next_rows_are_loaded_while_others_are_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy runs on another thread and ends before the rows are asked for; nobody copies them again."""
+    manager = ChunkedPoolingManager(WIDTH)
+    manager.start_sequence("a", 20)
+    loads: list[tuple[str, int]] = []
+    loaded = Event()
+    real = ChunkedPoolingManager._to_tensor
+
+    def counted(self: ChunkedPoolingManager, values: Any) -> Tensor:
+        loads.append((current_thread().name, len(values)))
+        tensor = real(self, values)
+        loaded.set()
+        return tensor
+
+    monkeypatch.setattr(ChunkedPoolingManager, "_to_tensor", counted)
+    first, second = rows(20)[:15].numpy(), rows(20)[15:].numpy()
+    manager.prefetch("a", second)
+    assert loaded.wait(30)
+    assert manager.process_chunk("a", first) is False
+    manager.prefetch("a", second)
+    manager.process_chunk("a", second)
+    assert [length for _, length in loads].count(15) == 1
+    assert all("pooling-prefetch" in name for name, length in loads if length == 5)
+    torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0), atol=1e-6, rtol=1e-6)
+
+
+def test_rows_that_were_not_processed_in_the_end() -> None:
+    """Other rows than those that were prefetched count; a mistake in those that were is told when they are pooled."""
+    manager = ChunkedPoolingManager(WIDTH)
+    manager.start_sequence("a", 20)
+    manager.prefetch("a", torch.full((20, WIDTH), float("nan")))
+    wrong = rows(20)[:, :3]
+    manager.prefetch("a", wrong)
+    with pytest.raises(ValueError, match=r"a chunk must be \[L, 12\]"):
+        manager.process_chunk("a", wrong)
+    assert manager.process_chunk("a", rows(20)) is True
+    torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0), atol=1e-6, rtol=1e-6)
+    with pytest.raises(KeyError, match="no sequence 'a' is running"):
+        manager.prefetch("a", rows(20))
 
 
 def test_cancel() -> None:

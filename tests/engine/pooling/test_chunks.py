@@ -26,6 +26,7 @@ from .conftest import (
     SEQUENCE_TYPES,
     TinyModel,
     dense_chain,
+    describe,
     embedding_cases,
     make_info,
     resolved,
@@ -246,7 +247,20 @@ def test_a_sequence_that_comes_again_as_a_whole_needs_its_state_no_more() -> Non
     np.testing.assert_allclose(sequences.parts[3][0]["embedding"], sequences.whole()[3]["embedding"], atol=1e-6)
 
 
-# The runner's side -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("types", [(PoolingType.ATTENTION,), (PoolingType.MEAN, PoolingType.ATTENTION)])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_whole_sequences_beside_a_later_chunk_take_their_own_weights(
+    types: tuple[PoolingType, ...], place: int
+) -> None:
+    """The weights of a later chunk begin with those of the tokens before it, which have no rows in the batch."""
+    info = make_info(sequence_pooling=types)
+    sequences = Sequences(ModelPooler(info, TinyModel()), mixed_params(info))
+    sequences.step([Chunk(3, 0, 20), Chunk(4, 0, 5)])
+    whole = [Chunk(i, 0, LENGTHS[i]) for i in (1, 2, 5, 0)]
+    run(sequences, [[*whole[:place], Chunk(3, 20, 63), *whole[place:]]])
+
+
+# The runner's part -----------------------------------------------------------------------------------------------
 
 
 def test_a_batch_that_fails_leaves_the_states_of_its_caller_alone() -> None:
@@ -293,7 +307,7 @@ def test_a_packed_batch_says_where_its_chunks_begin() -> None:
 
 def test_models_that_pool_by_themselves_take_no_chunks() -> None:
     info = make_info(ModelKind.SEQUENCE_CLASSIFIER, sequence_pooling=(PoolingType.CLS,))
-    metadata = PoolingMetadata.create([9], [resolved(info, PoolingTask.CLASSIFY)], chunk_sizes=[4])
+    metadata = describe([9], [resolved(info, PoolingTask.CLASSIFY)], chunk_sizes=[4])
     output = ModelOutput(hidden_states=torch.zeros(4, HIDDEN_SIZE), logits=torch.zeros(1, 5))
     with pytest.raises(ValueError, match="cannot run on chunks"):
         ModelPooler(info, TinyModel()).pool(output, metadata)
@@ -311,7 +325,7 @@ def test_attention_weights_must_cover_what_was_before() -> None:
 
 
 def test_a_pooler_takes_no_chunks() -> None:
-    metadata = PoolingMetadata.create([9], chunk_sizes=[4])
+    metadata = describe([9], chunk_sizes=[4])
     for pooler in (poolers.MeanPooler(), poolers.AllPooler()):
         with pytest.raises(ValueError, match="takes whole sequences"):
             pooler.pool(torch.zeros(4, HIDDEN_SIZE), metadata)

@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.engine.pooling import ClassifierPoolerHead, EmbeddingPoolerHead
 from penstock.engine.protocol.model_info import Activation, ModelKind
 from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.pooler_config import PoolerConfig
 
 from .conftest import make_info
 
@@ -64,6 +65,27 @@ def test_token_rows_take_the_params_of_their_sequence() -> None:
     close(values[2:], rows()[2:])
 
 
+@pytest.mark.parametrize("widths", [(32,), (32, 8)])
+def test_no_row_is_wider_than_it_was(widths: tuple[int, ...]) -> None:
+    """A model that concatenates rows takes wider `dimensions` than its token rows have."""
+    params = [PoolingParams(dimensions=widths[i % len(widths)], normalize=False) for i in range(6)]
+    values, given = EmbeddingPoolerHead()(rows(), params)
+    assert values.shape == (6, 24)
+    assert given == (None if len(widths) == 1 else (24, 8, 24, 8, 24, 8))
+    close(values[::2], rows()[::2])
+
+
+def test_scores_of_a_configuration_of_vllm() -> None:
+    """It subtracts `logit_bias` and multiplies with `logit_scale`; newer names are mean, and sigma that divides."""
+    older = PoolerConfig.from_json('{"logit_bias": 4.5, "logit_scale": 0.25}')
+    newer = PoolerConfig.from_json('{"logit_mean": 4.5, "logit_sigma": 4}')
+    for config in (older, newer):
+        assert config.logit_mean is not None
+        assert config.logit_sigma is not None
+        head, logits = classifier(1, logit_mean=config.logit_mean, logit_sigma=config.logit_sigma)
+        close(head(rows(), [PoolingParams()] * 6), torch.sigmoid((logits - 4.5) * 0.25))
+
+
 def test_results_never_alias_the_hidden_states() -> None:
     hidden = rows()
     values, _ = EmbeddingPoolerHead()(hidden, [PoolingParams(normalize=False)] * 6)
@@ -88,8 +110,8 @@ def classifier(num_labels: int = 5, **changes: Any) -> tuple[ClassifierPoolerHea
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("use_activation", [True, False, None])
 def test_scores(activation: Activation, use_activation: bool | None) -> None:
-    head, logits = classifier(activation=activation, logit_mean=0.5, logit_sigma=2.0, logit_bias=-0.25)
-    logits = (logits - 0.5) / 2.0 - 0.25
+    head, logits = classifier(activation=activation, logit_mean=0.5, logit_sigma=2.0)
+    logits = (logits - 0.5) / 2.0
     expected = logits if use_activation is False else ACTIVATIONS[activation](logits)
     close(head(rows(), [PoolingParams(use_activation=use_activation)] * 6), expected)
 

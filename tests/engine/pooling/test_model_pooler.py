@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engine.models.base import ModelOutput
-from penstock.engine.pooling import ModelPooler, PoolingMetadata, poolers
+from penstock.engine.pooling import ModelPooler, poolers
 from penstock.engine.protocol.errors import UnsupportedTaskError
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -25,6 +25,7 @@ from .conftest import (
     TinyModel,
     assert_same,
     dense_chain,
+    describe,
     embedding_cases,
     make_info,
     resolved,
@@ -104,7 +105,7 @@ def test_attention_head_is_checked_at_construction() -> None:
 
 def test_missing_attention_weights_are_an_error(hidden_states: Tensor) -> None:
     info = make_info(sequence_pooling=(PoolingType.ATTENTION,))
-    metadata = PoolingMetadata.create(LENGTHS, [resolved(info, PoolingTask.EMBED)] * len(LENGTHS))
+    metadata = describe(LENGTHS, [resolved(info, PoolingTask.EMBED)] * len(LENGTHS))
     with pytest.raises(ValueError, match="needs the attention weights"):
         ModelPooler(info, TinyModel()).pool(ModelOutput(hidden_states=hidden_states), metadata)
 
@@ -125,7 +126,7 @@ def test_logits_of_the_model_are_taken_as_they_are(hidden_states: Tensor) -> Non
     torch.manual_seed(0)
     logits = torch.randn(len(LENGTHS), 5)
     params = [resolved(info, PoolingTask.CLASSIFY, use_activation=i % 2 == 0) for i in range(len(LENGTHS))]
-    metadata = PoolingMetadata.create(LENGTHS, params)
+    metadata = describe(LENGTHS, params)
     output = ModelPooler(info, TinyModel()).pool(ModelOutput(hidden_states=hidden_states, logits=logits), metadata)
     for i, arrays in enumerate(output.to_numpy()):
         np.testing.assert_allclose(arrays["scores"], logits[i].softmax(0) if i % 2 == 0 else logits[i], atol=1e-6)
@@ -244,7 +245,7 @@ def test_one_copy_takes_a_mixed_batch_off_the_device(
     tasks = [PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.EMBED] * 2
     params = [resolved(info, task, dimensions=d) for task, d in zip(tasks, (None, 5, 3, None, 2, 7), strict=True)]
     pooler = ModelPooler(info, TinyModel())
-    metadata = PoolingMetadata.create(LENGTHS, params, token_ids=token_ids.cuda(), device="cuda")
+    metadata = describe(LENGTHS, params, token_ids=token_ids.cuda(), device="cuda")
     output = pooler.pool(ModelOutput(hidden_states=hidden_states.cuda()), metadata)
     copies = []
     real = Tensor.cpu

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.pooling import PoolerFactory, PoolingMetadata, PoolingStates, SequencePooler
+from penstock.engine.pooling import PoolerFactory, PoolingStates, SequencePooler
 from penstock.engine.protocol.tasks import PoolingType
+
+from .conftest import describe
 
 SEQUENCE_TYPES = [t for t in PoolingType if not t.is_token_level]
 TOKEN_TYPES = [t for t in PoolingType if t.is_token_level]
@@ -29,7 +31,7 @@ def test_chunks_finish_to_the_whole(
         part = slice(start, start + chunk_size)
         states.update(hidden[part], weights[: part.stop], skip_tokens=skip_tokens)
     skip = torch.tensor([skip_tokens], dtype=torch.int32)
-    metadata = PoolingMetadata.create([len(hidden)], skip_tokens=skip)
+    metadata = describe([len(hidden)], skip_tokens=skip)
     whole = PoolerFactory.create(pooling_type).pool(hidden, metadata, weights[:, None])
     torch.testing.assert_close(states.finalize(), whole[0], atol=1e-6, rtol=1e-6)
 
@@ -97,6 +99,17 @@ def test_a_copy_goes_its_own_way() -> None:
     states.update(hidden[40:], weights)
     torch.testing.assert_close(states.finalize()[:24], torch.cat([hidden.amax(0), hidden.mean(0)]))
     assert copy.finalize()[0] == 9
+
+
+@pytest.mark.parametrize("strategy", ["mean", "Mean", PoolingType.MEAN, ["MEAN"], (PoolingType.MEAN,)])
+def test_a_strategy_by_name(strategy: str | list[str]) -> None:
+    states = PoolingStates.initialize(12, strategy)
+    assert states.pooling_types == (PoolingType.MEAN,)
+    states.update(rows()[0])
+    torch.testing.assert_close(states.finalize(), rows()[0].mean(0), atol=1e-6, rtol=1e-6)
+    assert PoolingStates.initialize(hidden_dim=12, strategy=["max", "first"]).finalize().shape == (24,)
+    with pytest.raises(ValueError, match="no pooling type 'median'; known are CLS, LAST, MEAN"):
+        PoolingStates.initialize(12, "median")
 
 
 def test_types_are_concatenated_in_order() -> None:

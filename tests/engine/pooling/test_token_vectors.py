@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from penstock.engine.models.base import ModelOutput
-from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates, TokenMaps
+from penstock.engine.pooling import ModelPooler, PoolingStates, TokenMaps
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.protocol.vectors import MultiVector, late_score
 
-from .conftest import HIDDEN_SIZE, LENGTHS, TinyModel, make_info
+from .conftest import HIDDEN_SIZE, LENGTHS, TinyModel, describe, make_info
 
 SKIP_IDS = (3, 5)
 NUM_SEQS = len(LENGTHS)
@@ -42,7 +42,7 @@ def kept_rows(hidden_states: Tensor, token_ids: Tensor) -> list[Tensor]:
 def test_tokens_are_left_out_of_documents_alone(hidden_states: Tensor, token_ids: Tensor) -> None:
     pooler, document = make_pooler()
     params = [document, document.clone(is_query=True)] * (NUM_SEQS // 2)
-    metadata = PoolingMetadata.create(LENGTHS, params, token_ids=token_ids)
+    metadata = describe(LENGTHS, params, token_ids=token_ids)
     arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
     for i, expected in enumerate(kept_rows(hidden_states, token_ids)):
         if i % 2:
@@ -66,7 +66,7 @@ def test_chunks_of_documents_compare_like_whole_ones(
     for start, end in zip((0, *cuts), (*cuts, max(LENGTHS)), strict=True):
         members = [i for i, length in enumerate(LENGTHS) if length > start]
         ends = [min(end, LENGTHS[i]) for i in members]
-        metadata = PoolingMetadata.create(
+        metadata = describe(
             [LENGTHS[i] for i in members],
             [params] * len(members),
             chunk_sizes=[last - start for last in ends],
@@ -91,7 +91,7 @@ def test_chunks_of_documents_compare_like_whole_ones(
 def test_compared_documents_share_a_batch_with_others(hidden_states: Tensor, token_ids: Tensor) -> None:
     pooler, params = make_pooler()
     mixed = [params.clone(is_compared=True), params] * (NUM_SEQS // 2)
-    metadata = PoolingMetadata.create(LENGTHS, mixed, token_ids=token_ids)
+    metadata = describe(LENGTHS, mixed, token_ids=token_ids)
     query = np.ones((2, HIDDEN_SIZE), np.float32)
     metadata.queries = [query, None] * (NUM_SEQS // 2)
     arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
@@ -102,7 +102,7 @@ def test_compared_documents_share_a_batch_with_others(hidden_states: Tensor, tok
 
 def test_a_document_without_its_query_is_an_error(hidden_states: Tensor, token_ids: Tensor) -> None:
     pooler, params = make_pooler()
-    metadata = PoolingMetadata.create(LENGTHS, [params.clone(is_compared=True)] * NUM_SEQS, token_ids=token_ids)
+    metadata = describe(LENGTHS, [params.clone(is_compared=True)] * NUM_SEQS, token_ids=token_ids)
     metadata.queries = [None] * NUM_SEQS
     with pytest.raises(ValueError, match="needs the vectors of a query"):
         pooler.pool(ModelOutput(hidden_states=hidden_states), metadata)
@@ -113,9 +113,9 @@ def test_one_sequence_may_have_several_outputs(hidden_states: Tensor) -> None:
     pooler = ModelPooler(info, TinyModel())
     embed = PoolingParams().resolved(PoolingTask.EMBED, info)
     both = embed.clone(also=(PoolingTask.TOKEN_EMBED,))
-    alone = pooler.pool(ModelOutput(hidden_states=hidden_states), PoolingMetadata.create(LENGTHS, [embed] * NUM_SEQS))
+    alone = pooler.pool(ModelOutput(hidden_states=hidden_states), describe(LENGTHS, [embed] * NUM_SEQS))
     for params in ([both] * NUM_SEQS, [both, embed] * (NUM_SEQS // 2)):
-        metadata = PoolingMetadata.create(LENGTHS, params)
+        metadata = describe(LENGTHS, params)
         arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
         for i, own in enumerate(arrays):
             np.testing.assert_allclose(own["embedding"], alone.get_embedding(i), atol=1e-6)

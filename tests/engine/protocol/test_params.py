@@ -1,5 +1,6 @@
 """What requests and operators may ask of pooling, as a table of values and messages."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -206,6 +207,11 @@ def test_clone() -> None:
     assert params.normalize is None
 
 
+def test_errors_of_parameters_are_value_errors() -> None:
+    with pytest.raises(ValueError, match="dimensions is 7"):
+        PoolingParams(dimensions=7).verify(PoolingTask.EMBED, EMBEDDING)
+
+
 # --pooler-config -------------------------------------------------------------------------------------------------
 
 
@@ -215,8 +221,7 @@ def test_pooler_config_from_json() -> None:
         "normalize": False,
         "dimensions": 32,
         "use_activation": True,
-        "logit_bias": 1,
-        "logit_mean": 0.5,
+        "logit_mean": 1,
         "logit_sigma": 2.0,
         "step_tag_id": 5,
         "returned_token_ids": [1, 0],
@@ -228,8 +233,11 @@ def test_pooler_config_from_json() -> None:
     }
     enums = {"pooling_type": PoolingType.MEAN, "chunked_processing_mode": ChunkedProcessingMode.WINDOWS}
     config = PoolerConfig.from_json(json.dumps(fields))
-    assert config == PoolerConfig(**{**fields, **enums, "logit_bias": 1.0, "returned_token_ids": (1, 0)})
+    assert config == PoolerConfig(**{**fields, **enums, "logit_mean": 1.0, "returned_token_ids": (1, 0)})
     assert PoolerConfig.from_json("{}") == PoolerConfig()
+    older = PoolerConfig.from_json('{"logit_bias": 4.5, "logit_scale": 0.2}')
+    assert older == PoolerConfig(logit_mean=4.5, logit_sigma=5.0)
+    assert dataclasses.replace(older, dimensions=8) == PoolerConfig(logit_mean=4.5, logit_sigma=5.0, dimensions=8)
     assert PoolerConfig.from_json('{"normalize": null}') == PoolerConfig()
 
 
@@ -243,6 +251,9 @@ def test_pooler_config_from_json() -> None:
         ('{"normalize": 1}', "normalize is 1; it must be true or false"),
         ('{"logit_bias": "x"}', "logit_bias is 'x'; it must be a number"),
         ('{"logit_bias": true}', "logit_bias is True; it must be a number"),
+        ('{"logit_scale": 0}', "logit_scale is 0; every class"),
+        ('{"logit_bias": 1, "logit_mean": 1}', "logit_bias is the older name of logit_mean, but both are given"),
+        ('{"logit_scale": 2, "logit_sigma": 1}', "logit_scale is the older name of logit_sigma, but both are given"),
         ('{"logit_mean": NaN}', "logit_mean is nan; it must be a finite number"),
         ('{"logit_sigma": 0}', "logit_sigma is 0; logits are divided by it"),
         ('{"dimensions": 0}', "dimensions is 0; it must be at least 1"),
