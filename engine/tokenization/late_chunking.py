@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..protocol.errors import InvalidRequestError, RequestTooLongError
-from ..protocol.length_limit import worded_limit
+from ..protocol.length_limit import CUT_TO_FIT, worded_limit
 from ..protocol.model_info import ModelInfo
 from ..protocol.tasks import PoolingType
 from ..protocol.tokenized_input import TokenizedInput
@@ -133,9 +133,10 @@ class LateChunking:
         raise RequestTooLongError(
             f"{worded_limit(self.max_num_tokens, self.name)}, but the inputs have {at_least}{num_tokens} tokens "
             "together, and late_chunking runs them as one text. "
-            "Please send fewer or shorter inputs, or set truncate_prompt_tokens to -1 to cut the text.",
+            "Please send fewer or shorter inputs, or set {cut_to_fit} to cut the text.",
             num_tokens=num_tokens,
             max_num_tokens=self.max_num_tokens,
+            cut_to_fit=CUT_TO_FIT,
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..protocol.errors import InvalidRequestError, RequestTooLongError
-from ..protocol.length_limit import worded_limit
+from ..protocol.length_limit import CUT_TO_FIT, worded_limit
 
 _FEW_CHARS_PER_TOKEN: Final = 8
 _MANY_CHARS_PER_TOKEN: Final = 64
@@ -88,19 +88,22 @@ class Truncation:
         if self.cut:
             return
         raise RequestTooLongError(
-            f"{worded_limit(self.max_num_tokens, self.name)}, but {what}. "
-            "Please reduce the length of the input prompt, or set truncate_prompt_tokens to -1 to cut it.",
+            f"{worded_limit(self.max_num_tokens, self.name)}, but {{what}}. "
+            "Please reduce the length of the input prompt, or set {cut_to_fit} to cut it.",
             num_tokens=num_tokens,
             max_num_tokens=self.max_num_tokens,
             param=self.param,
+            what=what,
+            cut_to_fit=CUT_TO_FIT,
         )
 
     def no_room(self, why: str) -> InvalidRequestError:
         """Returns the error for a limit that leaves no room for text; `why` is the other half of its sentence."""
         return InvalidRequestError(
-            f"The limit is {self.max_num_tokens} tokens, but {why}; allow more with truncate_prompt_tokens or "
-            "--max-model-len.",
+            "The limit is {limit} tokens, but {why}; allow more with {truncate_prompt_tokens} or --max-model-len.",
             param="truncate_prompt_tokens",
+            limit=self.max_num_tokens,
+            why=why,
         )
 
 
