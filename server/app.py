@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from .calls.context import ModelTable, ServedModel, ServerContext
-from .calls.startup import Startup
+from .calls.context import ServerContext
+from .calls.models import ModelTable, ServedModel, Startup
 from .errors.handlers import install_error_handlers
 from .middleware.api_keys import ApiKeys
 from .middleware.auth import AuthMiddleware
@@ -26,7 +26,6 @@ from .routes import (
     cohere,
     encode,
     invocations,
-    multi_vector,
     openai,
     ops,
     rerank,
@@ -68,7 +67,7 @@ def create_app(
     table = ModelTable()
     context = ServerContext(settings, Metrics(table.engines), table, int(time.time()))
     observers = Observers(settings, context.metrics)
-    dialects = (openai, multi_vector, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools)
+    dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools)
     json_paths = JsonPaths(route for module in (*dialects, encode) for route in module.router.routes)
     pace = RefusalPace(max_waiting=file_limit() // 2)
     shedder = LoadShedder(json_paths.routes, table, keys, observers.all, pace, settings.max_body_bytes)

@@ -11,6 +11,8 @@ import re
 from dataclasses import replace
 from typing import Final
 
+from fastapi import Request
+
 from penstock.engine.async_engine import RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelInfo
@@ -42,6 +44,7 @@ _SYMMETRIC: Final = frozenset({"classification", "clustering", "similarity"})
 
 def request_options(
     context: ServerContext,
+    request: Request,
     info: ModelInfo,
     *,
     prompt_name: str | None = None,
@@ -54,6 +57,7 @@ def request_options(
 
     Args:
         context: The server; its --default-prompt-name serves requests that say nothing.
+        request: For its headers.
         info: The model.
         prompt_name: A prompt of the model by its own name.
         input_type: What the texts are for, as Cohere and Voyage say it.
@@ -62,7 +66,9 @@ def request_options(
         priority: From the body.
 
     Raises:
-        InvalidRequestError: A purpose that is not known, an instruction for a model that takes none or for documents.
+        InvalidRequestError: A purpose that is not known, an instruction for a model that takes none or for documents,
+            or a wrong header.
+        DeadlineExceededError: The deadline has passed already.
     """
     name = prompt_name or None
     role: Role = ()
@@ -78,10 +84,10 @@ def request_options(
             )
         names = (name,) if name else (*_named(info, ("query",)), info.default_prompt_name or "")
         prompt = instructed_prompt(info, names, instruction)
-        return replace(context.options(priority=priority), prompt=prompt, is_query=True)
+        return replace(context.options(request, priority=priority), prompt=prompt, is_query=True)
     if name is None and not role:
         name = context.settings.default_prompt_name
-    options = context.options(name, priority=priority)
+    options = context.options(request, name, priority=priority)
     role = role or (_role(name) if name else ())
     return replace(options, is_query=role[-1] == "query") if role else options
 

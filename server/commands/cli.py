@@ -89,7 +89,7 @@ def _info(given: dict[str, Any]) -> int:
     from penstock.engine.model_files.resolve import resolve_model, resolved_table
     from penstock.engine.protocol.errors import ModelLoadError
 
-    from ..calls.table import format_table
+    from ..calls.models import format_table
 
     try:
         info = resolve_model(settings.engine_config(model, names[0]))

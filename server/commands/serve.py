@@ -25,8 +25,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 
 from ..app import create_app
-from ..calls.context import ServedModel
-from ..calls.startup import check_prompt_name
+from ..calls.models import ServedModel, check_prompt_name
 from ..errors.command_errors import UsageError
 from ..settings import ServerSettings, unknown_variables
 from ..transport.connection import Connection

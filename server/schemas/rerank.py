@@ -5,12 +5,16 @@ Answers hold no key that Elasticsearch's strict Cohere parser does not know: `do
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engine.protocol.params import PoolingParams
 
-from .fields.common import Count, Flag, FlagOrWord, Listed, PairBody, Usage
 from .fields.contents import Documents, document_texts
+from .fields.options import Count, Flag, FlagOrWord, Listed, PairBody, Usage
+from .fields.passed_keys import let_pass
 from .fields.texts import TextOrObject
 from .fields.truncate import truncated
 
@@ -40,6 +44,8 @@ class RerankRequest(PairBody):
         }
     )
 
+    passed_keys: ClassVar = let_pass("cohere", "jina", "voyage", "vllm", "infinity", "xinference")
+
     query: TextOrObject = Field(description='The query: a text or {"text": ...}.')
     documents: Documents = Field(description='Texts or objects {"text": ...}. Each is cut to fit.')
     rank_fields: Listed[str] | None = Field(
@@ -56,9 +62,6 @@ class RerankRequest(PairBody):
     return_documents: FlagOrWord | None = Field(
         None, description="Return each document: its text, and what else it was sent with."
     )
-    max_tokens_per_doc: Count | None = Field(
-        None, description="Tokens. Cut each document to this many first; 0 or absent: only to fit."
-    )
     max_chunks_per_doc: Count | None = Field(
         None,
         description=(
@@ -66,6 +69,10 @@ class RerankRequest(PairBody):
             "cut it to fit."
         ),
     )
+
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody."""
+        return {"text_1": "query", "text_2": "documents", "input": "documents"}
 
     def texts(self) -> list[str]:
         """Returns what is to be ranked of each document.

@@ -5,18 +5,32 @@ Answers are bare lists. Options may stand beside the inputs or, as the Inference
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.engine.protocol.params import PoolingParams
 
-from .fields.common import PRIORITY, Count, Flag, Listed, Priority, RequestBody, Width
+from ..wire.json_bodies import TEI
+from .fields.options import PRIORITY, Count, Flag, Listed, Priority, RequestBody, Width
+from .fields.passed_keys import let_pass
 from .fields.tei_inputs import IdBatches, SequenceInputs, TruncationSide
 from .fields.texts import Inputs, TextOrObject, TextOrTexts, Texts
 
 
 class TeiBody(RequestBody):
+    """Base of TEI's bodies."""
+
+    tag: ClassVar[str] = TEI
+    passed_keys: ClassVar = let_pass("tei")
+
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody."""
+        return {"input": "inputs"}
+
+
+class TeiModelBody(TeiBody):
     """Options of all routes that run the model."""
 
     truncate: Flag | None = Field(None, description="Cut over-long inputs (default); false refuses them.")
@@ -31,6 +45,15 @@ class TeiBody(RequestBody):
             return body
         return {**body["parameters"], **{name: value for name, value in body.items() if value is not None}}
 
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody."""
+        return {
+            **super().field_names(),
+            "truncate_prompt_tokens": "truncate",
+            "truncation_side": "truncation_direction",
+            "cut_to_fit": "truncate to true",
+        }
+
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
         is_cut = self.truncate is not False
@@ -41,7 +64,7 @@ class TeiBody(RequestBody):
         )
 
 
-class TeiTokenEmbedRequest(TeiBody):
+class TeiTokenEmbedRequest(TeiModelBody):
     """Body of POST /embed_all and /embed_sparse."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": ["A gate holds the water."]}]})
@@ -64,6 +87,7 @@ class TeiEmbedRequest(TeiTokenEmbedRequest):
 
     normalize: Flag | None = Field(None, description="L2-normalise (default), whatever the model's files say.")
     dimensions: Width | None = Field(None, description="Width of the embeddings (Matryoshka).")
+    encoding_format: Literal["float"] | None = Field(None, description="Hugging Face's client: answers are numbers.")
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
@@ -77,7 +101,7 @@ class TeiSentences(BaseModel):
     sentences: Listed[str] = Field(min_length=1)
 
 
-class TeiSimilarityRequest(TeiBody):
+class TeiSimilarityRequest(TeiModelBody):
     """Body of POST /similarity."""
 
     model_config = ConfigDict(
@@ -90,7 +114,7 @@ class TeiSimilarityRequest(TeiBody):
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every sentence.")
 
 
-class TeiPredictRequest(TeiBody):
+class TeiPredictRequest(TeiModelBody):
     """Body of POST /predict."""
 
     model_config = ConfigDict(
@@ -119,7 +143,7 @@ class TeiPredictRequest(TeiBody):
         return super().pooling_params().clone(use_activation=False if self.is_raw else None)
 
 
-class TeiRerankRequest(TeiBody):
+class TeiRerankRequest(TeiModelBody):
     """TEI's body of POST /rerank: with `texts` in place of `documents`."""
 
     model_config = ConfigDict(
@@ -135,12 +159,16 @@ class TeiRerankRequest(TeiBody):
     top_n: Count | None = Field(None, description="Ranks to return; absent, 0 or more than there are texts: all.")
     instruction: str | None = Field(None, description="What to look for, for models that take an instruction.")
 
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody."""
+        return {**super().field_names(), "input": "texts", "text_1": "query", "text_2": "texts"}
+
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
         return super().pooling_params().clone(use_activation=False if self.raw_scores else None)
 
 
-class TeiTokenizeRequest(RequestBody):
+class TeiTokenizeRequest(TeiBody):
     """TEI's body of POST /tokenize."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": "A gate holds the water."}]})
@@ -150,10 +178,14 @@ class TeiTokenizeRequest(RequestBody):
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
 
 
-class TeiDecodeRequest(RequestBody):
+class TeiDecodeRequest(TeiBody):
     """Body of POST /decode."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"ids": [7, 8, 9]}]})
 
     ids: IdBatches = Field(description="Token ids of the served model, or a list of such lists.")
     skip_special_tokens: Flag | None = Field(None, description="Leave special tokens out (default).")
+
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody."""
+        return {"input": "ids"}

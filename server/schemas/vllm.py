@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
@@ -13,8 +14,9 @@ from penstock.engine.protocol.tasks import PoolingTask
 
 from ..wire.json_schema import exactly_one
 from .chat import ChatFields, InputFields
-from .fields.common import Count, Flag, Listed, PoolingBody, RequestBody, Usage, Width
 from .fields.encodings import EncodingOptions
+from .fields.options import Count, Flag, Listed, PoolingBody, RequestBody, Usage, Width
+from .fields.passed_keys import let_pass
 
 _EXAMPLE_CHAT: Final[list[JsonValue]] = [{"role": "user", "content": "What holds back the water?"}]
 
@@ -32,6 +34,8 @@ class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
             ],
         }
     )
+
+    passed_keys: ClassVar = let_pass("vllm")
 
     task: Literal["embed", "classify", "token_embed", "token_classify"] | None = Field(
         None,
@@ -55,6 +59,20 @@ class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
             return PoolingTask(self.task)
         order = (PoolingTask.EMBED, PoolingTask.CLASSIFY, PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY)
         return next((task for task in order if task in tasks), PoolingTask.CLASSIFY)
+
+    def check_prompt(self, task: PoolingTask) -> None:
+        """Checks that a task for texts as they are is not asked for with a prompt.
+
+        Raises:
+            InvalidRequestError: It is.
+        """
+        for name in ("prompt_name", "input_type"):
+            if getattr(self, name):
+                raise InvalidRequestError(
+                    f"{name} puts a prompt before texts that are embedded; the task {task.value!r} reads them as they "
+                    f"are. Leave {name} out.",
+                    param=name,
+                )
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
@@ -104,6 +122,8 @@ class TokenizeRequest(ChatFields):
         }
     )
 
+    passed_keys: ClassVar = let_pass("vllm")
+
     prompt: str | None = Field(None, description="The text.")
     return_token_strs: Flag | None = Field(None, description="Answer with the tokens as the vocabulary has them, too.")
     tools: Listed[dict[str, Any]] | None = Field(None, description="Tools for the chat template.")
@@ -148,7 +168,13 @@ class DetokenizeRequest(RequestBody):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
 
+    passed_keys: ClassVar = let_pass("vllm")
+
     tokens: Listed[Count] = Field(description="Token ids of the served model.")
+
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody."""
+        return {"input": "tokens"}
 
 
 class DetokenizeResponse(BaseModel):

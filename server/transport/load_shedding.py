@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
-from ..calls.context import ModelTable
+from ..calls.models import ModelTable
 from ..errors.handlers import engine_refusal
 from ..middleware.api_keys import ApiKeys
 from ..middleware.auth import offered_keys

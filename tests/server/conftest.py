@@ -31,7 +31,7 @@ from penstock.engine.protocol.sparse import SparseVector
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.tokenization.chat_renderer import ChatRenderer
 from penstock.server.app import create_app
-from penstock.server.calls.context import ServedModel
+from penstock.server.calls.models import ServedModel
 from penstock.server.settings import ServerSettings
 
 WIDTH = 8
@@ -226,11 +226,13 @@ class FakeEngine:
             if not isinstance(item, str) and max(item) >= VOCAB_SIZE:
                 raise InvalidRequestError(f"token id {max(item)} is out of vocabulary.", param="input")
         asked = params.truncate_prompt_tokens
-        limit, name = (MAX_MODEL_LEN, None) if asked in (None, -1) else (asked, "truncate_prompt_tokens")
+        limit, name = (MAX_MODEL_LEN, None) if asked in (None, -1) else (asked, "{truncate_prompt_tokens}")
         cut = not params.refuse_too_long and (asked is not None or self.info.auto_truncate)
         if not cut and max(counts) > limit:
-            message = f"{worded_limit(limit, name)}, but input {np.argmax(counts)} has {max(counts)} tokens."
-            raise RequestTooLongError(message, num_tokens=max(counts), max_num_tokens=limit)
+            message = f"{worded_limit(limit, name)}, but input {{index}} has {max(counts)} tokens."
+            raise RequestTooLongError(
+                message, num_tokens=max(counts), max_num_tokens=limit, index=int(np.argmax(counts))
+            )
         return counts
 
     def _vector(self, item: str | list[int]) -> np.ndarray:

@@ -11,7 +11,7 @@ from penstock.engine.protocol.errors import InvalidRequestError
 
 from ...wire.encoding import EmbedDtype, Encoding, EncodingFormat, Endianness
 from ...wire.quantize import Quantization
-from .common import Listed
+from .options import Listed
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 

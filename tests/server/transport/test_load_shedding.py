@@ -17,7 +17,7 @@ import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError
 from penstock.server.app import create_app
-from penstock.server.calls.context import ServedModel
+from penstock.server.calls.models import ServedModel
 from penstock.server.settings import ServerSettings
 from penstock.server.transport import refusal_pace
 from penstock.server.transport.connection import Part
