@@ -32,22 +32,20 @@ TABLE = {
     "tei": {"user": USER, "options": "Weaviate and LiteLLM send what the Inference API is to wait for"},
     "penstock": {"user": USER},
 }
+EMBED = ("openai", "jina", "voyage", "vllm", "infinity")
+RERANK = ("cohere", "jina", "voyage", "vllm", "infinity", "xinference")
 # (path, a body, the dialects that share it)
 BODIES = [
-    ("/v1/embeddings", {"input": "a"}, ("openai", "jina", "voyage", "vllm", "infinity")),
-    ("/v1/multi-vector", {"input": "a"}, ("openai", "jina", "voyage", "vllm", "infinity")),
+    ("/v1/embeddings", {"input": "a"}, EMBED),
+    ("/v1/multi-vector", {"input": "a"}, EMBED),
     ("/v1/encode", {"input": "a", "outputs": ["dense"]}, ("penstock",)),
     ("/v1/embed", {"texts": ["a"]}, ("cohere",)),
     ("/v2/embed", {"texts": ["a"]}, ("cohere",)),
     ("/embed", {"texts": ["a"]}, ("cohere",)),
     ("/v1/tokenize", {"text": "a"}, ("cohere",)),
     ("/v1/detokenize", {"tokens": [1]}, ("cohere",)),
-    (
-        "/v2/rerank",
-        {"query": "a", "documents": ["b"]},
-        ("cohere", "jina", "voyage", "vllm", "infinity", "xinference"),
-    ),
-    ("/rerank", {"query": "a", "documents": ["b"]}, ("cohere", "jina", "voyage", "vllm", "infinity", "xinference")),
+    ("/v2/rerank", {"query": "a", "documents": ["b"]}, RERANK),
+    ("/rerank", {"query": "a", "documents": ["b"]}, RERANK),
     ("/rerank", {"query": "a", "texts": ["b"]}, ("tei",)),
     ("/score", {"text_1": "a", "text_2": "b"}, ("vllm",)),
     ("/classify", {"input": "a", "labels": ["x", "y"]}, ("vllm", "infinity", "cohere")),
@@ -61,12 +59,8 @@ BODIES = [
     ("/decode", {"ids": [1]}, ("tei",)),
     ("/", {"inputs": "a"}, ("tei",)),
     ("/invocations", {"inputs": "a"}, ("tei",)),
-    ("/invocations", {"input": "a"}, ("openai", "jina", "voyage", "vllm", "infinity")),
-    (
-        "/invocations",
-        {"query": "a", "documents": ["b"]},
-        ("cohere", "jina", "voyage", "vllm", "infinity", "xinference"),
-    ),
+    ("/invocations", {"input": "a"}, EMBED),
+    ("/invocations", {"query": "a", "documents": ["b"]}, RERANK),
 ]
 IDS = [f"{path} {next(iter(body))}" for path, body, _ in BODIES]
 
@@ -135,7 +129,7 @@ UNFIT = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "unfit"), UNFIT, ids=[f"{path} {[*unfit][0]}" for path, _, unfit in UNFIT])
+@pytest.mark.parametrize(("path", "body", "unfit"), UNFIT, ids=[f"{path} {unfit}" for path, _, unfit in UNFIT])
 async def test_a_parameter_without_use_is_refused_by_its_name(
     client: httpx.AsyncClient, engine, path: str, body: dict, unfit: dict
 ) -> None:
