@@ -15,11 +15,9 @@ from .calls.models import ModelTable, ServedModel, Startup
 from .errors.handlers import install_error_handlers
 from .middleware.api_keys import ApiKeys
 from .middleware.auth import AuthMiddleware
-from .middleware.body_limit import BodyLimitMiddleware
-from .middleware.middleware import PathMiddleware, RequestIdMiddleware, UnexpectedErrorMiddleware
+from .middleware.exchange import BodyLimitMiddleware, ExchangeMiddleware, UnexpectedErrorMiddleware
 from .observability.metrics import Metrics
 from .observability.observers import Observers
-from .observability.timing import TimingMiddleware
 from .openapi import DocumentedApp
 from .routes import (
     classify,
@@ -38,7 +36,7 @@ from .routes import (
 from .routes.playground import page as playground
 from .settings import ServerSettings
 from .transport.connection import SHEDDER
-from .transport.file_limit import file_limit
+from .transport.connection_limits import file_limit
 from .transport.load_shedding import LoadShedder
 from .transport.refusal_pace import PacedRefusalsMiddleware, RefusalPace
 from .wire.json_route import JsonPaths
@@ -107,7 +105,5 @@ def create_app(
             expose_headers=("*",),
         )
     app.add_middleware(PacedRefusalsMiddleware, pace=pace)
-    app.add_middleware(TimingMiddleware, observers=observers.all)
-    app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(PathMiddleware)
+    app.add_middleware(ExchangeMiddleware, observers=observers.all)
     return app

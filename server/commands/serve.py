@@ -29,7 +29,7 @@ from ..calls.models import ServedModel, check_prompt_name
 from ..errors.command_errors import UsageError
 from ..settings import ServerSettings, unknown_variables
 from ..transport.connection import Connection
-from ..transport.file_limit import raise_file_limit
+from ..transport.connection_limits import raise_file_limit
 from ..transport.http_server import HttpServer
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from ..calls.models import ModelTable
 from ..errors.handlers import engine_refusal
 from ..middleware.api_keys import ApiKeys
 from ..middleware.auth import offered_keys
-from ..middleware.middleware import RequestIds
+from ..middleware.exchange import RequestIds
 from ..observability.timing import Observer, RequestRecord
 from ..wire.json_route import JsonRoute
 from .refusal_pace import RefusalPace, longest_wait_s
