@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
@@ -20,12 +20,14 @@ from penstock.engine.protocol.errors import (
     OwnDeadlineExceededError,
     RequestCancelledError,
 )
+from penstock.engine.protocol.model_info import ModelInfo
 
 from ..observability.metrics import Metrics
 from ..observability.timing import REQUEST
 from ..settings import ServerSettings
 from ..wire.request_limits import RequestLimits, limits_of
 from .models import ModelTable
+from .prompts import prompt_for
 
 WATCH_AFTER_S: Final = 0.02  # A request that is answered sooner is not worth a task that waits for its client to leave.
 
@@ -88,6 +90,28 @@ class ServerContext:
             prompt_name=prompt_name,
             instruction=instruction,
         )
+
+    def embed_options(
+        self, request: Request, model: ModelInfo, *, priority: int | None = None, **wishes: str | None
+    ) -> RequestOptions:
+        """Returns the engine options of a request for embeddings, with the prompt that its dialect asks for.
+
+        Args:
+            request: See `options`.
+            model: Has the prompts; --default-prompt-name serves requests that say nothing.
+            priority: See `options`.
+            wishes: What the body says of a prompt, by the names that `prompt_for` knows.
+
+        Raises:
+            InvalidRequestError: See `prompt_for` and `options`.
+            DeadlineExceededError: See `options`.
+        """
+        default_name = self.settings.default_prompt_name
+        if default_name is None and not any(wishes.values()):
+            return self.options(request, priority=priority)
+        prompt = prompt_for(model, default_name=default_name, **wishes)
+        options = self.options(request, prompt.name, priority=priority)
+        return replace(options, prompt=prompt.text, is_query=prompt.is_query)
 
     def deadline(self, limits: RequestLimits) -> Deadline:
         """Returns the deadline of a request: its own, or the server's where that is earlier."""

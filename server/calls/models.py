@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.frontend.supervisor import EngineState
@@ -19,6 +19,9 @@ from ..settings import ServerSettings
 from ..wire.shown_values import shown
 
 logger = logging.getLogger(__name__)
+
+UNNAMED: Final = "default/not-specified"
+"""What Infinity's client sends where its caller named no model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +69,14 @@ class ModelTable:
             EngineUnavailableError: It is being loaded.
             ModelNotFoundError: No model has this name; the message lists those that are served.
         """
-        if not name and self._shown:
-            return self._shown[0]
         target = self._targets.get(name or "")
         if target is not None:
             return target
+        is_unnamed = not name or name == UNNAMED
+        if is_unnamed and self._shown:
+            return self._shown[0]
         expected = [each for names in self._expected for each in names]
-        if not name or name in expected:
+        if is_unnamed or name in expected:
             raise EngineUnavailableError("The model is being loaded. Please try again in a moment.")
         served = ", ".join([*self._targets, *expected])
         raise ModelNotFoundError(f"The model {shown(name)} does not exist; this server has {served}.", param="model")

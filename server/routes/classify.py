@@ -15,7 +15,6 @@ from ..answers.limits import check_num_ids, check_token_values
 from ..answers.tei import prediction_rows
 from ..calls.context import ClientWatch, ServerContext, context_of
 from ..calls.inputs import check_inputs, engine_inputs
-from ..calls.prompts import request_options
 from ..schemas.classify import (
     ClassifyRequest,
     ClassifyResponse,
@@ -52,7 +51,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     is_embedding = engine.info.kind is ModelKind.EMBEDDING
     options = context.options(request, priority=body.priority)
     if is_embedding:
-        options = request_options(context, request, engine.info, instruction=body.instruction, priority=body.priority)
+        options = context.embed_options(request, engine.info, instruction=body.instruction, priority=body.priority)
     with ClientWatch(request):
         texts, options = await engine_inputs(engine, body, options)
         result = await _classes(engine, body, texts, options)

@@ -13,7 +13,6 @@ from penstock.engine.protocol.tasks import PoolingTask
 
 from ..answers.limits import check_num_chars, check_num_ids
 from ..calls.context import ClientWatch, context_of
-from ..calls.prompts import request_options
 from ..schemas.cohere import (
     CohereDetokenizeRequest,
     CohereDetokenizeResponse,
@@ -57,7 +56,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     texts = body.contents()
     context.check_count(texts, "texts" if body.texts is not None else "inputs")
     _check_widths(body, engine.info)
-    options = request_options(context, request, engine.info, input_type=body.input_type, priority=body.priority)
+    options = context.embed_options(request, engine.info, input_type=body.input_type, priority=body.priority)
     with ClientWatch(request):
         result = await engine.embed(texts, body.pooling_params(engine.info), options)
     num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)

@@ -10,7 +10,6 @@ from ..answers.limits import check_token_values
 from ..answers.vectors import check_encodings
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import check_inputs, engine_inputs
-from ..calls.prompts import request_options
 from ..schemas.encode import TASKS, EncodeRequest, EncodeResponse
 from ..schemas.errors import ERROR_RESPONSES
 from ..wire.encoding import encode_rows
@@ -27,8 +26,7 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
     check_inputs(context, body)
     params, encoding = body.pooling_params(), body.encoding()
     check_encodings({"embedding": encoding}, body.num_inputs(), engine.info, params, quantized_by="encoding_format")
-    options = request_options(
-        context,
+    options = context.embed_options(
         request,
         engine.info,
         prompt_name=body.prompt_name,

@@ -16,7 +16,6 @@ from ..answers.vectors import BYTES_RESPONSE, check_encodings, vectors_response
 from ..calls.context import ClientWatch, ServerContext, context_of
 from ..calls.inputs import check_inputs, engine_inputs
 from ..calls.models import Target
-from ..calls.prompts import request_options
 from ..schemas.cohere import cohere_endpoints
 from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.openai import EmbeddingRequest, EmbeddingResponse, ModelCard, ModelList, MultiVectorResponse
@@ -77,8 +76,7 @@ def _checked(
     check_inputs(context, body)
     params, encodings = body.pooling_params(), body.encodings()
     check_encodings(encodings, body.num_inputs(), engine.info, params, quantized_by=body.quantized_by())
-    options = request_options(
-        context,
+    options = context.embed_options(
         request,
         engine.info,
         prompt_name=body.prompt_name,

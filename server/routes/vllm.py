@@ -17,7 +17,6 @@ from ..answers.limits import check_token_values
 from ..answers.vectors import BYTES_RESPONSE, check_bytes, vectors_response
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import check_inputs, engine_inputs
-from ..calls.prompts import request_options
 from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.fields.texts import Text
 from ..schemas.vllm import Load, PoolingRequest, PoolingResponse
@@ -44,8 +43,7 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
     check_bytes(encoding, body.num_inputs())
     options = context.options(request, priority=body.priority)
     if task in _EMBEDS:
-        options = request_options(
-            context,
+        options = context.embed_options(
             request,
             engine.info,
             prompt_name=body.prompt_name,

@@ -111,9 +111,15 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
         if self.dimensions == 0 and self.modality is None:
             raise InvalidRequestError("dimensions is 0; it must be at least 1.", param="dimensions")
         dimensions = self.output_dimension if self.dimensions is None else self.dimensions or None
-        normalize = self.normalized if self.normalize is None else self.normalize
-        params = super().pooling_params().clone(dimensions=dimensions, normalize=normalize)
-        return truncated(params, self.truncation if self.truncate is None else self.truncate)
+        params = PoolingParams(
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
+            dimensions=dimensions,
+            normalize=self.normalized if self.normalize is None else self.normalize,
+            use_activation=self.use_activation,
+        )
+        truncate = self.truncation if self.truncate is None else self.truncate
+        return params if truncate is None else truncated(params, truncate)
 
     def field_names(self) -> Mapping[str, str]:
         """See JsonBody: names of options are those that the request used."""

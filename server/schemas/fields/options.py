@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
@@ -26,8 +25,6 @@ from ...wire.shown_values import shown
 Entry = TypeVar("Entry")
 Listed = Annotated[list[Entry], Field(fail_fast=True)]
 """A list whose check ends at the first wrong entry: pydantic would make an error of each, gigabytes of a large body."""
-UNNAMED_MODEL: Final = "default/not-specified"
-"""What Infinity's client sends where its caller named no model."""
 
 
 def parse_flag(value: Any) -> Any:
@@ -45,7 +42,6 @@ def parse_whole_number(value: Any) -> Any:
 Count = Annotated[int, Field(ge=0, le=json_schema.MAX_INTEGER), BeforeValidator(parse_whole_number)]
 Width = Annotated[int, Field(ge=1, le=json_schema.MAX_INTEGER), BeforeValidator(parse_whole_number)]
 TokenLimit = Annotated[int, BeforeValidator(parse_whole_number), WithJsonSchema(json_schema.TOKEN_LIMIT)]
-ModelName = Annotated[str, AfterValidator(lambda name: "" if name == UNNAMED_MODEL else name)]
 Flag = StrictBool
 """true or false, and not the 0, "no" or "off" that pydantic would take for them."""
 FlagOrWord = Annotated[StrictBool, BeforeValidator(parse_flag, json_schema_input_type=bool | Literal["true", "false"])]
@@ -65,7 +61,7 @@ class RequestBody(JsonBody):
         model: Served name; the default model where it is absent or empty.
     """
 
-    model: ModelName | None = Field(None, description="Served name; absent: the default model.")
+    model: str | None = Field(None, description="Served name; absent: the default model.")
 
 
 class PoolingBody(RequestBody):
