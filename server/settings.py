@@ -27,8 +27,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.pooler_config import PoolerConfig
+from penstock.engine import CacheConfig, EngineConfig, PoolerConfig, SchedulerConfig
 
 ENV_PREFIX: Final = "PENSTOCK_"
 _ORIGIN: Final = re.compile(r"https?://[^\s/?#@]+")

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from fastapi import Request
 
-from penstock.engine.async_engine import RequestOptions
+from penstock.engine import ModelInfo, RequestOptions
 from penstock.engine.protocol.errors import (
     DeadlineExceededError,
     EngineError,
@@ -20,7 +20,6 @@ from penstock.engine.protocol.errors import (
     OwnDeadlineExceededError,
     RequestCancelledError,
 )
-from penstock.engine.protocol.model_info import ModelInfo
 
 from ..observability.metrics import Metrics
 from ..observability.timing import REQUEST

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine import AsyncEngine, RequestOptions
 
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.fields.texts import Text

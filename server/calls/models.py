@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from penstock.engine.async_engine import AsyncEngine
+from penstock.engine import AsyncEngine, ModelInfo
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.model_files.resolve import resolved_table
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelLoadError, ModelNotFoundError
-from penstock.engine.protocol.model_info import ModelInfo
 
 from ..settings import ServerSettings
 from ..wire.shown_values import shown

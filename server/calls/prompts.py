@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
+from penstock.engine import ModelInfo
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.tokenization.instructions import instructed_prompt
 
 from ..wire.shown_values import shown

@@ -18,10 +18,9 @@ from typing import Final
 
 import uvicorn
 
-from penstock.engine.async_engine import AsyncEngine
+from penstock.engine import AsyncEngine, EngineConfig
 from penstock.engine.logs import configure_logging
 from penstock.engine.model_files.resolve import resolve_model
-from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 
 from ..app import create_app

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, ProcessCollector, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.engine.async_engine import AsyncEngine
+from penstock.engine import AsyncEngine
 from penstock.engine.frontend.stats import DispatcherStats
 from penstock.engine.frontend.step_histogram import StepHistogram
 from penstock.engine.frontend.supervisor import EngineState
@@ -80,7 +80,7 @@ class Metrics:
         self._tokens = Counter("penstock_tokens", "Tokens of inputs.", ("task",), registry=self._registry)
 
     def count(self, task: str, num_tokens: Sequence[int]) -> int:
-        """Books the inputs of a finished request and returns the sum of its tokens."""
+        """Counts the inputs of a finished request and returns the sum of its tokens."""
         total = sum(num_tokens)
         if (record := REQUEST.get()) is not None:
             record.task, record.num_inputs, record.num_tokens = task, len(num_tokens), total
@@ -89,7 +89,7 @@ class Metrics:
         return total
 
     def observe(self, record: RequestRecord) -> None:
-        """Books one answer."""
+        """Counts one answer."""
         self._requests.labels(record.route, str(record.status)).inc()
         latency = self._latency.get(record.route)
         if latency is None:

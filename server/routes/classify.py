@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
-from penstock.engine.protocol.results import ClassResult
-from penstock.engine.protocol.tasks import PoolingTask
 
 from ..answers.classes import cohere_rows, token_rows, vllm_rows
 from ..answers.limits import check_num_ids, check_token_values

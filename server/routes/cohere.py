@@ -8,8 +8,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 
-from penstock.engine.protocol.model_info import ModelInfo
-from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine import ModelInfo, PoolingTask
 
 from ..answers.limits import check_num_chars, check_num_ids
 from ..calls.context import ClientWatch, context_of
@@ -26,7 +25,7 @@ from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.fields.encodings import QUANTIZATIONS, EmbeddingType
 from ..wire.encoding import base64_row
 from ..wire.json_route import JsonRoute, json_response
-from ..wire.quantize import check_width, quantize
+from ..wire.quantization import check_width, quantize
 
 router = APIRouter(route_class=JsonRoute, tags=["cohere"], responses=ERROR_RESPONSES)
 

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine import AsyncEngine, PoolingParams, PoolingTask, RequestOptions
 
 from ..answers.limits import check_token_values
 from ..answers.vectors import BYTES_RESPONSE, check_encodings, vectors_response

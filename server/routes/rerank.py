@@ -10,7 +10,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Tag
 
-from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine import PoolingTask
 
 from ..answers.tei import TEI_HEADERS
 from ..calls.context import ClientWatch, context_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine import PoolingTask
 
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import cut_texts

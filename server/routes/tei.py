@@ -10,11 +10,9 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Tag
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelKind
-from penstock.engine.protocol.results import ClassResult
-from penstock.engine.protocol.tasks import PoolingTask
 
 from ..answers.limits import check_token_values
 from ..answers.tei import TEI_HEADERS, prediction_rows, probabilities, rank_rows, sparse_rows, tei_response

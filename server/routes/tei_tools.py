@@ -6,11 +6,9 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Body, Request, Response
 
-from penstock.engine.protocol.config import SchedulerConfig
+from penstock.engine import PoolingTask, SchedulerConfig, TokenizedText
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
-from penstock.engine.protocol.results import TokenizedText
-from penstock.engine.protocol.tasks import PoolingTask
 
 from ..answers.limits import check_num_chars, check_num_ids
 from ..calls.context import ClientWatch, context_of

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 from pydantic import Tag
 
-from penstock.engine.async_engine import AsyncEngine
+from penstock.engine import AsyncEngine
 
 from ..answers.limits import check_num_chars, check_num_ids
 from ..calls.context import ClientWatch, context_of

@@ -7,11 +7,16 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine import (
+    AsyncEngine,
+    ClassResult,
+    EmbeddingResult,
+    PoolingParams,
+    PoolingTask,
+    RequestOptions,
+    TokenResult,
+)
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.results import ClassResult, EmbeddingResult, TokenResult
-from penstock.engine.protocol.tasks import PoolingTask
 
 from ..answers.limits import check_token_values
 from ..answers.vectors import BYTES_RESPONSE, check_bytes, vectors_response
@@ -22,7 +27,7 @@ from ..schemas.fields.texts import Text
 from ..schemas.vllm import Load, PoolingRequest, PoolingResponse
 from ..wire.encoding import Encoding, Rows
 from ..wire.json_route import JsonRoute, json_response
-from ..wire.quantize import check_width
+from ..wire.quantization import check_width
 
 router = APIRouter(route_class=JsonRoute, tags=["vllm"], responses=ERROR_RESPONSES)
 

@@ -10,15 +10,15 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.engine import PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.params import PoolingParams
 
 from ..wire.json_schema import exactly_one
 from .chat import InputFields
 from .fields.options import Flag, Listed, PoolingBody, Usage
 from .fields.passed_keys import let_pass
 from .fields.texts import Text, TextOrTexts
-from .fields.truncate import CohereTruncate, parse_truncate, truncated
+from .fields.truncation import CohereTruncate, parse_truncate, truncated
 from .rerank import ApiVersion
 
 MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs: about 20 MB of JSON.

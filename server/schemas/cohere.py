@@ -11,10 +11,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.model_info import ModelInfo
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.tasks import PoolingTask
 
 from ..wire.json_bodies import COHERE
 from ..wire.json_schema import exactly_one
@@ -23,7 +21,7 @@ from .fields.encodings import EmbeddingTypes
 from .fields.options import PRIORITY, Count, Listed, Priority, RequestBody, Width
 from .fields.passed_keys import let_pass
 from .fields.texts import Texts
-from .fields.truncate import CohereTruncate
+from .fields.truncation import CohereTruncate
 from .rerank import ApiVersion
 
 _ENDPOINTS: Final = {
@@ -170,13 +168,10 @@ class CohereTokenizeRequest(CohereBody):
 class CohereDetokenizeRequest(CohereBody):
     """Body of POST /v1/detokenize."""
 
+    own_names: ClassVar = {"input": "tokens"}
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
 
     tokens: Listed[Count] = Field(description="Token ids of the served model.", min_length=1)
-
-    def field_names(self) -> Mapping[str, str]:
-        """See JsonBody."""
-        return {"input": "tokens"}
 
 
 class VersionMeta(BaseModel):

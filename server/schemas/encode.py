@@ -6,10 +6,8 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
-from penstock.engine.protocol.model_info import ModelInfo
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.tasks import PoolingTask
 
 from ..wire.encoding import Encoding
 from ..wire.json_schema import exactly_one

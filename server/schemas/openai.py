@@ -7,15 +7,15 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.engine import PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.params import PoolingParams
 
 from ..wire.json_schema import exactly_one
 from .chat import InputFields
 from .fields.encodings import EmbeddingTypeOptions
 from .fields.options import Count, Flag, PoolingBody, Usage, Width
 from .fields.passed_keys import let_pass
-from .fields.truncate import Truncate, truncated
+from .fields.truncation import Truncate, truncated
 
 
 class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):

@@ -5,18 +5,17 @@ Answers hold no key that Elasticsearch's strict Cohere parser does not know: `do
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.engine.protocol.params import PoolingParams
+from penstock.engine import PoolingParams
 
 from .fields.contents import Documents, document_texts
 from .fields.options import Count, Flag, FlagOrWord, Listed, PairBody, Usage
 from .fields.passed_keys import let_pass
 from .fields.texts import TextOrObject
-from .fields.truncate import truncated
+from .fields.truncation import truncated
 
 
 class RerankRequest(PairBody):
@@ -44,6 +43,7 @@ class RerankRequest(PairBody):
         }
     )
 
+    own_names: ClassVar = {"text_1": "query", "text_2": "documents", "input": "documents"}
     passed_keys: ClassVar = let_pass("cohere", "jina", "voyage", "vllm", "infinity", "xinference")
 
     query: TextOrObject = Field(description='The query: a text or {"text": ...}.')
@@ -69,10 +69,6 @@ class RerankRequest(PairBody):
             "cut it to fit."
         ),
     )
-
-    def field_names(self) -> Mapping[str, str]:
-        """See JsonBody."""
-        return {"text_1": "query", "text_2": "documents", "input": "documents"}
 
     def texts(self) -> list[str]:
         """Returns what is to be ranked of each document.

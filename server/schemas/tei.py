@@ -5,12 +5,11 @@ Answers are bare lists. Options may stand beside the inputs or, as the Inference
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from penstock.engine.protocol.params import PoolingParams
+from penstock.engine import PoolingParams
 
 from ..wire.json_bodies import TEI
 from .fields.options import PRIORITY, Count, Flag, Listed, Priority, RequestBody, Width
@@ -23,15 +22,19 @@ class TeiBody(RequestBody):
     """Base of TEI's bodies."""
 
     tag: ClassVar[str] = TEI
+    own_names: ClassVar = {"input": "inputs"}
     passed_keys: ClassVar = let_pass("tei")
-
-    def field_names(self) -> Mapping[str, str]:
-        """See JsonBody."""
-        return {"input": "inputs"}
 
 
 class TeiModelBody(TeiBody):
     """Options of all routes that run the model."""
+
+    own_names: ClassVar = {
+        "input": "inputs",
+        "truncate_prompt_tokens": "truncate",
+        "truncation_side": "truncation_direction",
+        "cut_to_fit": "truncate to true",
+    }
 
     truncate: Flag | None = Field(None, description="Cut over-long inputs (default); false refuses them.")
     truncation_direction: TruncationSide | None = Field(None, description="The side that is cut away.")
@@ -44,15 +47,6 @@ class TeiModelBody(TeiBody):
         if not isinstance(body, dict) or not isinstance(body.get("parameters"), dict):
             return body
         return {**body["parameters"], **{name: value for name, value in body.items() if value is not None}}
-
-    def field_names(self) -> Mapping[str, str]:
-        """See JsonBody."""
-        return {
-            **super().field_names(),
-            "truncate_prompt_tokens": "truncate",
-            "truncation_side": "truncation_direction",
-            "cut_to_fit": "truncate to true",
-        }
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
@@ -146,6 +140,7 @@ class TeiPredictRequest(TeiModelBody):
 class TeiRerankRequest(TeiModelBody):
     """TEI's body of POST /rerank: with `texts` in place of `documents`."""
 
+    own_names: ClassVar = {**TeiModelBody.own_names, "input": "texts", "text_1": "query", "text_2": "texts"}
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [{"query": "What holds back the water?", "texts": ["A gate.", "A song."], "return_text": True}]
@@ -158,10 +153,6 @@ class TeiRerankRequest(TeiModelBody):
     return_text: Flag | None = Field(None, description="Return each text.")
     top_n: Count | None = Field(None, description="Ranks to return; absent, 0 or more than there are texts: all.")
     instruction: str | None = Field(None, description="What to look for, for models that take an instruction.")
-
-    def field_names(self) -> Mapping[str, str]:
-        """See JsonBody."""
-        return {**super().field_names(), "input": "texts", "text_1": "query", "text_2": "texts"}
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
@@ -181,11 +172,8 @@ class TeiTokenizeRequest(TeiBody):
 class TeiDecodeRequest(TeiBody):
     """Body of POST /decode."""
 
+    own_names: ClassVar = {"input": "ids"}
     model_config = ConfigDict(json_schema_extra={"examples": [{"ids": [7, 8, 9]}]})
 
     ids: IdBatches = Field(description="Token ids of the served model, or a list of such lists.")
     skip_special_tokens: Flag | None = Field(None, description="Leave special tokens out (default).")
-
-    def field_names(self) -> Mapping[str, str]:
-        """See JsonBody."""
-        return {"input": "ids"}

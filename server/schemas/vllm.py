@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.chat_template import ChatOptions
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.tasks import PoolingTask
 
 from ..wire.json_schema import exactly_one
 from .chat import ChatFields, InputFields
@@ -168,13 +166,10 @@ class DetokenizeRequest(RequestBody):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
 
+    own_names: ClassVar = {"input": "tokens"}
     passed_keys: ClassVar = let_pass("vllm")
 
     tokens: Listed[Count] = Field(description="Token ids of the served model.")
-
-    def field_names(self) -> Mapping[str, str]:
-        """See JsonBody."""
-        return {"input": "tokens"}
 
 
 class DetokenizeResponse(BaseModel):

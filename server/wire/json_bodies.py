@@ -32,16 +32,18 @@ class JsonBody(BaseModel):
     Attributes:
         tag: Of its dialect, where it shares a path with others.
         passed_keys: Keys that are let pass though nothing here depends on them, and why.
+        own_names: See `field_names`.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     tag: ClassVar[str] = OWN
     passed_keys: ClassVar[Mapping[str, str]] = {}
+    own_names: ClassVar[Mapping[str, str]] = {}
 
     def field_names(self) -> Mapping[str, str]:
         """Returns what the body calls the fields that errors of the engine name (EngineError.name_fields)."""
-        return {}
+        return self.own_names
 
     def check_keys(self) -> None:
         """Checks the keys that are no field. Only bodies that have some need it.

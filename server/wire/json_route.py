@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
-from penstock.engine.protocol.errors import EngineError
+from penstock.engine import EngineError
 
 from .json_bodies import JsonBody, invalid_body, parsed
 from .shown_values import shown

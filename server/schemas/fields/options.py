@@ -15,7 +15,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from penstock.engine.protocol.params import PoolingParams
+from penstock.engine import PoolingParams
 
 from ...wire import json_schema
 from ...wire.json_bodies import JsonBody
