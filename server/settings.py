@@ -33,6 +33,18 @@ ENV_PREFIX: Final = "PENSTOCK_"
 _ORIGIN: Final = re.compile(r"https?://[^\s/?#@]+")
 
 
+class CommandError(Exception):
+    """The command could not do its work; the message is one line that says what to do."""
+
+    exit_code = 1
+
+
+class UsageError(CommandError):
+    """The command line or the environment holds a wrong value."""
+
+    exit_code = 2
+
+
 def _pooler_config(value: object) -> PoolerConfig:
     if isinstance(value, PoolerConfig):
         return value

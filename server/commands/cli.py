@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ..errors.command_errors import CommandError
-from ..settings import EmbedSettings, InfoSettings, ServerSettings
+from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings
 from ..wire.version import penstock_version
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, load

@@ -25,8 +25,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 
 from ..app import create_app
 from ..calls.models import ServedModel, check_prompt_name
-from ..errors.command_errors import UsageError
-from ..settings import ServerSettings, unknown_variables
+from ..settings import ServerSettings, UsageError, unknown_variables
 from ..transport.connection import Connection
 from ..transport.connection_limits import raise_file_limit
 from ..transport.http_server import HttpServer

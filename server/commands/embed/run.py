@@ -20,8 +20,7 @@ from penstock.engine import AsyncEngine, ModelInfo, PoolingParams, PoolingTask, 
 from penstock.engine.logs import configure_logging
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError, RequestTooLongError
 
-from ...errors.command_errors import CommandError, UsageError
-from ...settings import EmbedSettings
+from ...settings import CommandError, EmbedSettings, UsageError
 from ..flags import flag_of
 from .input import BadRowError, InputFile, Row, open_input
 from .journal import Journal
