@@ -15,7 +15,13 @@ from .calls.models import ModelTable, ServedModel, Startup
 from .errors.handlers import install_error_handlers
 from .middleware.api_keys import ApiKeys
 from .middleware.auth import AuthMiddleware
-from .middleware.exchange import BodyLimitMiddleware, ExchangeMiddleware, UnexpectedErrorMiddleware
+from .middleware.exchange import (
+    BodyLimitMiddleware,
+    ExchangeMiddleware,
+    PacedRefusalsMiddleware,
+    UnexpectedErrorMiddleware,
+)
+from .middleware.refusal_pace import RefusalPace
 from .observability.metrics import Metrics
 from .observability.observers import Observers
 from .openapi import DocumentedApp
@@ -38,7 +44,6 @@ from .settings import ServerSettings
 from .transport.connection import SHEDDER
 from .transport.connection_limits import file_limit
 from .transport.load_shedding import LoadShedder
-from .transport.refusal_pace import PacedRefusalsMiddleware, RefusalPace
 from .wire.json_route import JsonPaths
 from .wire.version import penstock_version
 

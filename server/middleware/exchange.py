@@ -1,4 +1,4 @@
-"""The exchange of a request for an answer: its path, its name and its times, its size, and a net for our own bugs.
+"""The exchange of a request for an answer: its path, its name, its times, its size, and a net for our own bugs.
 
 Pure ASGI: starlette's BaseHTTPMiddleware costs a task per request.
 """
@@ -16,12 +16,13 @@ from typing import Final
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.engine.protocol.errors import EngineUnavailableError
+from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError
 from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..errors.handlers import engine_refusal, refusal
 from ..errors.table import HIDDEN_MESSAGE
 from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
+from .refusal_pace import LONGEST_S, RefusalPace, longest_wait_s
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,45 @@ class ExchangeMiddleware:
             record.end()
             for observe in self.observers:
                 observe(record)
+
+
+class PacedRefusalsMiddleware:
+    """Lets the refusals of the application go out at the same pace, when it has let go of what it holds for them.
+
+    Args:
+        app: What comes next.
+        pace: When they go out.
+    """
+
+    def __init__(self, app: ASGIApp, pace: RefusalPace) -> None:
+        self.app = app
+        self.pace = pace
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Holds an answer back whose status is 429."""
+        held: list[Message] = []
+
+        async def send_or_hold(message: Message) -> None:
+            if held or (message["type"] == "http.response.start" and message["status"] == 429):
+                held.append(message)
+            else:
+                await send(message)
+
+        await self.app(scope, receive, send_or_hold)
+        if not held:
+            return
+        try:
+            within_s = longest_wait_s(scope)
+        except InvalidRequestError:  # on a route that does not look at the header
+            within_s = LONGEST_S
+        try:
+            await self.pace.turn(within_s=within_s)
+        except asyncio.CancelledError:
+            # Only uvicorn cancels a request: its time to finish is over. The answer still goes out.
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+        for message in held:
+            await send(message)
 
 
 class UnexpectedErrorMiddleware:
