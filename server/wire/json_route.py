@@ -15,7 +15,6 @@ from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
-from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
@@ -123,10 +122,7 @@ async def _json_value(request: Request) -> Any:
             coding = value
     if media and media != b"application/json":
         refuse_other_media(media.decode("latin-1"))
-    try:
-        body = await request.body()
-    except ClientDisconnect as error:
-        raise HTTPException(400, "The body has not come whole.") from error
+    body = await _read(request.receive)
     if not body:
         raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
     try:
@@ -137,6 +133,16 @@ async def _json_value(request: Request) -> Any:
             raise HTTPException(415, f"Content-Encoding is {shown(named)}; send the body uncompressed.") from None
         detail = {"type": "json_invalid", "loc": ("body", error.pos), "input": {}, "ctx": {"error": error.msg}}
         raise RequestValidationError([detail], body=error.doc) from error
+
+
+async def _read(receive: Receive) -> bytes:
+    """Returns a whole body, which mostly comes in one piece."""
+    pieces: list[bytes] = []
+    while (message := await receive())["type"] == "http.request":
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    raise HTTPException(400, "The body has not come whole.")
 
 
 def _parse_large(body: bytes) -> Any:
