@@ -10,23 +10,26 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from .calls.context import ModelTable, ServedModel, ServerContext
-from .calls.startup import Startup
+from .calls.context import ServerContext
+from .calls.models import ModelTable, ServedModel, Startup
 from .errors.handlers import install_error_handlers
 from .middleware.api_keys import ApiKeys
 from .middleware.auth import AuthMiddleware
-from .middleware.body_limit import BodyLimitMiddleware
-from .middleware.middleware import PathMiddleware, RequestIdMiddleware, UnexpectedErrorMiddleware
+from .middleware.exchange import (
+    BodyLimitMiddleware,
+    ExchangeMiddleware,
+    PacedRefusalsMiddleware,
+    UnexpectedErrorMiddleware,
+)
+from .middleware.refusal_pace import RefusalPace
 from .observability.metrics import Metrics
 from .observability.observers import Observers
-from .observability.timing import TimingMiddleware
 from .openapi import DocumentedApp
 from .routes import (
     classify,
     cohere,
     encode,
     invocations,
-    multi_vector,
     openai,
     ops,
     rerank,
@@ -39,9 +42,8 @@ from .routes import (
 from .routes.playground import page as playground
 from .settings import ServerSettings
 from .transport.connection import SHEDDER
-from .transport.file_limit import file_limit
+from .transport.connection_limits import file_limit
 from .transport.load_shedding import LoadShedder
-from .transport.refusal_pace import PacedRefusalsMiddleware, RefusalPace
 from .wire.json_route import JsonPaths
 from .wire.version import penstock_version
 
@@ -68,7 +70,7 @@ def create_app(
     table = ModelTable()
     context = ServerContext(settings, Metrics(table.engines), table, int(time.time()))
     observers = Observers(settings, context.metrics)
-    dialects = (openai, multi_vector, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools)
+    dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools)
     json_paths = JsonPaths(route for module in (*dialects, encode) for route in module.router.routes)
     pace = RefusalPace(max_waiting=file_limit() // 2)
     shedder = LoadShedder(json_paths.routes, table, keys, observers.all, pace, settings.max_body_bytes)
@@ -108,7 +110,5 @@ def create_app(
             expose_headers=("*",),
         )
     app.add_middleware(PacedRefusalsMiddleware, pace=pace)
-    app.add_middleware(TimingMiddleware, observers=observers.all)
-    app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(PathMiddleware)
+    app.add_middleware(ExchangeMiddleware, observers=observers.all)
     return app

@@ -22,8 +22,8 @@ Json = dict[str, Any]
 DESCRIPTION: Final = """\
 OpenAI- and Cohere-compatible server for embedding, reranking, scoring and classification models.
 
-In request bodies null means absent, and unknown keys are ignored. Whether a model can do what a request asks for is
-seen when it runs: what it cannot do is a 400, or a 424 on the routes of TEI.
+In request bodies null means absent, and a key that a request has no use for is refused by its name. Whether a model can
+do what a request asks for is seen when it runs: what it cannot do is a 400, or a 424 on the routes of TEI.
 
 Each operation is listed once. The same is found under `/embeddings`, `/models`, `/models/{name}`, `/v1/pooling` and
 `/ping`, under every path with a slash at its end, and under `/v1/v1/...` and `/v1/v2/...`. `POST /` answers

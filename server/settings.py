@@ -27,11 +27,22 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.pooler_config import PoolerConfig
+from penstock.engine import CacheConfig, EngineConfig, PoolerConfig, SchedulerConfig
 
 ENV_PREFIX: Final = "PENSTOCK_"
 _ORIGIN: Final = re.compile(r"https?://[^\s/?#@]+")
+
+
+class CommandError(Exception):
+    """The command could not do its work; the message is one line that says what to do."""
+
+    exit_code = 1
+
+
+class UsageError(CommandError):
+    """The command line or the environment holds a wrong value."""
+
+    exit_code = 2
 
 
 def _pooler_config(value: object) -> PoolerConfig:

@@ -18,10 +18,12 @@
         +-- UnsupportedModelError    unknown architecture or model file
         +-- WeightError              a tensor is missing or has the wrong shape
 
-Knows nothing about HTTP: server/errors.py holds the only table from class to status.
+Knows nothing about HTTP: server/errors/table.py holds the only table from class to status.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class EngineError(Exception):
@@ -30,12 +32,35 @@ class EngineError(Exception):
     Attributes:
         message: Text for the user: names the field, the value and the way out.
         param: Name of the request field at fault, where there is one.
+
+    Args:
+        message: The text; with `values`, a template of str.format. What no value fills is the name of a request field,
+            which a dialect may spell in its own way.
+        param: See above.
+        values: For the template.
     """
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+    def __init__(self, message: str, *, param: str | None = None, **values: object) -> None:
+        self._template, self._values = message, values
         self.param = param
+        self.message = self._worded({})
+        super().__init__(self.message)
+
+    def name_fields(self, names: Mapping[str, str]) -> None:
+        """Words the message, and `param`, with a dialect's names of request fields, or of values in the template."""
+        self.message = self._worded(names)
+        if self.param is not None:
+            self.param = names.get(self.param, self.param)
+
+    def _worded(self, names: Mapping[str, str]) -> str:
+        return self._template.format_map(_Words({**self._values, **names})) if self._values else self._template
+
+
+class _Words(dict[str, object]):
+    """What stands in a template; a field that nothing is known of keeps its name."""
+
+    def __missing__(self, key: str) -> str:
+        return key
 
 
 class InvalidRequestError(EngineError, ValueError):
@@ -50,8 +75,10 @@ class RequestTooLongError(InvalidRequestError):
         max_num_tokens: Tokens that fit.
     """
 
-    def __init__(self, message: str, *, num_tokens: int, max_num_tokens: int, param: str | None = "input") -> None:
-        super().__init__(message, param=param)
+    def __init__(
+        self, message: str, *, num_tokens: int, max_num_tokens: int, param: str | None = "input", **values: object
+    ) -> None:
+        super().__init__(message, param=param, **values)
         self.num_tokens = num_tokens
         self.max_num_tokens = max_num_tokens
 
@@ -70,18 +97,21 @@ class RequestTooLongError(InvalidRequestError):
 
         Args:
             found: What was met, such as "input 0 has 12 tokens".
-            way_out: A sentence that says what to do about it.
+            way_out: A sentence that says what to do about it; a template, as that of an EngineError, in which
+                `cut_to_fit` is what a request sets to have its inputs cut.
             num_tokens: See the class.
             max_num_tokens: See the class.
-            limit_name: What is behind the limit, where it is not the model's own; see ModelInfo.limit_name.
+            limit_name: What is behind the limit, where it is not the model's own (ModelInfo.limit_name); a template.
             param: Name of the request field at fault.
         """
         name = f" ({limit_name})" if limit_name else ""
         return cls(
-            f"This model's maximum context length is {max_num_tokens} tokens{name}, but {found}. {way_out}",
+            f"This model's maximum context length is {max_num_tokens} tokens{name}, but {{found}}. {way_out}",
             num_tokens=num_tokens,
             max_num_tokens=max_num_tokens,
             param=param,
+            found=found,
+            cut_to_fit="truncate_prompt_tokens to -1",
         )
 
 

@@ -6,6 +6,7 @@ The order of resolution is request, then PoolerConfig, then the model's own file
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -91,9 +92,10 @@ class PoolingParams:
         stray = [n for n in _TASK_PARAMETERS if getattr(self, n) is not None and n not in VALID_PARAMETERS[task]]
         if stray:
             raise InvalidRequestError(
-                f"The task {task.value!r} takes the parameters {listed(VALID_PARAMETERS[task])}; "
-                f"it does not take {listed(stray)}.",
+                f"The task {{task!r}} takes the parameters {_fields(sorted(VALID_PARAMETERS[task]))}; "
+                f"it does not take {_fields(stray)}.",
                 param=stray[0],
+                task=task.value,
             )
         self._verify_normalize()
         self._verify_truncation(task, model)
@@ -103,32 +105,40 @@ class PoolingParams:
     def _verify_normalize(self) -> None:
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
             raise InvalidRequestError(
-                f"normalize is {self.normalize} and use_activation is {self.use_activation}, "
-                "but for embeddings they are two names of one option; give one of them.",
+                "{normalize} is {asked} and use_activation is {other}, but for embeddings they are two names of one "
+                "option; give one of them.",
                 param="normalize",
+                asked=self.normalize,
+                other=self.use_activation,
             )
 
     def _verify_truncation(self, task: PoolingTask, model: ModelInfo) -> None:
         if self.truncation_side not in (None, "left", "right"):
             raise InvalidRequestError(
-                f"truncation_side is {self.truncation_side!r}; it must be 'left' or 'right'.", param="truncation_side"
+                "{truncation_side} is {side!r}; it must be 'left' or 'right'.",
+                param="truncation_side",
+                side=self.truncation_side,
             )
         limit = self.truncate_prompt_tokens
         if limit is None or limit == -1:
             return
         if limit < 1:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens is {limit}; it must be -1 (the model's maximum) or at least 1.",
+                "{truncate_prompt_tokens} is {limit}; it must be -1 (the model's maximum) or at least 1.",
                 param="truncate_prompt_tokens",
+                limit=limit,
             )
         longest, name = model.max_model_len, model.limit_name or "max_model_len"
         if model.enable_chunked_processing and task in (PoolingTask.EMBED, PoolingTask.SCORE):
             longest, name = model.max_embed_len or _MOST_TOKENS, "max_embed_len"
         if limit > longest:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens value is greater than {name}. "
-                f"Please request a smaller truncation size. ({limit} > {longest})",
+                "{truncate_prompt_tokens} value is greater than {longest_name}. "
+                "Please request a smaller truncation size. ({limit} > {longest})",
                 param="truncate_prompt_tokens",
+                longest_name=name,
+                limit=limit,
+                longest=longest,
             )
 
     def _verify_dimensions(self, model: ModelInfo) -> None:
@@ -137,21 +147,28 @@ class PoolingParams:
             return
         if not 1 <= dims <= model.embedding_size:
             raise InvalidRequestError(
-                f"dimensions is {dims}; {model.name} gives 1 to {model.embedding_size}.", param="dimensions"
+                "{dimensions} is {asked}; {model.name} gives 1 to {model.embedding_size}.",
+                param="dimensions",
+                asked=dims,
+                model=model,
             )
         if model.matryoshka_dimensions:
             if dims not in model.matryoshka_dimensions:
                 raise InvalidRequestError(
-                    f"dimensions is {dims}; {model.name} declares {listed(model.matryoshka_dimensions)} "
-                    f"and its native {model.embedding_size}.",
+                    "{dimensions} is {asked}; {model.name} declares {declared} and its native {model.embedding_size}.",
                     param="dimensions",
+                    asked=dims,
+                    model=model,
+                    declared=listed(model.matryoshka_dimensions),
                 )
         elif not model.is_matryoshka:
             raise InvalidRequestError(
-                f"dimensions is {dims}, but {model.name} does not declare Matryoshka support; leave dimensions out "
-                f"or ask for its native {model.embedding_size}. To allow cutting, start the server with "
-                "--hf-overrides '{\"is_matryoshka\": true}' or list sizes in '{\"matryoshka_dimensions\": [...]}'.",
+                "{dimensions} is {asked}, but {model.name} does not declare Matryoshka support; leave {dimensions} out "
+                "or ask for its native {model.embedding_size}. To allow cutting, start the server with --hf-overrides "
+                "'{{\"is_matryoshka\": true}}' or list sizes in '{{\"matryoshka_dimensions\": [...]}}'.",
                 param="dimensions",
+                asked=dims,
+                model=model,
             )
 
     def _verify_step(self, model: ModelInfo) -> None:
@@ -197,3 +214,8 @@ class PoolingParams:
             step_tag_id=self.step_tag_id if self.step_tag_id is not None else model.step_tag_id,
             returned_token_ids=self.returned_token_ids or model.returned_token_ids,
         )
+
+
+def _fields(names: Sequence[str]) -> str:
+    """Returns fields of a request as a list, for the template of an error."""
+    return ", ".join(f"{{{name}}}" for name in names) or "none"

@@ -201,7 +201,7 @@ class InputEncoder:
         asked = params.truncate_prompt_tokens
         limit, name = self._info.max_model_len, self._info.limit_name
         if asked is not None and asked != -1:
-            limit, name = asked, "truncate_prompt_tokens"
+            limit, name = asked, "{truncate_prompt_tokens}"
         elif self._long_text is not None and params.task is PoolingTask.EMBED:
             longest = self._info.max_embed_len
             limit, name = (longest, "max_embed_len") if longest else (self._max_queued_tokens, "max_queued_tokens")

@@ -131,7 +131,7 @@ class LateChunking:
         at_least = "" if is_whole else "at least "
         raise RequestTooLongError.over_limit(
             f"the inputs have {at_least}{num_tokens} tokens together, and late_chunking runs them as one text",
-            "Please send fewer or shorter inputs, or set truncate_prompt_tokens to -1 to cut the text.",
+            "Please send fewer or shorter inputs, or set {cut_to_fit} to cut the text.",
             num_tokens=num_tokens,
             max_num_tokens=self.max_num_tokens,
             limit_name=self.name,

@@ -87,7 +87,7 @@ class Truncation:
         if not self.cut:
             raise RequestTooLongError.over_limit(
                 what,
-                "Please reduce the length of the input prompt, or set truncate_prompt_tokens to -1 to cut it.",
+                "Please reduce the length of the input prompt, or set {cut_to_fit} to cut it.",
                 num_tokens=num_tokens,
                 max_num_tokens=self.max_num_tokens,
                 limit_name=self.name,
@@ -97,9 +97,10 @@ class Truncation:
     def no_room(self, why: str) -> InvalidRequestError:
         """Returns the error for a limit that leaves no room for text; `why` is the other half of its sentence."""
         return InvalidRequestError(
-            f"The limit is {self.max_num_tokens} tokens, but {why}; allow more with truncate_prompt_tokens or "
-            "--max-model-len.",
+            "The limit is {limit} tokens, but {why}; allow more with {truncate_prompt_tokens} or --max-model-len.",
             param="truncate_prompt_tokens",
+            limit=self.max_num_tokens,
+            why=why,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.engine.protocol.results import ClassResult, TokenResult
+from penstock.engine import ClassResult, TokenResult
 
 
 def vllm_rows(result: ClassResult) -> list[dict[str, Any]]:

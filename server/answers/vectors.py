@@ -8,13 +8,12 @@ from typing import Any, Final
 
 from fastapi import Response
 
+from penstock.engine import ModelInfo, PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.model_info import ModelInfo
-from penstock.engine.protocol.params import PoolingParams
 
 from ..wire.encoding import Encoding, EncodingFormat, Rows, encode_rows, wire_rows
 from ..wire.json_route import json_response
-from ..wire.quantize import check_width
+from ..wire.quantization import check_width
 
 MAX_METADATA_ROWS: Final = 512  # A header of 64 KiB is the most that Python's http.client takes; a row is about 110 B.
 BYTES_RESPONSE: Final[dict[str, Any]] = {

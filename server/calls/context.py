@@ -1,112 +1,34 @@
-"""What every handler needs: the served models, the metrics, and engine calls that end when the client hangs up."""
+"""What every handler needs: the served models, the metrics, and how long the answer to a request is wanted."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence, Sized
+import time
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, TypeVar
+from types import TracebackType
+from typing import Any, Final, NamedTuple
 
 from fastapi import Request
-from starlette.types import Scope
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine import ModelInfo, RequestOptions
 from penstock.engine.protocol.errors import (
     DeadlineExceededError,
-    EngineUnavailableError,
+    EngineError,
     InvalidRequestError,
-    ModelNotFoundError,
     OwnDeadlineExceededError,
     RequestCancelledError,
 )
 
 from ..observability.metrics import Metrics
+from ..observability.timing import REQUEST
 from ..settings import ServerSettings
 from ..wire.request_limits import RequestLimits, limits_of
-from ..wire.shown_values import shown
-
-T = TypeVar("T")
+from .models import ModelTable
+from .prompts import prompt_for
 
 WATCH_AFTER_S: Final = 0.02  # A request that is answered sooner is not worth a task that waits for its client to leave.
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model that is to be served.
-
-    Attributes:
-        names: Names that requests may use; the first one is shown.
-        start: Loads the model and returns its engine.
-    """
-
-    names: tuple[str, ...]
-    start: Callable[[], Awaitable[AsyncEngine]]
-
-
-class Target(NamedTuple):
-    """The engine that a request goes to, and the model name that its answer shows."""
-
-    engine: AsyncEngine
-    name: str
-
-
-class ModelTable:
-    """Served names to engines; some may still be loading. The first model answers requests that name none."""
-
-    def __init__(self) -> None:
-        self._targets: dict[str, Target] = {}
-        self._shown: list[Target] = []
-        self._expected: list[tuple[str, ...]] = []
-
-    def expect(self, names: Sequence[str]) -> None:
-        """Announces a model; until `add`, requests for it are told to come back."""
-        self._expected.append(tuple(names))
-
-    def add(self, names: Sequence[str], engine: AsyncEngine) -> None:
-        """Serves `engine` under `names`; the first one is shown."""
-        self._expected = [expected for expected in self._expected if expected[0] != names[0]]
-        self._shown.append(Target(engine, names[0]))
-        self._targets.update({name: Target(engine, name) for name in names})
-
-    def find(self, name: str | None) -> Target:
-        """Returns the engine for the model that a request names.
-
-        Raises:
-            EngineUnavailableError: It is being loaded.
-            ModelNotFoundError: No model has this name; the message lists those that are served.
-        """
-        if not name and self._shown:
-            return self._shown[0]
-        target = self._targets.get(name or "")
-        if target is not None:
-            return target
-        expected = [each for names in self._expected for each in names]
-        if not name or name in expected:
-            raise EngineUnavailableError("The model is being loaded. Please try again in a moment.")
-        served = ", ".join([*self._targets, *expected])
-        raise ModelNotFoundError(f"The model {shown(name)} does not exist; this server has {served}.", param="model")
-
-    def names(self) -> list[Target]:
-        """Returns every served name with its engine. Raises EngineUnavailableError while all are being loaded."""
-        if not self._targets:
-            self.find(None)
-        return list(self._targets.values())
-
-    def engines(self) -> list[Target]:
-        """Returns every engine that has been loaded once, with its shown name."""
-        return list(self._shown)
-
-    @property
-    def only(self) -> AsyncEngine | None:
-        """The engine that every request goes to; None where its body must be read to know, or no model is loaded."""
-        return self._shown[0].engine if len(self._shown) == 1 and not self._expected else None
-
-    def states(self) -> dict[str, EngineState]:
-        """Returns where each model is in its life, by its shown name."""
-        states = {name: engine.state for engine, name in self._shown}
-        return states | {names[0]: EngineState.STARTING for names in self._expected}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,94 +40,187 @@ class ServerContext:
         metrics: Counters of this application.
         models: Served names to engines.
         started_s: Unix time of the start.
-        scope: The request that is answered with it; None in `app.state`.
     """
 
     settings: ServerSettings
     metrics: Metrics
     models: ModelTable
     started_s: int
-    scope: Scope | None = None
 
     def check_count(self, inputs: Sized, param: str) -> None:
-        """Raises InvalidRequestError if a request holds more inputs than the server takes."""
+        """Checks that a request holds no more inputs than the server takes.
+
+        Raises:
+            InvalidRequestError: It holds more.
+        """
         limit = self.settings.max_inputs_per_request
         if len(inputs) > limit:
             raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
 
     def options(
-        self, prompt_name: str | None = None, instruction: str | None = None, *, priority: int | None = None
+        self,
+        request: Request,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
+        *,
+        priority: int | None = None,
     ) -> RequestOptions:
         """Returns the engine options of a request: what its dialect says, and what its headers do.
 
         Args:
+            request: The request; what is left of its time is the engine's.
             prompt_name: See RequestOptions.
             instruction: See RequestOptions.
             priority: From the body, which wins over the header; None where it says nothing.
 
         Raises:
             InvalidRequestError: A header is wrong.
+            DeadlineExceededError: The request was read for so long that its deadline has passed.
         """
-        limits = RequestLimits() if self.scope is None else limits_of(self.scope)
-        longest_s = self.settings.request_timeout_s or math.inf
-        timeout_s = min(longest_s, limits.timeout_s or math.inf)
+        limits = limits_of(request.scope)
+        deadline = self.deadline(limits)
+        left_s = deadline.left_s()
+        if left_s <= 0:
+            raise deadline.error()
         return RequestOptions(
-            timeout_s=None if timeout_s == math.inf else timeout_s,
+            timeout_s=None if left_s == math.inf else left_s,
             priority=limits.priority if priority is None else priority,
             client=limits.client,
             prompt_name=prompt_name,
             instruction=instruction,
         )
 
+    def embed_options(
+        self, request: Request, model: ModelInfo, *, priority: int | None = None, **wishes: str | None
+    ) -> RequestOptions:
+        """Returns the engine options of a request for embeddings, with the prompt that its dialect asks for.
+
+        Args:
+            request: See `options`.
+            model: Has the prompts; --default-prompt-name serves requests that say nothing.
+            priority: See `options`.
+            wishes: What the body says of a prompt, by the names that `prompt_for` knows.
+
+        Raises:
+            InvalidRequestError: See `prompt_for` and `options`.
+            DeadlineExceededError: See `options`.
+        """
+        default_name = self.settings.default_prompt_name
+        if default_name is None and not any(wishes.values()):
+            return self.options(request, priority=priority)
+        prompt = prompt_for(model, default_name=default_name, **wishes)
+        options = self.options(request, prompt.name, priority=priority)
+        return replace(options, prompt=prompt.text, is_query=prompt.is_query)
+
+    def deadline(self, limits: RequestLimits) -> Deadline:
+        """Returns the deadline of a request: its own, or the server's where that is earlier."""
+        longest_s = self.settings.request_timeout_s or math.inf
+        own_s = math.inf if limits.timeout_s is None else limits.timeout_s
+        return Deadline(min(own_s, longest_s), is_own=own_s < longest_s)
+
+    def answer_head(
+        self, request: Request, kind: str, model: str, task: str, num_tokens: Sequence[int]
+    ) -> dict[str, Any]:
+        """Counts the tokens of each input and returns an answer in OpenAI's shape, but for its `data`.
+
+        Args:
+            request: For its id.
+            kind: What the id of the answer begins with.
+            model: Its name, as the answer shows it.
+            task: Name of the task, or of several, in the metrics.
+            num_tokens: Tokens of each input.
+        """
+        total = self.metrics.count(task, num_tokens)
+        return {
+            "id": f"{kind}-{request.scope['request_id']}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": model,
+            "usage": {"prompt_tokens": total, "total_tokens": total},
+        }
+
 
 def context_of(request: Request) -> ServerContext:
-    """Returns the state of the application that serves `request`, for this request."""
+    """Returns the state of the application that serves `request`."""
     context: ServerContext = request.app.state.context
-    return replace(context, scope=request.scope)
+    return context
 
 
-async def until_client_leaves(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Awaits `work`, and cancels it when the client hangs up first.
+class Deadline(NamedTuple):
+    """When the answer to a request is of no use any more.
+
+    Attributes:
+        timeout_s: Seconds from the arrival of the request on; infinity: never.
+        is_own: A header of the request has set it.
+    """
+
+    timeout_s: float
+    is_own: bool
+
+    def left_s(self) -> float:
+        """Returns how many seconds are left to the request that the current task answers."""
+        record = REQUEST.get()
+        return self.timeout_s if record is None else self.timeout_s - (time.perf_counter() - record.began_s)
+
+    def error(self) -> DeadlineExceededError:
+        """Returns the error of a request that it has passed for."""
+        message = f"The deadline of {self.timeout_s:g} s passed before the answer."
+        return OwnDeadlineExceededError(message) if self.is_own else DeadlineExceededError(message)
+
+
+class ClientWatch:
+    """Ends what runs inside when nobody wants the answer any more: `with ClientWatch(request): ...`.
+
+    Args:
+        request: Its headers have been checked by `ServerContext.options`.
+        is_timed: It has a deadline.
 
     Raises:
-        RequestCancelledError: The client has gone.
-        OwnDeadlineExceededError: The deadline that the request's header set passed.
+        RequestCancelledError: The client has hung up.
+        DeadlineExceededError: The deadline of the server, or the one that the request's header set, has passed.
     """
-    task = asyncio.current_task()
-    assert task is not None
-    watcher: asyncio.Task[None] | None = None
-    has_left = False
 
-    async def watch() -> None:
-        nonlocal has_left
-        while (await request.receive())["type"] != "http.disconnect":
+    __slots__ = ("_error", "_is_timed", "_request", "_task", "_timer", "_watcher")
+
+    def __init__(self, request: Request, *, is_timed: bool = True) -> None:
+        self._request = request
+        self._is_timed = is_timed
+        self._watcher: asyncio.Task[None] | None = None
+        self._error: EngineError | None = None
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._timer = task.get_loop().call_later(WATCH_AFTER_S, self._watch)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._error is not None and kind is asyncio.CancelledError:
+            self._task.uncancel()
+            raise self._error from None
+        if kind is DeadlineExceededError:
+            raise self._deadline().error() from error
+
+    def _watch(self) -> None:
+        loop = self._task.get_loop()
+        self._watcher = loop.create_task(self._wait_for_hangup())
+        if self._is_timed and (left_s := (deadline := self._deadline()).left_s()) < math.inf:
+            self._timer = loop.call_later(max(left_s, 0.0), self._end, deadline.error())
+
+    async def _wait_for_hangup(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
             pass
-        has_left = True
-        task.cancel()
+        self._end(RequestCancelledError("The client has hung up."))
 
-    def start_watching() -> None:
-        nonlocal watcher
-        watcher = asyncio.create_task(watch())
+    def _end(self, error: EngineError) -> None:
+        if self._error is None:
+            self._error = error
+            self._task.cancel()
 
-    timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, start_watching)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if not has_left:
-            raise
-        task.uncancel()
-        raise RequestCancelledError("The client has hung up.") from None
-    except DeadlineExceededError as error:
-        if not _has_own_deadline(request):
-            raise
-        raise OwnDeadlineExceededError(error.message) from error
-    finally:
-        timer.cancel()
-        if watcher is not None:
-            watcher.cancel()
-
-
-def _has_own_deadline(request: Request) -> bool:
-    """Returns whether the header of a request sets an earlier deadline than the server does."""
-    asked_s, longest_s = limits_of(request.scope).timeout_s, context_of(request).settings.request_timeout_s
-    return asked_s is not None and (not longest_s or asked_s < longest_s)
+    def _deadline(self) -> Deadline:
+        return context_of(self._request).deadline(limits_of(self._request.scope))

@@ -8,16 +8,13 @@ prompt for a role reads such texts as it reads texts that have none.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
-from penstock.engine.async_engine import RequestOptions
+from penstock.engine import ModelInfo
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.tokenization.input_encoder import instructed_prompt
 
 from ..wire.shown_values import shown
-from .context import ServerContext
 
 Role = tuple[str, ...]
 
@@ -40,26 +37,38 @@ _SIDES: Final = frozenset({"query", "document"})
 _SYMMETRIC: Final = frozenset({"classification", "clustering", "similarity"})
 
 
-def request_options(
-    context: ServerContext,
+class Prompt(NamedTuple):
+    """What is put before the texts of a request.
+
+    Attributes:
+        name: Of the model's prompt; None: the model's default, if it has one.
+        text: The prompt itself, which wins.
+        is_query: See RequestOptions.
+    """
+
+    name: str | None
+    text: str | None
+    is_query: bool | None
+
+
+def prompt_for(
     info: ModelInfo,
     *,
     prompt_name: str | None = None,
     input_type: str | None = None,
     task: str | None = None,
     instruction: str | None = None,
-    priority: int | None = None,
-) -> RequestOptions:
-    """Returns the options of an embed call. Absent and empty are one; of several, the first below counts.
+    default_name: str | None = None,
+) -> Prompt:
+    """Returns what to put before texts. Absent and empty are one; of several, the first below counts.
 
     Args:
-        context: The server; its --default-prompt-name serves requests that say nothing.
         info: The model.
         prompt_name: A prompt of the model by its own name.
         input_type: What the texts are for, as Cohere and Voyage say it.
         task: The same, as Jina says it.
         instruction: Replaces the instruction in the model's query prompt.
-        priority: From the body.
+        default_name: The prompt for requests that say nothing.
 
     Raises:
         InvalidRequestError: A purpose that is not known, an instruction for a model that takes none or for documents.
@@ -77,13 +86,11 @@ def request_options(
                 param="instruction",
             )
         names = (name,) if name else (*_named(info, ("query",)), info.default_prompt_name or "")
-        prompt = instructed_prompt(info, names, instruction)
-        return replace(context.options(priority=priority), prompt=prompt, is_query=True)
+        return Prompt(None, instructed_prompt(info, names, instruction), is_query=True)
     if name is None and not role:
-        name = context.settings.default_prompt_name
-    options = context.options(name, priority=priority)
+        name = default_name
     role = role or (_role(name) if name else ())
-    return replace(options, is_query=role[-1] == "query") if role else options
+    return Prompt(name, None, is_query=role[-1] == "query" if role else None)
 
 
 def find_prompt(info: ModelInfo, purpose: str, *, param: str) -> tuple[str | None, Role]:

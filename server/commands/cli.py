@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ..errors.command_errors import CommandError
-from ..settings import EmbedSettings, InfoSettings, ServerSettings
+from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings
 from ..wire.version import penstock_version
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, load
@@ -89,7 +88,7 @@ def _info(given: dict[str, Any]) -> int:
     from penstock.engine.model_files.resolve import resolve_model, resolved_table
     from penstock.engine.protocol.errors import ModelLoadError
 
-    from ..calls.table import format_table
+    from ..calls.models import format_table
 
     try:
         info = resolve_model(settings.engine_config(model, names[0]))

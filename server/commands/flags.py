@@ -10,8 +10,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-from ..errors.command_errors import UsageError
-from ..settings import environment_variable
+from ..settings import UsageError, environment_variable
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 

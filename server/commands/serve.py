@@ -18,19 +18,16 @@ from typing import Final
 
 import uvicorn
 
-from penstock.engine.async_engine import AsyncEngine
+from penstock.engine import AsyncEngine, EngineConfig
 from penstock.engine.logs import configure_logging
 from penstock.engine.model_files.resolve import resolve_model
-from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 
 from ..app import create_app
-from ..calls.context import ServedModel
-from ..calls.startup import check_prompt_name
-from ..errors.command_errors import UsageError
-from ..settings import ServerSettings, unknown_variables
+from ..calls.models import ServedModel, check_prompt_name
+from ..settings import ServerSettings, UsageError, unknown_variables
 from ..transport.connection import Connection
-from ..transport.file_limit import raise_file_limit
+from ..transport.connection_limits import raise_file_limit
 from ..transport.http_server import HttpServer
 
 logger = logging.getLogger(__name__)

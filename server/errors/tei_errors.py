@@ -17,8 +17,8 @@ from starlette.exceptions import HTTPException
 
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError, RequestTooLongError, UnsupportedTaskError
 
+from ..wire.json_bodies import TEI
 from ..wire.json_route import JsonRoute
-from ..wire.tagged import TEI
 from .table import ERROR_KINDS, ErrorKind, retry_headers, shown_error
 from .validation import explain
 

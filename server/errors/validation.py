@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from ..wire.json_bodies import TAGS
 from ..wire.shown_values import shown, shown_names
-from ..wire.tagged import TAGS
 
 MAX_SHOWN_ERRORS: Final = 3
 
@@ -37,7 +37,7 @@ def _sentence(error: dict[str, Any], body: object) -> str:
         given = [name for name, value in body.items() if value is not None] if isinstance(body, dict) else ()
         return f"{field} is missing; the body has {shown_names(given)}."
     reason = error["msg"].removeprefix("Value error, ").rstrip(".")
-    if kind == "value_error":
+    if kind in ("value_error", "unknown_key"):
         return f"{field} {reason}."
     return f"{field}: {reason}, not {shown(error['input'])}."
 

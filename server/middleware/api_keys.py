@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
-from ..errors.command_errors import UsageError
+from ..settings import UsageError
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from math import inf
 from typing import Final
 
@@ -10,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, ProcessCollector, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.engine.async_engine import AsyncEngine
+from penstock.engine import AsyncEngine
 from penstock.engine.frontend.stats import DispatcherStats, StepHistogram
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol.stage_times import Stage
@@ -69,27 +70,30 @@ class Metrics:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(_EngineCollector(engines))
-        self._requests = Counter(
+        requests = Counter(
             "penstock_http_requests", "Answers by route and status.", ("route", "status"), registry=self._registry
         )
+        # prometheus_client looks for the child of its labels under a lock, each time.
+        self._requests = cache(requests.labels)
         self._latency: dict[str, StepHistogram] = {}
         self._stages: dict[tuple[str, str], dict[Stage, StepHistogram]] = {}
         self._registry.register(_RequestCollector(self._latency, self._stages))
-        self._inputs = Counter("penstock_inputs", "Texts, documents or pairs.", ("task",), registry=self._registry)
-        self._tokens = Counter("penstock_tokens", "Tokens of inputs.", ("task",), registry=self._registry)
+        inputs = Counter("penstock_inputs", "Texts, documents or pairs.", ("task",), registry=self._registry)
+        tokens = Counter("penstock_tokens", "Tokens of inputs.", ("task",), registry=self._registry)
+        self._inputs, self._tokens = cache(inputs.labels), cache(tokens.labels)
 
     def count(self, task: str, num_tokens: Sequence[int]) -> int:
-        """Books the inputs of a finished request and returns the sum of its tokens."""
+        """Counts the inputs of a finished request and returns the sum of its tokens."""
         total = sum(num_tokens)
         if (record := REQUEST.get()) is not None:
             record.task, record.num_inputs, record.num_tokens = task, len(num_tokens), total
-        self._inputs.labels(task).inc(len(num_tokens))
-        self._tokens.labels(task).inc(total)
+        self._inputs(task).inc(len(num_tokens))
+        self._tokens(task).inc(total)
         return total
 
     def observe(self, record: RequestRecord) -> None:
-        """Books one answer."""
-        self._requests.labels(record.route, str(record.status)).inc()
+        """Counts one answer."""
+        self._requests(record.route, record.status).inc()
         latency = self._latency.get(record.route)
         if latency is None:
             latency = self._latency[record.route] = StepHistogram(_LATENCY_BUCKETS_S)

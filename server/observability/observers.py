@@ -7,8 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from ..errors.command_errors import UsageError
-from ..settings import ServerSettings
+from ..settings import ServerSettings, UsageError
 from .access_log import log_access
 from .metrics import Metrics
 from .timing import Observer

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
-from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
+from penstock.engine.protocol.stage_times import Stage, StageTimes
 
 PROBES: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"})
 """Routes that are asked every few seconds: neither logged nor traced."""
@@ -72,39 +72,6 @@ Observer = Callable[[RequestRecord], Any]
 
 REQUEST: Final[ContextVar[RequestRecord | None]] = ContextVar("penstock_request", default=None)
 """The request that the current task answers. It belongs to the task, not to this module."""
-
-
-class TimingMiddleware:
-    """Times every request, tells the client in the header Server-Timing, and then the observers, in their order."""
-
-    def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
-        self.app = app
-        self.observers = tuple(observers)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on with a record of its own."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        record = RequestRecord(scope, time.perf_counter(), time.time_ns())
-        request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
-
-        async def send_and_note(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                record.begin_answer(message["status"])
-                if record.stage_seconds:
-                    timing = (b"server-timing", server_timing(record.stage_seconds))
-                    message["headers"] = [*message.get("headers", ()), timing]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, send_and_note)
-        finally:
-            STAGE_TIMES.reset(stages_token)
-            REQUEST.reset(request_token)
-            record.end()
-            for observe in self.observers:
-                observe(record)
 
 
 def server_timing(seconds: Mapping[Stage, float]) -> bytes:

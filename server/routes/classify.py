@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 from fastapi import APIRouter, Request, Response
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
-from penstock.engine.protocol.results import ClassResult, TokenResult
-from penstock.engine.protocol.tasks import PoolingTask
 
 from ..answers.classes import cohere_rows, token_rows, vllm_rows
+from ..answers.limits import check_num_ids, check_token_values
 from ..answers.tei import prediction_rows
-from ..calls.chat_input import check_inputs, run_inputs
-from ..calls.context import ServerContext, context_of, until_client_leaves
-from ..calls.limits import check_num_ids, check_token_values
-from ..calls.prompts import request_options
-from ..errors.field_names import fields_named
+from ..calls.context import ClientWatch, ServerContext, context_of
+from ..calls.inputs import check_inputs, engine_inputs
 from ..schemas.classify import (
     ClassifyRequest,
     ClassifyResponse,
@@ -28,7 +21,6 @@ from ..schemas.classify import (
     TokenClassifyResponse,
 )
 from ..schemas.errors import ERROR_RESPONSES
-from ..schemas.fields.common import usage_of
 from ..schemas.fields.texts import Text
 from ..wire.json_route import JsonRoute, json_response
 
@@ -55,27 +47,22 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
         return await _classify_tokens(body, request, context, engine, name)
     is_embedding = engine.info.kind is ModelKind.EMBEDDING
-    options = context.options(priority=body.priority)
+    options = context.options(request, priority=body.priority)
     if is_embedding:
-        options = request_options(context, engine.info, instruction=body.instruction, priority=body.priority)
-
-    async def run(texts: list[Text], options: RequestOptions) -> ClassResult:
-        return await _classes(engine, body, texts, options)
-
-    with fields_named("input" if body.inputs is None else "inputs"):
-        work = run_inputs(engine, body, options, run)
-        result = await until_client_leaves(request, work)
-    num_tokens = context.metrics.count(PoolingTask.CLASSIFY, result.num_tokens)
-    answer_id = f"classify-{request.scope['request_id']}"
+        options = context.embed_options(request, engine.info, instruction=body.instruction, priority=body.priority)
+    with ClientWatch(request):
+        texts, options = await engine_inputs(engine, body, options)
+        result = await _classes(engine, body, texts, options)
+    head = context.answer_head(request, "classify", name, PoolingTask.CLASSIFY, result.num_tokens)
     if body.inputs is not None:
         is_multi_label = engine.info.activation is Activation.SIGMOID and len(result.labels) > 1
-        rows = cohere_rows(answer_id, body.inputs, result, is_multi_label=is_multi_label)
+        rows = cohere_rows(head["id"], body.inputs, result, is_multi_label=is_multi_label)
         meta = {"api_version": {"version": "1"}, "billed_units": {"classifications": len(rows)}}
-        return json_response({"id": answer_id, "classifications": rows, "meta": meta})
+        return json_response({"id": head["id"], "classifications": rows, "meta": meta})
     if body.is_infinity():
-        answer = {"object": "classify", "data": prediction_rows(result.scores, result.labels, None)}
-        return json_response(_listed(answer_id, name, num_tokens, answer))
-    return json_response(_listed(answer_id, name, num_tokens, {"data": vllm_rows(result)}))
+        infinity_rows = prediction_rows(result.scores, result.labels, None)
+        return json_response({**head, "object": "classify", "data": infinity_rows})
+    return json_response({**head, "data": vllm_rows(result)})
 
 
 def _check_model(model: ModelInfo, body: ClassifyRequest) -> None:
@@ -89,7 +76,7 @@ def _check_model(model: ModelInfo, body: ClassifyRequest) -> None:
         raise UnsupportedTaskError(
             f"{model.name} scores a query with a document in a prompt made for the two, so it has no classes for "
             "single texts; send query and documents to /rerank, or pairs to /score.",
-            param="input" if body.inputs is None else "inputs",
+            param="input",
         )
     if body.instruction and model.kind is not ModelKind.EMBEDDING:
         raise InvalidRequestError(
@@ -124,22 +111,14 @@ async def _classify_tokens(
         raise UnsupportedTaskError(
             f"{name} classifies tokens: send texts as input, without labels and examples.", param="input"
         )
-
-    async def run(texts: list[Text], options: RequestOptions) -> TokenResult:
-        return await engine.token_classify(texts, body.pooling_params(), options)
-
-    result = await until_client_leaves(request, run_inputs(engine, body, context.options(priority=body.priority), run))
-    field = "input" if body.messages is None else "messages"
-    check_num_ids(sum(map(len, result.token_ids)), field)
-    check_token_values(result.rows, sum(result.num_tokens), field)
-    num_tokens = context.metrics.count(PoolingTask.TOKEN_CLASSIFY, result.num_tokens)
+    options = context.options(request, priority=body.priority)
+    with ClientWatch(request):
+        texts, options = await engine_inputs(engine, body, options)
+        result = await engine.token_classify(texts, body.pooling_params(), options)
+    check_num_ids(sum(map(len, result.token_ids)), "input")
+    check_token_values(result.rows, sum(result.num_tokens), "input")
+    head = context.answer_head(request, "classify", name, PoolingTask.TOKEN_CLASSIFY, result.num_tokens)
     pieces = await engine.detokenize(
         [[token_id] for ids in result.token_ids for token_id in ids], skip_special_tokens=False
     )
-    answer = {"labels": result.labels, "data": token_rows(result, pieces)}
-    return json_response(_listed(f"classify-{request.scope['request_id']}", name, num_tokens, answer))
-
-
-def _listed(answer_id: str, name: str, num_tokens: int, answer: dict[str, Any]) -> dict[str, Any]:
-    head = {"id": answer_id, "object": "list", "created": int(time.time()), "model": name}
-    return {**head, **answer, "usage": usage_of(num_tokens)}
+    return json_response({**head, "labels": result.labels, "data": token_rows(result, pieces)})

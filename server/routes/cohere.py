@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 
-from penstock.engine.protocol.model_info import ModelInfo
-from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine import ModelInfo, PoolingTask
 
-from ..calls.context import context_of, until_client_leaves
-from ..calls.limits import check_num_chars, check_num_ids
-from ..calls.prompts import request_options
-from ..errors.field_names import fields_named
+from ..answers.limits import check_num_chars, check_num_ids
+from ..calls.context import ClientWatch, context_of
 from ..schemas.cohere import (
     CohereDetokenizeRequest,
     CohereDetokenizeResponse,
@@ -28,12 +25,9 @@ from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.fields.encodings import QUANTIZATIONS, EmbeddingType
 from ..wire.encoding import base64_row
 from ..wire.json_route import JsonRoute, json_response
-from ..wire.quantize import check_width, quantize
+from ..wire.quantization import check_width, quantize
 
 router = APIRouter(route_class=JsonRoute, tags=["cohere"], responses=ERROR_RESPONSES)
-
-_OPTIONS: Final = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
-_PHRASES: Final = {"truncate_prompt_tokens to -1": "truncate to START or END"}
 
 
 @router.post("/v2/embed", response_model=CohereEmbedByTypeResponse)
@@ -58,14 +52,12 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     """
     context = context_of(request)
     engine, _ = context.models.find(body.model)
-    field = "texts" if body.texts is not None else "inputs"
     texts = body.contents()
-    context.check_count(texts, field)
+    context.check_count(texts, "texts" if body.texts is not None else "inputs")
     _check_widths(body, engine.info)
-    options = request_options(context, engine.info, input_type=body.input_type, priority=body.priority)
-    with fields_named(field, _OPTIONS, _PHRASES):
-        work = engine.embed(texts, body.pooling_params(engine.info), options)
-        result = await until_client_leaves(request, work)
+    options = context.embed_options(request, engine.info, input_type=body.input_type, priority=body.priority)
+    with ClientWatch(request):
+        result = await engine.embed(texts, body.pooling_params(engine.info), options)
     num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)
     is_by_type = version != "1" or bool(body.embedding_types)
     types: list[EmbeddingType] = body.embedding_types or ["float"]
@@ -86,8 +78,8 @@ async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
     """Returns the tokens of a text, without the special ones that the model puts around it."""
     engine, _ = context_of(request).models.find(body.model)
     check_num_chars(len(body.text), "text")
-    work = engine.tokenize([body.text], add_special_tokens=False)
-    (token_ids,) = await until_client_leaves(request, work)
+    with ClientWatch(request, is_timed=False):
+        (token_ids,) = await engine.tokenize([body.text], add_special_tokens=False)
     pieces = await engine.detokenize([[token_id] for token_id in token_ids], skip_special_tokens=False)
     return json_response({"tokens": token_ids, "token_strings": pieces, "meta": _version_meta()})
 
@@ -97,8 +89,8 @@ async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Respons
     """Returns the text of tokens."""
     engine, _ = context_of(request).models.find(body.model)
     check_num_ids(len(body.tokens), "tokens")
-    with fields_named("tokens"):
-        (text,) = await until_client_leaves(request, engine.detokenize([body.tokens]))
+    with ClientWatch(request, is_timed=False):
+        (text,) = await engine.detokenize([body.tokens])
     return json_response({"text": text, "meta": _version_meta()})
 
 

@@ -6,17 +6,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from penstock.engine.async_engine import RequestOptions
-from penstock.engine.protocol.results import CombinedResult
-
-from ..calls.chat_input import run_inputs
-from ..calls.context import until_client_leaves
-from ..calls.embedding_call import EmbeddingCall
-from ..calls.limits import check_token_values
-from ..errors.field_names import fields_named
+from ..answers.limits import check_token_values
+from ..answers.vectors import check_encodings
+from ..calls.context import ClientWatch, context_of
+from ..calls.inputs import check_inputs, engine_inputs
 from ..schemas.encode import TASKS, EncodeRequest, EncodeResponse
 from ..schemas.errors import ERROR_RESPONSES
-from ..schemas.fields.texts import Text
 from ..wire.encoding import encode_rows
 from ..wire.json_route import JsonRoute, json_response
 
@@ -26,26 +21,35 @@ router = APIRouter(route_class=JsonRoute, tags=["penstock"], responses=ERROR_RES
 @router.post("/v1/encode", response_model=EncodeResponse, response_model_exclude_unset=True)
 async def encode(body: EncodeRequest, request: Request) -> Response:
     """Answers with every kind of vector that the model gives, or with some of them, from a single forward."""
-    call = EmbeddingCall.of(body, request)
-    wanted = body.wanted(call.engine.info)
+    context = context_of(request)
+    engine, name = context.models.find(body.model)
+    check_inputs(context, body)
+    params, encoding = body.pooling_params(), body.encoding()
+    check_encodings({"embedding": encoding}, body.num_inputs(), engine.info, params, quantized_by="encoding_format")
+    options = context.embed_options(
+        request,
+        engine.info,
+        prompt_name=body.prompt_name,
+        input_type=body.input_type,
+        instruction=body.instruction,
+        priority=body.priority,
+    )
+    wanted = body.wanted(engine.info)
     tasks = [TASKS[output] for output in wanted]
-
-    async def run(texts: list[Text], options: RequestOptions) -> CombinedResult:
-        return await call.engine.embed_combined(texts, tasks, call.params, options)
-
-    with fields_named("input"):
-        result = await until_client_leaves(request, run_inputs(call.engine, body, call.options, run))
-    (encoding,) = call.encodings.values()
+    with ClientWatch(request):
+        texts, options = await engine_inputs(engine, body, options)
+        result = await engine.embed_combined(texts, tasks, params, options)
     columns: dict[str, list[Any]] = {}
     if result.embeddings is not None:
         columns["dense"] = encode_rows(result.embeddings, encoding)
     if result.sparse is not None:
         columns["sparse"] = [{"indices": vector.indices, "values": vector.values} for vector in result.sparse]
     if result.vectors is not None:
-        check_token_values(result.vectors, sum(result.num_tokens), "input" if body.messages is None else "messages")
+        check_token_values(result.vectors, sum(result.num_tokens), "input")
         columns["multi_vector"] = encode_rows(result.vectors, encoding)
     data = [
         {"object": "encoding", "index": i, **{output: columns[output][i] for output in wanted}}
         for i in range(len(result.num_tokens))
     ]
-    return json_response({**call.head(request, "+".join(tasks), result.num_tokens, kind="encode"), "data": data})
+    head = context.answer_head(request, "encode", name, "+".join(tasks), result.num_tokens)
+    return json_response({**head, "data": data})

@@ -19,8 +19,7 @@ from ..schemas.rerank import RerankRequest
 from ..schemas.score import ScoreRequest
 from ..schemas.tei import TeiEmbedRequest, TeiPredictRequest, TeiRerankRequest, TeiSimilarityRequest
 from ..schemas.vllm import PoolingRequest
-from ..wire.json_body import parsed
-from ..wire.json_route import JsonRoute
+from ..wire.json_route import JsonRoute, passed_on
 from ..wire.shown_values import shown_names
 from . import classify, openai, rerank, score, tei_tools, vllm
 
@@ -44,9 +43,9 @@ async def invocations(
     if has & {"inputs", "texts"}:
         return await answered_as_tei(tei_tools.by_model(body, request), request)
     if "query" in has:
-        return await rerank.rerank(parsed(RerankRequest, body), request)
+        return await passed_on(rerank.rerank, RerankRequest, body, request)
     if has.intersection(_LEFT_SIDES):
-        return await score.score(parsed(ScoreRequest, body), request)
+        return await passed_on(score.score, ScoreRequest, body, request)
     if not has & {"input", "messages"}:
         raise InvalidRequestError(
             "The body fits no route: give input or messages, query with documents, text_1 with text_2, or inputs; "
@@ -54,9 +53,9 @@ async def invocations(
             param="input",
         )
     if body.get("task") in ("embed", "classify", "token_embed", "token_classify"):
-        return await vllm.pooling(parsed(PoolingRequest, body), request)
+        return await passed_on(vllm.pooling, PoolingRequest, body, request)
     model = body.get("model")
     engine, _ = context_of(request).models.find(model if isinstance(model, str) else None)
     if engine.info.kind is ModelKind.EMBEDDING:
-        return await openai.create_embeddings(parsed(EmbeddingRequest, body), request)
-    return await classify.classify(parsed(ClassifyRequest, body), request)
+        return await passed_on(openai.create_embeddings, EmbeddingRequest, body, request)
+    return await passed_on(classify.classify, ClassifyRequest, body, request)

@@ -1,47 +1,94 @@
-"""Embeddings, for OpenAI, Jina, Voyage and vLLM clients, and the list of models."""
+"""Embeddings, for OpenAI, Jina, Voyage and vLLM clients, one for each text or each token, and the list of models."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from fastapi import APIRouter, Request, Response
 
-from penstock.engine.async_engine import RequestOptions
-from penstock.engine.protocol.results import EmbeddingResult
-from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine import AsyncEngine, PoolingParams, PoolingTask, RequestOptions
 
-from ..answers.vectors import BYTES_RESPONSE, vectors_response
-from ..calls.chat_input import run_inputs
-from ..calls.context import ServerContext, Target, context_of, until_client_leaves
-from ..calls.embedding_call import EmbeddingCall
-from ..errors.field_names import fields_named
+from ..answers.limits import check_token_values
+from ..answers.vectors import BYTES_RESPONSE, check_encodings, vectors_response
+from ..calls.context import ClientWatch, ServerContext, context_of
+from ..calls.inputs import check_inputs, engine_inputs
+from ..calls.models import Target
 from ..schemas.cohere import cohere_endpoints
 from ..schemas.errors import ERROR_RESPONSES
-from ..schemas.fields.texts import Text
 from ..schemas.openai import EmbeddingRequest, EmbeddingResponse, ModelCard, ModelList, MultiVectorResponse
+from ..wire.encoding import Encoding
 from ..wire.json_route import JsonRoute, json_response
-from .multi_vector import create_multi_vectors
 
-router = APIRouter(route_class=JsonRoute, tags=["openai"], responses=ERROR_RESPONSES)
+router = APIRouter(route_class=JsonRoute, responses=ERROR_RESPONSES)
 
 
-@router.post("/v1/embeddings", response_model=EmbeddingResponse | MultiVectorResponse, responses={200: BYTES_RESPONSE})
+@router.post(
+    "/v1/embeddings",
+    response_model=EmbeddingResponse | MultiVectorResponse,
+    responses={200: BYTES_RESPONSE},
+    tags=["openai"],
+)
 @router.post("/embeddings", include_in_schema=False)
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Embeds texts or token ids, one vector each, in their order; with `return_multivector` as /v1/multi-vector."""
     if body.return_multivector:
         return await create_multi_vectors(body, request)
-    call = EmbeddingCall.of(body, request)
-    embed = call.engine.embed_late if body.late_chunking else call.engine.embed
+    context = context_of(request)
+    engine, name = context.models.find(body.model)
+    params, encodings, options = _checked(body, request, context, engine)
+    embed = engine.embed_late if body.late_chunking else engine.embed
+    with ClientWatch(request):
+        texts, options = await engine_inputs(engine, body, options)
+        result = await embed(texts, params, options)
+    head = context.answer_head(request, "embd", name, PoolingTask.EMBED, result.num_tokens)
+    return vectors_response(head, result.embeddings, encodings)
 
-    async def run(texts: list[Text], options: RequestOptions) -> EmbeddingResult:
-        return await embed(texts, call.params, options)
 
-    with fields_named("input", body.field_names()):
-        result = await until_client_leaves(request, run_inputs(call.engine, body, call.options, run))
-    head = call.head(request, PoolingTask.EMBED, result.num_tokens)
-    return vectors_response(head, result.embeddings, call.encodings)
+@router.post("/v1/multi-vector", response_model=MultiVectorResponse, responses={200: BYTES_RESPONSE}, tags=["jina"])
+async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Response:
+    """Embeds texts or token ids, one vector per token.
+
+    `input_type` tells a model that reads queries and documents differently (ColBERT) which they are; without it they
+    are documents.
+    """
+    context = context_of(request)
+    engine, name = context.models.find(body.model)
+    params, encodings, options = _checked(body, request, context, engine)
+    with ClientWatch(request):
+        texts, options = await engine_inputs(engine, body, options)
+        result = await engine.token_embed(texts, params, options)
+    check_token_values(result.rows, sum(result.num_tokens), "input")
+    head = context.answer_head(request, "embd", name, PoolingTask.TOKEN_EMBED, result.num_tokens)
+    return vectors_response(head, result.rows, encodings, name="embeddings")
 
 
-@router.get("/v1/models", response_model=ModelList)
+def _checked(
+    body: EmbeddingRequest, request: Request, context: ServerContext, engine: AsyncEngine
+) -> tuple[PoolingParams, Mapping[str, Encoding], RequestOptions]:
+    """Returns what a body asks of pooling, how its answer is written, and the engine's options.
+
+    Raises:
+        InvalidRequestError: The model cannot do what the body asks for.
+    """
+    check_inputs(context, body)
+    params, encodings = body.pooling_params(), body.encodings()
+    check_encodings(encodings, body.num_inputs(), engine.info, params, quantized_by=body.quantized_by())
+    options = context.embed_options(
+        request,
+        engine.info,
+        prompt_name=body.prompt_name,
+        input_type=body.input_type,
+        task=body.task,
+        instruction=body.instruction,
+        priority=body.priority,
+    )
+    if body.prefix is not None:
+        options = replace(options, prompt=body.prefix)
+    return params, encodings, options
+
+
+@router.get("/v1/models", response_model=ModelList, tags=["openai"])
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request, endpoint: str | None = None) -> Response:
     """Lists every served name; with `endpoint`, as Cohere's clients ask, those that serve it."""
@@ -54,7 +101,7 @@ async def list_models(request: Request, endpoint: str | None = None) -> Response
     return json_response({"object": "list", "data": cards, "models": cards})
 
 
-@router.get("/v1/models/{name:path}", response_model=ModelCard)
+@router.get("/v1/models/{name:path}", response_model=ModelCard, tags=["openai"])
 @router.get("/models/{name:path}", include_in_schema=False)
 async def get_model(name: str, request: Request) -> Response:
     """Describes one served name."""

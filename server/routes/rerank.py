@@ -10,21 +10,19 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Tag
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.protocol.results import ScoreResult
-from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine import PoolingTask
 
 from ..answers.tei import TEI_HEADERS
-from ..calls.context import context_of, until_client_leaves
-from ..calls.cut_texts import cut_texts
+from ..calls.context import ClientWatch, context_of
+from ..calls.inputs import cut_texts
 from ..errors.tei_errors import SharedRoute, answered_as_tei
 from ..schemas.errors import SHARED_ERROR_RESPONSES
-from ..schemas.fields.common import usage_of
+from ..schemas.fields.options import usage_of
 from ..schemas.rerank import RerankRequest, RerankResponse
 from ..schemas.tei import TeiRerankRequest
 from ..schemas.tei_answers import TeiRank
-from ..wire.json_route import json_response
-from ..wire.tagged import OWN, TEI, by_keys
+from ..wire.json_bodies import OWN, TEI, by_keys
+from ..wire.json_route import answered, json_response
 from .tei import rerank_texts
 
 router = APIRouter(route_class=SharedRoute, tags=["rerank"], responses=SHARED_ERROR_RESPONSES)
@@ -43,16 +41,19 @@ DOCUMENTS_PER_SEARCH_UNIT: Final = 100
 async def rerank(body: RerankBody, request: Request) -> Response:
     """Sorts documents by their relevance to a query, best first. `texts` instead of `documents` get TEI's answer."""
     if isinstance(body, TeiRerankRequest):
-        return await answered_as_tei(rerank_texts(body, request), request)
+        return await answered_as_tei(answered(rerank_texts, body, request), request)
     context = context_of(request)
     engine, name = context.models.find(body.model)
     context.check_count(body.documents, "documents")
     texts = body.texts()
     options = replace(
-        context.options(instruction=body.wanted_instruction(), priority=body.priority),
+        context.options(request, instruction=body.wanted_instruction(), priority=body.priority),
         max_pieces=body.max_chunks_per_doc or 1,
     )
-    result = await until_client_leaves(request, _score(engine, body, texts, options))
+    with ClientWatch(request):
+        (query,) = await cut_texts(engine, [body.query], body.max_tokens_per_query)
+        documents = await cut_texts(engine, texts, body.max_tokens_per_doc)
+        result = await engine.score([query], documents, body.pooling_params(), options)
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()]
     version = "2" if request.url.path.startswith("/v2") else "1"
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)
@@ -66,13 +67,6 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     if body.is_voyage():
         answer["data"] = [_voyage_row(row) for row in answer["results"]]
     return json_response(answer)
-
-
-async def _score(
-    engine: AsyncEngine, body: RerankRequest, documents: list[str], options: RequestOptions
-) -> ScoreResult:
-    documents = await cut_texts(engine, documents, body.max_tokens_per_doc)
-    return await engine.score([body.query], documents, body.pooling_params(), options)
 
 
 def _row(body: RerankRequest, texts: list[str], index: int, score: np.float32) -> dict[str, Any]:

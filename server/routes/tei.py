@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Annotated, Final
+from typing import Annotated
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Tag
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelKind
-from penstock.engine.protocol.results import ClassResult
-from penstock.engine.protocol.tasks import PoolingTask
 
+from ..answers.limits import check_token_values
 from ..answers.tei import TEI_HEADERS, prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
-from ..calls.context import ServerContext, context_of, until_client_leaves
-from ..calls.limits import check_token_values
-from ..errors.field_names import fields_named
+from ..calls.context import ClientWatch, context_of
 from ..errors.tei_errors import TeiRoute
 from ..schemas.cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
 from ..schemas.errors import TEI_ERROR_RESPONSES
@@ -31,7 +28,7 @@ from ..schemas.tei import (
     TeiTokenEmbedRequest,
 )
 from ..schemas.tei_answers import TeiPrediction, TeiSparseValue
-from ..wire.tagged import COHERE, TEI, embed_dialect
+from ..wire.json_bodies import COHERE, TEI, embed_dialect
 from . import cohere
 
 EmbedBody = Annotated[
@@ -39,9 +36,6 @@ EmbedBody = Annotated[
     Discriminator(embed_dialect),
 ]
 router = APIRouter(route_class=TeiRoute, tags=["tei"], responses=TEI_ERROR_RESPONSES)
-
-_OPTIONS: Final = {"truncate_prompt_tokens": "truncate", "truncation_side": "truncation_direction"}
-_PHRASES: Final = {"truncate_prompt_tokens to -1": "truncate to true"}
 
 
 @router.post(
@@ -59,9 +53,9 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     began_s, context = time.perf_counter(), context_of(request)
     engine, _ = context.models.find(body.model)
     context.check_count(body.inputs, "inputs")
-    with fields_named("inputs", _OPTIONS, _PHRASES):
-        work = engine.embed(body.inputs, body.pooling_params(), _options(context, body.prompt_name, body.priority))
-        result = await until_client_leaves(request, work)
+    options = context.options(request, body.prompt_name or context.settings.default_prompt_name, priority=body.priority)
+    with ClientWatch(request):
+        result = await engine.embed(body.inputs, body.pooling_params(), options)
     num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)
     rows = np.ascontiguousarray(result.embeddings)
     return tei_response(rows, engine.info, began_s, num_chars=sum(map(len, body.inputs)), num_tokens=num_tokens)
@@ -79,9 +73,9 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     info, params = engine.info, body.pooling_params()
     if info.multi_vector is None and info.token_heads is None:
         params = params.clone(normalize=False)
-    with fields_named("inputs", _OPTIONS, _PHRASES):
-        work = engine.token_embed(body.inputs, params, _options(context, body.prompt_name, body.priority))
-        result = await until_client_leaves(request, work)
+    options = context.options(request, body.prompt_name or context.settings.default_prompt_name, priority=body.priority)
+    with ClientWatch(request):
+        result = await engine.token_embed(body.inputs, params, options)
     num_tokens = context.metrics.count(PoolingTask.TOKEN_EMBED, result.num_tokens)
     check_token_values(result.rows, num_tokens, "inputs")
     rows = [np.ascontiguousarray(rows) for rows in result.rows]
@@ -94,11 +88,9 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
     began_s, context = time.perf_counter(), context_of(request)
     engine, _ = context.models.find(body.model)
     context.check_count(body.inputs, "inputs")
-    with fields_named("inputs", _OPTIONS, _PHRASES):
-        work = engine.sparse_embed(
-            body.inputs, body.pooling_params(), _options(context, body.prompt_name, body.priority)
-        )
-        result = await until_client_leaves(request, work)
+    options = context.options(request, body.prompt_name or context.settings.default_prompt_name, priority=body.priority)
+    with ClientWatch(request):
+        result = await engine.sparse_embed(body.inputs, body.pooling_params(), options)
     num_tokens = context.metrics.count(PoolingTask.SPARSE_EMBED, result.num_tokens)
     rows = sparse_rows(result.vectors)
     return tei_response(rows, engine.info, began_s, num_chars=sum(map(len, body.inputs)), num_tokens=num_tokens)
@@ -111,14 +103,14 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     engine, _ = context.models.find(body.model)
     source, sentences = body.inputs.source_sentence, body.inputs.sentences
     context.check_count(sentences, "inputs.sentences")
-    options = _options(context, body.prompt_name or engine.info.default_prompt_name, body.priority)
+    prompt_name = body.prompt_name or engine.info.default_prompt_name or context.settings.default_prompt_name
+    options = context.options(request, prompt_name, priority=body.priority)
     if engine.info.kind is not ModelKind.EMBEDDING:
         raise UnsupportedTaskError(f"{engine.info.name} is a {engine.info.kind.value}; similarity needs embeddings.")
     if options.prompt_name is None:
         options = replace(options, prompt="")  # Or a query prompt would stand before one side alone.
-    with fields_named("inputs", _OPTIONS, _PHRASES):
-        work = engine.score([source], sentences, body.pooling_params(), options)
-        result = await until_client_leaves(request, work)
+    with ClientWatch(request):
+        result = await engine.score([source], sentences, body.pooling_params(), options)
     num_tokens = context.metrics.count(PoolingTask.SCORE, result.num_tokens)
     num_chars = len(source) + sum(map(len, sentences))
     return tei_response(result.scores, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
@@ -137,8 +129,9 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
             f"{info.activation.value!r}; leave it out, or ask for 'none' and apply it to the logits.",
             param="function_to_apply",
         )
-    with fields_named("inputs", _OPTIONS, _PHRASES):
-        result = await until_client_leaves(request, _classify(engine, body, context.options(priority=body.priority)))
+    options = context.options(request, priority=body.priority)
+    with ClientWatch(request):
+        result = await _classify(engine, body, options)
     num_tokens = context.metrics.count(PoolingTask.CLASSIFY, result.num_tokens)
     scores = result.scores if body.is_raw else probabilities(result.scores, info)
     rows = prediction_rows(scores, result.labels, body.top_k)
@@ -152,19 +145,14 @@ async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     began_s, context = time.perf_counter(), context_of(request)
     engine, _ = context.models.find(body.model)
     context.check_count(body.texts, "texts")
-    options = context.options(instruction=body.instruction, priority=body.priority)
-    with fields_named("texts", _OPTIONS, _PHRASES):
-        work = engine.score([body.query], body.texts, body.pooling_params(), options)
-        result = await until_client_leaves(request, work)
+    options = context.options(request, instruction=body.instruction, priority=body.priority)
+    with ClientWatch(request):
+        result = await engine.score([body.query], body.texts, body.pooling_params(), options)
     num_tokens = context.metrics.count(PoolingTask.SCORE, result.num_tokens)
     scores = result.scores if body.raw_scores else probabilities(result.scores, engine.info)
     rows = rank_rows(scores, body.texts if body.return_text else None, body.top_n)
     num_chars = len(body.query) * len(body.texts) + sum(map(len, body.texts))
     return tei_response(rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
-
-
-def _options(context: ServerContext, prompt_name: str | None, priority: int | None) -> RequestOptions:
-    return context.options(prompt_name or context.settings.default_prompt_name, priority=priority)
 
 
 async def _classify(engine: AsyncEngine, body: TeiPredictRequest, options: RequestOptions) -> ClassResult:

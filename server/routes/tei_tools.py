@@ -6,15 +6,12 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Body, Request, Response
 
-from penstock.engine.protocol.config import SchedulerConfig
+from penstock.engine import PoolingTask, SchedulerConfig, TokenizedText
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
-from penstock.engine.protocol.results import TokenizedText
-from penstock.engine.protocol.tasks import PoolingTask
 
-from ..calls.context import context_of, until_client_leaves
-from ..calls.limits import check_num_chars, check_num_ids
-from ..errors.field_names import fields_named
+from ..answers.limits import check_num_chars, check_num_ids
+from ..calls.context import ClientWatch, context_of
 from ..errors.tei_errors import TeiRoute
 from ..schemas.errors import TEI_ERROR_RESPONSES
 from ..schemas.tei import (
@@ -27,8 +24,7 @@ from ..schemas.tei import (
     TeiTokenizeRequest,
 )
 from ..schemas.tei_answers import TeiInfo
-from ..wire.json_body import parsed
-from ..wire.json_route import json_response
+from ..wire.json_route import json_response, passed_on
 from ..wire.shown_values import shown
 from ..wire.version import penstock_version
 from .tei import embed, embed_sparse, predict, rerank_texts, similarity
@@ -73,9 +69,8 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
     engine, _ = context.models.find(body.model)
     context.check_count(body.ids, "ids")
     check_num_ids(sum(map(len, body.ids)), "ids")
-    with fields_named("ids"):
-        work = engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
-        texts = await until_client_leaves(request, work)
+    with ClientWatch(request, is_timed=False):
+        texts = await engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
     return json_response(texts)
 
 
@@ -87,8 +82,8 @@ async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response
     prompt = _prompt(engine.info, body.prompt_name)
     texts = [prompt + text for text in body.inputs]
     check_num_chars(sum(map(len, texts)), "inputs")
-    work = engine.tokenize_details(texts, add_special_tokens=body.add_special_tokens is not False)
-    tokenized = await until_client_leaves(request, work)
+    with ClientWatch(request, is_timed=False):
+        tokenized = await engine.tokenize_details(texts, add_special_tokens=body.add_special_tokens is not False)
     return json_response([_tokens(text, tokens) for text, tokens in zip(texts, tokenized, strict=True)])
 
 
@@ -98,17 +93,17 @@ async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) ->
     model = body.get("model")
     engine, name = context_of(request).models.find(model if isinstance(model, str) else None)
     if isinstance(body.get("inputs"), dict):
-        return await similarity(parsed(TeiSimilarityRequest, body), request)
+        return await passed_on(similarity, TeiSimilarityRequest, body, request)
     if "texts" in body or "query" in body:
-        return await rerank_texts(parsed(TeiRerankRequest, body), request)
+        return await passed_on(rerank_texts, TeiRerankRequest, body, request)
     if PoolingTask.EMBED not in engine.info.tasks and engine.info.sparse is not None:
-        return await embed_sparse(parsed(TeiTokenEmbedRequest, body), request)
+        return await passed_on(embed_sparse, TeiTokenEmbedRequest, body, request)
     if engine.info.kind is ModelKind.EMBEDDING:
-        return await embed(parsed(TeiEmbedRequest, body), request)
+        return await passed_on(embed, TeiEmbedRequest, body, request)
     if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
         raise UnsupportedTaskError(f"{name} classifies tokens; POST its texts to /classify as `input`.")
     # Clients of the Inference API read a list of lists, for a single text too.
-    return await predict(parsed(TeiPredictRequest, {"parameters": {}, **body}), request)
+    return await passed_on(predict, TeiPredictRequest, {"parameters": {}, **body}, request)
 
 
 def _model_type(model: ModelInfo) -> dict[str, Any]:

@@ -7,20 +7,19 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 from pydantic import Tag
 
-from penstock.engine.async_engine import AsyncEngine
+from penstock.engine import AsyncEngine
 
-from ..calls.chat_input import check_messages
-from ..calls.context import context_of, until_client_leaves
-from ..calls.limits import check_num_chars, check_num_ids
-from ..errors.field_names import fields_named
+from ..answers.limits import check_num_chars, check_num_ids
+from ..calls.context import ClientWatch, context_of
+from ..calls.inputs import check_messages
 from ..errors.tei_errors import SharedRoute, answered_as_tei
 from ..schemas.cohere import CohereTokenizeRequest, CohereTokenizeResponse
 from ..schemas.errors import SHARED_ERROR_RESPONSES
 from ..schemas.tei import TeiTokenizeRequest
 from ..schemas.tei_answers import TeiToken
 from ..schemas.vllm import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from ..wire.json_route import json_response
-from ..wire.tagged import COHERE, OWN, TEI, by_keys
+from ..wire.json_bodies import COHERE, OWN, TEI, by_keys
+from ..wire.json_route import answered, json_response
 from . import cohere, tei_tools
 
 router = APIRouter(route_class=SharedRoute, tags=["tokenize"], responses=SHARED_ERROR_RESPONSES)
@@ -38,14 +37,15 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Returns the tokens of a text. `prompt` and `messages` get vLLM's answer, `inputs` TEI's, `text` Cohere's."""
     match body:
         case TeiTokenizeRequest():
-            return await answered_as_tei(tei_tools.tokenize_texts(body, request), request)
+            return await answered_as_tei(answered(tei_tools.tokenize_texts, body, request), request)
         case CohereTokenizeRequest():
             return await cohere.tokenize(body, request)
     context = context_of(request)
     engine, _ = context.models.find(body.model)
     body.check_given()
     check_messages(context, body)
-    ids, strings = await until_client_leaves(request, _tokens(engine, body))
+    with ClientWatch(request, is_timed=False):
+        ids, strings = await _tokens(engine, body)
     return json_response(
         {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids, "token_strs": strings}
     )
@@ -58,9 +58,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     check_num_ids(len(body.tokens), "tokens")
     text = ""
     if body.tokens:
-        with fields_named("tokens"):
-            work = engine.detokenize([body.tokens], skip_special_tokens=False)
-            (text,) = await until_client_leaves(request, work)
+        with ClientWatch(request, is_timed=False):
+            (text,) = await engine.detokenize([body.tokens], skip_special_tokens=False)
     return json_response({"prompt": text})
 
 

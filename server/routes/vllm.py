@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine import (
+    AsyncEngine,
+    ClassResult,
+    EmbeddingResult,
+    PoolingParams,
+    PoolingTask,
+    RequestOptions,
+    TokenResult,
+)
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.results import ClassResult, EmbeddingResult, TokenResult
-from penstock.engine.protocol.tasks import PoolingTask
 
+from ..answers.limits import check_token_values
 from ..answers.vectors import BYTES_RESPONSE, check_bytes, vectors_response
-from ..calls.chat_input import check_inputs, run_inputs
-from ..calls.context import context_of, until_client_leaves
-from ..calls.limits import check_token_values
-from ..calls.prompts import request_options
+from ..calls.context import ClientWatch, context_of
+from ..calls.inputs import check_inputs, engine_inputs
 from ..schemas.errors import ERROR_RESPONSES
-from ..schemas.fields.common import usage_of
 from ..schemas.fields.texts import Text
 from ..schemas.vllm import Load, PoolingRequest, PoolingResponse
 from ..wire.encoding import Encoding, Rows
 from ..wire.json_route import JsonRoute, json_response
-from ..wire.quantize import check_width
+from ..wire.quantization import check_width
 
 router = APIRouter(route_class=JsonRoute, tags=["vllm"], responses=ERROR_RESPONSES)
 
@@ -44,30 +46,24 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
     task, encoding, params = body.pooling_task(engine.info.tasks), body.encoding(), body.pooling_params()
     _check_encoding(encoding, task, params.dimensions or engine.info.dimensions or engine.info.embedding_size)
     check_bytes(encoding, body.num_inputs())
-    options = context.options(priority=body.priority)
+    options = context.options(request, priority=body.priority)
     if task in _EMBEDS:
-        options = request_options(
-            context,
+        options = context.embed_options(
+            request,
             engine.info,
             prompt_name=body.prompt_name,
             input_type=body.input_type,
             priority=body.priority,
         )
+    else:
+        body.check_prompt(task)
     call = _calls(engine)[task]
-
-    async def run(inputs: list[Text], options: RequestOptions) -> PoolingResult:
-        return await call(inputs, params, options)
-
-    result = await until_client_leaves(request, run_inputs(engine, body, options, run))
+    with ClientWatch(request):
+        texts, options = await engine_inputs(engine, body, options)
+        result = await call(texts, params, options)
     if isinstance(result, TokenResult):
-        check_token_values(result.rows, sum(result.num_tokens), "input" if body.messages is None else "messages")
-    head = {
-        "id": f"pooling-{request.scope['request_id']}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": name,
-        "usage": usage_of(context.metrics.count(task, result.num_tokens)),
-    }
+        check_token_values(result.rows, sum(result.num_tokens), "input")
+    head = context.answer_head(request, "pooling", name, task, result.num_tokens)
     return vectors_response(head, _rows(result), {"data": encoding}, name="pooling")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
@@ -11,7 +12,7 @@ from penstock.engine.protocol.templates import ChatOptions
 
 from ..wire import json_schema
 from ..wire.shown_values import shown
-from .fields.common import Flag, RequestBody
+from .fields.options import Flag, RequestBody
 from .fields.texts import Inputs, Text
 
 Conversations = list[list[dict[str, Any]]]
@@ -122,6 +123,10 @@ class InputFields(ChatFields):
         if isinstance(body, dict) and body.get("messages") is None and _holds_messages(body.get("input")):
             return {**body, "input": None, "messages": body["input"]}
         return body
+
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody."""
+        return {"input": "messages"} if self.input is None and self.messages is not None else {}
 
     def texts(self) -> list[Text]:
         """Returns the inputs that are not chats."""

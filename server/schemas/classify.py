@@ -5,18 +5,20 @@ With an embedding model the classes come with the request: `labels` (zero-shot) 
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.engine import PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.params import PoolingParams
 
 from ..wire.json_schema import exactly_one
 from .chat import InputFields
-from .fields.common import Flag, Listed, PoolingBody, Usage
+from .fields.options import Flag, Listed, PoolingBody, Usage
+from .fields.passed_keys import let_pass
 from .fields.texts import Text, TextOrTexts
-from .fields.truncate import CohereTruncate, parse_truncate, truncated
+from .fields.truncation import CohereTruncate, parse_truncate, truncated
 from .rerank import ApiVersion
 
 MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs: about 20 MB of JSON.
@@ -48,6 +50,8 @@ class ClassifyRequest(InputFields, PoolingBody):
         }
     )
 
+    passed_keys: ClassVar = let_pass("vllm", "infinity", "cohere")
+
     inputs: TextOrTexts | None = Field(None, description="Texts; the answer is Cohere's.")
     labels: Listed[str] | None = Field(None, description="Classes for an embedding model, as texts (zero-shot).")
     examples: Listed[Example] | None = Field(None, description="Labelled texts for an embedding model (few-shot).")
@@ -63,6 +67,10 @@ class ClassifyRequest(InputFields, PoolingBody):
             "cut to fit."
         ),
     )
+
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody."""
+        return super().field_names() if self.inputs is None or self.input is not None else {"input": "inputs"}
 
     def is_infinity(self) -> bool:
         """Returns whether a client of Infinity asks, which sends `raw_scores` always."""

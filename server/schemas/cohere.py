@@ -6,21 +6,22 @@ Its rerank is in rerank.py and its classify in classify.py: other dialects share
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.model_info import ModelInfo
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.tasks import PoolingTask
 
+from ..wire.json_bodies import COHERE
 from ..wire.json_schema import exactly_one
-from .fields.common import PRIORITY, Count, Listed, Priority, RequestBody, Width
 from .fields.contents import Contents
 from .fields.encodings import EmbeddingTypes
+from .fields.options import PRIORITY, Count, Listed, Priority, RequestBody, Width
+from .fields.passed_keys import let_pass
 from .fields.texts import Texts
-from .fields.truncate import CohereTruncate
+from .fields.truncation import CohereTruncate
 from .rerank import ApiVersion
 
 _ENDPOINTS: Final = {
@@ -38,7 +39,14 @@ def cohere_endpoints(model: ModelInfo) -> list[str]:
 _NO_IMAGES: Final = WithJsonSchema({"type": "array", "items": {}, "maxItems": 0})
 
 
-class CohereEmbedRequest(RequestBody):
+class CohereBody(RequestBody):
+    """Base of Cohere's own bodies."""
+
+    tag: ClassVar[str] = COHERE
+    passed_keys: ClassVar = let_pass("cohere")
+
+
+class CohereEmbedRequest(CohereBody):
     """Body of POST /v1/embed and /v2/embed."""
 
     model_config = ConfigDict(
@@ -69,6 +77,15 @@ class CohereEmbedRequest(RequestBody):
         None, description="Tokens. What is over-long, special tokens and prompt included; 0 or absent: the model's own."
     )
     priority: Priority | None = PRIORITY
+
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody."""
+        return {
+            "input": "texts" if self.texts is not None else "inputs",
+            "dimensions": "output_dimension",
+            "truncate_prompt_tokens": "max_tokens",
+            "cut_to_fit": "truncate to START or END",
+        }
 
     def contents(self) -> list[str]:
         """Returns what is to be embedded.
@@ -140,7 +157,7 @@ class CohereEmbedFloatsResponse(BaseModel):
     meta: CohereEmbedMeta
 
 
-class CohereTokenizeRequest(RequestBody):
+class CohereTokenizeRequest(CohereBody):
     """Body of POST /v1/tokenize."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"text": "A gate holds the water."}]})
@@ -148,9 +165,10 @@ class CohereTokenizeRequest(RequestBody):
     text: str = Field(description="The text.")
 
 
-class CohereDetokenizeRequest(RequestBody):
+class CohereDetokenizeRequest(CohereBody):
     """Body of POST /v1/detokenize."""
 
+    own_names: ClassVar = {"input": "tokens"}
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
 
     tokens: Listed[Count] = Field(description="Token ids of the served model.", min_length=1)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
-from penstock.engine.protocol.model_info import ModelInfo
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.tasks import PoolingTask
 
 from ..wire.encoding import Encoding
 from ..wire.json_schema import exactly_one
 from .chat import InputFields
-from .fields.common import Flag, Listed, PoolingBody, Usage, Width
 from .fields.encodings import EncodingOptions
+from .fields.options import Flag, Listed, PoolingBody, Usage, Width
+from .fields.passed_keys import let_pass
 
 Output = Literal["dense", "sparse", "multi_vector"]
 
@@ -38,6 +37,8 @@ class EncodeRequest(EncodingOptions, InputFields, PoolingBody):
             ],
         }
     )
+
+    passed_keys: ClassVar = let_pass("penstock")
 
     outputs: Listed[Output] | None = Field(
         None,
@@ -76,19 +77,19 @@ class EncodeRequest(EncodingOptions, InputFields, PoolingBody):
         }
         return [output for output, is_given in given.items() if is_given] or ["dense"]
 
-    def encodings(self) -> dict[str, Encoding]:
+    def encoding(self) -> Encoding:
         """Returns how dense vectors and those of tokens are written.
 
         Raises:
             InvalidRequestError: As bytes, which carry one output alone; or fields that contradict each other.
         """
-        encoding = self.encoding()
+        encoding = super().encoding()
         if encoding.is_bytes:
             raise InvalidRequestError(
                 f"encoding_format is {encoding.format.value!r}, which carries one output; ask for 'float' or 'base64'.",
                 param="encoding_format",
             )
-        return {"embedding": encoding}
+        return encoding
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""

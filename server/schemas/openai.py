@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.engine import PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.params import PoolingParams
 
 from ..wire.json_schema import exactly_one
 from .chat import InputFields
-from .fields.common import Count, Flag, PoolingBody, Usage, Width
 from .fields.encodings import EmbeddingTypeOptions
-from .fields.truncate import Truncate, truncated
+from .fields.options import Count, Flag, PoolingBody, Usage, Width
+from .fields.passed_keys import let_pass
+from .fields.truncation import Truncate, truncated
 
 
 class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
@@ -33,9 +35,16 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
         }
     )
 
+    passed_keys: ClassVar = let_pass("openai", "jina", "voyage", "vllm", "infinity")
+
     dimensions: Count | None = Field(
-        None, description="Width of the embeddings (Matryoshka). 0, which Infinity's client sends, is no wish."
+        None,
+        description=(
+            "Width of the embeddings (Matryoshka). 0 is refused, unless it stands beside `modality`, as Infinity's "
+            "client sends it unasked."
+        ),
     )
+    modality: Literal["text"] | None = Field(None, description="Infinity's; the served models embed text.")
     output_dimension: Width | None = Field(None, description="Voyage's name of `dimensions`.")
     normalize: Flag | None = Field(None, description="L2-normalise; absent: as the model does.")
     normalized: Flag | None = Field(None, description="Jina's name of `normalize`.")
@@ -45,6 +54,9 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
     )
     truncation: Flag | None = Field(None, description="Voyage's name of `truncate`.")
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
+    prefix: str | None = Field(
+        None, description="Text to put before every text in place of the model's prompt, as Open WebUI may send it."
+    )
     input_type: str | None = Field(
         None,
         description=(
@@ -91,15 +103,27 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
             )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling."""
-        dimensions = self.output_dimension if self.dimensions is None else self.dimensions or None
-        normalize = self.normalized if self.normalize is None else self.normalize
-        params = super().pooling_params().clone(dimensions=dimensions, normalize=normalize)
-        return truncated(params, self.truncation if self.truncate is None else self.truncate)
+        """Returns what the request asks of pooling.
 
-    def field_names(self) -> dict[str, str]:
-        """Returns the engine's names of options to those that the request used."""
-        names = {}
+        Raises:
+            InvalidRequestError: `dimensions` is 0.
+        """
+        if self.dimensions == 0 and self.modality is None:
+            raise InvalidRequestError("dimensions is 0; it must be at least 1.", param="dimensions")
+        dimensions = self.output_dimension if self.dimensions is None else self.dimensions or None
+        params = PoolingParams(
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
+            dimensions=dimensions,
+            normalize=self.normalized if self.normalize is None else self.normalize,
+            use_activation=self.use_activation,
+        )
+        truncate = self.truncation if self.truncate is None else self.truncate
+        return params if truncate is None else truncated(params, truncate)
+
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody: names of options are those that the request used."""
+        names = dict(super().field_names())
         if self.dimensions is None and self.output_dimension is not None:
             names["dimensions"] = "output_dimension"
         if self.normalize is None and self.normalized is not None:

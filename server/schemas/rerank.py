@@ -5,14 +5,17 @@ Answers hold no key that Elasticsearch's strict Cohere parser does not know: `do
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.engine.protocol.params import PoolingParams
+from penstock.engine import PoolingParams
 
-from .fields.common import Count, Flag, FlagOrWord, Listed, PairBody, Usage
 from .fields.contents import Documents, document_texts
+from .fields.options import Count, Flag, FlagOrWord, Listed, PairBody, Usage
+from .fields.passed_keys import let_pass
 from .fields.texts import TextOrObject
-from .fields.truncate import truncated
+from .fields.truncation import truncated
 
 
 class RerankRequest(PairBody):
@@ -40,6 +43,9 @@ class RerankRequest(PairBody):
         }
     )
 
+    own_names: ClassVar = {"text_1": "query", "text_2": "documents", "input": "documents"}
+    passed_keys: ClassVar = let_pass("cohere", "jina", "voyage", "vllm", "infinity", "xinference")
+
     query: TextOrObject = Field(description='The query: a text or {"text": ...}.')
     documents: Documents = Field(description='Texts or objects {"text": ...}. Each is cut to fit.')
     rank_fields: Listed[str] | None = Field(
@@ -55,9 +61,6 @@ class RerankRequest(PairBody):
     raw_scores: Flag | None = Field(None, description="True leaves the activation out, as use_activation: false does.")
     return_documents: FlagOrWord | None = Field(
         None, description="Return each document: its text, and what else it was sent with."
-    )
-    max_tokens_per_doc: Count | None = Field(
-        None, description="Tokens. Cut each document to this many first; 0 or absent: only to fit."
     )
     max_chunks_per_doc: Count | None = Field(
         None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
@@ -10,8 +11,9 @@ from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..wire import json_schema
 from ..wire.json_schema import exactly_one
-from .fields.common import Count, PairBody, Usage
 from .fields.contents import content_text
+from .fields.options import PairBody, Usage
+from .fields.passed_keys import let_pass
 from .fields.texts import parse_text_or_texts
 
 _PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
@@ -46,6 +48,8 @@ class ScoreRequest(PairBody):
         }
     )
 
+    passed_keys: ClassVar = let_pass("vllm")
+
     text_1: ScoreSide | None = Field(None, description="Queries. Together with `text_2`.")
     text_2: ScoreSide | None = Field(None, description="Documents.")
     queries: ScoreSide | None = Field(None, description="Other name of `text_1`. Together with `documents` or `items`.")
@@ -53,13 +57,14 @@ class ScoreRequest(PairBody):
     items: ScoreSide | None = Field(None, description="Other name of `text_2`.")
     data_1: ScoreSide | None = Field(None, description="Other name of `text_1`. Together with `data_2`.")
     data_2: ScoreSide | None = Field(None, description="Other name of `text_2`.")
+    encoding_format: Literal["float"] | None = Field(
+        None, description="Scores are numbers; vLLM's documentation shows it."
+    )
 
-    max_tokens_per_query: Count | None = Field(
-        None, description="Tokens. Cut each query to this many first; 0 or absent: leave it whole."
-    )
-    max_tokens_per_doc: Count | None = Field(
-        None, description="Tokens. Cut each document to this many first; 0 or absent: leave it whole."
-    )
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody."""
+        given = self._given()
+        return dict(zip(_PAIRS[0], given[0], strict=True)) if len(given) == 1 else {}
 
     def sides(self) -> tuple[str, str]:
         """Returns the names of the fields that hold the two sides.
@@ -67,11 +72,14 @@ class ScoreRequest(PairBody):
         Raises:
             InvalidRequestError: Not exactly one pair of fields is there.
         """
-        given = [(a, b) for a, b in _PAIRS if getattr(self, a) and getattr(self, b)]
+        given = self._given()
         if len(given) != 1:
             names = "; ".join(f"{a} and {b}" for a, b in _PAIRS)
             raise InvalidRequestError(f"Give exactly one of these pairs of fields: {names}.", param="text_1")
         return given[0]
+
+    def _given(self) -> list[tuple[str, str]]:
+        return [(a, b) for a, b in _PAIRS if getattr(self, a) and getattr(self, b)]
 
 
 class ScoreRow(BaseModel):

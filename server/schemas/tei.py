@@ -5,19 +5,36 @@ Answers are bare lists. Options may stand beside the inputs or, as the Inference
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from penstock.engine.protocol.params import PoolingParams
+from penstock.engine import PoolingParams
 
-from .fields.common import PRIORITY, Count, Flag, Listed, Priority, RequestBody, Width
+from ..wire.json_bodies import TEI
+from .fields.options import PRIORITY, Count, Flag, Listed, Priority, RequestBody, Width
+from .fields.passed_keys import let_pass
 from .fields.tei_inputs import IdBatches, SequenceInputs, TruncationSide
 from .fields.texts import Inputs, TextOrObject, TextOrTexts, Texts
 
 
 class TeiBody(RequestBody):
+    """Base of TEI's bodies."""
+
+    tag: ClassVar[str] = TEI
+    own_names: ClassVar = {"input": "inputs"}
+    passed_keys: ClassVar = let_pass("tei")
+
+
+class TeiModelBody(TeiBody):
     """Options of all routes that run the model."""
+
+    own_names: ClassVar = {
+        "input": "inputs",
+        "truncate_prompt_tokens": "truncate",
+        "truncation_side": "truncation_direction",
+        "cut_to_fit": "truncate to true",
+    }
 
     truncate: Flag | None = Field(None, description="Cut over-long inputs (default); false refuses them.")
     truncation_direction: TruncationSide | None = Field(None, description="The side that is cut away.")
@@ -41,7 +58,7 @@ class TeiBody(RequestBody):
         )
 
 
-class TeiTokenEmbedRequest(TeiBody):
+class TeiTokenEmbedRequest(TeiModelBody):
     """Body of POST /embed_all and /embed_sparse."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": ["A gate holds the water."]}]})
@@ -64,6 +81,7 @@ class TeiEmbedRequest(TeiTokenEmbedRequest):
 
     normalize: Flag | None = Field(None, description="L2-normalise (default), whatever the model's files say.")
     dimensions: Width | None = Field(None, description="Width of the embeddings (Matryoshka).")
+    encoding_format: Literal["float"] | None = Field(None, description="Hugging Face's client: answers are numbers.")
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
@@ -77,7 +95,7 @@ class TeiSentences(BaseModel):
     sentences: Listed[str] = Field(min_length=1)
 
 
-class TeiSimilarityRequest(TeiBody):
+class TeiSimilarityRequest(TeiModelBody):
     """Body of POST /similarity."""
 
     model_config = ConfigDict(
@@ -90,7 +108,7 @@ class TeiSimilarityRequest(TeiBody):
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every sentence.")
 
 
-class TeiPredictRequest(TeiBody):
+class TeiPredictRequest(TeiModelBody):
     """Body of POST /predict."""
 
     model_config = ConfigDict(
@@ -119,9 +137,10 @@ class TeiPredictRequest(TeiBody):
         return super().pooling_params().clone(use_activation=False if self.is_raw else None)
 
 
-class TeiRerankRequest(TeiBody):
+class TeiRerankRequest(TeiModelBody):
     """TEI's body of POST /rerank: with `texts` in place of `documents`."""
 
+    own_names: ClassVar = {**TeiModelBody.own_names, "input": "texts", "text_1": "query", "text_2": "texts"}
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [{"query": "What holds back the water?", "texts": ["A gate.", "A song."], "return_text": True}]
@@ -140,7 +159,7 @@ class TeiRerankRequest(TeiBody):
         return super().pooling_params().clone(use_activation=False if self.raw_scores else None)
 
 
-class TeiTokenizeRequest(RequestBody):
+class TeiTokenizeRequest(TeiBody):
     """TEI's body of POST /tokenize."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": "A gate holds the water."}]})
@@ -150,9 +169,10 @@ class TeiTokenizeRequest(RequestBody):
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
 
 
-class TeiDecodeRequest(RequestBody):
+class TeiDecodeRequest(TeiBody):
     """Body of POST /decode."""
 
+    own_names: ClassVar = {"input": "ids"}
     model_config = ConfigDict(json_schema_extra={"examples": [{"ids": [7, 8, 9]}]})
 
     ids: IdBatches = Field(description="Token ids of the served model, or a list of such lists.")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.protocol.templates import ChatOptions
 
 from ..wire.json_schema import exactly_one
 from .chat import ChatFields, InputFields
-from .fields.common import Count, Flag, Listed, PoolingBody, RequestBody, Usage, Width
 from .fields.encodings import EncodingOptions
+from .fields.options import Count, Flag, Listed, PoolingBody, RequestBody, Usage, Width
+from .fields.passed_keys import let_pass
 
 _EXAMPLE_CHAT: Final[list[JsonValue]] = [{"role": "user", "content": "What holds back the water?"}]
 
@@ -32,6 +32,8 @@ class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
             ],
         }
     )
+
+    passed_keys: ClassVar = let_pass("vllm")
 
     task: Literal["embed", "classify", "token_embed", "token_classify"] | None = Field(
         None,
@@ -55,6 +57,20 @@ class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
             return PoolingTask(self.task)
         order = (PoolingTask.EMBED, PoolingTask.CLASSIFY, PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY)
         return next((task for task in order if task in tasks), PoolingTask.CLASSIFY)
+
+    def check_prompt(self, task: PoolingTask) -> None:
+        """Checks that a task for texts as they are is not asked for with a prompt.
+
+        Raises:
+            InvalidRequestError: It is.
+        """
+        for name in ("prompt_name", "input_type"):
+            if getattr(self, name):
+                raise InvalidRequestError(
+                    f"{name} puts a prompt before texts that are embedded; the task {task.value!r} reads them as they "
+                    f"are. Leave {name} out.",
+                    param=name,
+                )
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
@@ -104,6 +120,8 @@ class TokenizeRequest(ChatFields):
         }
     )
 
+    passed_keys: ClassVar = let_pass("vllm")
+
     prompt: str | None = Field(None, description="The text.")
     return_token_strs: Flag | None = Field(None, description="Answer with the tokens as the vocabulary has them, too.")
     tools: Listed[dict[str, Any]] | None = Field(None, description="Tools for the chat template.")
@@ -147,6 +165,9 @@ class DetokenizeRequest(RequestBody):
     """Body of POST /detokenize."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
+
+    own_names: ClassVar = {"input": "tokens"}
+    passed_keys: ClassVar = let_pass("vllm")
 
     tokens: Listed[Count] = Field(description="Token ids of the served model.")
 

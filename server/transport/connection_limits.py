@@ -1,8 +1,10 @@
-"""Closes connections whose clients do not do their part: they cost memory and file descriptors, and nobody waits."""
+"""What connections may cost: how many files they are, and how long one waits for a client that is late."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,6 +21,8 @@ STALL_S: Final = 60.0
 HEAD_S: Final = 60.0
 """Seconds for the whole head of a request, and for the first byte of a new connection."""
 
+_PLENTY: Final = 1 << 20
+
 
 @dataclass(slots=True, eq=False)
 class _Wait:
@@ -28,7 +32,7 @@ class _Wait:
 
 
 class ConnectionLimits:
-    """Looks at all connections now and then.
+    """Looks at all connections now and then, and closes those whose clients are late: they cost memory and files.
 
     Args:
         connections: Those of the server.
@@ -72,3 +76,16 @@ class ConnectionLimits:
             return now_s - wait.since_s > HEAD_S
         is_slow = wait.owed.part is Part.BODY and now_s - wait.since_s > self._body_s
         return is_slow or now_s - wait.moved_s > STALL_S
+
+
+def raise_file_limit() -> None:
+    """Lets this process open as many files as its hard limit allows: 1024 are soon used up."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS has a hard limit that it does not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def file_limit() -> int:
+    """Returns how many files this process may open now."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _PLENTY if soft == resource.RLIM_INFINITY else soft

@@ -16,14 +16,14 @@ from starlette.types import Scope
 
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
-from ..calls.context import ModelTable
+from ..calls.models import ModelTable
 from ..errors.handlers import engine_refusal
 from ..middleware.api_keys import ApiKeys
 from ..middleware.auth import offered_keys
-from ..middleware.middleware import RequestIds
+from ..middleware.exchange import RequestIds
+from ..middleware.refusal_pace import RefusalPace, longest_wait_s
 from ..observability.timing import Observer, RequestRecord
 from ..wire.json_route import JsonRoute
-from .refusal_pace import RefusalPace, longest_wait_s
 
 _NEED_NO_FORWARD: Final = frozenset({"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"})
 _TOLD_BY_THE_BODY: Final = frozenset({"/rerank", "/invocations"})

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .quantize import Quantization, quantize
+from .quantization import Quantization, quantize
 
 Rows = NDArray[np.float32] | Sequence[NDArray[np.float32]]
 

@@ -15,17 +15,19 @@ from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
-from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
-from .json_body import invalid_body
+from penstock.engine import EngineError
+
+from .json_bodies import JsonBody, invalid_body, parsed
 from .shown_values import shown
 
 JSON_HEADERS: Final = {"content-type": "application/json"}
 _LARGE_BYTES: Final = 1_000_000
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 
 
 class JsonRoute(APIRoute):
@@ -39,17 +41,38 @@ class JsonRoute(APIRoute):
         if self.body_field is None:
             return super().get_route_handler()
         answer = self.endpoint
-        validate = TypeAdapter[Any](get_type_hints(answer, include_extras=True)["body"]).validator.validate_python
+        adapter = TypeAdapter[Any](get_type_hints(answer, include_extras=True)["body"])
+        validate, has_schema = adapter.validator.validate_python, adapter.core_schema["type"] != "dict"
 
         async def handle_json(request: Request) -> Response:
-            parsed = await _parsed(request)
+            value = await _json_value(request)
             try:
-                body = validate(parsed)
+                body = validate(value)
             except ValidationError as error:
-                raise invalid_body(error, parsed) from error
-            return await answer(body=body, request=request)  # type: ignore[no-any-return]
+                raise invalid_body(error, value) from error
+            if has_schema and body.__pydantic_extra__:
+                body.check_keys()
+            return await answered(answer, body, request) if has_schema else await answer(body=body, request=request)
 
         return handle_json
+
+
+async def answered(answer: Endpoint, body: JsonBody, request: Request) -> Response:
+    """Returns the answer of a route to a body. Errors of the engine name fields as the body does."""
+    try:
+        return await answer(body=body, request=request)
+    except EngineError as error:
+        error.name_fields(body.field_names())
+        raise
+
+
+async def passed_on(answer: Endpoint, schema: type[JsonBody], body: dict[str, Any], request: Request) -> Response:
+    """Returns the answer of another route, whose bodies have this schema, to a body without one.
+
+    Raises:
+        RequestValidationError: See `parsed`.
+    """
+    return await answered(answer, parsed(schema, body), request)
 
 
 class JsonPaths(BaseRoute):
@@ -84,7 +107,7 @@ class JsonPaths(BaseRoute):
         await response(scope, receive, send)
 
 
-async def _parsed(request: Request) -> Any:
+async def _json_value(request: Request) -> Any:
     """Returns the parsed body.
 
     Raises:
@@ -99,10 +122,7 @@ async def _parsed(request: Request) -> Any:
             coding = value
     if media and media != b"application/json":
         refuse_other_media(media.decode("latin-1"))
-    try:
-        body = await request.body()
-    except ClientDisconnect as error:
-        raise HTTPException(400, "The body has not come whole.") from error
+    body = await _read(request.receive)
     if not body:
         raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
     try:
@@ -113,6 +133,16 @@ async def _parsed(request: Request) -> Any:
             raise HTTPException(415, f"Content-Encoding is {shown(named)}; send the body uncompressed.") from None
         detail = {"type": "json_invalid", "loc": ("body", error.pos), "input": {}, "ctx": {"error": error.msg}}
         raise RequestValidationError([detail], body=error.doc) from error
+
+
+async def _read(receive: Receive) -> bytes:
+    """Returns a whole body, which mostly comes in one piece."""
+    pieces: list[bytes] = []
+    while (message := await receive())["type"] == "http.request":
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    raise HTTPException(400, "The body has not come whole.")
 
 
 def _parse_large(body: bytes) -> Any:

@@ -22,7 +22,7 @@ import pytest
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.app import create_app
-from penstock.server.calls.context import ServedModel
+from penstock.server.calls.models import ServedModel
 from penstock.server.settings import ServerSettings
 
 Serving = Callable[[Path], AbstractAsyncContextManager[tuple[httpx.AsyncClient, AsyncEngine]]]

@@ -34,7 +34,7 @@ from penstock.engine.protocol.templates import ChatOptions, ChatTemplate
 from penstock.engine.protocol.vectors import SparseVector
 from penstock.engine.tokenization.chat_renderer import ChatRenderer
 from penstock.server.app import create_app
-from penstock.server.calls.context import ServedModel
+from penstock.server.calls.models import ServedModel
 from penstock.server.settings import ServerSettings
 
 WIDTH = 8
@@ -229,7 +229,7 @@ class FakeEngine:
             if not isinstance(item, str) and max(item) >= VOCAB_SIZE:
                 raise InvalidRequestError(f"token id {max(item)} is out of vocabulary.", param="input")
         asked = params.truncate_prompt_tokens
-        limit, name = (MAX_MODEL_LEN, None) if asked in (None, -1) else (asked, "truncate_prompt_tokens")
+        limit, name = (MAX_MODEL_LEN, None) if asked in (None, -1) else (asked, "{truncate_prompt_tokens}")
         cut = not params.refuse_too_long and (asked is not None or self.info.auto_truncate)
         if not cut and max(counts) > limit:
             raise RequestTooLongError.over_limit(

@@ -8,8 +8,7 @@ from penstock.engine.protocol.config import DTYPES
 from penstock.engine.protocol.tasks import PoolingType
 from penstock.server.commands.default_model import NAMES, model_and_names
 from penstock.server.commands.flags import flag_of, load
-from penstock.server.errors.command_errors import UsageError
-from penstock.server.settings import EmbedSettings, ServerSettings, environment_variable, unknown_variables
+from penstock.server.settings import EmbedSettings, ServerSettings, UsageError, environment_variable, unknown_variables
 
 
 @pytest.fixture(autouse=True)

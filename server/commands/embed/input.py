@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from ...errors.command_errors import CommandError, UsageError
+from ...settings import CommandError, UsageError
 
 PARQUET_ROWS_AT_ONCE: Final = 1024
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors.command_errors import CommandError
+from ...settings import CommandError
 
 ITEM_BYTES: Final = 4
 

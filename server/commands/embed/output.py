@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from ...errors.command_errors import CommandError, UsageError
+from ...settings import CommandError, UsageError
 from .input import InputFile, ParquetRows, Row, require_pyarrow
 
 Vectors = NDArray[np.float32]

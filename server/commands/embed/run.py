@@ -16,15 +16,11 @@ import orjson
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine import AsyncEngine, ModelInfo, PoolingParams, PoolingTask, RequestOptions
 from penstock.engine.logs import configure_logging
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError, RequestTooLongError
-from penstock.engine.protocol.model_info import ModelInfo
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.tasks import PoolingTask
 
-from ...errors.command_errors import CommandError, UsageError
-from ...settings import EmbedSettings
+from ...settings import CommandError, EmbedSettings, UsageError
 from ..flags import flag_of
 from .input import BadRowError, InputFile, Row, open_input
 from .journal import Journal

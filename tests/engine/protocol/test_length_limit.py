@@ -88,7 +88,9 @@ def test_every_refusal_names_it() -> None:
         f"This model's maximum context length is 40 tokens ({NAME}), but the inputs have 50 tokens"
     )
     assert encoder._truncation(PoolingParams(), param="input").name == NAME
-    assert encoder._truncation(PoolingParams(truncate_prompt_tokens=7), param="input").name == "truncate_prompt_tokens"
+    assert (
+        encoder._truncation(PoolingParams(truncate_prompt_tokens=7), param="input").name == "{truncate_prompt_tokens}"
+    )
     with pytest.raises(InvalidRequestError, match=r"greater than the size of the server's KV cache.*\(50 > 40\)"):
         PoolingParams(truncate_prompt_tokens=50).verify(PoolingTask.EMBED, limited)
     with pytest.raises(InvalidRequestError, match=r"greater than max_model_len\. .*\(101 > 100\)"):

@@ -1,12 +1,13 @@
 """Words for what a text is for, to the prompts of models as they are published."""
 
 import pytest
+from fastapi import Request
 
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.server.calls.context import ModelTable, ServerContext
-from penstock.server.calls.prompts import request_options
 from penstock.server.settings import ServerSettings
 
+REQUEST = Request({"type": "http", "headers": []})
 PLAIN: dict[str, str] = {}
 E5 = {"query": "query: ", "passage": "passage: "}
 QUERY_ONLY = {"query": "Represent this sentence for searching relevant passages: "}
@@ -55,27 +56,27 @@ def context(**settings: object) -> ServerContext:
 @pytest.mark.parametrize("field", ["input_type", "task"])
 @pytest.mark.parametrize(("prompts", "word", "expected"), CASES)
 def test_a_word_finds_its_prompt(make_engine, prompts: dict, word: str, expected: str | None, field: str) -> None:
-    options = request_options(context(), make_engine(prompts=prompts).info, **{field: word})
+    options = context().embed_options(REQUEST, make_engine(prompts=prompts).info, **{field: word})
     assert (options.prompt_name, options.prompt) == (expected, None)
 
 
 def test_the_first_of_several_counts(make_engine) -> None:
     info = make_engine(prompts=E5).info
-    assert request_options(context(), info, prompt_name="passage", input_type="query").prompt_name == "passage"
-    assert request_options(context(), info, input_type="query", task="retrieval.passage").prompt_name == "query"
-    assert request_options(context(), info, prompt_name="", input_type="", task="query").prompt_name == "query"
+    assert context().embed_options(REQUEST, info, prompt_name="passage", input_type="query").prompt_name == "passage"
+    assert context().embed_options(REQUEST, info, input_type="query", task="retrieval.passage").prompt_name == "query"
+    assert context().embed_options(REQUEST, info, prompt_name="", input_type="", task="query").prompt_name == "query"
 
 
 def test_the_servers_default_is_for_requests_that_say_nothing(make_engine) -> None:
     info, server = make_engine(prompts=QUERY_ONLY).info, context(default_prompt_name="query")
-    assert request_options(server, info).prompt_name == "query"
-    assert request_options(server, info, input_type="document").prompt_name is None
+    assert server.embed_options(REQUEST, info).prompt_name == "query"
+    assert server.embed_options(REQUEST, info, input_type="document").prompt_name is None
 
 
 def test_an_instruction_replaces_that_of_the_query_prompt(make_engine) -> None:
     info = make_engine(prompts=QWEN).info
     for arguments in ({}, {"input_type": "search_query"}, {"prompt_name": "query"}):
-        options = request_options(context(), info, instruction="Find the law", **arguments)
+        options = context().embed_options(REQUEST, info, instruction="Find the law", **arguments)
         assert (options.prompt, options.instruction) == ("Instruct: Find the law\nQuery:", None)
 
 
@@ -92,6 +93,6 @@ def test_an_instruction_replaces_that_of_the_query_prompt(make_engine) -> None:
 )
 def test_what_cannot_be_is_refused(make_engine, prompts: dict, arguments: dict, param: str, part: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        request_options(context(), make_engine(prompts=prompts).info, **arguments)
+        context().embed_options(REQUEST, make_engine(prompts=prompts).info, **arguments)
     assert caught.value.param == param
     assert part in caught.value.message

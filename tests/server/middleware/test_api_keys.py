@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.errors.command_errors import UsageError
 from penstock.server.middleware.api_keys import LOOK_EVERY_S, ApiKeys
+from penstock.server.settings import UsageError
 
 BODY = {"input": "a"}
 

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.engine.logs import JsonFormatter
 from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
-from penstock.server.errors.command_errors import UsageError
 from penstock.server.observability.tracing import Tracing
+from penstock.server.settings import UsageError
 
 STAGES = {Stage.TOKENIZATION: 0.25, Stage.QUEUE: 0.5, Stage.INFERENCE: 2.0}
 SECRET = "holds back the water"

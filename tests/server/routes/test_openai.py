@@ -140,7 +140,7 @@ async def test_options_reach_the_engine(client: httpx.AsyncClient, engine) -> No
     assert (params.truncate_prompt_tokens, params.truncation_side) == (-1, "left")
     assert (params.normalize, params.dimensions) == (False, 8)
     assert options.prompt_name == "query"
-    assert options.timeout_s == 600
+    assert 599 < options.timeout_s < 600
 
 
 async def test_default_prompt_name_applies_where_a_request_names_none(serving, engine) -> None:

@@ -169,3 +169,10 @@ async def test_the_instruction_reaches_the_engine(
     assert engine.calls[-1][1][3].instruction == instruction
     wrong = await client.post(path, json={**body, "instruction": 3})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "instruction")
+
+
+async def test_the_query_is_cut_first_where_a_request_says_so(client: httpx.AsyncClient, engine) -> None:
+    body = {"query": "one two three", "documents": ["a b c", "d"], "max_tokens_per_query": 2, "max_tokens_per_doc": 1}
+    assert (await client.post("/rerank", json=body)).status_code == 200
+    (query,), documents = engine.calls[-1][1][:2]
+    assert [len(text.split()) for text in (query, *documents)] == [2, 1, 1]

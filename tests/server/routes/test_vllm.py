@@ -137,7 +137,7 @@ async def test_pooling_options_reach_the_engine(client: httpx.AsyncClient, engin
 
 
 async def test_an_answer_that_would_be_too_large(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.server.calls.limits.MAX_TOKEN_VALUES", 40)
+    monkeypatch.setattr("penstock.server.answers.limits.MAX_TOKEN_VALUES", 40)
     response = await client.post("/pooling", json={"input": ["a", "b"], "task": "token_embed"})
     assert response.status_code == 400
     assert "48 numbers for 6 tokens" in response.json()["message"]
@@ -320,7 +320,7 @@ async def test_the_body_says_whose_tokens_they_are(client: httpx.AsyncClient) ->
     ],
 )
 async def test_no_answer_holds_the_tokens_of_texts_of_any_size(client, monkeypatch, path, body, param) -> None:
-    monkeypatch.setattr("penstock.server.calls.limits.MAX_TOKENIZED_CHARS", 3)
+    monkeypatch.setattr("penstock.server.answers.limits.MAX_TOKENIZED_CHARS", 3)
     response = await client.post(path, json=body)
     answer = response.json()
     assert response.status_code == (422 if "inputs" in body else 400)

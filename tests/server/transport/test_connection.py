@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
-from penstock.server.middleware.body_limit import BodyLimitMiddleware
+from penstock.server.middleware.exchange import BodyLimitMiddleware
 from penstock.server.transport.connection import MAX_OVERHEAD_BYTES, Owed, Part
 from penstock.server.transport.connection_limits import HEAD_S, STALL_S, ConnectionLimits
 

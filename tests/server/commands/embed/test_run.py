@@ -9,8 +9,7 @@ from penstock.server.commands.embed import run as module
 from penstock.server.commands.embed.journal import Journal
 from penstock.server.commands.embed.run import embed_file
 from penstock.server.commands.flags import load
-from penstock.server.errors.command_errors import CommandError, UsageError
-from penstock.server.settings import EmbedSettings
+from penstock.server.settings import CommandError, EmbedSettings, UsageError
 
 TEXTS = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
 

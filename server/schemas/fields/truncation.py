@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, StrictBool
 
-from penstock.engine.protocol.params import PoolingParams
+from penstock.engine import PoolingParams
 
 
 class CohereTruncate(StrEnum):

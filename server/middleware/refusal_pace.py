@@ -14,9 +14,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from penstock.engine.protocol.errors import InvalidRequestError
+from starlette.types import Scope
 
 from ..wire.request_limits import limits_of
 
@@ -93,42 +91,3 @@ def longest_wait_s(scope: Scope) -> float:
     """
     timeout_s = limits_of(scope).timeout_s
     return LONGEST_S if timeout_s is None else timeout_s / 2
-
-
-class PacedRefusalsMiddleware:
-    """Lets the refusals of the application go out at the same pace, when it has let go of what it holds for them.
-
-    Args:
-        app: What comes next.
-        pace: When they go out.
-    """
-
-    def __init__(self, app: ASGIApp, pace: RefusalPace) -> None:
-        self.app = app
-        self.pace = pace
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Holds an answer back whose status is 429."""
-        held: list[Message] = []
-
-        async def send_or_hold(message: Message) -> None:
-            if held or (message["type"] == "http.response.start" and message["status"] == 429):
-                held.append(message)
-            else:
-                await send(message)
-
-        await self.app(scope, receive, send_or_hold)
-        if not held:
-            return
-        try:
-            within_s = longest_wait_s(scope)
-        except InvalidRequestError:  # on a route that does not look at the header
-            within_s = LONGEST_S
-        try:
-            await self.pace.turn(within_s=within_s)
-        except asyncio.CancelledError:
-            # Only uvicorn cancels a request: its time to finish is over. The answer still goes out.
-            if (task := asyncio.current_task()) is not None:
-                task.uncancel()
-        for message in held:
-            await send(message)

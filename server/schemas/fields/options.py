@@ -1,7 +1,6 @@
-"""Pieces that request and response schemas of all dialects share.
+"""Options that bodies of all dialects share, and the usage of answers.
 
-Clients send null for an option that they leave out, and options that only other servers know: null means absent
-everywhere, and unknown keys are ignored.
+Clients send null for an option that they leave out: null means absent everywhere.
 """
 
 from __future__ import annotations
@@ -9,26 +8,23 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictBool,
     WithJsonSchema,
 )
 
-from penstock.engine.protocol.params import PoolingParams
+from penstock.engine import PoolingParams
 
 from ...wire import json_schema
+from ...wire.json_bodies import JsonBody
 from ...wire.request_limits import MAX_PRIORITY
 from ...wire.shown_values import shown
 
 Entry = TypeVar("Entry")
 Listed = Annotated[list[Entry], Field(fail_fast=True)]
 """A list whose check ends at the first wrong entry: pydantic would make an error of each, gigabytes of a large body."""
-UNNAMED_MODEL: Final = "default/not-specified"
-"""What Infinity's client sends where its caller named no model."""
 
 
 def parse_flag(value: Any) -> Any:
@@ -46,7 +42,6 @@ def parse_whole_number(value: Any) -> Any:
 Count = Annotated[int, Field(ge=0, le=json_schema.MAX_INTEGER), BeforeValidator(parse_whole_number)]
 Width = Annotated[int, Field(ge=1, le=json_schema.MAX_INTEGER), BeforeValidator(parse_whole_number)]
 TokenLimit = Annotated[int, BeforeValidator(parse_whole_number), WithJsonSchema(json_schema.TOKEN_LIMIT)]
-ModelName = Annotated[str, AfterValidator(lambda name: "" if name == UNNAMED_MODEL else name)]
 Flag = StrictBool
 """true or false, and not the 0, "no" or "off" that pydantic would take for them."""
 FlagOrWord = Annotated[StrictBool, BeforeValidator(parse_flag, json_schema_input_type=bool | Literal["true", "false"])]
@@ -59,18 +54,14 @@ PRIORITY: Final[Any] = Field(
 )
 
 
-class RequestBody(BaseModel):
+class RequestBody(JsonBody):
     """Base of all request bodies.
 
     Attributes:
         model: Served name; the default model where it is absent or empty.
-        user: Accepted and ignored.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    model: ModelName | None = Field(None, description="Served name; absent: the default model.")
-    user: str | None = Field(None, description="Accepted and ignored.")
+    model: str | None = Field(None, description="Served name; absent: the default model.")
 
 
 class PoolingBody(RequestBody):
@@ -95,6 +86,9 @@ class PoolingBody(RequestBody):
         )
 
 
+InstructionKwargs = dict[Literal["instruction"], str | None]
+
+
 class PairBody(PoolingBody):
     """Options of the routes that score a query against documents."""
 
@@ -106,14 +100,19 @@ class PairBody(PoolingBody):
         ),
         examples=["Given a question about the law, retrieve the paragraphs that answer it"],
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="vLLM's other place of `instruction`, which wins; what else it holds is ignored."
+    chat_template_kwargs: InstructionKwargs | None = Field(
+        None, description="vLLM's other place of `instruction`, which wins; it may hold nothing else."
+    )
+    max_tokens_per_query: Count | None = Field(
+        None, description="Tokens. Cut each query to this many first; 0 or absent: leave it whole."
+    )
+    max_tokens_per_doc: Count | None = Field(
+        None, description="Tokens. Cut each document to this many first; 0 or absent: leave it whole, or cut it to fit."
     )
 
     def wanted_instruction(self) -> str | None:
         """Returns the instruction of the request, in whichever place it stands."""
-        instruction = (self.chat_template_kwargs or {}).get("instruction")
-        return instruction if isinstance(instruction, str) else self.instruction
+        return (self.chat_template_kwargs or {}).get("instruction") or self.instruction
 
 
 class Usage(BaseModel):

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from penstock.server.transport import refusal_pace
-from penstock.server.transport.refusal_pace import PER_TICK, RefusalPace
+from penstock.server.middleware import refusal_pace
+from penstock.server.middleware.refusal_pace import PER_TICK, RefusalPace
 
 TICK_S = 0.02
 

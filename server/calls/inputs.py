@@ -1,0 +1,73 @@
+"""The inputs of a request on their way to the engine: counted, chats rendered into texts, and texts cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.engine import AsyncEngine, RequestOptions
+
+from ..schemas.chat import ChatFields, InputFields
+from ..schemas.fields.texts import Text
+from .context import ServerContext
+
+
+def check_inputs(context: ServerContext, body: InputFields) -> None:
+    """Checks that a request holds something to run, and not too much.
+
+    Raises:
+        InvalidRequestError: It does not.
+    """
+    body.check_given()
+    context.check_count(body.input or (), "input")
+    if body.messages is not None:
+        check_messages(context, body)
+
+
+def check_messages(context: ServerContext, body: ChatFields) -> None:
+    """Checks that a request holds no more chats, and a chat no more messages, than the server takes.
+
+    Raises:
+        InvalidRequestError: It holds more.
+    """
+    for conversation in body.messages or ():
+        context.check_count(conversation, "messages")
+    context.check_count(body.messages or (), "messages")
+
+
+async def engine_inputs(
+    engine: AsyncEngine, body: InputFields, options: RequestOptions
+) -> tuple[list[Text], RequestOptions]:
+    """Returns what the engine is to run: the texts of a request, or its chats, rendered; and the options for them.
+
+    Args:
+        engine: Knows the chat template.
+        body: Checked by `check_inputs`.
+        options: Of the request. Chats go without a prompt of the model.
+
+    Raises:
+        InvalidRequestError: The model has no chat template, or cannot render a chat.
+    """
+    if body.messages is None:
+        if body.add_special_tokens is False:
+            options = replace(options, add_special_tokens=False)
+        return body.texts(), options
+    texts: list[Text] = [*await engine.render_chats(body.messages, body.chat_options())]
+    return texts, replace(options, prompt="", add_special_tokens=bool(body.add_special_tokens))
+
+
+async def cut_texts(engine: AsyncEngine, texts: Sequence[str], max_num_tokens: int | None) -> list[str]:
+    """Returns the texts, with those above `max_num_tokens` of their own tokens cut to it.
+
+    Args:
+        engine: Knows the tokens.
+        texts: Texts.
+        max_num_tokens: Tokens, special ones aside; None or 0 leaves the texts as they are.
+    """
+    if not max_num_tokens or max_num_tokens >= engine.info.max_model_len:
+        return list(texts)
+    token_ids = await engine.tokenize(texts, add_special_tokens=False)
+    too_long = [i for i, ids in enumerate(token_ids) if len(ids) > max_num_tokens]
+    cut = await engine.detokenize([token_ids[i][:max_num_tokens] for i in too_long])
+    replaced = dict(zip(too_long, cut, strict=True))
+    return [replaced.get(i, text) for i, text in enumerate(texts)]

@@ -1,0 +1,237 @@
+"""The exchange of a request for an answer: its path, its name, its times, its size, and a net for our own bugs.
+
+Pure ASGI: starlette's BaseHTTPMiddleware costs a task per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import time
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from fastapi import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError
+from penstock.engine.protocol.stage_times import STAGE_TIMES
+
+from ..errors.handlers import engine_refusal, refusal
+from ..errors.table import HIDDEN_MESSAGE
+from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
+from .refusal_pace import LONGEST_S, RefusalPace, longest_wait_s
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_DOUBLED_VERSION: Final = re.compile(r"^/v[12](?=/v[12]/)")
+SMALL_BYTES: Final = 64 * 1024
+"""Bodies that are not counted: connections are bounded, too, and counting would cost every small request."""
+_NUM_LARGEST: Final = 8
+"""Bodies of the largest size that may be held at once; many clients that send slowly would fill the memory."""
+
+
+class RequestIds:
+    """Names requests."""
+
+    def __init__(self) -> None:
+        self._random = random.Random()  # noqa: S311 - an id is no secret, and uuid4 asks the kernel each time
+
+    def of(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        """Returns what the client calls its request in x-request-id, or a name of our own."""
+        given = b""
+        for name, value in headers:
+            if name == b"x-request-id":
+                given = value
+                break
+        return given if _REQUEST_ID.fullmatch(given) else b"%032x" % self._random.getrandbits(128)
+
+
+class ExchangeMiddleware:
+    """Begins and ends every exchange: serves aliases of paths, names the request, and times it.
+
+    Aliases are served in place, because clients do not follow a redirect of a POST: a trailing slash is dropped, and
+    `/v1/v2/rerank`, which a Cohere client makes of a base URL that ends in /v1, is `/v2/rerank`. The name is
+    x-request-id of the client or one of our own; it is kept in the scope and sent back. The times of the stages go out
+    in Server-Timing; then the observers are told, in their order.
+
+    Args:
+        app: What comes next.
+        observers: Are told of every request when its answer has gone.
+    """
+
+    def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
+        self.app = app
+        self.observers = tuple(observers)
+        self._ids = RequestIds()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on with a record of its own."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        record = RequestRecord(scope, time.perf_counter(), time.time_ns())
+        path: str = scope["path"]
+        if len(path) > 1 and path.endswith("/"):
+            path = scope["path"] = path.rstrip("/") or "/"
+        if path.startswith(("/v1/v", "/v2/v")):
+            scope["path"] = _DOUBLED_VERSION.sub("", path)
+        request_id = self._ids.of(scope["headers"])
+        scope["request_id"] = request_id.decode("ascii")
+        request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
+
+        async def send_with_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.begin_answer(message["status"])
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if record.stage_seconds:
+                    message["headers"].append((b"server-timing", server_timing(record.stage_seconds)))
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_head)
+        finally:
+            STAGE_TIMES.reset(stages_token)
+            REQUEST.reset(request_token)
+            record.end()
+            for observe in self.observers:
+                observe(record)
+
+
+class PacedRefusalsMiddleware:
+    """Lets the refusals of the application go out at the same pace, when it has let go of what it holds for them.
+
+    Args:
+        app: What comes next.
+        pace: When they go out.
+    """
+
+    def __init__(self, app: ASGIApp, pace: RefusalPace) -> None:
+        self.app = app
+        self.pace = pace
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Holds an answer back whose status is 429."""
+        held: list[Message] = []
+
+        async def send_or_hold(message: Message) -> None:
+            if held or (message["type"] == "http.response.start" and message["status"] == 429):
+                held.append(message)
+            else:
+                await send(message)
+
+        await self.app(scope, receive, send_or_hold)
+        if not held:
+            return
+        try:
+            within_s = longest_wait_s(scope)
+        except InvalidRequestError:  # on a route that does not look at the header
+            within_s = LONGEST_S
+        try:
+            await self.pace.turn(within_s=within_s)
+        except asyncio.CancelledError:
+            # Only uvicorn cancels a request: its time to finish is over. The answer still goes out.
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+        for message in held:
+            await send(message)
+
+
+class UnexpectedErrorMiddleware:
+    """Answers what no handler foresaw: the log gets the traceback, the client a request id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends a 500, or a 503 where the server ends first, unless the response has already begun."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        except asyncio.CancelledError:
+            # Only uvicorn cancels a request: its time to finish is over. The answer still goes out.
+            if has_begun:
+                raise
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+            logger.warning("request %s was given up: the time to drain is over", scope["request_id"])
+            error = EngineUnavailableError("The server is shutting down. Please try again elsewhere.")
+            await engine_refusal(scope["path"], error, scope["request_id"])(scope, receive, send)
+        except Exception:
+            logger.exception("request %s failed unexpectedly", scope["request_id"])
+            if has_begun:
+                raise
+            response = refusal(scope["path"], 500, f"{HIDDEN_MESSAGE} ({scope['request_id']})")
+            await response(scope, receive, send)
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies above a size with 413: by Content-Length before reading, chunked ones while reading.
+
+    While the bodies of other requests fill the memory that there is for them, larger ones are refused with 503.
+
+    Args:
+        app: What comes next.
+        max_body_bytes: Bytes of one body.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+        self._num_held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Checks the length that was announced, and counts what arrives."""
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
+            await self.app(scope, receive, send)
+            return
+        announced: bytes | None = None
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                announced = value
+                break
+        if announced is None:
+            await self._run_counted(scope, receive, send)
+        elif not announced.isdigit() or int(announced) > self.max_body_bytes:
+            response = refusal(scope["path"], 413, self._too_large(), {"connection": "close"})
+            await response(scope, receive, send)
+        elif int(announced) > SMALL_BYTES:
+            await self._run_counted(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _run_counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def receive_and_count() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_new = len(message.get("body", b""))
+            num_bytes += num_new
+            self._num_held += num_new
+            if num_bytes > self.max_body_bytes:
+                raise HTTPException(413, self._too_large(), {"connection": "close"})
+            if self._num_held > _NUM_LARGEST * self.max_body_bytes:
+                message_text = "The bodies of other requests fill the server's memory. Please try again later."
+                raise HTTPException(503, message_text, {"connection": "close", "retry-after": "1"})
+            return message
+
+        try:
+            await self.app(scope, receive_and_count, send)
+        finally:
+            self._num_held -= num_bytes
+
+    def _too_large(self) -> str:
+        return f"The body is larger than this server takes ({self.max_body_bytes} bytes); send fewer inputs at once."

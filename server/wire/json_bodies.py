@@ -1,0 +1,123 @@
+"""Bodies of requests: checked by a schema that knows its own keys, and on shared paths told apart by them.
+
+Body = Annotated[
+    Annotated[RerankRequest, Tag(OWN)] | Annotated[TeiRerankRequest, Tag(TEI)], by_keys({"texts": TEI}, otherwise=OWN)
+]
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, TypeVar
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from .shown_values import shown_names
+
+OWN: Final = "<own>"
+TEI: Final = "<tei>"
+COHERE: Final = "<cohere>"
+
+TAGS: Final = frozenset({OWN, TEI, COHERE})
+"""Tags are no field names: pydantic puts them into the place of an error, and messages leave them out."""
+
+
+class JsonBody(BaseModel):
+    """A body. Keys that are no field of it are refused, unless they are null, which means absent, or let pass.
+
+    Attributes:
+        tag: Of its dialect, where it shares a path with others.
+        passed_keys: Keys that are let pass though nothing here depends on them, and why.
+        own_names: See `field_names`.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    tag: ClassVar[str] = OWN
+    passed_keys: ClassVar[Mapping[str, str]] = {}
+    own_names: ClassVar[Mapping[str, str]] = {}
+
+    def field_names(self) -> Mapping[str, str]:
+        """Returns what the body calls the fields that errors of the engine name (EngineError.name_fields)."""
+        return self.own_names
+
+    def check_keys(self) -> None:
+        """Checks the keys that are no field. Only bodies that have some need it.
+
+        Raises:
+            RequestValidationError: One of them is neither null nor let pass.
+        """
+        errors = [
+            {"type": "unknown_key", "loc": ("body", self.tag, shown_names((name,))), "msg": self._told(name)}
+            for name, value in (self.model_extra or {}).items()
+            if value is not None and name not in self.passed_keys
+        ]
+        if errors:
+            raise RequestValidationError(errors)
+
+    @classmethod
+    def _told(cls, name: str) -> str:
+        fields = [field.alias or own for own, field in cls.model_fields.items()]
+        meant = difflib.get_close_matches(name[:100], fields, n=1)
+        return (
+            f"is not known here; did you mean {meant[0]}? Otherwise leave it out"
+            if meant
+            else f"has no use here; leave it out. This request takes {shown_names(fields)}"
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Returns the JSON Schema, with what happens to other keys."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        schema["additionalProperties"] = {"type": "null"}
+        for name, reason in cls.passed_keys.items():
+            schema["properties"].setdefault(name, {"description": f"Accepted and ignored: {reason}"})
+        return schema
+
+
+Body = TypeVar("Body", bound=JsonBody)
+
+
+def parsed(schema: type[Body], body: object) -> Body:
+    """Returns a body by `schema`.
+
+    Raises:
+        RequestValidationError: See `invalid_body` and `JsonBody.check_keys`.
+    """
+    try:
+        checked = schema.model_validate(body)
+    except ValidationError as error:
+        raise invalid_body(error, body) from error
+    checked.check_keys()
+    return checked
+
+
+def invalid_body(error: ValidationError, body: object) -> RequestValidationError:
+    """Returns what FastAPI raises for the bodies that it checks itself."""
+    errors = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors(include_url=False)]
+    return RequestValidationError(errors, body=body)
+
+
+def embed_dialect(body: Any) -> str:
+    """Returns the tag of a body of /embed: Cohere's has `texts`, or `inputs` that are objects of contents."""
+    if not isinstance(body, dict):
+        return TEI
+    inputs = body.get("inputs")
+    first = inputs[0] if isinstance(inputs, list) and inputs else None
+    has_contents = isinstance(first, dict) and "content" in first
+    return COHERE if has_contents or body.get("texts") is not None else TEI
+
+
+def by_keys(tags: Mapping[str, str], *, otherwise: str) -> Discriminator:
+    """Returns the rule: the first of these keys that a body holds, and not as null, gives its tag; else `otherwise`."""
+
+    def tag_of(body: Any) -> str:
+        if not isinstance(body, dict):
+            return otherwise
+        return next((tag for key, tag in tags.items() if body.get(key) is not None), otherwise)
+
+    return Discriminator(tag_of)

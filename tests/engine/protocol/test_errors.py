@@ -1,0 +1,57 @@
+"""Messages that name fields of a request, in the words of a dialect."""
+
+import pytest
+
+from penstock.engine.protocol.errors import EngineError, InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.model_info import ModelInfo
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine.tokenization.truncation import Truncation
+
+COHERE = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens", "cut_to_fit": "truncate to END"}
+
+
+def test_a_template_names_fields_as_the_dialect_does() -> None:
+    error = InvalidRequestError("{dimensions} is {asked}; {dimensions} must be less.", param="dimensions", asked="{9}")
+    assert (error.message, error.param) == ("dimensions is {9}; dimensions must be less.", "dimensions")
+    error.name_fields(COHERE)
+    assert (error.message, error.param) == (
+        "output_dimension is {9}; output_dimension must be less.",
+        "output_dimension",
+    )
+
+
+@pytest.mark.parametrize("message", ["{dimensions}", '{"is_matryoshka": true}', "{", "100 %"])
+def test_a_message_without_values_is_no_template(message: str) -> None:
+    error = EngineError(message)
+    error.name_fields(COHERE)
+    assert (error.message, error.param) == (message, None)
+
+
+def test_a_value_is_never_taken_for_a_field() -> None:
+    model = ModelInfo.__new__(ModelInfo)
+    object.__setattr__(model, "name", "dimensions/{model}")
+    error = InvalidRequestError("{dimensions} is 1 for {model.name}.", model=model)
+    error.name_fields(COHERE)
+    assert error.message == "output_dimension is 1 for dimensions/{model}."
+
+
+def test_what_is_too_long_tells_the_way_out_of_the_dialect() -> None:
+    limit = Truncation(max_num_tokens=4, cut=False, side=None, param="input", name="{truncate_prompt_tokens}")
+    with pytest.raises(RequestTooLongError) as caught:
+        limit._refuse_unless_cut("input 0 has 5 tokens", 5)
+    assert "(truncate_prompt_tokens)" in caught.value.message
+    assert "set truncate_prompt_tokens to -1 to cut it" in caught.value.message
+    caught.value.name_fields(COHERE)
+    assert "4 tokens (max_tokens), but input 0 has 5 tokens" in caught.value.message
+    assert "set truncate to END to cut it" in caught.value.message
+
+
+def test_stray_parameters_are_named_in_both_lists() -> None:
+    model = ModelInfo.__new__(ModelInfo)
+    object.__setattr__(model, "tasks", (PoolingTask.EMBED,))
+    with pytest.raises(InvalidRequestError) as caught:
+        PoolingParams(dimensions=2, step_tag_id=3).verify(PoolingTask.EMBED, model)
+    caught.value.name_fields(COHERE)
+    assert "takes the parameters output_dimension, normalize, use_activation" in caught.value.message
+    assert "does not take step_tag_id" in caught.value.message
