@@ -1,6 +1,6 @@
 """Finds the folder that holds a model's files: a local folder, or a snapshot from the Hugging Face hub or its cache.
 
-Knows file names only; what the files say is read in model_files.py.
+Knows file names only; what the files say is read in resolve.py.
 """
 
 from __future__ import annotations

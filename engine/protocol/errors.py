@@ -18,7 +18,7 @@
         +-- UnsupportedModelError    unknown architecture or model file
         +-- WeightError              a tensor is missing or has the wrong shape
 
-Knows nothing about HTTP: server/errors.py holds the only table from class to status.
+Knows nothing about HTTP: server/errors/table.py holds the only table from class to status.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is known about a served model before its weights are read.
 
 ModelInfo is the resolved table of design decision 2: every value that changes results, and the file that it came from.
-It travels from the engine process to its clients. Plain Python; reading the files is the job of model_files.py.
+It travels from the engine process to its clients. Plain Python; reading the files is the job of resolve.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How models that give one vector per token (ColBERT) read queries and documents. Plain Python and numpy.
 
 Source: Khattab and Zaharia, ColBERT (arXiv 2004.12832). The settings are those of sentence-transformers'
-MultiVectorEncoder; see model_multi_vector.py for the files that they come from.
+MultiVectorEncoder; see model_files/multi_vector.py for the files that they come from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Text to token ids, off the event loop but for a few short texts.
 
 TokenizerPool runs in the client of the engine on the `tokenizers` library alone; which tokenizer to use was resolved in
-the engine process (load_tokenizer.py) and arrives as a TokenizerSpec.
+the engine process (tokenizer_loader.py) and arrives as a TokenizerSpec.
 """
 
 from __future__ import annotations
