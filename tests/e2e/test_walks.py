@@ -1,7 +1,8 @@
 """The walks of docs/structure.md are what happens: every function that they name runs for such a request.
 
-Both processes of a server count the calls of their functions from a signal on: a folder in PYTHONPATH has a
-sitecustomize.py for that. What else a request passes is printed (`pytest -s`): the walks leave out small steps.
+Both processes of a server count the calls of their functions from a signal on: Python imports `sitecustomize` when it
+starts, and a folder in PYTHONPATH has one that does it. What else a request passes is printed (`pytest -s`): the walks
+leave out small steps.
 """
 
 import json
@@ -100,9 +101,8 @@ def check(walk: str, named_of: Calls, passed: set[str]) -> None:
     for path, names in re.findall(r"^\d+\. `([\w/.]+)` ((?:`[\w.]+`(?:, )?)+):", found[1], re.MULTILINE):
         walked.add(path)
         called = [f"{name}." for file, name in named_of if file == path]
-        for name in re.findall(r"`(.+?)`", names):
-            if not any(each.startswith(f"{name}.") for each in called):
-                missing.append(f"{path} {name}")
+        unseen = [n for n in re.findall(r"`(.+?)`", names) if not any(each.startswith(f"{n}.") for each in called)]
+        missing += [f"{path} {name}" for name in unseen]
     counted = sorted(path for path in passed if not path.startswith(NOT_COUNTED))
     print(f"\n{walk}: {len(counted)} files run; not in the walk:", *(p for p in counted if p not in walked), sep="\n  ")
     assert walked
