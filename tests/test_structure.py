@@ -132,18 +132,17 @@ def tracked(*suffixes: str) -> list[Path]:
     return sorted(path for path in wanted if not suffixes or path.name.endswith(suffixes))
 
 
-def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Docstrings and comments of a module; the lines of anything else."""
+@cache
+def prose(path: Path) -> list[tuple[int, str]]:
+    """Docstrings and comments of a module; the lines of anything else. Each with its line number."""
     text = path.read_text("utf-8")
     if path.suffix != ".py":
-        yield from enumerate(text.splitlines(), 1)
-        return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, node.value.value
+        return list(enumerate(text.splitlines(), 1))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    values = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    texts = [value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+    return comments + [(docstring.lineno, str(docstring.value)) for docstring in texts]
 
 
 def test_every_file_that_prose_names_exists() -> None:
