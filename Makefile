@@ -37,7 +37,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-all test-faults test-clients test-schema test-wheel test-gpu gpu-packages check \
-	lint types imports format tree hooks bench wheel constraints clean
+	lint types imports format hooks bench wheel constraints clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -177,9 +177,6 @@ imports: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev ## Format the code and fix what can be fixed.
 	@$(BIN)/ruff check --fix-only
 	@$(BIN)/ruff format
-
-tree: ## Write the tree in README.md anew.
-	@$(or $(PYTHON),python3) tests/readme_tree.py
 
 hooks: $(VENV)/.installed-dev ## Let git run the checks before each commit.
 	@$(BIN)/pre-commit install

@@ -1,40 +1,125 @@
-"""README.md says what is there."""
+"""README.md, CONTRIBUTING.md and docs/ are true: commands, flags, targets, links, imports; and the README is short."""
 
-import importlib.util
+import ast
+import contextlib
+import importlib
+import io
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from penstock.server.commands.cli import main
+from penstock.server.commands.flags import flag_of
+from penstock.server.settings import EmbedSettings, InfoSettings, ServerSettings, environment_variable
+
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text("utf-8")
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = ("serve", "embed", "info")
+SETTINGS = (ServerSettings, EmbedSettings, InfoSettings)
+OTHERS_FLAGS = {
+    "pip": {"--index-url"},
+    "docker": {"--build-arg", "--gpus", "--profile", "--target"},
+    "make test-schema": {"--seed"},
+    "benchmarks": {"--data", "--expect", "--help", "--output", "--server"},
+    "mypy": {"--strict"},
+}
+"""Flags of other programs than penstock that the documents show."""
+
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
-def test_the_tree_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("readme_tree", ROOT / "tests" / "readme_tree.py")
-    assert spec is not None
-    assert spec.loader is not None
-    readme_tree = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(readme_tree)
-    assert readme_tree.written(README) == README, "run `make tree`"
+def text_of(document: Path) -> str:
+    return document.read_text("utf-8")
 
 
-@pytest.mark.parametrize("command", ["serve", "embed", "info"])
-def test_commands_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from penstock.server.commands.cli import main
-
-    assert f"penstock {command}" in README
-    with pytest.raises(SystemExit) as done:
+@cache
+def flags_of(command: str) -> frozenset[str]:
+    """The flags that a command's --help shows."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as done:
         main([command, "--help"])
     assert done.value.code == 0
-    if command == "serve":
-        shown = capsys.readouterr().out
-        for flag in re.findall(r"`(--[a-z-]+)", README):
-            assert flag in shown or flag == "--output", flag
+    return frozenset(re.findall(r"(?<![\w-])--[a-z][a-z-]*", shown.getvalue().replace("-\n", "-")))
 
 
-def test_make_targets_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    for text in (README, (ROOT / "CONTRIBUTING.md").read_text("utf-8")):
-        for target in re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.MULTILINE):
-            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+def test_the_readme_is_short() -> None:
+    assert len(text_of(ROOT / "README.md").encode()) <= 12_000
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_exist(command: str) -> None:
+    assert f"penstock {command}" in text_of(ROOT / "README.md")
+    assert "--model" in flags_of(command) or "--revision" in flags_of(command)
+
+
+@documents
+def test_flags_exist(document: Path) -> None:
+    known = frozenset().union(*map(flags_of, COMMANDS), *OTHERS_FLAGS.values())
+    shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text_of(document)))
+    assert not shown - known
+
+
+def test_every_flag_is_documented() -> None:
+    told = "".join(map(text_of, DOCUMENTS[:2] + DOCUMENTS[3:]))
+    flags = {flag_of(name) for settings in SETTINGS for name in settings.model_fields} - {"--model"}
+    missing = [
+        flag for flag in sorted(flags) if not re.search(rf"{flag}(?![\w-])", told) and f"--no-{flag[2:]}" not in told
+    ]
+    assert not missing
+
+
+@documents
+def test_variables_exist(document: Path) -> None:
+    known = {environment_variable(name) for settings in SETTINGS for name in settings.model_fields}
+    known |= {"PENSTOCK_TEST_MODELS", "PENSTOCK_PUBLISHED_PORT"}
+    assert not set(re.findall(r"PENSTOCK_\w+", text_of(document))) - known
+
+
+@documents
+def test_make_targets_exist(document: Path) -> None:
+    makefile = text_of(ROOT / "Makefile")
+    for target in re.findall(r"(?:^    |`)make\s+([a-z-]+)", text_of(document), re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, *sorted((ROOT / "kernels").rglob("*.md"))], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(document)):
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        assert target.is_file(), link
+        headings = re.findall(r"^#+ (.+)$", text_of(target), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, link
+
+
+def test_every_document_is_linked_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(([^)#\s]+)", text_of(ROOT / "README.md")))
+    assert {str(path.relative_to(ROOT)) for path in DOCUMENTS} - linked == {"README.md"}
+
+
+@documents
+def test_python_examples_import_what_is_there(document: Path) -> None:
+    for example in re.findall(r"```python\n(.*?)```", text_of(document), re.DOTALL):
+        for node in ast.walk(ast.parse(example)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("penstock"):
+                module = importlib.import_module(node.module)
+                assert not [alias.name for alias in node.names if not hasattr(module, alias.name)]
+
+
+@documents
+def test_paths_of_curl_are_routes(document: Path) -> None:
+    routes = "".join(text_of(path) for path in (ROOT / "server" / "routes").rglob("*.py"))
+    for path in re.findall(r"curl http://localhost:8000(/\S*)", text_of(document)):
+        assert f'"{path}"' in routes, path
+
+
+def test_metrics_exist() -> None:
+    told = set(re.findall(r"`(penstock_\w+?)(?:_total)?`", text_of(ROOT / "docs" / "operating.md")))
+    known = set(re.findall(r'"(penstock_\w+)"', text_of(ROOT / "server" / "observability" / "metrics.py")))
+    assert told == known

@@ -1,4 +1,4 @@
-"""What the files say that sentence-transformers saves beside a model. Read by model_modules.py."""
+"""What the files say that sentence-transformers saves beside a model. Read by modules.py."""
 
 from __future__ import annotations
 

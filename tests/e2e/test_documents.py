@@ -1,0 +1,37 @@
+"""The examples of README.md and docs/ work as they stand there, against a real server."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHOWN = "http://localhost:8000"
+
+
+def examples(pattern: str) -> list[object]:
+    found = [(path, match) for path in DOCUMENTS for match in re.findall(pattern, path.read_text("utf-8"), re.M | re.S)]
+    return [pytest.param(text, id=f"{path.name}-{number}") for number, (path, text) in enumerate(found)]
+
+
+@pytest.mark.parametrize("command", examples(r"^    (curl http.*?)(?=\n\n|\n    curl|\n```)"))
+def test_curl(command: str, server) -> None:
+    words = shlex.split(command.replace("\\\n", "").replace(SHOWN, server.url))
+    done = subprocess.run(
+        [*words, "--silent", "--show-error", "--fail-with-body"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout[:1000]
+    assert done.stdout
+
+
+@pytest.mark.parametrize("program", examples(r"^```python\n(.*?)^```"))
+def test_python(program: str, server, tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(program.replace(SHOWN, server.url))
+    command = [sys.executable, "-P", str(tmp_path / "example.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
