@@ -1,95 +1,13 @@
-"""Whole sequences, and prefixes that are found again."""
+"""Whole sequences, and prefixes that are read instead of computed."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
 from penstock.engine.protocol.errors import InvalidSlot, PoolExhausted
-from penstock.engine.sequence_pool import (
-    Allocation,
-    KvCachePool,
-    PrefixCache,
-    SequenceAllocator,
-    SequencePool,
-    SsmStatePool,
-    block_keys,
-)
+from penstock.engine.sequence_pool import KvCachePool, SequenceAllocator, SequencePool, SsmStatePool
 
-BLOCK_SIZE = 4
-
-
-def keys_of(*token_ids: int, seed: bytes = b"model") -> list[bytes]:
-    return block_keys(np.array(token_ids, np.int32), BLOCK_SIZE, seed)
-
-
-def keys_of_blocks(text: str) -> list[bytes]:
-    """One letter per block."""
-    return keys_of(*(ord(letter) for letter in text for _ in range(BLOCK_SIZE)))
-
-
-def kv_allocator(num_blocks: int = 8, *, enable_prefix_caching: bool = True) -> SequenceAllocator:
-    pool = SequencePool(kv=KvCachePool(num_blocks, BLOCK_SIZE))
-    return SequenceAllocator(pool, enable_prefix_caching=enable_prefix_caching)
-
-
-def start(allocator: SequenceAllocator, owner: object, text: str, *, readable: int | None = None) -> Allocation:
-    """Allocates one letter per block, and a token more."""
-    num_tokens = BLOCK_SIZE * len(text) + 1
-    readable = num_tokens - 1 if readable is None else readable
-    allocation = allocator.allocate(owner, num_tokens, keys_of_blocks(text), readable)
-    assert allocation is not None
-    return allocation
-
-
-def run(allocator: SequenceAllocator, owner: object, text: str) -> Allocation:
-    """Computes a sequence from start to end."""
-    allocation = start(allocator, owner, text)
-    allocator.commit(allocation, allocation.num_tokens)
-    allocator.release(allocation)
-    return allocation
-
-
-def found(allocator: SequenceAllocator, text: str) -> int:
-    assert allocator.prefixes is not None
-    return len(allocator.prefixes.find(keys_of_blocks(text)))
-
-
-# Keys
-
-
-def test_a_key_covers_all_tokens_up_to_the_end_of_its_block() -> None:
-    keys = keys_of(*range(11))
-    assert len(keys) == 2
-    assert keys_of(*range(8)) == keys
-    assert keys_of(*range(7), 99) == [keys[0], keys_of(*range(7), 99)[1]]
-    changed_at_the_start = keys_of(99, *range(1, 8))
-    assert not set(changed_at_the_start) & set(keys)
-    assert keys_of(4, 5, 6, 7)[0] not in keys
-    assert {len(key) for key in keys} == {16}
-
-
-def test_seeds_set_keys_apart() -> None:
-    assert not set(keys_of(*range(8), seed=b"a")) & set(keys_of(*range(8), seed=b"b"))
-
-
-@given(ids=st.lists(st.integers(0, 3), max_size=20), others=st.lists(st.integers(0, 3), max_size=20))
-def test_keys_agree_exactly_as_far_as_blocks_do(ids: list[int], others: list[int]) -> None:
-    same = 0
-    while len(ids) > same and len(others) > same and ids[same] == others[same]:
-        same += 1
-    pairs = zip(keys_of(*ids), keys_of(*others), strict=False)
-    assert sum(a == b for a, b in pairs) == same // BLOCK_SIZE
-
-
-def test_keys_of_any_view_are_those_of_its_tokens() -> None:
-    ids = np.arange(32, dtype=np.int32)
-    assert block_keys(ids[::2], BLOCK_SIZE, b"") == block_keys(ids[::2].copy(), BLOCK_SIZE, b"")
-    assert block_keys(ids[:0], BLOCK_SIZE, b"") == []
-    with pytest.raises(ValueError, match="block_size is 0"):
-        block_keys(ids, 0, b"")
-
+from .texts import BLOCK_SIZE, found, keys_of, keys_of_blocks, kv_allocator, run, start
 
 # Whole sequences
 
@@ -317,22 +235,3 @@ def test_prefixes_can_be_switched_off() -> None:
     assert (allocator.prefixes, allocator.prefix_query_tokens) == (None, 0)
     allocator.release(second)
     assert (allocator.usage, allocator.num_evicted_blocks) == (0.0, 0)
-
-
-def test_the_prefix_cache_refuses_what_would_break_it() -> None:
-    pool = KvCachePool(2, BLOCK_SIZE)
-    cache = PrefixCache(pool)
-    with pytest.raises(InvalidSlot, match="not in use"):
-        cache.register(b"k", 0)
-    block = pool.alloc()
-    assert cache.register(b"k", block) == block
-    assert cache.register(b"k", block) == block
-    assert pool.ref_count(block) == 2
-    with pytest.raises(InvalidSlot, match="under another key"):
-        cache.register(b"l", block)
-    with pytest.raises(ValueError, match="1 blocks cannot be evicted: 0 are parked"):
-        cache.evict(1)
-    cache.release(block)
-    assert cache.is_parked(block)
-    cache.evict(1)
-    assert (pool.num_free, cache.num_cached) == (2, 0)
