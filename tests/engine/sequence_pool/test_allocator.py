@@ -92,6 +92,7 @@ def test_a_state_slot_is_all_that_a_pure_ssm_needs() -> None:
     first = allocator.allocate("a", 10**9, keys_of(1, 2, 3, 4), 4)
     assert first is not None
     assert (first.block_ids, first.num_cached_tokens, first.state_slot) == ([], 0, 0)
+    assert (first.num_committed_blocks, allocator.find(first.keys, 4)) == (0, 0)
     assert allocator.usage == 0.5
     allocator.commit(first, 100)
     assert allocator.allocate("b", 1) is not None
@@ -139,7 +140,10 @@ def test_the_last_token_is_always_computed() -> None:
 def test_no_more_is_read_than_the_caller_can_use(readable: int, cached: int) -> None:
     allocator = kv_allocator()
     run(allocator, "a", "xy")
+    queried = allocator.prefix_query_tokens
+    assert allocator.find(keys_of_blocks("xy"), max(0, readable)) == cached
     assert start(allocator, "b", "xy", readable=readable).num_cached_tokens == cached
+    assert allocator.prefix_query_tokens - queried == min(max(0, readable), 8)
 
 
 def test_only_committed_full_blocks_are_found() -> None:
@@ -227,11 +231,23 @@ def test_of_two_equal_blocks_the_first_is_kept_as_long_as_what_follows_it() -> N
     assert allocator.pool.kv.num_free == 8
 
 
+def test_prefixes_are_read_unless_the_caller_says_otherwise() -> None:
+    assert SequenceAllocator(SequencePool(kv=KvCachePool(8, BLOCK_SIZE))).prefixes is not None
+    allocator = kv_allocator()
+    run(allocator, "a", "xy")
+    queried = allocator.prefix_query_tokens
+    allocation = allocator.allocate("b", 9, keys_of_blocks("xy"))
+    assert allocation is not None
+    assert allocation.num_cached_tokens == 0
+    assert allocator.prefix_query_tokens == queried
+
+
 def test_prefixes_can_be_switched_off() -> None:
     allocator = kv_allocator(enable_prefix_caching=False)
     run(allocator, "a", "xy")
     second = start(allocator, "b", "xy")
     assert second.num_cached_tokens == 0
     assert (allocator.prefixes, allocator.prefix_query_tokens) == (None, 0)
+    assert allocator.find(keys_of_blocks("xy"), 8) == 0
     allocator.release(second)
     assert (allocator.usage, allocator.num_evicted_blocks) == (0.0, 0)

@@ -43,7 +43,9 @@ def test_keys_agree_exactly_as_far_as_blocks_do(ids: list[int], others: list[int
 def test_keys_of_any_view_are_those_of_its_tokens() -> None:
     ids = np.arange(32, dtype=np.int32)
     assert block_keys(ids[::2], BLOCK_SIZE, b"") == block_keys(ids[::2].copy(), BLOCK_SIZE, b"")
+    assert block_keys(ids.astype(np.int64), BLOCK_SIZE, b"") == block_keys(ids, BLOCK_SIZE, b"")
     assert block_keys(ids[:0], BLOCK_SIZE, b"") == []
+    assert len(block_keys(ids, 1, b"")) == 32
     with pytest.raises(ValueError, match="block_size is 0"):
         block_keys(ids, 0, b"")
 
