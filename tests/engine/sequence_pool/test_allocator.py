@@ -1,95 +1,13 @@
-"""Whole sequences, and prefixes that are found again."""
+"""Whole sequences, and prefixes that are read instead of computed."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
 from penstock.engine.protocol.errors import InvalidSlot, PoolExhausted
-from penstock.engine.sequence_pool import (
-    Allocation,
-    KvCachePool,
-    PrefixCache,
-    SequenceAllocator,
-    SequencePool,
-    SsmStatePool,
-    block_keys,
-)
+from penstock.engine.sequence_pool import KvCachePool, SequenceAllocator, SequencePool, SsmStatePool
 
-BLOCK_SIZE = 4
-
-
-def keys_of(*token_ids: int, seed: bytes = b"model") -> list[bytes]:
-    return block_keys(np.array(token_ids, np.int32), BLOCK_SIZE, seed)
-
-
-def keys_of_blocks(text: str) -> list[bytes]:
-    """One letter per block."""
-    return keys_of(*(ord(letter) for letter in text for _ in range(BLOCK_SIZE)))
-
-
-def kv_allocator(num_blocks: int = 8, *, enable_prefix_caching: bool = True) -> SequenceAllocator:
-    pool = SequencePool(kv=KvCachePool(num_blocks, BLOCK_SIZE))
-    return SequenceAllocator(pool, enable_prefix_caching=enable_prefix_caching)
-
-
-def start(allocator: SequenceAllocator, owner: object, text: str, *, readable: int | None = None) -> Allocation:
-    """Allocates one letter per block, and a token more."""
-    num_tokens = BLOCK_SIZE * len(text) + 1
-    readable = num_tokens - 1 if readable is None else readable
-    allocation = allocator.allocate(owner, num_tokens, keys_of_blocks(text), readable)
-    assert allocation is not None
-    return allocation
-
-
-def run(allocator: SequenceAllocator, owner: object, text: str) -> Allocation:
-    """Computes a sequence from start to end."""
-    allocation = start(allocator, owner, text)
-    allocator.commit(allocation, allocation.num_tokens)
-    allocator.release(allocation)
-    return allocation
-
-
-def found(allocator: SequenceAllocator, text: str) -> int:
-    assert allocator.prefixes is not None
-    return len(allocator.prefixes.find(keys_of_blocks(text)))
-
-
-# Keys
-
-
-def test_a_key_covers_all_tokens_up_to_the_end_of_its_block() -> None:
-    keys = keys_of(*range(11))
-    assert len(keys) == 2
-    assert keys_of(*range(8)) == keys
-    assert keys_of(*range(7), 99) == [keys[0], keys_of(*range(7), 99)[1]]
-    changed_at_the_start = keys_of(99, *range(1, 8))
-    assert not set(changed_at_the_start) & set(keys)
-    assert keys_of(4, 5, 6, 7)[0] not in keys
-    assert {len(key) for key in keys} == {16}
-
-
-def test_seeds_set_keys_apart() -> None:
-    assert not set(keys_of(*range(8), seed=b"a")) & set(keys_of(*range(8), seed=b"b"))
-
-
-@given(ids=st.lists(st.integers(0, 3), max_size=20), others=st.lists(st.integers(0, 3), max_size=20))
-def test_keys_agree_exactly_as_far_as_blocks_do(ids: list[int], others: list[int]) -> None:
-    same = 0
-    while len(ids) > same and len(others) > same and ids[same] == others[same]:
-        same += 1
-    pairs = zip(keys_of(*ids), keys_of(*others), strict=False)
-    assert sum(a == b for a, b in pairs) == same // BLOCK_SIZE
-
-
-def test_keys_of_any_view_are_those_of_its_tokens() -> None:
-    ids = np.arange(32, dtype=np.int32)
-    assert block_keys(ids[::2], BLOCK_SIZE, b"") == block_keys(ids[::2].copy(), BLOCK_SIZE, b"")
-    assert block_keys(ids[:0], BLOCK_SIZE, b"") == []
-    with pytest.raises(ValueError, match="block_size is 0"):
-        block_keys(ids, 0, b"")
-
+from .texts import BLOCK_SIZE, found, keys_of, keys_of_blocks, kv_allocator, run, start
 
 # Whole sequences
 
@@ -131,8 +49,8 @@ def test_room_is_foreseen() -> None:
 def test_what_can_never_fit_is_said() -> None:
     allocator = kv_allocator(4)
     assert allocator.capacity_tokens == 16
-    assert allocator.fits(16)
-    assert not allocator.fits(17)
+    assert allocator.can_hold(16)
+    assert not allocator.can_hold(17)
     with pytest.raises(PoolExhausted, match="17 tokens can never be held; 16 fit"):
         allocator.allocate("a", 17)
 
@@ -170,10 +88,11 @@ def test_an_old_allocation_of_the_same_owner_is_not_the_new_one() -> None:
 def test_a_state_slot_is_all_that_a_pure_ssm_needs() -> None:
     allocator = SequenceAllocator(SequencePool(ssm=SsmStatePool(2)))
     assert allocator.capacity_tokens is None
-    assert allocator.fits(10**9)
+    assert allocator.can_hold(10**9)
     first = allocator.allocate("a", 10**9, keys_of(1, 2, 3, 4), 4)
     assert first is not None
     assert (first.block_ids, first.num_cached_tokens, first.state_slot) == ([], 0, 0)
+    assert (first.num_committed_blocks, allocator.find(first.keys, 4)) == (0, 0)
     assert allocator.usage == 0.5
     allocator.commit(first, 100)
     assert allocator.allocate("b", 1) is not None
@@ -221,7 +140,10 @@ def test_the_last_token_is_always_computed() -> None:
 def test_no_more_is_read_than_the_caller_can_use(readable: int, cached: int) -> None:
     allocator = kv_allocator()
     run(allocator, "a", "xy")
+    queried = allocator.prefix_query_tokens
+    assert allocator.find(keys_of_blocks("xy"), max(0, readable)) == cached
     assert start(allocator, "b", "xy", readable=readable).num_cached_tokens == cached
+    assert allocator.prefix_query_tokens - queried == min(max(0, readable), 8)
 
 
 def test_only_committed_full_blocks_are_found() -> None:
@@ -309,30 +231,23 @@ def test_of_two_equal_blocks_the_first_is_kept_as_long_as_what_follows_it() -> N
     assert allocator.pool.kv.num_free == 8
 
 
+def test_prefixes_are_read_unless_the_caller_says_otherwise() -> None:
+    assert SequenceAllocator(SequencePool(kv=KvCachePool(8, BLOCK_SIZE))).prefixes is not None
+    allocator = kv_allocator()
+    run(allocator, "a", "xy")
+    queried = allocator.prefix_query_tokens
+    allocation = allocator.allocate("b", 9, keys_of_blocks("xy"))
+    assert allocation is not None
+    assert allocation.num_cached_tokens == 0
+    assert allocator.prefix_query_tokens == queried
+
+
 def test_prefixes_can_be_switched_off() -> None:
     allocator = kv_allocator(enable_prefix_caching=False)
     run(allocator, "a", "xy")
     second = start(allocator, "b", "xy")
     assert second.num_cached_tokens == 0
     assert (allocator.prefixes, allocator.prefix_query_tokens) == (None, 0)
+    assert allocator.find(keys_of_blocks("xy"), 8) == 0
     allocator.release(second)
     assert (allocator.usage, allocator.num_evicted_blocks) == (0.0, 0)
-
-
-def test_the_prefix_cache_refuses_what_would_break_it() -> None:
-    pool = KvCachePool(2, BLOCK_SIZE)
-    cache = PrefixCache(pool)
-    with pytest.raises(InvalidSlot, match="not in use"):
-        cache.register(b"k", 0)
-    block = pool.alloc()
-    assert cache.register(b"k", block) == block
-    assert cache.register(b"k", block) == block
-    assert pool.ref_count(block) == 2
-    with pytest.raises(InvalidSlot, match="under another key"):
-        cache.register(b"l", block)
-    with pytest.raises(ValueError, match="1 blocks cannot be evicted: 0 are parked"):
-        cache.evict(1)
-    cache.release(block)
-    assert cache.is_parked(block)
-    cache.evict(1)
-    assert (pool.num_free, cache.num_cached) == (2, 0)

@@ -1,20 +1,18 @@
-"""Blocks, slots, the pool over both, and its sizes."""
+"""Blocks, slots, and the pool over both."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import permutations
 
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.protocol.errors import InvalidSlot, ModelLoadError, PoolExhausted
-from penstock.engine.sequence_pool import KvCachePool, PoolPlan, SequencePool, SsmStatePool, plan_pool
-from penstock.engine.sequence_pool.cache_spec import CacheSpec, KvLayerSpec, SsmLayerSpec
+from penstock.engine.protocol.errors import InvalidSlot, PoolExhausted
+from penstock.engine.sequence_pool import KvCachePool, SequencePool, SsmStatePool
 from penstock.engine.sequence_pool.free_ranges import FreeRanges
 
-KV = KvLayerSpec(num_kv_heads=2, head_size=4)
-SSM = SsmLayerSpec(conv_shape=(8, 3), ssm_shape=(2, 4, 4))
 NOT_NUMBERS = [-1, 4, True, False, 1.0, "1", None]
 
 
@@ -50,6 +48,26 @@ def test_ranges_are_taken_once_and_joined_again(size: int, takes: list[tuple[int
         ranges.add(number, number + 1)
     assert ranges.num_ranges == min(size, 1)
     assert not size or ranges.take(size) == [range(size)]
+
+
+def in_pieces(size: int, pieces: list[range]) -> FreeRanges:
+    """Ranges of which only these pieces are free; they came back in this order."""
+    ranges = FreeRanges(size)
+    ranges.take(size)
+    for piece in pieces:
+        ranges.add(piece.start, piece.stop)
+    return ranges
+
+
+def test_a_run_is_cut_from_the_shortest_kind_of_range_that_holds_it() -> None:
+    for pieces in ([range(10), range(50, 150)], [range(100), range(110, 120)]):
+        (run,) = in_pieces(200, pieces).take(5)
+        assert run.start in (0, 110)
+
+
+def test_where_no_run_is_long_enough_the_longest_are_joined() -> None:
+    for shuffled in permutations([range(1), range(2, 7), range(10, 11), range(20, 23)]):
+        assert in_pieces(30, list(shuffled)).take(8) == [range(2, 7), range(20, 23)]
 
 
 # Blocks
@@ -153,6 +171,7 @@ def test_references_are_counted(events: list[tuple[str, int]]) -> None:
         counts = Counter(held)
         assert [pool.ref_count(block) for block in range(16)] == [counts[block] for block in range(16)]
         assert pool.num_used == len(counts) == 16 - pool.num_free
+        assert pool._free.num_ranges == num_runs([block for block in range(16) if not counts[block]])
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0)])
@@ -250,43 +269,3 @@ def test_a_hybrid_has_both() -> None:
     pool.release_ssm(index)
     with pytest.raises(ValueError, match="neither was given"):
         SequencePool()
-
-
-# Sizes
-
-BLOCK_BYTES = 2 * 2 * 4 * 2 * 16
-SLOT_BYTES = 8 * 3 * 2 + 2 * 4 * 4 * 4
-
-
-def plan(spec: CacheSpec, memory_bytes: int, max_num_seqs: int = 8) -> PoolPlan:
-    return plan_pool(spec, memory_bytes, block_size=16, itemsize=2, max_num_seqs=max_num_seqs)
-
-
-def test_all_memory_goes_to_what_the_model_has() -> None:
-    assert plan(CacheSpec(kv_layers=(KV,)), 10 * BLOCK_BYTES + 1) == PoolPlan(10, 0, 10 * BLOCK_BYTES)
-    assert plan(CacheSpec(ssm_layers=(SSM,)), 5 * SLOT_BYTES + 1) == PoolPlan(0, 5, 5 * SLOT_BYTES)
-    assert plan(CacheSpec(ssm_layers=(SSM,)), 50 * SLOT_BYTES) == PoolPlan(0, 8, 8 * SLOT_BYTES)
-
-
-@given(memory_bytes=st.integers(0, 100_000), block_size=st.integers(1, 64), max_num_seqs=st.integers(1, 64))
-def test_a_hybrid_gets_both_within_its_memory(memory_bytes: int, block_size: int, max_num_seqs: int) -> None:
-    spec = CacheSpec(kv_layers=(KV, KV), ssm_layers=(SSM,))
-    block_bytes = spec.kv_bytes_per_token(2) * block_size
-    if memory_bytes < block_bytes + SLOT_BYTES:
-        with pytest.raises(ModelLoadError, match="one sequence takes at least"):
-            plan_pool(spec, memory_bytes, block_size=block_size, itemsize=2, max_num_seqs=max_num_seqs)
-        return
-    sizes = plan_pool(spec, memory_bytes, block_size=block_size, itemsize=2, max_num_seqs=max_num_seqs)
-    assert sizes.num_blocks >= 1
-    assert 1 <= sizes.num_slots <= max_num_seqs
-    assert sizes.num_slots == 1 or sizes.num_slots * SLOT_BYTES <= memory_bytes / 4
-    assert memory_bytes - block_bytes < sizes.bytes <= memory_bytes
-
-
-def test_what_cannot_be_planned_is_said() -> None:
-    with pytest.raises(ModelLoadError, match=r"1,000 bytes.* at least 1,024 .*per block of 16 .*--kv-cache-memory"):
-        plan(CacheSpec(kv_layers=(KV, KV)), 1000)
-    with pytest.raises(ValueError, match="keeps nothing"):
-        plan(CacheSpec(), 1000)
-    with pytest.raises(ValueError, match="max_num_seqs is 0"):
-        plan(CacheSpec(kv_layers=(KV,)), 1000, max_num_seqs=0)

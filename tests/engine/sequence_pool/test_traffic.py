@@ -13,12 +13,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from penstock.engine.scheduling.chunked_prefill import (
-    ChunkedPrefillConfig,
-    ChunkedPrefillManager,
-    ChunkState,
-    PrefillChunk,
-)
+from penstock.engine.protocol.config import ChunkedPrefillConfig
+from penstock.engine.scheduling import ChunkedPrefillManager, ChunkedRequest, ChunkState, PrefillChunk
 from penstock.engine.sequence_pool import (
     Allocation,
     KvCachePool,
@@ -67,13 +63,13 @@ class Traffic(RuleBasedStateMachine):
         self.now_s += wait_s
         self.num_submitted += 1
         token_ids = np.array(prompt, np.int32)
-        assert self.allocator.fits(len(token_ids))
+        assert self.allocator.can_hold(len(token_ids))
         self.prompts[self.num_submitted] = token_ids
         self.readable[self.num_submitted] = min(readable, len(token_ids) - 1)
         self.waiting.append((self.num_submitted, priority))
 
-    @rule(max_tokens=st.integers(1, 12), memory_pressure=st.none() | st.floats(0, 1))
-    def schedule(self, max_tokens: int, memory_pressure: float | None) -> None:
+    @rule(max_tokens=st.integers(1, 12), memory_pressure=st.floats(0, 1))
+    def schedule(self, max_tokens: int, memory_pressure: float) -> None:
         while self.waiting and self.start(*self.waiting[0]):
             self.waiting.popleft()
         request = self.manager.peek()
@@ -131,7 +127,7 @@ class Traffic(RuleBasedStateMachine):
             self.forget(request_id)
             self.manager.remove_request(request_id)
 
-    def write(self, chunk: PrefillChunk, allocation: Allocation) -> None:
+    def write(self, chunk: PrefillChunk[ChunkedRequest], allocation: Allocation) -> None:
         kv = self.allocator.pool.kv
         if kv is None:
             return
@@ -162,19 +158,21 @@ class Traffic(RuleBasedStateMachine):
         self.running = [chunk for chunk in self.running if chunk.request_id != request_id]
         request = self.manager.get_request(request_id)
         assert request is not None
-        if not is_lost:
-            assert self.manager.preempt(request_id) == request.num_completed_tokens
+        num_done = request.num_done
+        self.manager.preempt(request_id)
+        assert (request.num_done, request.chunk) == (0, None)
+        if not is_lost:  # what it holds stays, and so what it has done is there
+            self.manager.skip_cached(request_id, num_done)
+            assert request.num_done == num_done
             return
         self.release(request_id)
         num_cached = self.allocate(request_id)
         if num_cached is None:
-            self.waiting.append((request_id, request.priority))
+            self.waiting.append((request_id, 0))
             self.manager.remove_request(request_id)
         else:
-            kept = min(num_cached, request.num_completed_tokens)
-            assert self.manager.preempt(request_id, resume_at=kept) == kept
             self.manager.skip_cached(request_id, num_cached)
-            assert request.num_completed_tokens == num_cached
+            assert request.num_done == num_cached
 
     def release(self, request_id: Hashable) -> None:
         allocation, kv = self.allocations.pop(request_id), self.allocator.pool.kv
@@ -255,12 +253,9 @@ class Traffic(RuleBasedStateMachine):
         assert self.manager.requests.keys() == self.allocations.keys()
         assert {request_id for request_id, _ in self.waiting} == self.prompts.keys() - self.allocations.keys()
         for request_id, request in self.manager.requests.items():
-            chunks = request.chunks
-            assert [c.start for c in chunks] == [0, *(c.end for c in chunks[:-1])]
-            assert chunks[-1].end == len(self.prompts[request_id])
-            assert all(c.num_tokens > 0 for c in chunks)
-            assert all(c.state is ChunkState.PENDING for c in request.pending)
-            assert [c.index for c in request.completed] == list(range(len(request.completed)))
+            assert 0 <= request.num_cached <= request.num_done < request.num_tokens == len(self.prompts[request_id])
+            if request.chunk is not None:
+                assert request.num_done == request.chunk.start < request.chunk.end <= request.num_tokens
         statistics = self.manager.statistics()
         assert statistics.num_running_chunks == len(self.running)
         assert all(chunk.state is ChunkState.RUNNING for chunk in self.running)
@@ -271,7 +266,7 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(10_000):
             if not self.prompts:
                 break
-            self.schedule(12, None)
+            self.schedule(12, 0.0)
             if self.running:
                 self.complete(0, 0.0)
         assert not self.prompts

@@ -67,6 +67,54 @@ def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureF
     assert not any(key in caplog.text for key in ("old-key", "new-key", "other-key"))
 
 
+def test_the_keys_of_the_settings_stay_when_the_file_is_read_again(tmp_path: Path) -> None:
+    file, clock = tmp_path / "keys", Clock()
+    write(file, "old-key\n")
+    keys = ApiKeys(("given-key",), file, clock_s=clock)
+    for key in ("new-key", "newer-key"):
+        write(file, f"{key}\n")
+        clock.tick()
+        assert accepts(keys, key)
+        assert accepts(keys, "given-key")
+    assert not accepts(keys, "old-key")
+    assert not accepts(keys, "new-key")
+
+
+@pytest.mark.parametrize("text", ["a-longer-key\n", "b-key\n"])
+def test_a_file_that_took_the_place_of_one_as_old_is_read(text: str, tmp_path: Path) -> None:
+    """As where a file is copied with its times, or a link is set to another one."""
+    file, other, clock = tmp_path / "keys", tmp_path / "other", Clock()
+    write(file, "a-key\n")
+    keys = ApiKeys((), file, clock_s=clock)
+    write(other, text)
+    other.replace(file)
+    clock.tick()
+    assert accepts(keys, text.strip())
+    assert not accepts(keys, "a-key")
+
+
+def test_a_file_that_grew_within_a_tick_of_its_clock_is_read(tmp_path: Path) -> None:
+    file, clock = tmp_path / "keys", Clock()
+    write(file, "a-key\n")
+    keys = ApiKeys((), file, clock_s=clock)
+    before = file.stat()
+    with file.open("a") as lines:
+        lines.write("b-key\n")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    clock.tick()
+    assert accepts(keys, "b-key")
+
+
+def test_a_file_that_has_not_changed_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, clock = tmp_path / "keys", Clock()
+    write(file, "a-key\n")
+    keys = ApiKeys((), file, clock_s=clock)
+    monkeypatch.setattr(Path, "read_text", None)
+    for _ in range(3):
+        clock.tick()
+        assert accepts(keys, "a-key")
+
+
 @pytest.mark.parametrize("text", [None, "", "# only this\n", "\n\n"])
 def test_a_file_that_has_gone_bad_changes_nothing(
     text: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture

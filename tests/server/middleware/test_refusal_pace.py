@@ -10,7 +10,7 @@ import time
 import pytest
 
 from penstock.server.middleware import refusal_pace
-from penstock.server.middleware.refusal_pace import PER_TICK, RefusalPace
+from penstock.server.middleware.refusal_pace import LONGEST_S, PER_TICK, RefusalPace, longest_wait_s
 
 TICK_S = 0.02
 
@@ -97,9 +97,10 @@ async def test_a_turn_whose_request_was_cancelled_is_passed_over() -> None:
     assert tasks[0].cancelled()
 
 
-async def test_what_did_not_go_out_takes_nobodys_place() -> None:
+@pytest.mark.parametrize("num_left", [1, PER_TICK - 1, 10 * PER_TICK + 1])
+async def test_what_did_not_go_out_takes_nobodys_place(num_left: int) -> None:
     pace = RefusalPace(max_waiting=1000)
-    for _ in range(100):
+    for _ in range(num_left):
         pace.add(lambda: False)
     out = await released(pace, PER_TICK)
     assert ticks([time_s for time_s, _ in out]) == [PER_TICK]
@@ -117,3 +118,9 @@ async def test_who_can_wait_for_less_goes_first() -> None:
         pace.add(functools.partial(release, within_s), within_s=within_s)
     await released(pace, 1)
     assert order == [0.5, 1.0, 2.0, 2.0, 9.0]
+
+
+@pytest.mark.parametrize(("header", "longest_s"), [(None, LONGEST_S), (b"1.5", 0.75), (b"0.002", 0.001), (b"60", 30.0)])
+def test_half_of_the_time_that_its_client_waits_is_left(header: bytes | None, longest_s: float) -> None:
+    headers = [] if header is None else [(b"x-request-timeout", header)]
+    assert longest_wait_s({"headers": headers}) == longest_s

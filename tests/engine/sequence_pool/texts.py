@@ -1,0 +1,45 @@
+"""Texts of which every letter is a block, and allocators that hold them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.engine.sequence_pool import Allocation, KvCachePool, SequenceAllocator, SequencePool, block_keys
+
+BLOCK_SIZE = 4
+
+
+def keys_of(*token_ids: int, seed: bytes = b"model") -> list[bytes]:
+    return block_keys(np.array(token_ids, np.int32), BLOCK_SIZE, seed)
+
+
+def keys_of_blocks(text: str) -> list[bytes]:
+    """One letter per block."""
+    return keys_of(*(ord(letter) for letter in text for _ in range(BLOCK_SIZE)))
+
+
+def kv_allocator(num_blocks: int = 8, *, enable_prefix_caching: bool = True) -> SequenceAllocator:
+    pool = SequencePool(kv=KvCachePool(num_blocks, BLOCK_SIZE))
+    return SequenceAllocator(pool, enable_prefix_caching=enable_prefix_caching)
+
+
+def start(allocator: SequenceAllocator, owner: object, text: str, *, readable: int | None = None) -> Allocation:
+    """Allocates one letter per block, and a token more."""
+    num_tokens = BLOCK_SIZE * len(text) + 1
+    readable = num_tokens - 1 if readable is None else readable
+    allocation = allocator.allocate(owner, num_tokens, keys_of_blocks(text), readable)
+    assert allocation is not None
+    return allocation
+
+
+def run(allocator: SequenceAllocator, owner: object, text: str) -> Allocation:
+    """Computes a sequence from start to end."""
+    allocation = start(allocator, owner, text)
+    allocator.commit(allocation, allocation.num_tokens)
+    allocator.release(allocation)
+    return allocation
+
+
+def found(allocator: SequenceAllocator, text: str) -> int:
+    assert allocator.prefixes is not None
+    return len(allocator.prefixes.find(keys_of_blocks(text)))
