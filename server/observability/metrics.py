@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import inf
+from operator import attrgetter
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
@@ -41,6 +42,12 @@ _ENGINE_HISTOGRAMS: Final = {
 }
 _CACHE_GAUGES: Final = {
     "usage": ("penstock_engine_cache_usage", "Share of the memory for inputs in chunks that is held, 0 to 1."),
+    "memory_pressure": (
+        "penstock_engine_memory_pressure",
+        "Share of the memory that was taken when chunks were last cut, 0 to 1: chunks are the smaller, the higher.",
+    ),
+    "chunk_tokens": ("penstock_engine_chunk_size_tokens", "Tokens of the largest chunk of the last forward."),
+    "chunks.num_requests": ("penstock_engine_chunked_inputs", "Long inputs that have started and not ended."),
 }
 _CACHE_COUNTERS: Final = {
     "prefix_queried_tokens_total": (
@@ -52,8 +59,18 @@ _CACHE_COUNTERS: Final = {
         "penstock_engine_prefix_evicted_blocks",
         "Blocks that left the prefix cache because their place was needed.",
     ),
-    "num_preemptions_total": ("penstock_engine_preemptions", "Long inputs that gave up their memory for urgent ones."),
-    "num_chunks_total": ("penstock_engine_chunks", "Chunks of long inputs that went through the model."),
+    "chunks.preemptions": ("penstock_engine_preemptions", "Long inputs that gave up their memory for urgent ones."),
+    "chunks.completed_chunks": ("penstock_engine_chunks", "Chunks of long inputs that went through the model."),
+    "chunks.completed_tokens": ("penstock_engine_chunk_tokens", "Tokens of these chunks."),
+    "chunks.run_s": ("penstock_engine_chunk_duration_seconds", "Seconds that these chunks ran."),
+    "chunks.failed_chunks": ("penstock_engine_chunk_failures", "Failures of chunks, as for want of memory."),
+    "chunks.completed_requests": ("penstock_engine_chunked_inputs_completed", "Long inputs that ran to their end."),
+    "chunks.failed_requests": ("penstock_engine_chunked_inputs_failed", "Long inputs that failed too often."),
+    "chunks.cancelled_requests": ("penstock_engine_chunked_inputs_cancelled", "Long inputs that were given up midway."),
+    "chunks.cached_tokens": (
+        "penstock_engine_chunk_cached_tokens",
+        "Tokens of long inputs that did not run again because a cache held what comes of them.",
+    ),
 }
 
 NamedEngines = Callable[[], Iterable[tuple[AsyncEngine, str]]]
@@ -180,7 +197,7 @@ def _families(
     for field, (name, text) in fields.items():
         metric = family(name, text, labels=("model",))
         for values, model in figures:
-            metric.add_metric((model,), getattr(values, field))
+            metric.add_metric((model,), attrgetter(field)(values))
         yield metric
 
 

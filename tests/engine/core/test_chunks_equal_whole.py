@@ -223,7 +223,7 @@ def test_every_pooling_type_at_every_chunk_size(
     for chunk_size in (1, 7, 64, None):
         chunked = client(pooling, chunk_size=chunk_size, prefixes=chunk_size == 64)
         assert_same(run(chunked, inputs), expected)
-        assert chunked.cache_use.num_chunks_total >= sum(
+        assert chunked.cache_use.chunks.completed_chunks >= sum(
             length / (chunk_size or 32) for length in (LONG if chunk_size != 64 else LONG[1:])
         )
         assert chunked.cache_use.usage == 0
@@ -268,7 +268,7 @@ def test_preemption_in_the_middle_changes_nothing(
         tight.submit(*enumerate(inputs[2:], 2), task=task)
         tight.run()
         assert not tight.failures
-        assert tight.cache_use.num_preemptions_total == 1
+        assert tight.cache_use.chunks.preemptions == 1
         assert_same([tight.answers[i] for i in range(len(inputs))], expected)
 
 

@@ -10,7 +10,7 @@ from penstock.engine.protocol.messages import CacheUse, Rows, StepLoad
 
 def test_a_step_is_counted() -> None:
     stats = DispatcherStats(num_requests=1)
-    use = CacheUse(0.5, 1, 2, 3, 4, 5)
+    use = CacheUse(usage=0.5)
     stats.count(Rows([], 32, 0.25, cache_use=use, load=StepLoad(2, 64, 5, 400, 1)))
     stats.count(Rows([], 48, 0.5, cache_use=None, load=StepLoad(3, 64, 6, 500, 1)))
     assert (stats.num_batched_tokens_total, stats.num_steps_total, stats.step_s_total) == (80, 2, 0.75)

@@ -156,7 +156,7 @@ class SlicedRun:
         """Runs one batch of (sequence, start, end); attention weights go to `weights[sequence, end]`."""
         slices = sorted(slices, key=lambda s: s[1] > 0)
         starts = [start for _, start, _ in slices]
-        inputs = [TokenizedInput(np.asarray(self.sequences[n], np.int32)).slice(a, b) for n, a, b in slices]
+        inputs = [TokenizedInput(np.asarray(self.sequences[n], np.int32))[a:b] for n, a, b in slices]
         lengths = [len(i) for i in inputs]
         fresh = starts.count(0)
         batch = PackedBatch.build(

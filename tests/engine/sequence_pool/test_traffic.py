@@ -326,7 +326,7 @@ def drive(traffic: Traffic, seed: int, num_events: int) -> None:
                 prompt = rng.choice(STEMS)[: rng.randint(0, 16)] + rng.choices((0, 1), k=rng.randint(1, 24))
                 traffic.submit(prompt, rng.randint(0, 3), rng.choice((0, 99, rng.randint(0, 40))), rng.random())
             case "schedule":
-                traffic.schedule(rng.randint(1, 12), rng.choice((None, rng.random())))
+                traffic.schedule(rng.randint(1, 12), rng.choice((0.0, rng.random())))
             case "complete" if traffic.running:
                 traffic.complete(rng.randint(0, 99), rng.random())
             case "fail" if traffic.running:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.protocol.messages import CacheUse
+from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
 
 DOCKER = Path(__file__).resolve().parents[3] / "docker"
 DASHBOARD = json.loads((DOCKER / "grafana" / "penstock.json").read_text())
@@ -26,7 +26,7 @@ async def test_every_metric_of_the_dashboard_is_there(
     client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stats = engine.stats()
-    stats.cache_use = CacheUse(0.5, 1, 1, 1, 1, 1)
+    stats.cache_use = CacheUse(usage=0.5, chunks=ChunkMetrics(1, 1))
     monkeypatch.setattr(engine, "stats", lambda: stats)
     await client.post("/v1/embeddings", json={"input": "a"})
     families = list(text_string_to_metric_families((await client.get("/metrics")).text))

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.frontend.dispatcher import DispatcherStats
 from penstock.engine.frontend.supervisor import EngineState
-from penstock.engine.protocol.messages import CacheUse
+from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,20 @@ async def test_metrics_of_inputs_in_chunks(client: httpx.AsyncClient, engine, mo
         usage=0.25,
         prefix_queried_tokens_total=400,
         prefix_hit_tokens_total=96,
-        num_preemptions_total=2,
-        num_chunks_total=31,
         num_evicted_blocks_total=7,
+        memory_pressure=0.5,
+        chunk_tokens=128,
+        chunks=ChunkMetrics(preemptions=2, completed_chunks=31, completed_tokens=900, num_requests=3, run_s=1.5),
     )
     monkeypatch.setattr(engine, "stats", lambda: DispatcherStats(num_requests=5, cache_use=use))
     text = (await client.get("/metrics")).text
     figures = {
         "penstock_engine_cache_usage": 0.25,
+        "penstock_engine_memory_pressure": 0.5,
+        "penstock_engine_chunk_size_tokens": 128,
+        "penstock_engine_chunked_inputs": 3,
+        "penstock_engine_chunk_tokens_total": 900,
+        "penstock_engine_chunk_duration_seconds_total": 1.5,
         "penstock_engine_prefix_queried_tokens_total": 400,
         "penstock_engine_prefix_hit_tokens_total": 96,
         "penstock_engine_preemptions_total": 2,
