@@ -218,7 +218,7 @@ def test_cuda_takes_triton_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), min_size=1, max_size=12),
     skips=st.tuples(st.integers(0, 30), st.integers(0, 5)),
 )
-def test_chunks_fold_to_the_whole(kind: PoolingKind, chunks: list[tuple[int, int]], skips: tuple[int, int]) -> None:
+def test_chunks_add_up_to_the_whole(kind: PoolingKind, chunks: list[tuple[int, int]], skips: tuple[int, int]) -> None:
     """Two sequences, cut at arbitrary and different places, some chunks empty."""
     lengths = tuple(sum(part) for part in zip(*chunks, strict=True))
     inputs = make_pooling_inputs(PoolingCase("", lengths, 24))
@@ -281,7 +281,7 @@ def test_what_an_addition_rounds_away_is_kept(kind: PoolingKind, values: tuple[f
 def test_rows_that_come_again_are_left_out(
     kind: PoolingKind, chunks: list[tuple[int, int]], skips: tuple[int, int]
 ) -> None:
-    """Of the first sequence, chunks begin up to 12 rows before the end of what was folded; the second goes on."""
+    """Of the first sequence, chunks begin up to 12 rows before the end of what was added; the second goes on."""
     sizes = [again + 5 for again, _ in chunks]
     lengths = (5 * len(chunks), sum(size for _, size in chunks))
     inputs = make_pooling_inputs(PoolingCase("", lengths, 24))
@@ -301,11 +301,11 @@ def test_rows_that_come_again_are_left_out(
             weights=inputs.weights[rows] if kind == "weighted" else None,
         )
         assert state.num_tokens.tolist() == [max(seen[0], end), seen[1] + count]
-    folded = (int(state.num_tokens[0]), lengths[1])
-    kept = torch.cat([torch.arange(folded[0]), lengths[0] + torch.arange(lengths[1])])
+    added = (int(state.num_tokens[0]), lengths[1])
+    kept = torch.cat([torch.arange(added[0]), lengths[0] + torch.arange(lengths[1])])
     expected = pool(
         inputs.hidden_states[kept],
-        make_cu_seqlens(folded),
+        make_cu_seqlens(added),
         kind,
         skip_tokens=skip_tokens,
         weights=inputs.weights[kept] if kind == "weighted" else None,

@@ -125,8 +125,8 @@ def sequences() -> list[list[int]]:
 BLOCK_SIZE = 16
 
 
-class SlicedRun:
-    """Runs sequences in slices, their keys, values and states in blocks and slots that lie all over the pools."""
+class ChunkedRun:
+    """Runs sequences in chunks, their keys, values and states in blocks and slots that lie all over the pools."""
 
     def __init__(
         self,
@@ -152,29 +152,29 @@ class SlicedRun:
         for pool in (*self.kv.k, *self.kv.v, *self.states.conv, *self.states.ssm):
             pool.fill_(float("nan"))
 
-    def step(self, slices: Sequence[tuple[int, int, int]], *, need_attention: bool = False) -> None:
+    def step(self, chunks: Sequence[tuple[int, int, int]], *, need_attention: bool = False) -> None:
         """Runs one batch of (sequence, start, end); attention weights go to `weights[sequence, end]`."""
-        slices = sorted(slices, key=lambda s: s[1] > 0)
-        starts = [start for _, start, _ in slices]
-        inputs = [TokenizedInput(np.asarray(self.sequences[n], np.int32))[a:b] for n, a, b in slices]
+        chunks = sorted(chunks, key=lambda s: s[1] > 0)
+        starts = [start for _, start, _ in chunks]
+        inputs = [TokenizedInput(np.asarray(self.sequences[n], np.int32))[a:b] for n, a, b in chunks]
         lengths = [len(i) for i in inputs]
-        fresh = starts.count(0)
+        new = starts.count(0)
         batch = PackedBatch.build(
-            inputs, torch.device("cpu"), starts=starts, cache=self._cache(slices, fresh, sum(lengths[:fresh]))
+            inputs, torch.device("cpu"), starts=starts, cache=self._cache(chunks, new, sum(lengths[:new]))
         )
         output = self.model.forward(batch, need_attention=need_attention)
-        for (n, _, _), part in zip(slices, output.hidden_states.split(lengths), strict=True):
+        for (n, _, _), part in zip(chunks, output.hidden_states.split(lengths), strict=True):
             self.rows[n].append(part)
         if output.attention_weights is not None:
-            parts = output.attention_weights.split([end for _, _, end in slices])
-            self.weights |= {(n, end): part for (n, _, end), part in zip(slices, parts, strict=True)}
+            parts = output.attention_weights.split([end for _, _, end in chunks])
+            self.weights |= {(n, end): part for (n, _, end), part in zip(chunks, parts, strict=True)}
 
-    def _cache(self, slices: Sequence[tuple[int, int, int]], num_new_seqs: int, num_new_tokens: int) -> BatchCache:
-        past, size = slices[num_new_seqs:], self.block_size
-        # A fresh sequence that ends with its slice needs nothing kept.
-        kept = [end < len(self.sequences[n]) or start > 0 for n, start, end in slices]
+    def _cache(self, chunks: Sequence[tuple[int, int, int]], num_new_seqs: int, num_new_tokens: int) -> BatchCache:
+        past, size = chunks[num_new_seqs:], self.block_size
+        # A new sequence that ends with its chunk needs nothing kept.
+        kept = [end < len(self.sequences[n]) or start > 0 for n, start, end in chunks]
         rows, store_rows, store_slots = 0, [], []
-        for (n, start, end), keep in zip(slices, kept, strict=True):
+        for (n, start, end), keep in zip(chunks, kept, strict=True):
             if keep:
                 store_rows += range(rows, rows + end - start)
                 store_slots += [self.blocks[n][t // size] * size + t % size for t in range(start, end)]
@@ -183,34 +183,34 @@ class SlicedRun:
         for row, (n, _, end) in zip(tables, past, strict=True):
             used = -(-end // size)
             row[:used] = torch.from_numpy(self.blocks[n][:used])
-        saved = [i for i, (n, _, end) in enumerate(slices) if end < len(self.sequences[n])]
+        saved = [i for i, (n, _, end) in enumerate(chunks) if end < len(self.sequences[n])]
         spec = self.model.cache_spec
         return BatchCache(
             num_new_seqs=num_new_seqs,
             num_new_tokens=num_new_tokens,
-            context_lens=tuple(start for _, start, _ in slices),
-            prompt_lens=tuple(len(self.sequences[n]) for n, _, _ in slices),
+            context_lens=tuple(start for _, start, _ in chunks),
+            prompt_lens=tuple(len(self.sequences[n]) for n, _, _ in chunks),
             kv=self.kv if spec.kv_layers else None,
             block_tables=tables if past else None,
             store_rows=torch.tensor(store_rows, dtype=torch.int64),
             store_slots=torch.tensor(store_slots, dtype=torch.int64),
             ssm=self.states if spec.ssm_layers else None,
-            load_indices=torch.arange(num_new_seqs, len(slices)),
+            load_indices=torch.arange(num_new_seqs, len(chunks)),
             load_slots=torch.tensor([int(self.slots[n]) for n, *_ in past], dtype=torch.int64),
             save_indices=torch.tensor(saved, dtype=torch.int64),
-            save_slots=torch.tensor([int(self.slots[slices[i][0]]) for i in saved], dtype=torch.int64),
+            save_slots=torch.tensor([int(self.slots[chunks[i][0]]) for i in saved], dtype=torch.int64),
         )
 
 
 @pytest.fixture(scope="session")
-def sliced_run() -> type[SlicedRun]:
-    """The class above, for tests that say themselves which slices run together."""
-    return SlicedRun
+def chunked_run() -> type[ChunkedRun]:
+    """The class above, for tests that say themselves which chunks run together."""
+    return ChunkedRun
 
 
 @pytest.fixture(scope="session")
-def run_sliced() -> Callable[..., list[torch.Tensor]]:
-    """Runs sequences in slices of `size` tokens; sequence n enters at step n, so that fresh ones meet older ones."""
+def run_chunked() -> Callable[..., list[torch.Tensor]]:
+    """Runs sequences in chunks of `size` tokens; sequence n enters at step n, so that new ones meet older ones."""
 
     def run(
         model: PackedModel,
@@ -219,16 +219,16 @@ def run_sliced() -> Callable[..., list[torch.Tensor]]:
         dtype: torch.dtype = torch.float32,
         block_size: int = BLOCK_SIZE,
     ) -> list[torch.Tensor]:
-        sliced = SlicedRun(model, sequences, dtype, block_size)
+        chunked = ChunkedRun(model, sequences, dtype, block_size)
         done = [0] * len(sequences)
         for step in itertools.count():
             ends = [min(at + size, len(s)) for at, s in zip(done, sequences, strict=True)]
-            slices = [(n, done[n], ends[n]) for n in range(min(step + 1, len(done))) if done[n] < ends[n]]
-            if not slices and step >= len(done):
-                return [torch.cat(rows) for rows in sliced.rows]
-            if slices:
-                sliced.step(slices)
-            for n, _, end in slices:
+            chunks = [(n, done[n], ends[n]) for n in range(min(step + 1, len(done))) if done[n] < ends[n]]
+            if not chunks and step >= len(done):
+                return [torch.cat(rows) for rows in chunked.rows]
+            if chunks:
+                chunked.step(chunks)
+            for n, _, end in chunks:
                 done[n] = end
         raise AssertionError
 

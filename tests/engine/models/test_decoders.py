@@ -1,4 +1,4 @@
-"""Every decoder gives what transformers gives: whole and in slices, alone and in a batch, with each option and head."""
+"""Every decoder gives what transformers gives: whole and in chunks, alone and in a batch, with each option and head."""
 
 from dataclasses import replace
 
@@ -122,21 +122,21 @@ def test_hidden_states_equal_transformers(family, config, save_model, resolve, p
 
 
 @pytest.mark.parametrize(("family", "config"), CAUSAL)
-def test_slices_equal_the_whole(family, config, save_model, resolve, pack, sequences, run_sliced):
+def test_slices_equal_the_whole(family, config, save_model, resolve, pack, sequences, run_chunked):
     folder, _ = save_model(f"{family}Model", **config)
     model = load_model(resolve(folder))
     whole = model.forward(pack(sequences)).hidden_states
     for size, block_size in ((7, 16), (64, 4)):
-        assert_close(torch.cat(run_sliced(model, sequences, size, block_size=block_size)), whole)
+        assert_close(torch.cat(run_chunked(model, sequences, size, block_size=block_size)), whole)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
-def test_slices_of_one_token_equal_the_whole(family, save_model, resolve, pack, sequences, run_sliced):
+def test_slices_of_one_token_equal_the_whole(family, save_model, resolve, pack, sequences, run_chunked):
     folder, _ = save_model(f"{family}Model", **GEMMA)
     model = load_model(resolve(folder))
     sequences = [s[:30] for s in sequences]
     whole = model.forward(pack(sequences)).hidden_states
-    assert_close(torch.cat(run_sliced(model, sequences, 1, block_size=4)), whole)
+    assert_close(torch.cat(run_chunked(model, sequences, 1, block_size=4)), whole)
 
 
 @pytest.mark.parametrize(("family", "config"), CAUSAL + TWO_WAY)
@@ -198,11 +198,11 @@ def test_attention_weights_equal_transformers(family, config, save_model, resolv
 
 @pytest.mark.parametrize(("family", "config"), PLAIN)
 def test_attention_weights_of_slices_go_back_to_the_start(
-    family, config, save_model, resolve, pack, sequences, sliced_run
+    family, config, save_model, resolve, pack, sequences, chunked_run
 ):
     folder, _ = save_model(f"{family}Model", **config)
     model = load_model(resolve(folder))
-    run = sliced_run(model, sequences[2:], block_size=4)
+    run = chunked_run(model, sequences[2:], block_size=4)
     for step in ([(0, 0, 7), (1, 0, 20)], [(1, 20, 41), (2, 0, 100)], [(2, 100, 130), (1, 41, 63)]):
         run.step(step, need_attention=True)
     for (n, end), weights in run.weights.items():
@@ -323,7 +323,7 @@ def test_devices_and_dtypes_agree(family, config, device, dtype, save_model, res
 
 @pytest.mark.parametrize(("family", "config"), PLAIN)
 def test_reduced_precision_is_no_worse_than_transformers(
-    family, config, save_model, resolve, pack, sequences, run_sliced
+    family, config, save_model, resolve, pack, sequences, run_chunked
 ):
     folder, reference = save_model(f"{family}Model", **config)
     exact = rows_of(reference, sequences)
@@ -335,10 +335,10 @@ def test_reduced_precision_is_no_worse_than_transformers(
 
     limit = 1.2 * error(theirs)
     assert error(model.forward(pack(sequences)).hidden_states) <= limit
-    assert error(torch.cat(run_sliced(model, sequences, 64, torch.bfloat16))) <= limit
+    assert error(torch.cat(run_chunked(model, sequences, 64, torch.bfloat16))) <= limit
 
 
-def test_trained_model_equals_transformers(model_folder, resolve, pack, run_sliced):
+def test_trained_model_equals_transformers(model_folder, resolve, pack, run_chunked):
     folder = model_folder(TRAINED)
     reference = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -347,6 +347,6 @@ def test_trained_model_equals_transformers(model_folder, resolve, pack, run_slic
     model = load_model(resolve(folder))
     expected = rows_of(reference, sequences)
     assert_close(model.forward(pack(sequences)).hidden_states, expected)
-    assert_close(torch.cat(run_sliced(model, sequences, 50)), expected)
+    assert_close(torch.cat(run_chunked(model, sequences, 50)), expected)
     reduced = load_model(resolve(folder, "bfloat16")).forward(pack(sequences)).hidden_states.float()
     assert torch.cosine_similarity(reduced, expected, dim=1).min() > 0.999

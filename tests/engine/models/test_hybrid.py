@@ -1,4 +1,4 @@
-"""Jamba, Bamba and Granite's hybrid give what transformers gives, whole and in slices."""
+"""Jamba, Bamba and Granite's hybrid give what transformers gives, whole and in chunks."""
 
 import pytest
 import torch
@@ -65,16 +65,16 @@ def test_text_alone_equals_text_in_batch(family, config, save_recurrent, resolve
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
-def test_slices_equal_the_whole(family, config, size, save_recurrent, resolve, pack, sequences, run_sliced):
+def test_slices_equal_the_whole(family, config, size, save_recurrent, resolve, pack, sequences, run_chunked):
     folder, _ = save_recurrent(f"{family}Model", **config)
     model = load_model(resolve(folder))
     sequences = sequences[: 4 if size == 1 else None]
     whole = model.forward(pack(sequences)).hidden_states
-    assert_close(torch.cat(run_sliced(model, sequences, size)), whole)
+    assert_close(torch.cat(run_chunked(model, sequences, size)), whole)
 
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
-def test_reduced_precision_stays_close(family, config, save_recurrent, resolve, pack, sequences, run_sliced):
+def test_reduced_precision_stays_close(family, config, save_recurrent, resolve, pack, sequences, run_chunked):
     folder, reference = save_recurrent(f"{family}Model", **config)
     exact = rows_of(reference, sequences, use_cache=False)
     model = load_model(resolve(folder, "bfloat16"))
@@ -82,8 +82,8 @@ def test_reduced_precision_stays_close(family, config, save_recurrent, resolve, 
     assert rows.dtype == torch.bfloat16
     theirs = rows_of(reference.to(torch.bfloat16), sequences, use_cache=False)
     assert unit_error(rows, exact) <= 1.2 * unit_error(theirs, exact)
-    sliced = torch.cat(run_sliced(model, sequences, 7, torch.bfloat16))
-    assert unit_error(sliced, exact) <= 1.2 * unit_error(theirs, exact)
+    chunked = torch.cat(run_chunked(model, sequences, 7, torch.bfloat16))
+    assert unit_error(chunked, exact) <= 1.2 * unit_error(theirs, exact)
 
 
 def test_jamba_reward_model_equals_transformers(save_recurrent, resolve, pack, sequences):

@@ -1,4 +1,4 @@
-"""Mamba, Falcon-Mamba and Mamba-2 give what transformers gives, whole and in slices."""
+"""Mamba, Falcon-Mamba and Mamba-2 give what transformers gives, whole and in chunks."""
 
 from functools import partial
 
@@ -53,16 +53,16 @@ def test_text_alone_equals_text_in_batch(family, config, save, resolve, pack, se
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
-def test_slices_equal_the_whole(family, config, size, save, resolve, pack, sequences, run_sliced):
+def test_slices_equal_the_whole(family, config, size, save, resolve, pack, sequences, run_chunked):
     folder, _ = save(f"{family}Model", **config)
     model = load_model(resolve(folder))
     sequences = sequences[: 4 if size == 1 else None]
     whole = model.forward(pack(sequences)).hidden_states
-    assert_close(torch.cat(run_sliced(model, sequences, size)), whole)
+    assert_close(torch.cat(run_chunked(model, sequences, size)), whole)
 
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
-def test_reduced_precision_is_no_worse_than_transformers(family, config, save, resolve, pack, sequences, run_sliced):
+def test_reduced_precision_is_no_worse_than_transformers(family, config, save, resolve, pack, sequences, run_chunked):
     folder, reference = save(f"{family}Model", **config)
     exact = rows_of(reference, sequences, use_cache=False)
     model = load_model(resolve(folder, "bfloat16"))
@@ -70,8 +70,8 @@ def test_reduced_precision_is_no_worse_than_transformers(family, config, save, r
     assert rows.dtype == torch.bfloat16
     theirs = rows_of(reference.to(torch.bfloat16), sequences, use_cache=False)
     assert unit_error(rows, exact) <= 1.1 * unit_error(theirs, exact)
-    sliced = torch.cat(run_sliced(model, sequences, 7, torch.bfloat16))
-    assert unit_error(sliced, exact) <= 1.2 * unit_error(theirs, exact)
+    chunked = torch.cat(run_chunked(model, sequences, 7, torch.bfloat16))
+    assert unit_error(chunked, exact) <= 1.2 * unit_error(theirs, exact)
 
 
 def test_float16_and_older_names_of_the_embedding_load(save, resolve, pack, sequences):

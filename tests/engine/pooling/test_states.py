@@ -1,4 +1,4 @@
-"""Chunks of one sequence, folded one after another, finish to what the whole gives."""
+"""Chunks of one sequence, added one after another, finish to what the whole gives."""
 
 import pytest
 import torch
