@@ -1,6 +1,9 @@
-"""Prompts that are cut into chunks: where, what their outputs make together, and how they are forgotten."""
+"""Prompts that are cut into chunks by hand: where, what their outputs make together, and how they are forgotten."""
 
 from __future__ import annotations
+
+import doctest
+import re
 
 import numpy as np
 import pytest
@@ -14,10 +17,16 @@ from penstock.engine.scheduling import (
     ChunkState,
     ChunkStateError,
     chunk_prompt,
+    chunked_prefill,
     create_prefill_manager,
 )
 
 from .chunk_steps import Clock, bounds, request_of, run, schedule
+
+
+def test_the_example_in_the_docs() -> None:
+    assert doctest.testmod(chunked_prefill).failed == 0
+
 
 # Cutting
 
@@ -96,7 +105,26 @@ def test_chunks_hold_the_tokens_of_the_prompt(manager: ChunkedPrefillManager) ->
     assert list(chunks[2].tokens) == [116, 117, 118]
     assert list(manager.create_chunks("b", 3)[0].tokens) == [0, 1, 2]
     assert manager.create_chunks("c", [5, 6, 7], chunk_size=2)[1].tokens == [7]
-    assert len({chunk.chunk_id for r in "abc" for chunk in request_of(manager, r).chunks}) == 6
+    assert [chunk.chunk_id for chunk in chunks] == [("a", 0), ("a", 8), ("a", 16)]
+    assert request_of(manager, "a").chunk is None
+
+
+def test_chunks_are_cut_when_their_turn_comes(manager: ChunkedPrefillManager) -> None:
+    planned = manager.create_chunks("a", np.arange(20, dtype=np.int32))
+    for plan in planned:
+        chunk = run(manager, output=plan.tokens)
+        assert (chunk.chunk_id, chunk.end, chunk.index) == (plan.chunk_id, plan.end, plan.index)
+        assert np.array_equal(chunk.tokens, plan.tokens)
+        assert (chunk.state, plan.state) == (ChunkState.COMPLETED, ChunkState.PENDING)
+    assert np.array_equal(manager.merge_chunks("a"), np.arange(20))
+
+
+def test_the_pressure_at_the_arrival_sizes_all_chunks_of_a_request(manager: ChunkedPrefillManager) -> None:
+    planned = manager.create_chunks("a", 20, memory_pressure=0.5)
+    assert bounds(planned) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
+    assert manager.get_pending_count("a") == 5
+    assert bounds([run(manager) for _ in planned]) == bounds(planned)
+    assert manager.is_complete("a")
 
 
 def test_what_cannot_be_cut(manager: ChunkedPrefillManager) -> None:
@@ -108,11 +136,14 @@ def test_what_cannot_be_cut(manager: ChunkedPrefillManager) -> None:
         manager.create_chunks("a", 3)
 
 
-def test_texts_are_tokenized_first() -> None:
-    manager = ChunkedPrefillManager(ChunkedPrefillConfig(chunk_size=4), tokenize_fn=lambda text: list(map(ord, text)))
+def test_texts_are_tokenized_first(clock: Clock) -> None:
+    config = ChunkedPrefillConfig(chunk_size=4, ageing_s=0.5)
+    manager = ChunkedPrefillManager(config, tokenize_fn=lambda text: list(map(ord, text)), clock=clock)
     chunks = manager.create_chunks_from_prompt("a", "penstock", ChunkPriority.HIGH, 5)
     assert [chunk.tokens for chunk in chunks] == [list(map(ord, "penst")), list(map(ord, "ock"))]
-    assert request_of(manager, "a").priority == ChunkPriority.HIGH
+    assert request_of(manager, "a").turn_s == clock.now_s - 0.5
+    manager.create_chunks_from_prompt("b", "penstock", 3)
+    assert request_of(manager, "b").turn_s == clock.now_s + 1.5
     with pytest.raises(InvalidRequestError, match="no tokenize_fn"):
         create_prefill_manager().create_chunks_from_prompt("a", "penstock")
 
@@ -145,18 +176,66 @@ def test_nothing_is_merged_where_something_is_missing(manager: ChunkedPrefillMan
     assert manager.merge_chunks("b") == []
 
 
+# One request at a time
+
+
+def test_a_consumer_iterates_over_one_request(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("other", 20)
+    manager.create_chunks("a", np.arange(20, dtype=np.int32))
+    for chunk in manager.iterate_chunks("a"):
+        assert chunk.state is ChunkState.RUNNING
+        manager.complete_chunk(chunk.chunk_id, np.asarray(chunk.tokens) * 2)
+    assert np.array_equal(manager.merge_chunks("a"), np.arange(20) * 2)
+    assert list(manager.iterate_chunks("a")) == []
+    assert run(manager).request_id == "other"
+
+
+def test_a_consumer_that_does_not_complete_its_chunk_is_told(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 20)
+    chunks = manager.iterate_chunks("a")
+    chunk = next(chunks)
+    with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk.chunk_id} of request 'a' is still running")):
+        next(chunks)
+
+
+def test_iteration_sees_failures_through(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 20)
+    starts = []
+
+    def consume() -> None:
+        for chunk in manager.iterate_chunks("a"):
+            starts.append(chunk.start)
+            if chunk.start == 8:
+                manager.fail_chunk(chunk.chunk_id, "bad")
+            else:
+                manager.complete_chunk(chunk.chunk_id)
+
+    with pytest.raises(ChunkStateError, match="request 'a' has failed: bad"):
+        consume()
+    assert starts == [0, 8, 8, 8]
+
+
+def test_iteration_ends_when_the_request_is_cancelled(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 20)
+    starts = []
+    for chunk in manager.iterate_chunks("a"):
+        starts.append(chunk.start)
+        manager.cancel_request("a")
+    assert starts == [0]
+
+
 # The end
 
 
 def test_a_cancelled_request_is_forgotten(manager: ChunkedPrefillManager) -> None:
-    chunks = manager.create_chunks("a", 20)
+    manager.create_chunks("a", 20)
     manager.create_chunks("b", 8)
-    running = schedule(manager)
+    request, running = request_of(manager, "a"), schedule(manager)
     manager.start_chunk(running.chunk_id)
     assert manager.cancel_request("a")
     assert not manager.cancel_request("a")
-    assert {chunk.state for chunk in chunks} == {ChunkState.CANCELLED}
-    with pytest.raises(ChunkStateError, match="is unknown; its request may have been cancelled"):
+    assert (running.state, request.state, request.is_ready) == (ChunkState.CANCELLED, ChunkState.CANCELLED, False)
+    with pytest.raises(ChunkStateError, match="'a' is unknown; it may have been cancelled"):
         manager.complete_chunk(running.chunk_id)
     assert manager.get_request("a") is None
     assert not manager.is_complete("a")
@@ -173,12 +252,12 @@ def test_a_name_can_be_used_again_at_once(manager: ChunkedPrefillManager) -> Non
     assert manager.schedule_chunk() is None
 
 
-def test_cancelled_requests_do_not_pile_up_in_the_queue(manager: ChunkedPrefillManager) -> None:
+def test_what_has_ended_is_not_kept(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("first", 8, ChunkPriority.CRITICAL)
     for number in range(1000):
         manager.create_chunks(number, 8)
         manager.cancel_request(number)
-    assert len(manager._queue._heap) < 100
+    assert list(manager.requests) == ["first"]
     assert run(manager).request_id == "first"
 
 
