@@ -155,7 +155,7 @@ class ChunkQueue(Generic[R]):
         """
         request = self._find_unfinished(request_id, "preempted")
         request.drop_chunk(ChunkState.PENDING)
-        request.num_done = request.num_cached = 0
+        request.num_done = request.num_cached = request.num_chunks = 0
         request.completed, request.kv_cache = [], None
         self._metrics.preemptions += 1
 
@@ -226,7 +226,8 @@ class ChunkQueue(Generic[R]):
                 return chunk
             found = chunk.state
         else:
-            found = ChunkState.COMPLETED if start < request.num_done else request.state
+            waiting = ChunkState.FAILED if request.has_failed else ChunkState.PENDING
+            found = ChunkState.COMPLETED if start < request.num_done else waiting
         raise ChunkStateError(
             f"chunk {chunk_id} of request {request_id!r} is {found}; it must be {' or '.join(states)}."
         )

@@ -52,7 +52,7 @@ class ChunkedRequest:
         num_done: Tokens at the start that need not run any more: what later ones read of them is there.
         num_cached: Tokens of these that never ran because they were found in a cache.
         chunk: What is scheduled or runs of it.
-        num_chunks: Chunks that were completed.
+        num_chunks: Chunks that were completed since it began, or began again.
         num_failures: Failures since a chunk was last completed.
         error: What the last of them was.
         has_failed: Whether it failed too often to be tried again.
