@@ -22,6 +22,11 @@ _OTHERS = {
 }
 
 
+def is_in(room: str, file: str) -> bool:
+    """Whether a file lies in a room; a room may be a file by itself."""
+    return file == room or file.startswith(f"{room}/")
+
+
 def mirror_tests(root: Path, file: str) -> list[str]:
     """Returns the test files that mirror a file: its own if it has one, then those of its folder."""
     folder = Path("tests", file).parent
@@ -33,7 +38,7 @@ def mirror_tests(root: Path, file: str) -> list[str]:
 
 def other_tests(root: Path, file: str) -> list[str]:
     """Returns further test files that pass through a file's room, the likeliest first."""
-    rooms = [room for room in _OTHERS if file.startswith(f"{room}/")]
+    rooms = [room for room in _OTHERS if is_in(room, file)]
     mirrors = set(mirror_tests(root, file))
     listed = [test for room in rooms for place in _OTHERS[room] for test in _files(root, place)]
     return [test for test in dict.fromkeys(listed) if test not in mirrors]
