@@ -8,13 +8,14 @@ ROOMS = ("engine/scheduling", "engine/sequence_pool", "engine/pooling", "engine/
 """Changed where `--rooms` names none."""
 
 _ENGINE = ("tests/engine/test_async_engine.py",)
+_PROCESS = ("tests/engine/core/test_worker.py",)
 _ROUTES = ("tests/server/routes", "tests/server/observability")
 _OTHERS = {
     "engine/scheduling": ("tests/engine/sequence_pool", "tests/engine/core", "tests/engine/frontend", *_ENGINE),
     "engine/sequence_pool": ("tests/engine/scheduling", "tests/engine/core", *_ENGINE),
     "engine/pooling": ("tests/engine/core", "tests/engine/tokenization", "tests/engine/models", *_ENGINE, *_ROUTES),
-    "engine/frontend": (*_ENGINE, "tests/engine/core", "tests/engine/tokenization", *_ROUTES),
-    "engine/core": (*_ENGINE, "tests/engine/scheduling", "tests/engine/frontend", "tests/engine/models", *_ROUTES),
+    "engine/frontend": (*_ENGINE, *_PROCESS, "tests/engine/protocol", "tests/engine/tokenization", *_ROUTES),
+    "engine/core": (*_ENGINE, "tests/engine/scheduling", "tests/engine/models", *_ROUTES),
     "engine/tokenization": (*_ENGINE, "tests/engine/core", *_ROUTES),
     "engine/protocol": ("tests/engine/tokenization", "tests/engine/frontend", *_ENGINE, *_ROUTES),
     "kernels": ("tests/engine/pooling", "tests/engine/models", "tests/engine/core"),
