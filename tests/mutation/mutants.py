@@ -24,6 +24,7 @@ class Key(NamedTuple):
         operator: Kind of the mistake.
         before: The changed lines, as one.
         after: What they have become.
+        number: Which of those that read alike in that place, from 1.
     """
 
     file: str
@@ -31,6 +32,7 @@ class Key(NamedTuple):
     operator: str
     before: str
     after: str
+    number: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Judged:
 
     def __init__(self, file: Path) -> None:
         entries = tomllib.loads(file.read_text())["equivalent"]
-        self._keys = {Key(**{name: entry[name] for name in Key._fields}) for entry in entries}
+        self._keys = {Key(**{name: entry[name] for name in Key._fields if name in entry}) for entry in entries}
         if without := [entry for entry in entries if not entry["reason"].strip()]:
             raise SystemExit(f"{file}: an entry without a reason: {without[0]}")
 
@@ -128,8 +130,9 @@ def _of_file(root: Path, path: Path) -> list[Mutant]:
                 continue
             texts.add(changed)
             key = Key(file, place, edit.operator, *_lines(data, edit))
-            mutants.append(Mutant(_id(key, seen[key]), key, data[: edit.start].count(b"\n") + 1, changed))
             seen[key] += 1
+            key = key._replace(number=seen[key])
+            mutants.append(Mutant(_id(key), key, data[: edit.start].count(b"\n") + 1, changed))
     return sorted(mutants, key=lambda mutant: mutant.line)
 
 
@@ -146,8 +149,8 @@ def _as_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _id(key: Key, number: int) -> str:
-    return sha256("\0".join((*key, str(number))).encode()).hexdigest()[:8]
+def _id(key: Key) -> str:
+    return sha256("\0".join(map(str, key)).encode()).hexdigest()[:8]
 
 
 def _parses(text: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mutants import Key, Mutant
+from rooms import is_in
 from trials import Trial, Verdict
 
 
@@ -35,7 +36,7 @@ def summary(trials: Sequence[Trial], rooms: Sequence[str], num_equivalent: int) 
     lines = ["", "No test saw:", *lines] if lines else ["", "Every one was seen."]
     lines += ["", f"{'room':32} {'tried':>6} {'killed':>7} {'hung':>5} {'survived':>9} {'seen':>7}"]
     for room in rooms:
-        lines.append(_row(room, [trial for trial in trials if trial.mutant.key.file.startswith(room)]))
+        lines.append(_row(room, [trial for trial in trials if is_in(room, trial.mutant.key.file)]))
     if len(rooms) > 1:
         lines.append(_row("all", trials))
     if num_equivalent:
@@ -43,11 +44,14 @@ def summary(trials: Sequence[Trial], rooms: Sequence[str], num_equivalent: int) 
     return "\n".join(lines)
 
 
-def warnings(stale: Iterable[Key], gone: Iterable[str]) -> str:
-    """What the lists beside the runner say that the code does not bear out any more."""
-    lines = [f"equivalent.toml names a change that cannot be made any more: {key}" for key in stale]
-    lines += [f"known.toml names a text that is not there just once: {name}" for name in gone]
-    return "\n".join(lines)
+def gone_equivalents(keys: Iterable[Key]) -> list[str]:
+    """A line for each entry of equivalent.toml that names no change any more."""
+    return [f"equivalent.toml names a change that cannot be made any more: {key}" for key in keys]
+
+
+def gone_texts(names: Iterable[str]) -> list[str]:
+    """A line for each entry of known.toml whose text is not there any more."""
+    return [f"known.toml names a text that does not stand there just once: {name}" for name in names]
 
 
 def write_json(file: Path, trials: Sequence[Trial]) -> None:

@@ -8,18 +8,24 @@ ROOMS = ("engine/scheduling", "engine/sequence_pool", "engine/pooling", "engine/
 """Changed where `--rooms` names none."""
 
 _ENGINE = ("tests/engine/test_async_engine.py",)
+_PROCESS = ("tests/engine/core/test_worker.py",)
 _ROUTES = ("tests/server/routes", "tests/server/observability")
 _OTHERS = {
     "engine/scheduling": ("tests/engine/sequence_pool", "tests/engine/core", "tests/engine/frontend", *_ENGINE),
     "engine/sequence_pool": ("tests/engine/scheduling", "tests/engine/core", *_ENGINE),
     "engine/pooling": ("tests/engine/core", "tests/engine/tokenization", "tests/engine/models", *_ENGINE, *_ROUTES),
-    "engine/frontend": (*_ENGINE, "tests/engine/core", "tests/engine/tokenization", *_ROUTES),
-    "engine/core": (*_ENGINE, "tests/engine/scheduling", "tests/engine/frontend", "tests/engine/models", *_ROUTES),
+    "engine/frontend": (*_ENGINE, *_PROCESS, "tests/engine/protocol", "tests/engine/tokenization", *_ROUTES),
+    "engine/core": (*_ENGINE, "tests/engine/scheduling", "tests/engine/models", *_ROUTES),
     "engine/tokenization": (*_ENGINE, "tests/engine/core", *_ROUTES),
     "engine/protocol": ("tests/engine/tokenization", "tests/engine/frontend", *_ENGINE, *_ROUTES),
     "kernels": ("tests/engine/pooling", "tests/engine/models", "tests/engine/core"),
     "server": ("tests/server",),
 }
+
+
+def is_in(room: str, file: str) -> bool:
+    """Whether a file lies in a room; a room may be a file by itself."""
+    return file == room or file.startswith(f"{room}/")
 
 
 def mirror_tests(root: Path, file: str) -> list[str]:
@@ -33,7 +39,7 @@ def mirror_tests(root: Path, file: str) -> list[str]:
 
 def other_tests(root: Path, file: str) -> list[str]:
     """Returns further test files that pass through a file's room, the likeliest first."""
-    rooms = [room for room in _OTHERS if file.startswith(f"{room}/")]
+    rooms = [room for room in _OTHERS if is_in(room, file)]
     mirrors = set(mirror_tests(root, file))
     listed = [test for room in rooms for place in _OTHERS[room] for test in _files(root, place)]
     return [test for test in dict.fromkeys(listed) if test not in mirrors]

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mutants import Judged, Mutant, known_changes, mutants_of, sample
-from report import seen_percent, shown, shown_trial, summary, warnings, write_json
-from rooms import ROOMS
+from report import gone_equivalents, gone_texts, seen_percent, shown, shown_trial, summary, write_json
+from rooms import ROOMS, is_in
 from trials import Trial, Trials
 
 HERE = Path(__file__).resolve().parent
@@ -31,25 +31,25 @@ def main() -> int:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the copies are removed then, too
     arguments = _parser().parse_args()
-    rooms: list[str] = [room.strip("/") for room in arguments.rooms]
-    judged = Judged(HERE / "equivalent.toml")
-    gone: list[str] = []
+    rooms = [room.strip("/") for room in arguments.rooms]
+    num_equivalent = 0
     if arguments.known:
         mutants, gone = known_changes(ROOT, HERE / "known.toml")
+        notes = gone_texts(gone)
         rooms = sorted({str(Path(mutant.key.file).parent) for mutant in mutants})
-        stale, num_equivalent = [], 0
     else:
+        judged = Judged(HERE / "equivalent.toml")
         everything = [mutant for room in rooms for mutant in mutants_of(ROOT, room)]
-        stale = judged.gone_from(everything)
+        notes = gone_equivalents(judged.gone_from(everything))
         candidates = [mutant for mutant in everything if mutant not in judged or mutant.id in arguments.only]
         num_equivalent = len(everything) - len(candidates)
         count = None if arguments.count == 0 or arguments.only else arguments.count
-        by_room = [[mutant for mutant in candidates if mutant.key.file.startswith(room)] for room in rooms]
+        by_room = [[mutant for mutant in candidates if is_in(room, mutant.key.file)] for room in rooms]
         mutants = [mutant for of_room in by_room for mutant in sample(of_room, count, arguments.seed)]
     if arguments.only:
         mutants = [mutant for mutant in mutants if mutant.id in arguments.only]
-    if text := warnings(stale, gone):
-        print(text, file=sys.stderr)
+    for note in notes:
+        print(note, file=sys.stderr)
     if arguments.list:
         print("\n".join(map(shown, mutants)))
         return 0

@@ -73,6 +73,7 @@ def test_the_keys_of_the_settings_stay_when_the_file_is_read_again(tmp_path: Pat
     keys = ApiKeys(("given-key",), file, clock_s=clock)
     for key in ("new-key", "newer-key"):
         write(file, f"{key}\n")
+        assert not accepts(keys, key)  # it is not looked at all the time
         clock.tick()
         assert accepts(keys, key)
         assert accepts(keys, "given-key")

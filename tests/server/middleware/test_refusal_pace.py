@@ -97,6 +97,21 @@ async def test_a_turn_whose_request_was_cancelled_is_passed_over() -> None:
     assert tasks[0].cancelled()
 
 
+async def test_turns_are_counted_unless_their_request_was_cancelled() -> None:
+    pace = RefusalPace(max_waiting=1000)
+    times_s: list[float] = []
+
+    async def take() -> None:
+        await pace.turn()
+        times_s.append(time.monotonic())
+
+    tasks = [asyncio.create_task(take()) for _ in range(2 * PER_TICK + 1)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert ticks(times_s) == [PER_TICK, PER_TICK]
+
+
 @pytest.mark.parametrize("num_left", [1, PER_TICK - 1, 10 * PER_TICK + 1])
 async def test_what_did_not_go_out_takes_nobodys_place(num_left: int) -> None:
     pace = RefusalPace(max_waiting=1000)
