@@ -37,11 +37,11 @@ from .chunk_memory import ChunkMemory, kept_of
 from .describe_pool import describe_pool
 from .device import DeviceMemory, ForwardClock, is_out_of_memory, resolve_device
 from .host import usable_cores
+from .loading.token_heads_loader import load_token_maps
+from .loading.tokenizer_loader import load_tokenizer
+from .loading.weights_loader import load_dense, load_model, torch_dtype
 from .memory_meter import MemoryMeter
 from .runner import DeviceLostError, DeviceMemoryError, ForwardTime, Outputs
-from .token_heads_loader import load_token_maps
-from .tokenizer_loader import load_tokenizer
-from .weights_loader import load_dense, load_model, torch_dtype
 
 logger = logging.getLogger("penstock.engine")
 

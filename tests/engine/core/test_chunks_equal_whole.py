@@ -17,8 +17,8 @@ import torch
 
 from penstock.engine.core.chunk_memory import ChunkMemory
 from penstock.engine.core.core import EngineCore
+from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
-from penstock.engine.core.weights_loader import load_model
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.models.base import ModelOutput, PackedModel
 from penstock.engine.packed_batch import PackedBatch

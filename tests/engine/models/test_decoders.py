@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.engine.core.weights_loader import load_model
+from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.layers.attention.rotary import prompt_lens
 from penstock.engine.model_files.resolve import with_device
 from penstock.engine.packed_batch import BatchCache

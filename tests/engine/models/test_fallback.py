@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from penstock.engine.core.weights_loader import load_model
+from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.models.fallback.model import TransformersModel
 from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError, WeightError
 

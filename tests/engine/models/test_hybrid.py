@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.engine.core.weights_loader import load_model
+from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError
 from penstock.engine.protocol.tasks import PoolingType

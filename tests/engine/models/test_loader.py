@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.engine.core.weights_loader import load_dense, load_model
+from penstock.engine.core.loading.weights_loader import load_dense, load_model
 from penstock.engine.models import find_model_class
 from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
 from penstock.engine.protocol.model_info import DenseSpec

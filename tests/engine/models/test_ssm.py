@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from penstock.engine.core.weights_loader import load_model
+from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.config import PoolerConfig
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError, WeightError

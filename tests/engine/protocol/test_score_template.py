@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from penstock.engine.core.chat_score_template import chat_score_template
+from penstock.engine.core.loading.chat_score_template import chat_score_template
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError, UnsupportedModelError
 from penstock.engine.protocol.messages import TokenizerSpec
 from penstock.engine.protocol.model_info import PairChat

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from penstock.engine.core.tokenizer_loader import load_tokenizer
+from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.tokenization.tokenizer import TokenizerPool

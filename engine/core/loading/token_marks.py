@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ..protocol.errors import UnsupportedModelError
-from ..protocol.model_info import ModelInfo
-from ..protocol.vectors import MultiVector, QueryExpansion, TokenMarks
+from ...protocol.errors import UnsupportedModelError
+from ...protocol.model_info import ModelInfo
+from ...protocol.vectors import MultiVector, QueryExpansion, TokenMarks
 
 logger = logging.getLogger("penstock.engine")
 

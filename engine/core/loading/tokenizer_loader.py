@@ -6,13 +6,13 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
-from ..model_files.json_files import read_object
-from ..protocol.errors import UnsupportedModelError
-from ..protocol.messages import TokenizerSpec
-from ..protocol.model_info import ModelInfo, ModelKind
-from ..protocol.templates import ScoreTemplate, chat_template_of
-from ..tokenization.long_text import LongText
-from ..tokenization.special_tokens import SpecialTokens
+from ...model_files.json_files import read_object
+from ...protocol.errors import UnsupportedModelError
+from ...protocol.messages import TokenizerSpec
+from ...protocol.model_info import ModelInfo, ModelKind
+from ...protocol.templates import ScoreTemplate, chat_template_of
+from ...tokenization.long_text import LongText
+from ...tokenization.special_tokens import SpecialTokens
 from .chat_score_template import chat_score_template
 from .token_marks import find_marks, register_markers
 

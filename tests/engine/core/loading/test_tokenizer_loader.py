@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from penstock.engine.core.tokenizer_loader import load_tokenizer
+from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from ..protocol.errors import UnsupportedModelError
-from ..protocol.model_info import PairChat
-from ..protocol.templates import ScoreTemplate, escaped
+from ...protocol.errors import UnsupportedModelError
+from ...protocol.model_info import PairChat
+from ...protocol.templates import ScoreTemplate, escaped
 
 Message = dict[str, Any]
 Render = Callable[[list[Message]], str]

@@ -15,16 +15,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..layers.dense import Dense
-from ..layers.rows import limit_kept_kernels
-from ..layers.weights import Weights
-from ..model_files.registry import has_own_code
-from ..models import find_model_class
-from ..models.base import PackedModel
-from ..models.encoders.masked_lm import VocabularyHead
-from ..protocol.errors import WeightError
-from ..protocol.model_info import ModelInfo
-from ..protocol.vectors import SparseKind
+from ...layers.dense import Dense
+from ...layers.rows import limit_kept_kernels
+from ...layers.weights import Weights
+from ...model_files.registry import has_own_code
+from ...models import find_model_class
+from ...models.base import PackedModel
+from ...models.encoders.masked_lm import VocabularyHead
+from ...protocol.errors import WeightError
+from ...protocol.model_info import ModelInfo
+from ...protocol.vectors import SparseKind
 
 logger = logging.getLogger("penstock.engine")
 
@@ -48,7 +48,7 @@ def load_model(info: ModelInfo, *, trust_remote_code: bool = False) -> PackedMod
     """
     limit_kept_kernels()
     if not info.native or (trust_remote_code and has_own_code(info.architecture, info.config)):
-        from ..models.fallback.model import TransformersModel
+        from ...models.fallback.model import TransformersModel
 
         return TransformersModel(info, trust_remote_code=trust_remote_code)
     model_class = find_model_class(info.architecture, info.model_type, info.config)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from ..layers.linear import Linear
-from ..layers.weights import Weights
-from ..pooling import TokenMaps
-from ..protocol.messages import TokenizerSpec
-from ..protocol.model_info import ModelInfo
+from ...layers.linear import Linear
+from ...layers.weights import Weights
+from ...pooling import TokenMaps
+from ...protocol.messages import TokenizerSpec
+from ...protocol.model_info import ModelInfo
 from .weights_loader import Checkpoint
 
 
