@@ -147,7 +147,7 @@ class PairScorer:
 
     def _named_prompt(self, names: Sequence[str], options: RequestOptions) -> RequestOptions:
         """Takes the first of these prompts that the model has, unless the request asks for one."""
-        if options.prompt is not None or options.prompt_name is not None:
+        if options.prompt_name is not None:
             return options
         return replace(options, prompt_name=next((name for name in names if name in self._info.prompts), None))
 

@@ -136,6 +136,18 @@ def test_who_comes_back_when_told_to_is_let_in_and_not_before(
     books.check(who)
 
 
+def test_rates_at_the_edges_of_what_a_clock_and_a_count_can_show() -> None:
+    books, _ = admission()
+    books.enter(1_000)
+    books.follow(100, 0.0)  # faster than the clock
+    assert 0 < refusal(books).retry_after_s < 0.001
+    books, _ = admission(1_000_000, max_queue_s=0.5)
+    books.follow(33, 1.0)  # 16.5 tokens in that time
+    for _ in range(17):
+        books.enter(1)
+    assert refusal(books).retry_after_s == pytest.approx(1 / 33)
+
+
 def test_nothing_is_kept_of_clients_that_have_gone() -> None:
     chance = random.Random(1)
     books, _ = admission(10_000)

@@ -177,6 +177,11 @@ async def test_forwards_that_had_no_place_for_all_tell_how_fast_tokens_go(dispat
     with pytest.raises(errors.EngineOverloadedError) as refused:
         dispatcher.admission.check()
     assert refused.value.retry_after_s == pytest.approx(0.11)
+    for _ in range(200):  # no forwards
+        dispatcher.receive_rows(Rows([], 0, 0.0, load=StepLoad(0, 100, 5, 5, 1)), b"")
+    with pytest.raises(errors.EngineOverloadedError) as refused:
+        dispatcher.admission.check()
+    assert refused.value.retry_after_s == pytest.approx(0.11)
 
 
 async def test_a_request_of_several_runs_is_taken_whole_or_refused_whole(dispatcher: Dispatcher, core: Core) -> None:
@@ -185,6 +190,8 @@ async def test_a_request_of_several_runs_is_taken_whole_or_refused_whole(dispatc
             with request.admitted(tokens(10, 60)):
                 for length in (10, 60):
                     await request.run(tokens(length), PoolingParams())
+            with pytest.raises(errors.InvalidRequestError, match="101 tokens"):
+                await request.run(tokens(101), PoolingParams())
 
     several = asyncio.create_task(twice())
     await asyncio.sleep(0.01)
@@ -231,6 +238,42 @@ async def test_a_deadline_ends_the_wait_and_the_work(dispatcher: Dispatcher, cor
         await task
     await asyncio.sleep(0)
     assert core.sent[-1] == Cancel(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("DeadlineExceededError", errors.DeadlineExceededError),
+        ("InvalidRequestError", errors.InvalidRequestError),
+        ("ModelExecutionError", errors.ModelExecutionError),
+        ("SomethingElse", errors.ModelExecutionError),
+    ],
+)
+async def test_a_failure_is_of_the_kind_that_the_core_names(
+    dispatcher: Dispatcher, core: Core, kind: str, error: type[errors.EngineError]
+) -> None:
+    task = await begin(dispatcher, 5)
+    dispatcher.receive_failure(Failed(core.sent[0].request_id, kind, "why"))
+    with pytest.raises(error, match=r"^why$") as caught:
+        await task
+    assert type(caught.value) is error
+
+
+async def test_a_client_with_its_share_is_refused_at_the_door(dispatcher: Dispatcher, core: Core) -> None:
+    async def take(client: str) -> None:
+        async with dispatcher.open(RequestOptions(client=client)) as request:
+            if client == "greedy":
+                await request.run(tokens(60), PoolingParams())
+
+    task = asyncio.create_task(take("greedy"))
+    await asyncio.sleep(0.01)
+    with pytest.raises(errors.EngineOverloadedError, match="60 tokens and leave 40"):
+        async with dispatcher.open(RequestOptions(client="greedy")):
+            pytest.fail("it has more than it leaves")
+    await take("modest")
+    core.answer((0, 0, 0.0))
+    await task
+    dispatcher.admission.check("greedy")
 
 
 async def test_the_deadline_counts_from_the_arrival(dispatcher: Dispatcher, core: Core) -> None:
@@ -292,8 +335,8 @@ async def test_what_a_lost_core_was_to_be_sent_is_sent_to_nobody(
     task = asyncio.create_task(ask(dispatcher, 5))
     await asyncio.sleep(0)
     dispatcher.disconnect("it ended")
-    await asyncio.sleep(0)
     again = Core(dispatcher)
+    await asyncio.sleep(0)
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.sleep(0)
     assert (core.num_sends, again.num_sends) == (0, 0)

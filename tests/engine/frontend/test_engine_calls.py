@@ -13,7 +13,12 @@ import pytest
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.frontend.dispatcher import Dispatcher
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.errors import DeadlineExceededError, InvalidRequestError, UnsupportedTaskError
+from penstock.engine.protocol.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    RequestTooLongError,
+    UnsupportedTaskError,
+)
 from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
@@ -140,6 +145,14 @@ async def test_outputs_that_cannot_come_together_are_refused(make: Make) -> None
     with pytest.raises(UnsupportedTaskError, match="sparse_embed"):
         await engine.embed_combined(["a"], (EVERY[0], EVERY[2]), PARAMS)
     assert len(core.sent) == 1
+
+
+async def test_outputs_that_come_together_are_of_whole_texts(make: Make) -> None:
+    engine, core = make(**ALL_AT_ONCE, enable_chunked_processing=True, max_embed_len=60)
+    await engine.embed(["a " * 30], PARAMS)
+    assert [len(tokens) for tokens in core.sent[0][1]] == [24, 6]
+    with pytest.raises(RequestTooLongError, match="is 24 tokens, but input 0 has 30"):
+        await engine.embed_combined(["a " * 30], EVERY, PARAMS)
 
 
 async def test_sparse_vectors_hold_what_the_text_holds(make: Make) -> None:

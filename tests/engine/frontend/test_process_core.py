@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import Mock
 
 import pytest
 
 from penstock.engine.frontend import process_core
 from penstock.engine.frontend.process_core import Heartbeat
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import Failed, Pong, Start
 
 
 async def test_silence_is_found_once() -> None:
@@ -33,6 +36,31 @@ async def test_one_answer_in_ten_questions_is_enough(monkeypatch: pytest.MonkeyP
     assert len(asked) == 9 + 9 + 10
     assert set(pauses) == {2.0}
     assert hung == [1]
+
+
+def test_an_end_is_told_once_and_only_where_nobody_asked_for_it() -> None:
+    on_exit = Mock()
+    core = process_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), on_exit)
+    core._report_end("it ended")
+    core._report_end("it does not answer")
+    on_exit.assert_called_once_with("it ended")
+    on_exit = Mock()
+    core = process_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), on_exit)
+    core._closing = True
+    core._report_end("it ended")
+    on_exit.assert_not_called()
+
+
+def test_a_sign_of_life_is_for_the_heartbeat_alone() -> None:
+    on_message = Mock()
+    core = process_core.ProcessCore(Start(EngineConfig(model="any")), on_message, Mock())
+    core._heartbeat = Mock()
+    core._take(Pong(), [])
+    core._heartbeat.heard.assert_called_once()
+    on_message.assert_not_called()
+    failed = Failed(1, "ModelExecutionError", "why")
+    core._take(failed, [])
+    on_message.assert_called_once_with(failed, [])
 
 
 async def test_who_answers_lives() -> None:

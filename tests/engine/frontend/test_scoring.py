@@ -79,6 +79,13 @@ async def test_cosine_of_one_query_or_of_one_for_each_document() -> None:
     assert result.num_tokens == [3, 5, 2]
 
 
+async def test_parameters_that_scores_have_no_use_for_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="it does not take dimensions"):
+        await Bench(info()).score(["a"], ["b"], params=PoolingParams(dimensions=4))
+    await (bench := Bench(info(normalize=False))).score(["a"], ["b"], params=PoolingParams(use_activation=False))
+    assert bench.core.sent[0][0].params.normalize is True
+
+
 async def test_prompts_of_queries_and_documents() -> None:
     await (bench := Bench(info(prompts=PROMPTS))).score(["a"], ["b"])
     assert bench.texts() == [ids("query: a"), ids("document: b")]
@@ -125,11 +132,12 @@ async def test_a_late_request_is_let_in_whole(monkeypatch: pytest.MonkeyPatch) -
     answer = bench.core._answer
 
     def fill(*arguments: Any) -> None:
-        bench.dispatcher.admission.enter(990)
+        monkeypatch.setattr(bench.core, "_answer", answer)
+        bench.dispatcher.admission.enter(1_000)  # of others, so that nobody else is let in
         answer(*arguments)
 
     monkeypatch.setattr(bench.core, "_answer", fill)
-    await bench.score(["a b c"], DOCUMENTS, num_left=(2, 2 * 990))
+    await bench.score(["a b c"], DOCUMENTS, num_left=(1, 1_000))
 
 
 @pytest.mark.parametrize("is_cosine", [False, True])
