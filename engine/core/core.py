@@ -115,7 +115,7 @@ class EngineCore:
     def step(self) -> bool:
         """Waits for work, runs one batch and sends what came of it. Returns False when it is time to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._scheduler.has_work or self._has_released)
+            self._changed.wait_for(lambda: bool(self._stopping or self._scheduler.requests or self._has_released))
             if self._stopping:
                 return False
             free_tokens = self._runner.free_tokens() if self._scheduler.has_long else None

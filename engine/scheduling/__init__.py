@@ -1,10 +1,19 @@
 """Which sequences run next, and in which chunks. Plain Python without torch."""
 
-from .batch import Batch, PrefillBudget
 from .chunk_queue import ChunkStateError
 from .chunked_prefill import ChunkedPrefillManager, chunk_prompt, create_prefill_manager
 from .scheduler import Scheduler
-from .sequence import Chunk, ChunkedRequest, ChunkState, PrefillChunk, Request, Sequence, Status
+from .sequence import (
+    Batch,
+    Chunk,
+    ChunkedRequest,
+    ChunkState,
+    PrefillBudget,
+    PrefillChunk,
+    Request,
+    Sequence,
+    Status,
+)
 
 __all__ = [
     "Batch",

@@ -67,6 +67,12 @@ class ChunkQueue(Generic[R]):
         """Returns the time at which the next chunk of a prompt is due: its turn, later for every token that ran."""
         return request.turn_s + (request.num_done - request.num_cached) * self.config.token_s
 
+    def is_due(self, request: R, max_tokens: int) -> bool:
+        """Whether a prompt should be added now: the next chunks of the others leave room, or are due later."""
+        others = self.requests.values()
+        left = sum(min(other.num_tokens - other.num_done, self.config.chunk_size) for other in others)
+        return left < max_tokens or all(self.due_s(request) < self.due_s(other) for other in others)
+
     def peek(self) -> R | None:
         """Returns the prompt whose chunk is due first, or None where no chunk may run."""
         return min((r for r in self.requests.values() if r.is_ready), key=self.due_s, default=None)
@@ -95,11 +101,7 @@ class ChunkQueue(Generic[R]):
         return self._cut(request, size if max_tokens is None else min(size, max_tokens))
 
     def start_chunk(self, chunk_id: ChunkId) -> PrefillChunk[R]:
-        """Records that a scheduled chunk runs now.
-
-        Raises:
-            ChunkStateError: It is not scheduled.
-        """
+        """Records that a scheduled chunk runs now. Raises ChunkStateError where it is not scheduled."""
         chunk = self._find_chunk(chunk_id, ChunkState.SCHEDULED)
         chunk.state, chunk.started_s = ChunkState.RUNNING, self._clock()
         return chunk

@@ -1,16 +1,14 @@
 """Decides what runs in the next forward, and keeps the one book of what waits and runs. Plain Python without torch.
 
-The order is start-time fair: a sequence's turn comes at its arrival time plus the time that the tokens ahead of it in
-its own request would take, so that one large request and many small ones share the device. A level of priority is worth
-a fixed time of waiting. Nobody starves, because turns are finite, never move, and later arrivals have later ones. Where
-clients are told apart, all this holds within each of them, and those that wait get the same number of tokens.
-Source of the idea: Goyal, Vin, Cheng, "Start-time Fair Queueing", 1997.
+The order is start-time fair (Goyal, Vin, Cheng, 1997): a sequence's turn comes at its arrival plus the time that the
+tokens ahead of it in its own request would take, so that large requests and small ones share the device. A level of
+priority is worth a fixed time of waiting. Nobody starves: turns never move, and later arrivals have later ones. Where
+clients are told apart, this holds within each of them, and those that wait get the same number of tokens.
 
 Among short sequences whose turn is near, those of similar length go together (attention over equal lengths is one
-product), unless one has waited for too long. Long ones, of models that can go on where they were, run in chunks beside
-them: chunks take a share of each forward, whole sequences the rest, so that neither waits for the other to end. A long
-sequence gets the memory for all of its length when it starts, so that what has started can always end; it loses it only
-to one whose turn is earlier.
+product), unless one has waited for too long. Long ones, of models that can go on where they were, run in chunks, which
+take a share of each forward; whole sequences take the rest. A long one gets the memory for all of its length when it
+starts, so that what has started can end, and loses it only to one whose turn is earlier.
 """
 
 from __future__ import annotations
@@ -21,11 +19,10 @@ from typing import Final
 
 from ..protocol.config import ChunkedPrefillConfig, SchedulerConfig
 from ..sequence_pool import Allocation, Allocator, NullAllocator
-from .batch import Batch, PrefillBudget
 from .chunked_prefill import ChunkedPrefillManager
 from .pace import ChunkPace
-from .sequence import Chunk, PrefillChunk, Request, Sequence, Status
-from .waiting import WaitingQueue
+from .sequence import Batch, Chunk, PrefillBudget, PrefillChunk, Request, Sequence, Status
+from .waiting import WaitingQueue, in_running_order
 
 _WINDOW: Final = 4
 """Steps. How far ahead sequences of similar length are looked for, in tokens; half as far in sequences."""
@@ -89,21 +86,12 @@ class Scheduler:
         self.pace = ChunkPace(self.prefill.config.chunk_size)
 
     @property
-    def has_work(self) -> bool:
-        """Whether `schedule` would return something."""
-        return bool(self.waiting.num_seqs or self.prefill.requests)
-
-    @property
     def has_long(self) -> bool:
         """Whether the next batch may have chunks of long sequences."""
         return bool(self.waiting.num_long or self.prefill.requests)
 
     def add(self, request: Request) -> None:
-        """Takes a request into the book and queues its sequences.
-
-        Raises:
-            ValueError: A sequence is longer than the longest that can run, or has no tokens. Nothing is queued.
-        """
+        """Takes a request into the book and queues its sequences. Raises ValueError where one can never run."""
         longest = self._max_seq_len
         for sequence in request.sequences:
             if not 1 <= sequence.num_tokens <= longest:
@@ -124,9 +112,7 @@ class Scheduler:
     def cancel(self, request_id: int, *, forget: bool = False) -> Request | None:
         """Ends a request, whatever of it waits or runs, and returns it; None where it is not in the book.
 
-        Args:
-            request_id: The request.
-            forget: What it computed may be wrong: nobody may find it in the prefix cache.
+        With `forget`, what it computed may be wrong: nobody may find it in the prefix cache.
         """
         request = self.requests.get(request_id)
         for sequence in [] if request is None else request.sequences:
@@ -141,8 +127,7 @@ class Scheduler:
             now_s: Seconds. Monotonic time, as in Request.arrival_s.
             free_tokens: Tokens of a chunk that the device has memory for now; None where that is not known.
         """
-        batch = Batch()
-        budget = PrefillBudget(self.token_budget, self._max_num_seqs)
+        batch, budget = Batch(), PrefillBudget(self.token_budget, self._max_num_seqs)
         self._expire(self.prefill.requests.values(), now_s, batch)
         window = self._lift_short(now_s, batch)
         if self.has_long:
@@ -158,7 +143,7 @@ class Scheduler:
         for chunk in batch.chunks:
             sequence = chunk.request
             if sequence.chunk is not chunk:
-                continue
+                continue  # cancelled, or to be tried again
             if sequence.is_long:
                 self.prefill.complete_chunk(chunk.chunk_id)
             else:
@@ -170,11 +155,9 @@ class Scheduler:
                 self._leave(sequence, Status.ENDED)
                 if not sequence.request.num_left:
                     ended.append(sequence.request)
-        if self.token_budget < self._full_budget:
-            self._num_good_steps += 1
-            if self._num_good_steps >= _GOOD_STEPS:
-                self.token_budget = min(2 * self.token_budget, self._full_budget)
-                self._num_good_steps = 0
+        self._num_good_steps += 1
+        if self._num_good_steps >= _GOOD_STEPS:
+            self.token_budget, self._num_good_steps = min(2 * self.token_budget, self._full_budget), 0
         return ended
 
     def retry(self, chunk: Chunk, error: Exception) -> bool:
@@ -216,7 +199,7 @@ class Scheduler:
             self._expire(lifted, now_s, batch)
             (sequence,) = lifted
             if sequence.status is Status.WAITING and not (
-                self._is_due(sequence, room.num_tokens) and self._start(sequence, batch)
+                self.prefill.is_due(sequence, room.num_tokens) and self._start(sequence, batch)
             ):
                 self.waiting.put_back(lifted)
                 break  # those behind it wait too, or it might never find enough memory
@@ -247,14 +230,6 @@ class Scheduler:
         device = 0.0 if free_tokens is None else 1 - min(free_tokens / chunk_size, 1.0)
         pool = _POOL_PRESSURE * self._allocator.usage if self._waits_for_memory else 0.0
         return max(device, pool, 1 - self.token_budget / self._full_budget)
-
-    def _is_due(self, sequence: Sequence, max_tokens: int) -> bool:
-        """Whether a long sequence should start now: those that run leave room, or their next chunks are due later."""
-        due_s, running = self.prefill.due_s, self.prefill.requests.values()
-        if all(due_s(sequence) < due_s(other) for other in running):
-            return True
-        chunk_size = self.prefill.config.chunk_size
-        return sum(min(other.num_tokens - other.num_done, chunk_size) for other in running) < max_tokens
 
     def _start(self, sequence: Sequence, batch: Batch) -> bool:
         """Gives a long sequence the memory for all of its length; False if there is not enough at the moment."""
@@ -296,7 +271,7 @@ class Scheduler:
     def _add_whole(self, window: list[Sequence], batch: Batch, budget: PrefillBudget, now_s: float) -> None:
         """Adds the whole sequences that run and puts the others back."""
         num_chunks = len(batch.chunks)
-        for sequence in self._in_order(window, now_s):
+        for sequence in in_running_order(window, now_s - self._max_wait_s):
             chunk = self._whole_chunk(sequence, budget)
             if chunk is None:
                 break
@@ -318,17 +293,6 @@ class Scheduler:
         sequence.status = Status.RUNNING
         sequence.chunk = PrefillChunk(sequence, num_cached, num_tokens)
         return sequence.chunk
-
-    def _in_order(self, window: list[Sequence], now_s: float) -> Iterable[Sequence]:
-        """Returns whole sequences in the order in which they run: up to the last overdue, then the first's neighbours.
-
-        Those before an overdue one go before it: of another client, it may be overdue and yet have its share.
-        """
-        if len(window) < 2:
-            return window
-        length = window[0].num_tokens
-        end = max((place for place, s in enumerate(window) if now_s - s.turn_s > self._max_wait_s), default=0) + 1
-        return [*window[:end], *sorted(window[end:], key=lambda s: (abs(s.num_tokens - length), s.order))]
 
     def _allocate(self, sequence: Sequence) -> Allocation | None:
         readable = sequence.num_tokens - 1 if sequence.request.needs_last_row else sequence.num_pooled

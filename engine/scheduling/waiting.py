@@ -14,24 +14,18 @@ from dataclasses import dataclass, field
 
 from .sequence import Sequence, Status
 
+_Heap = list[tuple[float, int, Sequence]]
+"""Turn, order of arrival, sequence."""
+
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A client that waits.
-
-    Attributes:
-        tokens: Tokens that it has had, as far as they count.
-        number: Its number among those that came to wait.
-        heaps: Its short sequences and its long ones: turn, order, sequence.
-        num_seqs: Sequences that wait; the heaps may hold others, which have ended.
-    """
+    """A client that waits: its tokens so far, its number among those that came to wait, and its sequences."""
 
     tokens: int
     number: int
-    heaps: tuple[list[tuple[float, int, Sequence]], list[tuple[float, int, Sequence]]] = field(
-        default_factory=lambda: ([], [])
-    )
-    num_seqs: int = 0
+    heaps: tuple[_Heap, _Heap] = field(default_factory=lambda: ([], []))  # short and long; some in them have ended
+    num_seqs: int = 0  # that wait
 
 
 class WaitingQueue:
@@ -113,7 +107,7 @@ class WaitingQueue:
     def _push(self, sequence: Sequence) -> None:
         heapq.heappush(self._heap_of(sequence), (sequence.turn_s, sequence.order, sequence))
 
-    def _heap_of(self, sequence: Sequence) -> list[tuple[float, int, Sequence]]:
+    def _heap_of(self, sequence: Sequence) -> _Heap:
         return self._clients[sequence.request.client].heaps[sequence.is_long]
 
     def _count(self, sequence: Sequence, step: int) -> None:
@@ -127,3 +121,17 @@ class WaitingQueue:
             del self._clients[name]
             self._ahead[name] = client.tokens
             self._last_tokens = max(self._last_tokens, client.tokens)
+
+
+def in_running_order(window: list[Sequence], overdue_s: float) -> list[Sequence]:
+    """Returns short sequences in the order in which they run: up to the last overdue, then by likeness to the first.
+
+    Those before an overdue one go before it: of another client, it may be overdue and yet have its share.
+
+    Args:
+        window: In the order of their turn.
+        overdue_s: Seconds. Those with an earlier turn are overdue.
+    """
+    end = 1 + max((place for place, sequence in enumerate(window) if sequence.turn_s < overdue_s), default=0)
+    rest = sorted(window[end:], key=lambda s: (abs(s.num_tokens - window[0].num_tokens), s.order))
+    return [*window[:end], *rest]

@@ -147,7 +147,7 @@ class Pair:
 
     def run_all(self, limit: int = 2000) -> list[Batch]:
         batches: list[Batch] = []
-        while self.scheduler.has_work:
+        while self.scheduler.requests:
             assert len(batches) < limit, "somebody waits for ever"
             batches.append(self.step())
         return batches

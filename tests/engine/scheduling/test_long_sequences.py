@@ -61,7 +61,7 @@ def one(
 
 def run_all(scheduler: Scheduler, limit: int = 1000) -> list[Batch]:
     batches = []
-    while scheduler.has_work:
+    while scheduler.requests:
         batches.append(run(scheduler, now_s=0.1 * len(batches)))
         assert batches[-1].chunks, "work is left, but nothing runs"
         assert len(batches) < limit
@@ -311,7 +311,7 @@ def test_a_chunk_that_fails_again_and_again_is_given_up() -> None:
         pytest.fail("it is tried for ever")
     scheduler.cancel(1)
     scheduler.finish(batch)
-    assert not scheduler.has_work
+    assert not scheduler.requests
     assert allocator.num_allocations == 0
 
 
@@ -324,7 +324,7 @@ def test_a_long_sequence_whose_deadline_passes_ends() -> None:
     assert batch.expired == [late]
     assert not batch.chunks
     scheduler.finish(batch)
-    assert not scheduler.has_work
+    assert not scheduler.requests
     assert allocator.num_allocations == 0
 
 
@@ -423,7 +423,7 @@ def test_every_sequence_runs_to_its_end_once_and_nothing_leaks(
             assert allocator.num_allocations == 0
             assert allocator.usage == 0
     for number in range(20_000):
-        if not scheduler.has_work:
+        if not scheduler.requests:
             break
         step(10.0 + number)
     assert not live
