@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from .errors.handlers import TEI_PATHS
 from .middleware.auth import is_open
 from .schemas.errors import ErrorBody, TeiErrorBody
-from .wire.request_limits import MAX_PRIORITY
+from .wire.request_limits import MAX_PRIORITY, PRIORITY_NAMES
 
 Json = dict[str, Any]
 
@@ -44,6 +44,7 @@ TAGS: Final = [
 ]
 
 # Numbers in headers are text with a pattern: what is sent, checked and generated is text.
+_PRIORITY_PATTERN: Final = f"^(-?[0-9]{{1,{len(str(MAX_PRIORITY))}}}|{PRIORITY_NAMES.replace(', ', '|')})$"
 _PARAMETERS: Final[Json] = {
     "RequestId": {
         "name": "x-request-id",
@@ -68,10 +69,10 @@ _PARAMETERS: Final[Json] = {
         "name": "x-priority",
         "in": "header",
         "description": (
-            f"From -{MAX_PRIORITY} to {MAX_PRIORITY}. Lower goes first; a level is worth a second of waiting. A "
-            "`priority` in the body wins."
+            f"From -{MAX_PRIORITY} to {MAX_PRIORITY}, or one of {PRIORITY_NAMES}. Lower goes first; a level is worth a "
+            "second of waiting. A `priority` in the body wins."
         ),
-        "schema": {"type": "string", "pattern": f"^-?[0-9]{{1,{len(str(MAX_PRIORITY))}}}$"},
+        "schema": {"type": "string", "pattern": _PRIORITY_PATTERN},
         "example": "0",
     },
 }

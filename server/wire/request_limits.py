@@ -9,9 +9,13 @@ from typing import Final
 from starlette.types import Scope
 
 from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.tasks import ChunkPriority
 
 MAX_PRIORITY: Final = 999
 """Cohere's largest; a level is worth a second of waiting, so that more would mean nothing but 'never' or 'now'."""
+_LEVELS: Final = {level.name.lower(): level for level in ChunkPriority}
+PRIORITY_NAMES: Final = ", ".join(_LEVELS)
+"""Levels that the header may call by name, the first to go first."""
 _TIMEOUT: Final = b"x-request-timeout"
 _PRIORITY: Final = b"x-priority"
 
@@ -22,12 +26,12 @@ class RequestLimits:
 
     Attributes:
         timeout_s: Seconds after which its answer is of no use; None: it does not say.
-        priority: Lower goes first.
+        priority: A ChunkPriority or another level; lower goes first.
         client: Who shares the device with others as one; "" where nobody is told apart.
     """
 
     timeout_s: float | None = None
-    priority: int = 0
+    priority: int = ChunkPriority.NORMAL
     client: str = ""
 
 
@@ -35,9 +39,9 @@ def limits_of(scope: Scope) -> RequestLimits:
     """Returns the limits in the headers of a request: `x-request-timeout` in seconds, and `x-priority`.
 
     Raises:
-        InvalidRequestError: A header does not hold such a number.
+        InvalidRequestError: A header holds neither such a number nor, of a priority, its name.
     """
-    timeout_s, priority = None, 0
+    timeout_s, priority = None, int(ChunkPriority.NORMAL)
     for name, value in scope["headers"]:
         if name == _TIMEOUT:
             timeout_s = _seconds(value.decode("latin-1").strip())
@@ -60,6 +64,8 @@ def _seconds(text: str) -> float:
 
 
 def _level(text: str) -> int:
+    if text in _LEVELS:
+        return _LEVELS[text]
     try:
         level = int(text)
     except ValueError:
@@ -67,7 +73,7 @@ def _level(text: str) -> int:
     if abs(level) > MAX_PRIORITY:
         raise InvalidRequestError(
             f"The header x-priority is {text[:40]!r}; it must be a whole number from -{MAX_PRIORITY} to "
-            f"{MAX_PRIORITY}, of which the lower goes first.",
+            f"{MAX_PRIORITY}, of which the lower goes first, or {PRIORITY_NAMES}.",
             param="x-priority",
         )
     return level

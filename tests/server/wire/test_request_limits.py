@@ -65,7 +65,7 @@ async def test_a_deadline_is_never_later_than_the_servers(
     ("header", "value"),
     [
         *(("x-request-timeout", value) for value in ("", "soon", "0", "-1", "nan", "inf", "5s", "9" * 999)),
-        *(("x-priority", value) for value in ("", "high", "1.5", "1000", "-1000", "9" * 999)),
+        *(("x-priority", value) for value in ("", "urgent", "HIGH", "1.5", "1000", "-1000", "9" * 999)),
     ],
 )
 async def test_wrong_headers(client: httpx.AsyncClient, engine, header: str, value: str) -> None:
@@ -148,3 +148,10 @@ async def test_what_the_server_does_before_the_engine_takes_from_the_deadline(se
                 response = await client.post(path, json=body, headers=headers)
                 assert response.status_code == status
                 assert response.json()["message"] == "The deadline of 0.1 s passed before the answer."
+
+
+@pytest.mark.parametrize(("name", "level"), [("critical", -2), ("high", -1), ("normal", 0), ("low", 1)])
+async def test_levels_of_priority_have_names(client, engine, name: str, level: int) -> None:
+    answer = await client.post("/v1/embeddings", json={"input": "a gate"}, headers={"x-priority": name})
+    assert answer.status_code == 200
+    assert options_of(engine).priority == level
