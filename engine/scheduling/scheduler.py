@@ -233,9 +233,11 @@ class Scheduler:
         """Returns the share of the next forward that chunks may have."""
         others_wait = bool(window) or self._last_num_whole > 0
         if self.prefill.config.is_dynamic:
-            num_tokens = min(self.pace.allowance(others_wait=others_wait), self.token_budget)
+            num_tokens = self.pace.allowance(others_wait=others_wait)
         else:
-            num_tokens = max(self.token_budget // 2, 1) if others_wait else self.token_budget
+            num_tokens = self.token_budget // 2 if others_wait else self.token_budget
+        # Never below the smallest chunk: none would run while others wait.
+        num_tokens = min(max(num_tokens, self.prefill.config.min_chunk_size), self.token_budget)
         if not window or self._last_num_whole:
             return PrefillBudget(num_tokens, self._max_num_seqs)
         # Where chunks and the next whole sequence do not fit in one batch, they take turns.
