@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import given, settings, strategies as st
 
@@ -35,8 +36,7 @@ class House:
     prefixes: bool = True
     budget: int = 32
     max_num_seqs: int = 6
-    chunk_size: int = 32
-    is_dynamic: bool = True
+    chunk_size: int | None = None
     token_s: float = MAX_WAIT_S / 32
 
     def allocator(self) -> Allocator:
@@ -48,10 +48,10 @@ class House:
 
     def prefill(self) -> ChunkedPrefillConfig:
         return ChunkedPrefillConfig(
-            chunk_size=self.chunk_size,
+            chunk_size=self.chunk_size or self.budget,
             threshold=16,
             min_chunk_size=self.budget // 32,
-            is_dynamic=self.is_dynamic,
+            is_dynamic=self.chunk_size is None,
             ageing_s=0.3,
             token_s=self.token_s,
         )
@@ -194,35 +194,37 @@ def shown(batch: Batch) -> Made:
     )
 
 
-houses = st.builds(
-    House,
-    num_blocks=st.sampled_from([40, 40, 24, 0, 100]),
-    num_slots=st.sampled_from([0, 0, 0, 2]),
-    prefixes=st.booleans(),
-    budget=st.sampled_from([32, 32, 128]),
-    max_num_seqs=st.sampled_from([6, 3, 1]),
-    chunk_size=st.sampled_from([32, 32, 7]),
-    is_dynamic=st.booleans(),
-    token_s=st.sampled_from([MAX_WAIT_S / 32, 0.0]),
-)
-short, long = st.integers(1, 16), st.integers(17, 120)
-adds = st.tuples(
-    st.just("add"),
-    st.one_of(
-        st.lists(short, min_size=1, max_size=8),
-        st.lists(long, min_size=1, max_size=3),
-        st.lists(st.one_of(short, short, long), min_size=1, max_size=5),
-    ),
-    st.integers(-2, 2),  # priority
-    st.sampled_from([None, None, None, 0.3, 2.0]),  # timeout
-    st.sampled_from("aab"),  # client
-    st.booleans(),  # needs the last row alone
-    st.integers(0, 1),  # text
-)
+def houses(
+    num_blocks: ListOf[int] = (40, 24, 0, 100), num_slots: ListOf[int] = (0, 0, 0, 2)
+) -> st.SearchStrategy[House]:
+    return st.builds(
+        House,
+        num_blocks=st.sampled_from(num_blocks),
+        num_slots=st.sampled_from(num_slots),
+        prefixes=st.booleans(),
+        budget=st.sampled_from([32, 32, 128]),
+        max_num_seqs=st.sampled_from([6, 3, 1]),
+        chunk_size=st.sampled_from([None, None, 32, 7]),
+        token_s=st.sampled_from([MAX_WAIT_S / 32, 0.0]),
+    )
+
+
+def adds(*lengths: st.SearchStrategy[list[int]]) -> st.SearchStrategy[Any]:
+    return st.tuples(
+        st.just("add"),
+        st.one_of(*lengths),
+        st.integers(-2, 2),  # priority
+        st.sampled_from([None, None, None, 0.3, 2.0]),  # timeout
+        st.sampled_from("aab"),  # client
+        st.booleans(),  # needs the last row alone
+        st.integers(0, 1),  # text
+    )
+
+
+short, long, aligned = st.integers(1, 16), st.integers(17, 120), st.sampled_from([8, 12, 16])
 places = st.lists(st.integers(0, 5), max_size=2)
-steps = st.tuples(
-    st.just("step"), st.sampled_from([0.0, 0.1, 0.4]), st.sampled_from([None, None, 100, 10, 2, 0]), places, places
-)
+free_tokens = st.sampled_from([None, None, 100, 10, 2, 0])
+steps = st.tuples(st.just("step"), st.sampled_from([0.0, 0.1, 0.4]), free_tokens, places, places)
 others = st.one_of(
     st.tuples(st.just("cancel"), st.integers(0, 20), st.booleans()),
     st.tuples(st.just("shrink"), st.integers(1, 40)),
@@ -231,9 +233,11 @@ others = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(house=houses, events=st.lists(st.one_of(adds, adds, steps, steps, others), max_size=40))
-def test_every_batch_is_that_of_the_reference(house: House, events: list[tuple]) -> None:  # type: ignore[type-arg]
+def events(*lengths: st.SearchStrategy[list[int]]) -> st.SearchStrategy[list[Any]]:
+    return st.lists(st.one_of(adds(*lengths), adds(*lengths), steps, steps, others), max_size=40)
+
+
+def play(house: House, events: list[Any]) -> None:
     pair = Pair(house)
     for event in events:
         match event:
@@ -247,8 +251,41 @@ def test_every_batch_is_that_of_the_reference(house: House, events: list[tuple])
                 pair.shrink(num_tokens)
             case ("record", chunk_tokens, whole_tokens, step_s):
                 pair.record(chunk_tokens, whole_tokens, step_s)
+            case ("rush", lengths, urgent, last_row):
+                pair.add(*lengths, priority=2, last_row=last_row)
+                pair.step()
+                pair.add(*urgent, priority=-2, last_row=last_row, text=1)
+                pair.step()
             case ("steps", count):
                 for _ in range(count):
                     pair.step(0.01)
     pair.run_all()
     assert not pair.scheduler.requests
+
+
+few = st.lists(st.integers(17, 80), min_size=1, max_size=3)
+rushes = st.tuples(st.just("rush"), few, few, st.booleans())
+mixed = st.lists(st.one_of(short, short, long), min_size=1, max_size=6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(house=houses(), events=events(mixed))
+def test_long_and_short_ones(house: House, events: list[Any]) -> None:
+    play(house, events)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    house=houses([24, 40, 0], [0, 0, 1, 2]), events=st.lists(st.one_of(rushes, rushes, steps, adds(few)), max_size=12)
+)
+def test_long_ones_for_which_there_is_too_little_memory(house: House, events: list[Any]) -> None:
+    play(house, events)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    house=houses([12, 40], [0]),
+    events=events(st.lists(aligned, min_size=1, max_size=8), st.lists(short, min_size=1, max_size=8)),
+)
+def test_short_ones_that_repeat_each_other(house: House, events: list[Any]) -> None:
+    play(house, events)
