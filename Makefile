@@ -10,7 +10,7 @@
 #                                     make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   TESTS='tests/server ...'      the test files or folders to run (all by default)
 #   CLIENTS='litellm ...'         the clients to check (all by default): folders of tests/clients
-#   ARGS='...'                    added to `penstock serve`, to pytest or to the benchmark
+#   ARGS='...'                    added to `penstock serve`, to pytest, to the benchmark or to `make mutants`
 
 MAKEFLAGS += --no-print-directory
 SHELL := /bin/sh
@@ -36,8 +36,8 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 	done
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all test-faults test-clients test-schema test-wheel test-gpu gpu-packages check \
-	lint types imports format tree hooks bench wheel constraints clean
+.PHONY: help install serve test test-all test-faults test-clients test-schema mutants test-wheel test-gpu gpu-packages \
+	check lint types imports format tree hooks bench wheel constraints clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,6 +103,10 @@ test-schema: $(VENV)/.installed $(SCHEMA)/.installed ## Run schemathesis over th
 # Figures are printed. The tests with full disks mount small ones and skip where they may not.
 test-faults: $(VENV)/.installed-test ## Kill, fill, poison and abuse servers, slow tests included, and print the figures.
 	@$(BIN)/pytest -s -m 'not gpu' tests/faults $(ARGS)
+
+# PYTHONSAFEPATH would hide the runner's modules from each other.
+mutants: $(VENV)/.installed-test ## List the small wrong changes to the code that no quick test sees.
+	@env -u PYTHONSAFEPATH $(BIN)/python tests/mutation/run.py $(ARGS)
 
 # The suite against the built wheel: a clean environment, started outside the checkout.
 test-wheel: wheel ## Install the wheel into a clean environment and run the quick tests there.
