@@ -50,16 +50,17 @@ def test_what_gave_way_keeps_its_turn_and_its_place_among_others() -> None:
     pair.add(100, priority=1)
     pair.step(0.0)
     (sequence,) = pair.requests[0].sequences
-    turn_s, order = sequence.turn_s, sequence.order
+    turn_s, order, sequence.kept = sequence.turn_s, sequence.order, "what the runner keeps"
     pair.add(100, priority=1)  # as urgent, and later
     pair.add(100, priority=0)
     assert preempted(pair.step()) == [0]
-    assert (sequence.turn_s, sequence.order) == (turn_s, order)
+    assert (sequence.turn_s, sequence.order, sequence.kept) == (turn_s, order, "what the runner keeps")
     ended = [request.request_id for request in pair.requests]
     while pair.scheduler.has_work:
         batch = pair.step()
         ended += [chunk.request.request.request_id for chunk in batch.chunks if chunk.is_last]
     assert ended[-3:] == [2, 0, 1]
+    assert sequence.kept is None
 
 
 def test_a_client_is_charged_once_for_what_gave_way() -> None:
