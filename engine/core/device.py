@@ -55,29 +55,40 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._tells = self._is_cuda or _can_reset_peak()
         self._before = 0
 
     def available(self) -> int:
         """Returns the Bytes that could be allocated now, those that torch keeps for later use among them."""
-        if self._device.type != "cuda":
+        if not self._is_cuda:
             return available_memory()
         free, _ = torch.cuda.mem_get_info(self._device)
         return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
 
     def begin(self) -> None:
         """Forgets the last peak."""
-        if self._device.type == "cuda":
+        if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
-        elif _CLEAR_REFS.exists():
+        elif self._tells:
             _CLEAR_REFS.write_text(_RESET_PEAK)
             self._before = _resident("VmRSS")
 
     def taken(self) -> int | None:
         """Returns the most Bytes that were taken at once since `begin`; None where the kernel does not tell."""
-        if self._device.type == "cuda":
+        if self._is_cuda:
             return torch.cuda.max_memory_allocated(self._device) - self._before
-        return _resident("VmHWM") - self._before if _CLEAR_REFS.exists() else None
+        return _resident("VmHWM") - self._before if self._tells else None
+
+
+def _can_reset_peak() -> bool:
+    """Whether the kernel lets this process ask for the peak of its memory from now on; hardened containers may not."""
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+    except OSError:
+        return False
+    return True
 
 
 def _resident(field: str) -> int:

@@ -57,10 +57,14 @@ class MemoryMeter:
     def free_tokens(self) -> int:
         """Returns the tokens of a forward for which there is memory now."""
         usable = int(self._gauge.available() * _USABLE)
-        largest = usable // self._token_bytes if not self._taken else 0
+        if not self._taken:
+            return usable // self._token_bytes
+        largest = 0
         for num_tokens, num_bytes in sorted(self._taken.values()):
-            if num_bytes > usable:
-                # This many did not fit. Less takes no more than in proportion, as far as is known.
-                return (largest and min(largest, num_tokens - 1)) or num_tokens * usable // num_bytes
-            largest = num_tokens * (_GROWTH if num_bytes * _GROWTH <= usable else 1)
-        return max(largest, 0)
+            if num_bytes <= usable:
+                largest = num_tokens * (_GROWTH if num_bytes * _GROWTH <= usable else 1)
+            elif largest:
+                return min(largest, num_tokens - 1)
+            else:
+                return num_tokens * usable // num_bytes  # a guess: part of it does not depend on the tokens
+        return largest

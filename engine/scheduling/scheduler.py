@@ -125,9 +125,11 @@ class Scheduler:
 
         Args:
             now_s: Seconds. Monotonic time, as in Request.arrival_s.
-            free_tokens: Tokens of a chunk that the device has memory for now; None where that is not known.
+            free_tokens: Tokens of a forward that the device has memory for now; None where that is not known.
         """
         batch, budget = Batch(), PrefillBudget(self.token_budget, self._max_num_seqs)
+        if free_tokens is not None and self.prefill.config.is_dynamic:
+            budget.num_tokens = min(budget.num_tokens, max(free_tokens, self.prefill.config.min_chunk_size))
         self._expire(self.prefill.requests.values(), now_s, batch)
         window = self._lift_short(now_s, batch)
         if self.has_long:
@@ -191,7 +193,7 @@ class Scheduler:
         self, window: list[Sequence], batch: Batch, budget: PrefillBudget, now_s: float, free_tokens: int | None
     ) -> None:
         """Starts long sequences whose turn it is and adds the chunks of this batch."""
-        room = self._chunk_budget(window)
+        room = self._chunk_budget(window, budget.num_tokens)
         if room.num_tokens < 1 or room.num_seqs < 1:
             return
         self._waits_for_memory = False
@@ -212,17 +214,19 @@ class Scheduler:
             room.add(chunk.num_tokens)
             budget.add(chunk.num_tokens)
 
-    def _chunk_budget(self, window: list[Sequence]) -> PrefillBudget:
+    def _chunk_budget(self, window: list[Sequence], token_budget: int) -> PrefillBudget:
         """Returns the share of the next forward that chunks may have."""
         others_wait = bool(window) or self._last_num_whole > 0
         if self.prefill.config.is_dynamic:
-            num_tokens = min(self.pace.allowance(others_wait=others_wait), self.token_budget)
+            num_tokens = self.pace.allowance(others_wait=others_wait)
         else:
-            num_tokens = max(self.token_budget // 2, 1) if others_wait else self.token_budget
+            num_tokens = token_budget // 2 if others_wait else token_budget
+        # Never below the smallest chunk: none would run while others wait.
+        num_tokens = min(max(num_tokens, self.prefill.config.min_chunk_size), token_budget)
         if not window or self._last_num_whole:
             return PrefillBudget(num_tokens, self._max_num_seqs)
         # Where chunks and the next whole sequence do not fit in one batch, they take turns.
-        return PrefillBudget(min(num_tokens, self.token_budget - window[0].num_tokens), self._max_num_seqs - 1)
+        return PrefillBudget(min(num_tokens, token_budget - window[0].num_tokens), self._max_num_seqs - 1)
 
     def _measure_pressure(self, free_tokens: int | None) -> float:
         """Returns the share of the memory that is taken: of the device as far as it is known, and of the pool."""

@@ -6,6 +6,7 @@ that adapts; other requests beside them; preemption in the middle; with and with
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from penstock.engine.core.chunk_memory import ChunkMemory
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
+from penstock.engine.frontend.dispatcher import Dispatcher
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.models.base import ModelOutput, PackedModel
 from penstock.engine.packed_batch import PackedBatch
@@ -36,7 +38,7 @@ from penstock.engine.protocol.messages import (
 )
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
+from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import PrefillChunk, Request, Sequence as QueuedSequence
 from penstock.engine.sequence_pool import Allocation, PoolPlan, plan_pool
@@ -142,9 +144,10 @@ class Client:
         self.cache_use = CacheUse()
         self._parts: dict[int, list[np.ndarray]] = {}
         self._unanswered: set[int] = set()
-        self._core = EngineCore(config, self._receive, load_runner=lambda c: loaded.runner(c, pooling))
-        self._core.load()
-        self._params = {
+        self.on_message = self._receive
+        self.core = EngineCore(config, lambda m, f: self.on_message(m, f), lambda c: loaded.runner(c, pooling))
+        self.core.load()
+        self.params = {
             task: PoolingParams(normalize=False if task is PoolingTask.EMBED else None).resolved(task, loaded.info)
             for task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
         }
@@ -156,15 +159,15 @@ class Client:
         for request_id, tokens in requests:
             self._unanswered.add(request_id)
             self.answers.pop(request_id, None)
-            items.append(Submit(request_id, self._params[task], priority))
+            items.append(Submit(request_id, self.params[task], priority))
             items.append(pack_inputs([TokenizedInput(np.asarray(tokens, np.int32))]))
-        self._core.receive(items)
+        self.core.receive(items)
 
     def run(self, num_steps: int | None = None) -> None:
         """Steps until everything is answered, or so often."""
         steps = 0
         while self._unanswered and steps != num_steps:
-            self._core.step()
+            self.core.step()
             steps += 1
             assert steps < 2000
 
@@ -235,6 +238,44 @@ def test_token_rows_are_streamed_in_order(client: Callable[..., Client], chunk_s
     expected = run(client(chunking=False), inputs, PoolingTask.TOKEN_EMBED)
     assert [len(rows) for rows in expected] == [*SHORT, *LONG]
     assert_same(run(client(chunk_size=chunk_size, prefixes=True), inputs, PoolingTask.TOKEN_EMBED), expected)
+
+
+@pytest.mark.parametrize("chunk_size", [7, None])
+async def test_parts_of_token_rows_are_joined_by_the_dispatcher(
+    loaded: Loaded, client: Callable[..., Client], chunk_size: int | None
+) -> None:
+    inputs = texts([90, 5, 34, 85, 1, 70])
+    expected = run(client(chunking=False), inputs, PoolingTask.TOKEN_EMBED)
+    tight = client(chunk_size=chunk_size, kv_cache_memory=memory_for_one(loaded), max_num_seqs=MAX_NUM_SEQS)
+    dispatcher = Dispatcher(max_queued_tokens=10_000)
+    num_parts = 0
+
+    def receive(message: FromCore, frames: list[Frame]) -> None:
+        nonlocal num_parts
+        assert isinstance(message, Rows)
+        num_parts += len(message.rows)
+        dispatcher.receive_rows(message, frames[0])
+
+    async def ask(*places: int, priority: int) -> list[np.ndarray]:
+        async with dispatcher.open(RequestOptions(priority=priority)) as request:
+            tokens = [TokenizedInput(np.asarray(inputs[place], np.int32)) for place in places]
+            answers = await request.run(tokens, tight.params[PoolingTask.TOKEN_EMBED])
+            return [rows for answer in answers for rows in answer.values()]
+
+    tight.on_message = receive
+    dispatcher.connect(tight.core.receive)
+    tasks = [asyncio.create_task(ask(0, 1, 2, priority=1))]
+    for step in range(1000):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        if step == 5:
+            tasks.append(asyncio.create_task(ask(3, 4, 5, priority=0)))
+            continue
+        if all(task.done() for task in tasks):
+            break
+        tight.core.step()
+    assert num_parts > 2 * len(inputs)
+    assert_same([rows for task in tasks for rows in task.result()], expected)
 
 
 def memory_for_one(loaded: Loaded) -> int:

@@ -96,9 +96,11 @@ class Reference:
         self.full = self.budget = token_budget if allocator.can_hold(1) else max(token_budget, max_seq_len)
         self.pace = ChunkPace(prefill.chunk_size)
         self.pressure = 0.0
+        self.room = 0  # of this batch, in tokens
         self.waiting: list[Item] = []
         self.running: list[Item] = []  # long ones, in the order in which they started
-        self.short: list[Item] = []  # in this batch
+        self.short: list[Item] = []  # that run now
+        self.batch: list[Item] = []
         self.clients = Clients()
         self.num_added = 0
         self.num_good = 0
@@ -163,8 +165,9 @@ class Reference:
 
     def finish(self) -> list[int]:
         ended = []
-        for item in [i for i in (*self.running, *self.short) if i.span is not None]:
-            assert item.span is not None
+        for item in self.batch:
+            if item.span is None:
+                continue
             item.done, item.span, item.failures = item.span[1], None, 0
             item.pooled = max(item.pooled, item.done)
             if item.allocation is not None:
@@ -182,35 +185,38 @@ class Reference:
 
     def schedule(self, now_s: float, free_tokens: int | None) -> Made:
         made = Made()
+        self.room = self.budget
+        if free_tokens is not None and self.prefill.is_dynamic:
+            self.room = min(self.room, max(free_tokens, self.prefill.min_chunk_size))
         self._expire(self.running, now_s, made)
         window = self._short_window(now_s, made)
-        budget, places = self.budget, self.config.max_num_seqs
-        if self.running or any(item.is_long for item in self.waiting):
-            for item in self._chunks(window, now_s, free_tokens, made):
-                assert item.span is not None
-                made.spans.append((item.name, *item.span))
-                budget -= item.span[1] - item.span[0]
-                places -= 1
-        is_first = not made.spans
-        self.had_whole = False
+        has_long = bool(self.running) or any(item.is_long for item in self.waiting)
+        self.batch = self._chunks(window, now_s, free_tokens, made) if has_long else []
+        num_chunks = len(self.batch)
         for item in self._in_order(window, now_s):
-            cached = self._cached(item)
-            if not places or not (item.num_tokens - cached <= budget or is_first):
+            room = self.room - sum(end - start for _, start, end in map(_shown, self.batch))
+            if not self._add_short(item, room if self.batch else max(room, item.num_tokens)):
                 break
-            if self._may_share(item):
-                cached = item.allocation.num_cached_tokens if self._allocate(item) and item.allocation else 0
-            if item.num_tokens - cached > budget and not is_first:
-                break  # it is there, but cannot be held beside what is held already
-            self._take(item)
-            self.short.append(item)
-            item.span = (cached, item.num_tokens)
-            made.spans.append((item.name, *item.span))
-            budget -= item.num_tokens - cached
-            places -= 1
-            is_first, self.had_whole = False, True
-        made.spans.sort(key=lambda span: (span[1] > 0, span[2] - span[1]))
+        self.had_whole = len(self.batch) > num_chunks
+        self.batch.sort(key=lambda item: (_shown(item)[1] > 0, _shown(item)[2] - _shown(item)[1]))
+        made.spans = list(map(_shown, self.batch))
         made.num_left = len(self.waiting)
         return made
+
+    def _add_short(self, item: Item, room: int) -> bool:
+        may_share = item.needs_last_row and len(item.keys) >= 2 and self.allocator.can_hold(item.num_tokens)
+        found = self.allocator.find(item.keys, item.num_tokens - 1) if may_share else 0
+        if len(self.batch) == self.config.max_num_seqs or item.num_tokens - found > room:
+            return False
+        if may_share and self._allocate(item) and item.allocation is not None:
+            item.done = item.allocation.num_cached_tokens
+        if item.left > room:
+            return False  # it was found, but there is no memory to hold it
+        self._take(item)
+        self.short.append(item)
+        self.batch.append(item)
+        item.span = (item.done, item.num_tokens)
+        return True
 
     def window(self, max_tokens: int, max_seqs: int, *, is_long: bool) -> list[Item]:
         """The next to come: always of the client that has had the fewest tokens with what is in the window already."""
@@ -242,12 +248,13 @@ class Reference:
     def _chunks(self, window: list[Item], now_s: float, free_tokens: int | None, made: Made) -> list[Item]:
         others_wait = bool(window) or self.had_whole
         if self.prefill.is_dynamic:
-            room = min(self.pace.allowance(others_wait=others_wait), self.budget)
+            room = self.pace.allowance(others_wait=others_wait)
         else:
-            room = max(self.budget // 2, 1) if others_wait else self.budget
+            room = self.room // 2 if others_wait else self.room
+        room = min(max(room, self.prefill.min_chunk_size), self.room)
         places = self.config.max_num_seqs
         if window and not self.had_whole:
-            room, places = min(room, self.budget - window[0].num_tokens), places - 1
+            room, places = min(room, self.room - window[0].num_tokens), places - 1
         if room < 1 or places < 1:
             return []
         self._start_long(room, now_s, made)
@@ -305,12 +312,6 @@ class Reference:
     def _due_s(self, item: Item) -> float:
         return item.turn_s + (item.done - item.cached) * self.prefill.token_s
 
-    def _may_share(self, item: Item) -> bool:
-        return item.needs_last_row and len(item.keys) >= 2 and self.allocator.can_hold(item.num_tokens)
-
-    def _cached(self, item: Item) -> int:
-        return self.allocator.find(item.keys, item.num_tokens - 1) if self._may_share(item) else 0
-
     def _allocate(self, item: Item) -> bool:
         readable = item.num_tokens - 1 if item.needs_last_row else item.pooled
         item.allocation = self.allocator.allocate(item.name, item.num_tokens, item.keys, readable)
@@ -358,3 +359,8 @@ class Reference:
             if is_live and item.deadline_s is not None and item.deadline_s <= now_s:
                 self.cancel(item.name[0])
                 made.expired.append(item.name[0])
+
+
+def _shown(item: Item) -> Span:
+    assert item.span is not None
+    return (item.name, *item.span)

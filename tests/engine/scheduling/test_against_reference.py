@@ -3,226 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import given, settings, strategies as st
 
-from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
-from penstock.engine.scheduling import Batch, Request, Scheduler
-from penstock.engine.sequence_pool import (
-    Allocator,
-    KvCachePool,
-    NullAllocator,
-    SequenceAllocator,
-    SequencePool,
-    SsmStatePool,
-)
-
-from .records import make_request
-from .reference import Made, Reference
-
-BLOCK = 4
-MAX_SEQ_LEN = 200
-MAX_WAIT_S = 0.5
+from .pair import MAX_WAIT_S, House, Pair
 
 
-@dataclass(frozen=True)
-class House:
-    """What there is to live with."""
-
-    num_blocks: int = 40
-    num_slots: int = 0
-    prefixes: bool = True
-    budget: int = 32
-    max_num_seqs: int = 6
-    chunk_size: int = 32
-    is_dynamic: bool = True
-    token_s: float = MAX_WAIT_S / 32
-
-    def allocator(self) -> Allocator:
-        if not self.num_blocks and not self.num_slots:
-            return NullAllocator()
-        kv = KvCachePool(self.num_blocks, BLOCK) if self.num_blocks else None
-        ssm = SsmStatePool(self.num_slots) if self.num_slots else None
-        return SequenceAllocator(SequencePool(kv=kv, ssm=ssm), enable_prefix_caching=self.prefixes)
-
-    def prefill(self) -> ChunkedPrefillConfig:
-        return ChunkedPrefillConfig(
-            chunk_size=self.chunk_size,
-            threshold=16,
-            min_chunk_size=self.budget // 32,
-            is_dynamic=self.is_dynamic,
-            ageing_s=0.3,
-            token_s=self.token_s,
-        )
-
-
-class Pair:
-    """A scheduler and the reference, side by side."""
-
-    def __init__(self, house: House = House()) -> None:
-        self.house = house
-        self.now_s = 0.0
-        self.allocator = house.allocator()
-        config = SchedulerConfig(max_num_seqs=house.max_num_seqs, max_wait_s=MAX_WAIT_S)
-        sizes = {"token_budget": house.budget, "max_seq_len": MAX_SEQ_LEN}
-        self.scheduler = Scheduler(config, **sizes, prefill=house.prefill(), allocator=self.allocator)
-        self.reference = Reference(config, **sizes, prefill=house.prefill(), allocator=house.allocator())
-        self.requests: list[Request] = []
-
-    def add(
-        self,
-        *lengths: int,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        client: str = "",
-        last_row: bool = False,
-        text: int = 0,
-    ) -> int:
-        number, deadline_s = len(self.requests), None if timeout_s is None else self.now_s + timeout_s
-        request = make_request(
-            number,
-            lengths,
-            self.now_s,
-            priority,
-            deadline_s,
-            client=client,
-            needs_last_row=last_row and not self.house.num_slots,
-            block_size=BLOCK if self.house.num_blocks else None,
-            text=text,
-        )
-        self.requests.append(request)
-        self.scheduler.add(request)
-        self.reference.add(request)
-        self.check()
-        return number
-
-    def cancel(self, number: int, *, forget: bool = False) -> None:
-        is_live = number in self.reference.numbers()
-        assert (self.scheduler.cancel(number, forget=forget) is not None) == is_live
-        self.reference.cancel(number, forget=forget)
-        self.check()
-
-    def shrink(self, num_tokens: int) -> None:
-        self.scheduler.shrink(num_tokens)
-        self.reference.shrink(num_tokens)
-        self.check()
-
-    def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
-        for pace in (self.scheduler.pace, self.reference.pace):
-            pace.record(chunk_tokens, whole_tokens, step_s)
-
-    def step(
-        self,
-        step_s: float = 0.1,
-        *,
-        free_tokens: int | None = None,
-        failing: ListOf[int] = (),
-        cancelled: ListOf[int] = (),
-    ) -> Batch:
-        """One batch; the chunks at the places `failing` fail, the requests of those at `cancelled` are cancelled."""
-        self.now_s += step_s
-        num_good = len(self.reference.numbers())
-        batch, made = self.scheduler.schedule(self.now_s, free_tokens), self.reference.schedule(self.now_s, free_tokens)
-        assert shown(batch) == made
-        assert self.scheduler.memory_pressure == self.reference.pressure
-        self.check()
-        self.check_limits(batch)
-        assert batch.chunks or num_good == len(batch.expired), "work is left, but nothing runs"
-        for place, chunk in enumerate(batch.chunks):
-            number = chunk.request.request.request_id
-            if number not in self.reference.numbers():
-                continue
-            if place in failing:
-                can_retry = self.scheduler.retry(chunk, MemoryError("no memory"))
-                assert can_retry == self.reference.retry(chunk.request.request_id)
-                if not can_retry:
-                    self.cancel(number)
-            elif place in cancelled:
-                self.cancel(number, forget=place % 2 == 1)
-        ended = [request.request_id for request in self.scheduler.finish(batch)]
-        assert sorted(ended) == sorted(self.reference.finish())
-        self.check()
-        return batch
-
-    def run_all(self, limit: int = 2000) -> list[Batch]:
-        batches: list[Batch] = []
-        while self.scheduler.requests:
-            assert len(batches) < limit, "somebody waits for ever"
-            batches.append(self.step())
-        return batches
-
-    def check_limits(self, batch: Batch) -> None:
-        assert len(batch.chunks) <= self.house.max_num_seqs
-        assert batch.num_tokens <= self.scheduler.token_budget or len(batch.chunks) == 1
-        assert len({chunk.request.request_id for chunk in batch.chunks}) == len(batch.chunks)
-        for chunk in batch.chunks:
-            request = chunk.request.request
-            assert chunk.num_tokens > 0
-            assert request.request_id in self.scheduler.requests
-            assert request.deadline_s is None or request.deadline_s > self.now_s
-            if not request.needs_last_row:
-                assert chunk.start <= chunk.request.num_pooled, "rows were left out that the pooling needs"
-
-    def check(self) -> None:
-        """The counts are true; nothing is held by what has ended."""
-        waiting, scheduler, reference = self.scheduler.waiting, self.scheduler, self.reference
-        assert waiting.num_seqs == len(reference.waiting)
-        assert waiting.num_tokens == sum(item.num_tokens for item in reference.waiting)
-        assert waiting.num_long == sum(item.is_long for item in reference.waiting)
-        assert scheduler.has_long == bool(waiting.num_long or reference.running)
-        assert set(scheduler.requests) == reference.numbers()
-        for number, request in scheduler.requests.items():
-            assert request.num_left == len(reference.of(number))
-        assert scheduler.token_budget == reference.budget
-        assert {name: client.tokens for name, client in waiting._clients.items()} == reference.clients.had
-        assert self.allocator.usage == reference.allocator.usage
-        if not scheduler.requests and isinstance(self.allocator, SequenceAllocator):
-            assert (self.allocator.usage, self.allocator.num_allocations) == (0, 0)
-            pool, prefixes = self.allocator.pool, self.allocator.prefixes
-            num_parked = 0 if prefixes is None else prefixes.num_parked
-            assert pool.kv is None or pool.kv.num_free + num_parked == pool.kv.num_blocks
-            assert pool.ssm is None or pool.ssm.num_free == pool.ssm.num_slots
-
-
-def shown(batch: Batch) -> Made:
-    return Made(
-        [(chunk.request.request_id, chunk.start, chunk.end) for chunk in batch.chunks],
-        [request.request_id for request in batch.expired],
-        [sequence.request_id for sequence, _ in batch.preempted],
-        batch.num_left,
+def houses(
+    num_blocks: ListOf[int] = (40, 24, 0, 100), num_slots: ListOf[int] = (0, 0, 0, 2)
+) -> st.SearchStrategy[House]:
+    return st.builds(
+        House,
+        num_blocks=st.sampled_from(num_blocks),
+        num_slots=st.sampled_from(num_slots),
+        prefixes=st.booleans(),
+        budget=st.sampled_from([32, 32, 128]),
+        max_num_seqs=st.sampled_from([6, 3, 1]),
+        chunk_size=st.sampled_from([None, None, 32, 7]),
+        token_s=st.sampled_from([MAX_WAIT_S / 32, 0.0]),
     )
 
 
-houses = st.builds(
-    House,
-    num_blocks=st.sampled_from([40, 40, 24, 0, 100]),
-    num_slots=st.sampled_from([0, 0, 0, 2]),
-    prefixes=st.booleans(),
-    budget=st.sampled_from([32, 32, 128]),
-    max_num_seqs=st.sampled_from([6, 3, 1]),
-    chunk_size=st.sampled_from([32, 32, 7]),
-    is_dynamic=st.booleans(),
-    token_s=st.sampled_from([MAX_WAIT_S / 32, 0.0]),
-)
-short, long = st.integers(1, 16), st.integers(17, 120)
-adds = st.tuples(
-    st.just("add"),
-    st.one_of(
-        st.lists(short, min_size=1, max_size=8),
-        st.lists(long, min_size=1, max_size=3),
-        st.lists(st.one_of(short, short, long), min_size=1, max_size=5),
-    ),
-    st.integers(-2, 2),  # priority
-    st.sampled_from([None, None, None, 0.3, 2.0]),  # timeout
-    st.sampled_from("aab"),  # client
-    st.booleans(),  # needs the last row alone
-    st.integers(0, 1),  # text
-)
+def adds(*lengths: st.SearchStrategy[list[int]]) -> st.SearchStrategy[Any]:
+    return st.tuples(
+        st.just("add"),
+        st.one_of(*lengths),
+        st.integers(-2, 2),  # priority
+        st.sampled_from([None, None, None, 0.3, 2.0]),  # timeout
+        st.sampled_from("aab"),  # client
+        st.booleans(),  # needs the last row alone
+        st.integers(0, 1),  # text
+    )
+
+
+short, long, aligned = st.integers(1, 16), st.integers(17, 120), st.sampled_from([8, 12, 16])
 places = st.lists(st.integers(0, 5), max_size=2)
-steps = st.tuples(
-    st.just("step"), st.sampled_from([0.0, 0.1, 0.4]), st.sampled_from([None, None, 100, 10, 2, 0]), places, places
-)
+free_tokens = st.sampled_from([None, None, 100, 10, 2, 0])
+steps = st.tuples(st.just("step"), st.sampled_from([0.0, 0.1, 0.4]), free_tokens, places, places)
 others = st.one_of(
     st.tuples(st.just("cancel"), st.integers(0, 20), st.booleans()),
     st.tuples(st.just("shrink"), st.integers(1, 40)),
@@ -231,9 +49,11 @@ others = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(house=houses, events=st.lists(st.one_of(adds, adds, steps, steps, others), max_size=40))
-def test_every_batch_is_that_of_the_reference(house: House, events: list[tuple]) -> None:  # type: ignore[type-arg]
+def events(*lengths: st.SearchStrategy[list[int]]) -> st.SearchStrategy[list[Any]]:
+    return st.lists(st.one_of(adds(*lengths), adds(*lengths), steps, steps, others), max_size=40)
+
+
+def play(house: House, events: list[Any]) -> None:
     pair = Pair(house)
     for event in events:
         match event:
@@ -247,8 +67,41 @@ def test_every_batch_is_that_of_the_reference(house: House, events: list[tuple])
                 pair.shrink(num_tokens)
             case ("record", chunk_tokens, whole_tokens, step_s):
                 pair.record(chunk_tokens, whole_tokens, step_s)
+            case ("rush", lengths, urgent, last_row):
+                pair.add(*lengths, priority=2, last_row=last_row)
+                pair.step()
+                pair.add(*urgent, priority=-2, last_row=last_row, text=1)
+                pair.step()
             case ("steps", count):
                 for _ in range(count):
                     pair.step(0.01)
     pair.run_all()
     assert not pair.scheduler.requests
+
+
+few = st.lists(st.integers(17, 80), min_size=1, max_size=3)
+rushes = st.tuples(st.just("rush"), few, few, st.booleans())
+mixed = st.lists(st.one_of(short, short, long), min_size=1, max_size=6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(house=houses(), events=events(mixed))
+def test_long_and_short_ones(house: House, events: list[Any]) -> None:
+    play(house, events)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    house=houses([24, 40, 0], [0, 0, 1, 2]), events=st.lists(st.one_of(rushes, rushes, steps, adds(few)), max_size=12)
+)
+def test_long_ones_for_which_there_is_too_little_memory(house: House, events: list[Any]) -> None:
+    play(house, events)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    house=houses([12, 40], [0]),
+    events=events(st.lists(aligned, min_size=1, max_size=8), st.lists(short, min_size=1, max_size=8)),
+)
+def test_short_ones_that_repeat_each_other(house: House, events: list[Any]) -> None:
+    play(house, events)

@@ -161,6 +161,11 @@ def test_outputs_of_other_kinds_come_as_a_list(manager: ChunkedPrefillManager) -
     run(manager, output="x")
     run(manager, output=[1])
     assert manager.merge_chunks("a") == ["x", [1]]
+    manager.create_chunks("b", 12)
+    row = np.ones(2)
+    run(manager, output=row)
+    run(manager, output=[1])
+    assert manager.merge_chunks("b") == [row, [1]]
 
 
 def test_nothing_is_merged_where_something_is_missing(manager: ChunkedPrefillManager) -> None:

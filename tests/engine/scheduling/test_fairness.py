@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from penstock.engine.protocol.config import SchedulerConfig
-from penstock.engine.scheduling import Scheduler
+from penstock.engine.scheduling import Scheduler, Sequence
+from penstock.engine.scheduling.waiting import WaitingQueue
 
 from .records import make_request, run
 
@@ -151,3 +152,20 @@ def test_counts_stay_true_and_everything_runs_once(events: list[tuple]) -> None:
     assert not any(waiting.values())
     assert not scheduler.waiting._clients
     assert not scheduler.requests
+
+
+def test_who_comes_when_nobody_waits_stands_with_the_one_that_has_had_most() -> None:
+    queue = WaitingQueue()
+
+    def add(client: str, *lengths: int) -> list[Sequence]:
+        sequences = make_request(0, lengths, client=client).sequences
+        for place, sequence in enumerate(sequences):
+            sequence.order = place
+            queue.add(sequence)
+        return sequences
+
+    for sequence in (*add("a", 1000), *add("b", 10)):
+        queue.take(sequence)
+    add("c", 50, 50)
+    add("a", 20, 20)
+    assert [sequence.request.client for sequence in queue.window(1000, 10)] == ["a", "c", "a", "c"]

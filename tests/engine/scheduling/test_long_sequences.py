@@ -192,6 +192,19 @@ def test_the_budget_comes_back_after_a_shortage() -> None:
     assert scheduler.token_budget == BUDGET
 
 
+def test_chunks_run_beside_others_while_the_budget_is_at_its_least() -> None:
+    prefill = ChunkedPrefillConfig(chunk_size=64, threshold=16, min_chunk_size=4, is_dynamic=False)
+    allocator = SequenceAllocator(SequencePool(kv=KvCachePool(100, BLOCK)))
+    scheduler = Scheduler(SchedulerConfig(), token_budget=128, max_seq_len=400, prefill=prefill, allocator=allocator)
+    scheduler.shrink(1)
+    assert scheduler.token_budget == 4  # half of it is no chunk
+    scheduler.add(one(0, 100))
+    for number in range(1, 20):
+        scheduler.add(one(number, 1))
+        run(scheduler, 0.1 * number)
+    assert scheduler.requests[0].sequences[0].num_done >= 4 * 9  # they take turns
+
+
 def test_a_whole_sequence_for_which_memory_was_short_runs_in_chunks() -> None:
     scheduler, allocator = make()
     scheduler.add(one(1, THRESHOLD))

@@ -53,3 +53,32 @@ def test_a_fixed_cost_of_a_forward_does_not_make_chunks_ever_smaller() -> None:
         num_tokens = pace.allowance(others_wait=False)
         pace.record(num_tokens, 0, 0.5 + num_tokens * 1e-4)
     assert pace.allowance(others_wait=False) >= 512
+
+
+def test_one_slow_forward_counts_for_half() -> None:
+    pace = ChunkPace(MAX_TOKENS)
+    pace.record(1000, 0, 0.2)
+    assert pace.allowance(others_wait=True) == 736  # of 750, in steps of 16
+    pace.record(1000, 0, 0.4)
+    assert pace.allowance(others_wait=True) == 496  # 0.15 s at 0.3 ms
+
+
+def test_a_single_token_beside_a_chunk_takes_its_own_time() -> None:
+    pace = ChunkPace(MAX_TOKENS)
+    pace.record(0, 1, 0.1)
+    pace.record(200, 1, 0.2)
+    assert pace.allowance(others_wait=True) == 288  # of 300: the chunk took 0.1 s
+
+
+def test_chunks_beside_many_tokens_have_at_least_half_of_their_even_share_of_the_time() -> None:
+    pace = ChunkPace(MAX_TOKENS)
+    pace.record(0, 1000, 1.0)
+    pace.record(1000, 1000, 0.8)  # less than the others alone would take
+    assert pace.allowance(others_wait=True) == 736  # 0.2 ms
+
+
+def test_a_forward_without_time_is_no_error() -> None:
+    pace = ChunkPace(MAX_TOKENS)
+    pace.record(0, 0, 0.0)
+    pace.record(10, 0, 0.0)
+    assert pace.allowance(others_wait=True) == MAX_TOKENS

@@ -1,0 +1,206 @@
+"""A runner without a model, whose answer is the sum of the tokens, and the steps of a core that it drives. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.core.core import EngineCore
+from penstock.engine.core.runner import ForwardTime, Outputs
+from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
+from penstock.engine.protocol.messages import (
+    CacheUse,
+    Cancel,
+    Failed,
+    Frame,
+    FromCore,
+    RequestTime,
+    Rows,
+    Submit,
+    TokenizerSpec,
+    pack_inputs,
+    unpack_rows,
+)
+from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.request import TokenizedInput
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.scheduling import Chunk, Sequence as QueuedSequence
+from penstock.engine.sequence_pool import (
+    Allocation,
+    Allocator,
+    KvCachePool,
+    NullAllocator,
+    SequenceAllocator,
+    SequencePool,
+    SsmStatePool,
+)
+
+BLOCK = 16
+TOKENIZER = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False)
+PARAMS = PoolingParams(task=PoolingTask.EMBED)
+ROWS = PoolingParams(task=PoolingTask.TOKEN_EMBED)
+
+
+def model(max_model_len: int = 4096) -> ModelInfo:
+    return ModelInfo(
+        name="sum",
+        path="sum",
+        architecture="Sum",
+        model_type="sum",
+        native=True,
+        kind=ModelKind.EMBEDDING,
+        tasks=(PoolingTask.EMBED, PoolingTask.TOKEN_EMBED),
+        hidden_size=1,
+        vocab_size=1000,
+        max_model_len=max_model_len,
+        embedding_size=1,
+        sequence_pooling=(PoolingType.LAST,),
+    )
+
+
+class FakeRunner:
+    """See Runner.
+
+    Attributes:
+        batches: Every batch that was asked for, also one that failed: request, input, first token, end.
+        hook: Called with the chunks of a forward before it ends; what it raises, the forward raises.
+        free: Tokens that find memory on the device.
+        times: To be taken once.
+        saved: Sequences that lost their memory.
+    """
+
+    def __init__(self, allocator: Allocator | None = None, max_model_len: int = 4096) -> None:
+        self.info = model(max_model_len)
+        self.tokenizer = TOKENIZER
+        self.allocator = allocator or NullAllocator()
+        self.batches: list[list[tuple[int, int, int, int]]] = []
+        self.hook: Callable[[Sequence[Chunk]], object] = lambda chunks: None
+        self.answer: Callable[[QueuedSequence, float], float] = lambda sequence, total: total
+        self.free: int | None = None
+        self.num_looks = 0
+        self.times: list[ForwardTime] = []
+        self.saved: list[tuple[int, int]] = []
+        self.on_preempt: Callable[[QueuedSequence], object] = lambda sequence: None
+        self.is_warm = False
+
+    def warm_up(self) -> None:
+        self.is_warm = True
+
+    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+        order = [(c.start > 0, c.num_tokens) for c in chunks]
+        assert order == sorted(order)
+        self.batches.append([(*named(c.request), c.start, c.end) for c in chunks])
+        kept = {c: self._sum(c) for c in chunks}
+        self.hook(chunks)
+        outputs: list[Outputs] = []
+        for chunk in chunks:
+            sequence = chunk.request
+            done, rows = kept[chunk]
+            sequence.kept = (max(chunk.end, sequence.kept[0] if sequence.kept else 0), done)
+            if sequence.request.params.task is PoolingTask.TOKEN_EMBED:
+                outputs.append({"rows": rows})
+            else:
+                value = self.answer(sequence, done)
+                outputs.append({"embedding": np.array([value], np.float32)} if chunk.is_last else {})
+        return outputs
+
+    def _sum(self, chunk: Chunk) -> tuple[float, np.ndarray]:
+        """The sum up to the end of a chunk, and the rows that it brings; what was pooled before counts once."""
+        sequence = chunk.request
+        at, total = sequence.kept or (0, 0.0)
+        if sequence.request.needs_last_row and chunk.start > at:  # found in the cache
+            at, total = chunk.start, float(sequence.prompt.token_ids[: chunk.start].sum())
+        assert chunk.start <= at, "tokens were left out"
+        rows = sequence.prompt.token_ids[at : chunk.end].astype(np.float32)
+        return total + float(rows.sum()), rows[:, None]
+
+    def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+        self.saved.append(named(sequence))
+        self.on_preempt(sequence)
+
+    def free_tokens(self) -> int | None:
+        self.num_looks += 1
+        return self.free
+
+    def take_times(self) -> list[ForwardTime]:
+        times, self.times = self.times, []
+        return times
+
+
+def named(sequence: QueuedSequence) -> tuple[int, int]:
+    return sequence.request.request_id, sequence.index
+
+
+def pool(num_blocks: int = 100, num_slots: int = 0, *, prefixes: bool = False) -> SequenceAllocator:
+    kv = KvCachePool(num_blocks, BLOCK) if num_blocks else None
+    ssm = SsmStatePool(num_slots) if num_slots else None
+    return SequenceAllocator(SequencePool(kv=kv, ssm=ssm), enable_prefix_caching=prefixes)
+
+
+class Steps:
+    """A core over a runner, step by step, and what it said."""
+
+    def __init__(self, runner: FakeRunner, *, budget: int = 64, load: bool = True, **limits: Any) -> None:
+        self.runner = runner
+        self.messages: list[FromCore] = []
+        self.answers: dict[int, dict[int, list[float]]] = {}
+        self.ended: dict[int, RequestTime] = {}
+        prefixes = isinstance(runner.allocator, SequenceAllocator) and runner.allocator.prefixes is not None
+        self.config = EngineConfig(
+            model="sum",
+            scheduler=SchedulerConfig(max_num_batched_tokens=budget, **limits),
+            cache=CacheConfig(block_size=BLOCK, enable_prefix_caching=prefixes),
+        )
+        self.core = EngineCore(self.config, self.take, lambda config: runner)
+        if load:
+            self.core.load()
+
+    def take(self, message: FromCore, frames: list[Frame]) -> None:
+        self.messages.append(message)
+        if isinstance(message, Rows):
+            for header, array in zip(message.rows, unpack_rows(message.rows, frames[0]), strict=True):
+                self.answers.setdefault(header.request_id, {}).setdefault(header.index, []).extend(array.ravel())
+            self.ended |= {time.request_id: time for time in message.ended}
+
+    def submit(
+        self,
+        request_id: int,
+        *lengths: int,
+        params: PoolingParams = PARAMS,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        token: int = 1,
+    ) -> None:
+        inputs = [TokenizedInput(np.full(length, token, np.int32)) for length in lengths]
+        self.core.receive([Submit(request_id, params, priority, timeout_s), pack_inputs(inputs)])
+
+    def cancel(self, request_id: int) -> None:
+        self.core.receive([Cancel(request_id)])
+
+    def run(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            assert self.core.step()
+
+    def run_all(self) -> None:
+        for _ in range(5000):
+            if not self.core._scheduler.requests:
+                return
+            self.run()
+        raise AssertionError("it does not end")
+
+    @property
+    def failures(self) -> dict[int, tuple[str, str]]:
+        return {m.request_id: (m.kind, m.message) for m in self.messages if isinstance(m, Failed)}
+
+    @property
+    def rows(self) -> list[Rows]:
+        return [message for message in self.messages if isinstance(message, Rows)]
+
+    @property
+    def cache_use(self) -> CacheUse:
+        use = self.rows[-1].cache_use
+        assert use is not None
+        return use

@@ -1,0 +1,107 @@
+"""The device: which one "auto" means, what it says of its memory and of time, and which errors are of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.core import device
+from penstock.engine.core.device import DeviceMemory, ForwardClock, is_out_of_memory, resolve_device
+from penstock.engine.core.host import available_memory
+from penstock.engine.core.runner import ForwardTime
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.errors import ModelLoadError
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel does not tell")
+def test_the_most_that_was_taken_at_once_is_seen_also_after_it_is_given_back() -> None:
+    memory = DeviceMemory(CPU)
+    memory.begin()
+    before = memory.taken()
+    assert before is not None
+    assert before < 32 * MIB
+    for _ in range(2):  # one after the other
+        block = np.ones(64 * MIB, np.uint8)
+        del block
+    taken = memory.taken()
+    assert taken is not None
+    assert 60 * MIB <= taken < 96 * MIB  # the kernel counts the pages of a thread in lots
+    memory.begin()
+    taken = memory.taken()
+    assert taken is not None
+    assert taken < 32 * MIB
+
+
+def test_a_kernel_that_does_not_tell_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device, "_CLEAR_REFS", tmp_path / "no folder" / "none")
+    memory = DeviceMemory(CPU)
+    memory.begin()
+    assert memory.taken() is None
+
+
+def test_what_is_free_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert abs(DeviceMemory(CPU).available() - available_memory()) < 1 << 30
+    monkeypatch.setattr(device, "available_memory", lambda: 7)
+    assert DeviceMemory(CPU).available() == 7
+
+
+def test_errors_of_memory_are_told_from_others() -> None:
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(1 << 50)
+    assert is_out_of_memory(error.value)
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError())
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("DefaultCPUAllocator"))
+
+
+def test_the_clock_gives_each_forward_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 1.5, 4.0, 6.0, 8.0])
+    monkeypatch.setattr(device.time, "perf_counter", lambda: next(times))
+    clock = ForwardClock(CPU)
+    clock.begin()  # one that failed: it has no end
+    clock.begin()
+    clock.end(3, 4)
+    clock.begin()
+    clock.end(0, 5)
+    assert clock.take() == [ForwardTime(3, 4, 2.5), ForwardTime(0, 5, 2.0)]
+    assert clock.take() == []
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "has_bf16", "chosen", "dtype", "expected"),
+    [
+        (0, False, "auto", "auto", ("cpu", "float32")),
+        (1, True, "auto", "auto", ("cuda", "bfloat16")),
+        (1, False, "auto", "auto", ("cuda", "float16")),
+        (2, True, "cuda:1", "float32", ("cuda:1", "float32")),
+        (2, True, "cpu", "auto", ("cpu", "float32")),
+        (0, False, "cpu", "bfloat16", ("cpu", "bfloat16")),
+    ],
+)
+def test_what_auto_stands_for(
+    monkeypatch: pytest.MonkeyPatch,
+    num_devices: int,
+    has_bf16: bool,
+    chosen: str,
+    dtype: str,
+    expected: tuple[str, str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bf16)
+    assert resolve_device(EngineConfig(model="m", device=chosen, dtype=dtype)) == expected
+
+
+@pytest.mark.parametrize(("num_devices", "chosen"), [(0, "cuda"), (1, "cuda:1"), (2, "cuda:2")])
+def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, num_devices: int, chosen: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    message = f"--device is {chosen}, but torch {torch.__version__} sees {num_devices} CUDA devices".replace("+", r"\+")
+    with pytest.raises(ModelLoadError, match=message):
+        resolve_device(EngineConfig(model="m", device=chosen))
