@@ -180,7 +180,7 @@ class PackedBatch:
         """Packs `inputs` in their order; ascending length gives attention the least work.
 
         Args:
-            inputs: At least one, none of them empty: whole sequences, or chunks of them (`TokenizedInput.slice`).
+            inputs: At least one, none of them empty: whole sequences, or chunks of them.
             device: Where the tensors go.
             starts: Place of each chunk in its sequence; None means that all begin at 0.
             cache: For chunks; see the attribute.

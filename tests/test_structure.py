@@ -90,6 +90,13 @@ def test_the_walks_are_short_and_in_order(walk: Walk) -> None:
     assert numbers == list(range(1, len(walk.hops) + 1))
 
 
+def test_the_first_five_minutes_are_short_and_name_both_layers() -> None:
+    part = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## The first five minutes\n")[2]
+    files = re.findall(r"^\d+\. `([\w/]+\.py)`: \S", part.partition("\n## ")[0], re.MULTILINE)
+    assert 0 < len(files) <= 8
+    assert {file.partition("/")[0] for file in files} == {"server", "engine"}
+
+
 def test_every_room_is_listed_with_its_sentence() -> None:
     rooms = {
         str(path.parent.relative_to(ROOT)): first_sentence(path)

@@ -1,6 +1,6 @@
 """Times attention in chunks over a paged cache beside the whole sequence. Best microseconds; GFLOP/s of the whole.
 
-Everything that slicing costs is counted: keys and values are stored, blocks are read. The whole stores nothing.
+Everything that chunks cost is counted: keys and values are stored, blocks are read. The whole stores nothing.
 
 .venv/bin/python benchmarks/kernels/bench_paged_attention.py --output benchmarks/results/paged-attention-cpu.json
 """

@@ -1,4 +1,4 @@
-"""One line for the log: what a model that runs in slices was given to run with."""
+"""One line for the log: what a model that runs in chunks was given to run with."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Heartbeat:
     Belongs to one event loop.
 
     Args:
-        timeout_s: Seconds without an answer after which the other side counts as hung.
+        timeout_s: Seconds without an answer after which the process counts as hung.
         ask: Sends a question.
         on_silence: Called once, when it hangs.
     """

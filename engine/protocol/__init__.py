@@ -1,1 +1,1 @@
-"""What the two sides of the engine say to each other: parameters, model, messages, results, errors. Without torch."""
+"""What the frontend and the core say to each other: parameters, model, messages, results, errors. Without torch."""

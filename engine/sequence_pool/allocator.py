@@ -13,7 +13,7 @@ from .prefix_cache import PrefixCache
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """What one sequence holds, from its first slice to its last.
+    """What one sequence holds, from its first chunk to its last.
 
     Attributes:
         owner: The sequence.
@@ -79,7 +79,7 @@ class SequenceAllocator:
 
     @property
     def usage(self) -> float:
-        """Share, 0 to 1, of blocks or of slots (the higher of the two) that sequences hold; parked blocks are free."""
+        """Share, 0 to 1, of blocks or of slots (the higher of the two) that sequences hold."""
         kv, ssm = self.pool.kv, self.pool.ssm
         num_parked = 0 if self._prefixes is None else self._prefixes.num_parked
         return max(

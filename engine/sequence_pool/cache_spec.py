@@ -1,4 +1,4 @@
-"""What a model must remember of a sequence between two of its slices. Plain Python without torch."""
+"""What a model must remember of a sequence between two of its chunks. Plain Python without torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SsmLayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """The layers that carry something from slice to slice, in the order of the model. A hybrid has both kinds.
+    """The layers that keep something from chunk to chunk, in the order of the model. A hybrid has both kinds.
 
     Attributes:
         kv_layers: Attention layers.

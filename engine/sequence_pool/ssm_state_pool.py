@@ -18,7 +18,7 @@ class SlotArray(Protocol):
 
 
 class SlotStorage(Protocol):
-    """The memory behind the slots, one array per SSM layer; sequence_cache.SsmStates in the engine."""
+    """The memory behind the slots, one array per SSM layer; SsmStates in packed_batch.py."""
 
     @property
     def conv(self) -> Sequence[SlotArray]:

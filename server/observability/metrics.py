@@ -77,7 +77,7 @@ NamedEngines = Callable[[], Iterable[tuple[AsyncEngine, str]]]
 
 
 class Metrics:
-    """Counters of the HTTP side, and the engines' own figures, read when they are asked for.
+    """Counters of HTTP requests, and the engines' own figures, read when they are asked for.
 
     Args:
         engines: Returns the engines with the name that labels their figures.
