@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from ..protocol.config import ChunkedPrefillConfig
+
 _BUSY_STEP_S: Final = 0.15
 """Seconds. Time of the long prompts' share of a forward while others wait."""
 _IDLE_STEP_S: Final = 1.0
@@ -40,6 +42,12 @@ class ChunkPace:
         step_s, least = (_BUSY_STEP_S, _BUSY_MIN_TOKENS) if others_wait else (_IDLE_STEP_S, _IDLE_MIN_TOKENS)
         num_tokens = int(step_s / self._chunk_token_s)
         return min(max(num_tokens - num_tokens % _ROUND_TO, least), self._max_tokens)
+
+    def room(self, token_budget: int, config: ChunkedPrefillConfig, *, others_wait: bool) -> int:
+        """Returns the tokens that chunks may have of a forward, at least those of the smallest: or none would run."""
+        fixed = token_budget // 2 if others_wait else token_budget
+        num_tokens = self.allowance(others_wait=others_wait) if config.is_dynamic else fixed
+        return min(max(num_tokens, config.min_chunk_size), token_budget)
 
     def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
         """Records a forward of so many tokens in chunks and in whole sequences."""

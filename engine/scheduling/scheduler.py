@@ -5,10 +5,9 @@ tokens ahead of it in its own request would take, so that large requests and sma
 priority is worth a fixed time of waiting. Nobody starves: turns never move, and later arrivals have later ones. Where
 clients are told apart, this holds within each of them, and those that wait get the same number of tokens.
 
-Among short sequences whose turn is near, those of similar length go together (attention over equal lengths is one
-product), unless one has waited for too long. Long ones, of models that can go on where they were, run in chunks, which
-take a share of each forward; whole sequences take the rest. A long one gets the memory for all of its length when it
-starts, so that what has started can end, and loses it only to one whose turn is earlier.
+Short sequences of similar length whose turn is near go together (attention over equal lengths is one product), unless
+one has waited for too long. Long ones run in chunks, which take a share of each forward; whole sequences take the rest.
+A long one gets all of its memory when it starts, so that it can end, and loses it only to one whose turn is earlier.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Scheduler:
 
     Not thread-safe: its owner holds a lock. A batch that `schedule` returns is finished (`finish`) before the next one;
     what failed of it is cancelled or given to `retry` before that.
-    Invariants: a batch never exceeds `token_budget` (but for one sequence that has to run whole) or the number of
-    sequences, and is empty only if nothing can run. What a sequence holds is released in `_leave` alone.
+    Invariant: a batch never exceeds `token_budget` (but for one sequence that has to run whole) or the number of
+    sequences. What a sequence holds is released in `_leave` alone.
 
     Args:
         config: Limits of the number of sequences and of their wait.
@@ -92,10 +91,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Takes a request into the book and queues its sequences. Raises ValueError where one can never run."""
-        longest = self._max_seq_len
-        for sequence in request.sequences:
-            if not 1 <= sequence.num_tokens <= longest:
-                raise ValueError(f"a sequence has {sequence.num_tokens} tokens; it must have 1 to {longest}.")
+        for num_tokens in (sequence.num_tokens for sequence in request.sequences):
+            if not 1 <= num_tokens <= self._max_seq_len:
+                raise ValueError(f"a sequence has {num_tokens} tokens; it must have 1 to {self._max_seq_len}.")
         self.requests[request.request_id] = request
         request.num_left = len(request.sequences)
         first_s = request.arrival_s + request.priority * self.prefill.config.ageing_s
@@ -115,9 +113,8 @@ class Scheduler:
         With `forget`, what it computed may be wrong: nobody may find it in the prefix cache.
         """
         request = self.requests.get(request_id)
-        for sequence in [] if request is None else request.sequences:
-            if sequence.status is not Status.ENDED:
-                self._leave(sequence, Status.ENDED, forget=forget)
+        for sequence in [] if request is None else [s for s in request.sequences if s.status is not Status.ENDED]:
+            self._leave(sequence, Status.ENDED, forget=forget)
         return request
 
     def schedule(self, now_s: float, free_tokens: int | None = None) -> Batch:
@@ -155,11 +152,10 @@ class Scheduler:
                 self._allocator.commit(sequence.allocation, chunk.end)
             if sequence.is_complete:
                 self._leave(sequence, Status.ENDED)
-                if not sequence.request.num_left:
-                    ended.append(sequence.request)
-        self._num_good_steps += 1
-        if self._num_good_steps >= _GOOD_STEPS:
-            self.token_budget, self._num_good_steps = min(2 * self.token_budget, self._full_budget), 0
+                ended += [] if sequence.request.num_left else [sequence.request]
+        self._num_good_steps = (self._num_good_steps + 1) % _GOOD_STEPS
+        if not self._num_good_steps:
+            self.token_budget = min(2 * self.token_budget, self._full_budget)
         return ended
 
     def retry(self, chunk: Chunk, error: Exception) -> bool:
@@ -205,7 +201,9 @@ class Scheduler:
             ):
                 self.waiting.put_back(lifted)
                 break  # those behind it wait too, or it might never find enough memory
-        self.memory_pressure = self._measure_pressure(free_tokens)
+        pool = _POOL_PRESSURE * self._allocator.usage if self._waits_for_memory else 0.0
+        device = 0.0 if free_tokens is None else 1 - min(free_tokens / self.prefill.config.chunk_size, 1.0)
+        self.memory_pressure = max(device, pool, 1 - self.token_budget / self._full_budget)
         while room.num_tokens > 0 and room.num_seqs > 0:
             chunk = self.prefill.schedule_chunk(room.num_tokens, memory_pressure=self.memory_pressure)
             if chunk is None:
@@ -217,31 +215,19 @@ class Scheduler:
     def _chunk_budget(self, window: list[Sequence], token_budget: int) -> PrefillBudget:
         """Returns the share of the next forward that chunks may have."""
         others_wait = bool(window) or self._last_num_whole > 0
-        if self.prefill.config.is_dynamic:
-            num_tokens = self.pace.allowance(others_wait=others_wait)
-        else:
-            num_tokens = token_budget // 2 if others_wait else token_budget
-        # Never below the smallest chunk: none would run while others wait.
-        num_tokens = min(max(num_tokens, self.prefill.config.min_chunk_size), token_budget)
+        num_tokens = self.pace.room(token_budget, self.prefill.config, others_wait=others_wait)
         if not window or self._last_num_whole:
             return PrefillBudget(num_tokens, self._max_num_seqs)
         # Where chunks and the next whole sequence do not fit in one batch, they take turns.
         return PrefillBudget(min(num_tokens, token_budget - window[0].num_tokens), self._max_num_seqs - 1)
-
-    def _measure_pressure(self, free_tokens: int | None) -> float:
-        """Returns the share of the memory that is taken: of the device as far as it is known, and of the pool."""
-        chunk_size = self.prefill.config.chunk_size
-        device = 0.0 if free_tokens is None else 1 - min(free_tokens / chunk_size, 1.0)
-        pool = _POOL_PRESSURE * self._allocator.usage if self._waits_for_memory else 0.0
-        return max(device, pool, 1 - self.token_budget / self._full_budget)
 
     def _start(self, sequence: Sequence, batch: Batch) -> bool:
         """Gives a long sequence the memory for all of its length; False if there is not enough at the moment."""
         allocation = self._allocate(sequence)
         if allocation is None and self._preempt_for(sequence, batch):
             allocation = self._allocate(sequence)
+        self._waits_for_memory = allocation is None
         if allocation is None:
-            self._waits_for_memory = True
             return False
         self.waiting.take(sequence)
         sequence.allocation = allocation
@@ -276,8 +262,7 @@ class Scheduler:
         """Adds the whole sequences that run and puts the others back."""
         num_chunks = len(batch.chunks)
         for sequence in in_running_order(window, now_s - self._max_wait_s):
-            chunk = self._whole_chunk(sequence, budget)
-            if chunk is None:
+            if (chunk := self._whole_chunk(sequence, budget)) is None:
                 break
             batch.chunks.append(chunk)
         self.waiting.put_back(window)
