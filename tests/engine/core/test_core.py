@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -98,7 +99,7 @@ def test_stop_ends_the_loop_after_the_step_that_runs() -> None:
     runner.hook = lambda chunks: (running.set(), answered.wait(10))
     thread.start()
     while not steps.messages:
-        pass
+        time.sleep(0.001)
     steps.submit(1, 5)
     assert running.wait(10)
     steps.core.stop()

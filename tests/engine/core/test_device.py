@@ -51,6 +51,61 @@ def test_what_is_free_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
     assert DeviceMemory(CPU).available() == 7
 
 
+def test_a_gpu_counts_its_own_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = {"reset": False}
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.update(reset=True))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30 * MIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100 * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50 * MIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 * MIB, 1000 * MIB))
+    memory = DeviceMemory(torch.device("cuda"))
+    assert memory.available() == (200 + 50 - 30) * MIB  # what torch keeps but does not use is free as well
+    memory.begin()
+    assert peak["reset"]
+    assert memory.taken() == 70 * MIB
+
+
+class Event:
+    """An event of a stream that has reached it once `now_ms` is there."""
+
+    now_ms = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at_ms = 0.0
+
+    def record(self, stream: object) -> None:
+        self.at_ms = Event.now_ms + 100.0  # the device is behind
+
+    def query(self) -> bool:
+        return Event.now_ms >= self.at_ms
+
+    def synchronize(self) -> None:
+        Event.now_ms = max(Event.now_ms, self.at_ms)
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_a_gpu_is_timed_by_itself_and_has_one_forward_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(Event, "now_ms", 0.0)
+    clock = ForwardClock(torch.device("cuda"))
+    clock.begin()
+    Event.now_ms = 40.0
+    clock.end(3, 4)
+    assert clock.take() == []  # it runs
+    clock.begin()  # waits for it
+    assert Event.now_ms == 140.0
+    assert clock.take() == [ForwardTime(3, 4, 0.04)]
+    Event.now_ms = 150.0
+    clock.end(0, 5)
+    Event.now_ms = 250.0
+    assert clock.take() == [ForwardTime(0, 5, 0.01)]
+    assert clock.take() == []
+
+
 def test_errors_of_memory_are_told_from_others() -> None:
     with pytest.raises(RuntimeError) as error:
         torch.empty(1 << 50)

@@ -169,3 +169,14 @@ def test_who_comes_when_nobody_waits_stands_with_the_one_that_has_had_most() -> 
     add("c", 50, 50)
     add("a", 20, 20)
     assert [sequence.request.client for sequence in queue.window(1000, 10)] == ["a", "c", "a", "c"]
+
+
+def test_what_is_cancelled_while_it_waits_does_not_pile_up() -> None:
+    scheduler = make()
+    scheduler.add(make_request(0, [5], priority=-1))
+    for number in range(1, 1_000):
+        scheduler.add(make_request(number, [5]))
+        scheduler.cancel(number)
+    assert len(scheduler.waiting._clients[""].heaps[False]) < 100
+    assert scheduler.waiting.num_seqs == 1
+    assert [chunk.request.request_id for chunk in run(scheduler).chunks] == [(0, 0)]
