@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..packed_batch import BatchCache, KvCache, SsmStates
 from ..pooling import PoolingStates
-from ..scheduling import Chunk, Sequence as QueuedSequence
+from ..scheduling import Chunk, QueuedSequence
 from ..sequence_pool import Allocation, PoolPlan
 from ..sequence_pool.cache_spec import CacheSpec
 
@@ -62,7 +62,7 @@ class ChunkMemory:
         Args:
             chunks: Those that begin a sequence before those that go on with one.
         """
-        if all(c.request.allocation is None for c in chunks):
+        if all(c.sequence.allocation is None for c in chunks):
             return None
         num_new = sum(c.start == 0 for c in chunks)
         cache: dict[str, Tensor | None] = {}
@@ -74,7 +74,7 @@ class ChunkMemory:
             num_new_seqs=num_new,
             num_new_tokens=sum(c.num_tokens for c in chunks[:num_new]),
             context_lens=tuple(c.start for c in chunks),
-            prompt_lens=tuple(c.request.num_tokens for c in chunks),
+            prompt_lens=tuple(c.sequence.num_tokens for c in chunks),
             kv=self._kv,
             ssm=self._ssm,
             **cache,
@@ -85,8 +85,8 @@ class ChunkMemory:
         if self._ssm is None:
             return
         for chunk in chunks:
-            if chunk.request.allocation is not None:
-                kept_of(chunk.request).place ^= 1
+            if chunk.sequence.allocation is not None:
+                kept_of(chunk.sequence).place ^= 1
 
     def save(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """Copies the states of a sequence that loses its slot to the host, so that it can go on in another."""
@@ -103,7 +103,7 @@ class ChunkMemory:
 
     def restore(self, chunks: Sequence[Chunk]) -> None:
         """Puts saved states into the slots that the sequences have now."""
-        for sequence in [chunk.request for chunk in chunks]:
+        for sequence in [chunk.sequence for chunk in chunks]:
             kept: Kept | None = sequence.kept
             if self._ssm is None or sequence.allocation is None or kept is None or kept.saved is None:
                 continue
@@ -115,7 +115,7 @@ class ChunkMemory:
 
     def _kv_places(self, chunks: Sequence[Chunk], num_new: int, block_size: int) -> dict[str, Tensor | None]:
         """Blocks of the sequences with a past, and the place of every row that is kept."""
-        held = [chunk.request.allocation for chunk in chunks]
+        held = [chunk.sequence.allocation for chunk in chunks]
         blocks = [_NO_BLOCKS if a is None else np.asarray(a.block_ids, np.int64) for a in held]
         tables = [b[: -(-c.end // block_size)] for c, b in zip(chunks[num_new:], blocks[num_new:], strict=True)]
         table = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
@@ -140,8 +140,8 @@ class ChunkMemory:
 
     def _state_places(self, chunks: Sequence[Chunk]) -> dict[str, Tensor | None]:
         """Places that states are read from and written to."""
-        held = [(i, c, c.request.allocation) for i, c in enumerate(chunks)]
-        saved = [(i, c, kept_of(c.request), a) for i, c, a in held if a is not None]
+        held = [(i, c, c.sequence.allocation) for i, c in enumerate(chunks)]
+        saved = [(i, c, kept_of(c.sequence), a) for i, c, a in held if a is not None]
         loaded = [(i, kept, a) for i, c, kept, a in saved if c.start]
         return {
             "load_indices": self._indices([i for i, *_ in loaded]),

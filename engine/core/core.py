@@ -39,7 +39,7 @@ from ..protocol.messages import (
     pack_rows,
     unpack_inputs,
 )
-from ..scheduling import Batch, Chunk, Request, Scheduler, Sequence as QueuedSequence
+from ..scheduling import Batch, Chunk, QueuedSequence, Request, Scheduler
 from ..sequence_pool import Allocation, SequenceAllocator
 from .intake import Intake
 from .make_scheduler import make_scheduler
@@ -78,7 +78,7 @@ class EngineCore:
         self._runner: Runner
         self._intake: Intake
         self._stopping = False
-        self._has_released = False  # memory, without a step whose message would say so
+        self._has_released = False  # memory was, by no step: a message has to say so
 
     def run(self) -> None:
         """Loads the model, says so, then serves until `stop`. A model that cannot be served ends it at once."""
@@ -175,7 +175,7 @@ class EngineCore:
         return request
 
     def _preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
-        """Saves what a sequence loses with its memory; one that cannot be saved fails by itself."""
+        """Saves what a sequence has lost with its memory: until the next forward it is still there."""
         try:
             self._runner.preempt(sequence, allocation)
         except DeviceLostError:
@@ -206,7 +206,7 @@ class EngineCore:
             middle = len(chunks) // 2
             return self._execute(chunks[:middle]) + self._execute(chunks[middle:])
         for chunk in chunks:
-            self._fail(chunk.request, failure)
+            self._fail(chunk.sequence, failure)
         return []
 
     def _fail(self, sequence: QueuedSequence, error: Exception) -> None:
@@ -230,7 +230,7 @@ class EngineCore:
         are_finite = [all(np.isfinite(array).all() for array in outputs.values()) for _, outputs in finished]
         with self._changed:
             for (chunk, outputs), is_finite in zip(finished, are_finite, strict=True):
-                sequence, request = chunk.request, chunk.request.request
+                sequence, request = chunk.sequence, chunk.sequence.request
                 if sequence.chunk is not chunk:
                     continue  # cancelled meanwhile
                 if not is_finite:
@@ -268,7 +268,7 @@ class EngineCore:
         return CacheUse(
             usage=allocator.usage,
             memory_pressure=self._scheduler.memory_pressure,
-            chunk_tokens=max((chunk.num_tokens for chunk in batch.chunks if chunk.request.is_long), default=0),
+            chunk_tokens=max((chunk.num_tokens for chunk in batch.chunks if chunk.sequence.is_long), default=0),
             prefix_queried_tokens_total=allocator.prefix_query_tokens,
             prefix_hit_tokens_total=allocator.prefix_hit_tokens,
             num_evicted_blocks_total=allocator.num_evicted_blocks,

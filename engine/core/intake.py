@@ -9,7 +9,7 @@ from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.request import TokenizedInput
 from ..protocol.tasks import PoolingTask, PoolingType
-from ..scheduling import Request, Sequence as QueuedSequence
+from ..scheduling import QueuedSequence, Request
 from ..sequence_pool import block_keys
 
 

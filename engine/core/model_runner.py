@@ -20,7 +20,7 @@ from ..protocol.messages import TokenizerSpec
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.request import TokenizedInput
-from ..scheduling import Chunk, PrefillChunk, Request, Sequence as QueuedSequence
+from ..scheduling import Chunk, PrefillChunk, QueuedSequence, Request
 from ..sequence_pool import (
     Allocation,
     Allocator,
@@ -133,7 +133,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
-        sequences = [chunk.request for chunk in chunks]
+        sequences = [chunk.sequence for chunk in chunks]
         params = [sequence.request.params for sequence in sequences]
         cache = None
         if self._memory is not None:
@@ -151,7 +151,7 @@ class ModelRunner:
             )
         if any(s.prompt.query is not None for s in sequences):
             metadata.queries = [s.prompt.query for s in sequences]
-        chunk_tokens = sum(c.num_tokens for c in chunks if c.request.is_long)
+        chunk_tokens = sum(c.num_tokens for c in chunks if c.sequence.is_long)
         if chunk_tokens:
             self._meter.begin()
         self._clock.begin()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..protocol.messages import TokenizerSpec
 from ..protocol.model_info import ModelInfo
-from ..scheduling import Chunk, Sequence as QueuedSequence
+from ..scheduling import Chunk, QueuedSequence
 from ..sequence_pool import Allocation, Allocator
 
 Outputs = Mapping[str, NDArray[np.float32]]

@@ -10,8 +10,8 @@ from .sequence import (
     ChunkState,
     PrefillBudget,
     PrefillChunk,
+    QueuedSequence,
     Request,
-    Sequence,
     Status,
 )
 
@@ -24,9 +24,9 @@ __all__ = [
     "ChunkedRequest",
     "PrefillBudget",
     "PrefillChunk",
+    "QueuedSequence",
     "Request",
     "Scheduler",
-    "Sequence",
     "Status",
     "chunk_prompt",
     "create_prefill_manager",

@@ -26,8 +26,8 @@ class ChunkStateError(ValueError):
 class ChunkQueue(Generic[R]):
     """The prompts that are being read, and whose chunk runs next. Not thread-safe: its owner holds a lock.
 
-    First come, first served, where a level of priority is worth `ageing_s` of waiting and every token that ran makes
-    the next chunk due `token_s` later. Whoever comes late enough comes behind, so that nobody starves.
+    The chunk that is due first runs first: at the turn of its prompt, and `token_s` later for every token that ran.
+    Whoever comes late enough comes behind, so that nobody starves.
     Invariants: the chunks of a prompt cover it without gap or overlap; they run in order, one at a time.
 
     Args:
@@ -118,7 +118,7 @@ class ChunkQueue(Generic[R]):
             ChunkStateError: It does not run.
         """
         chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
-        request = chunk.request
+        request = chunk.sequence
         chunk.state, chunk.output = ChunkState.COMPLETED, output
         request.chunk, request.num_done = None, chunk.end
         request.num_chunks += 1
@@ -140,7 +140,7 @@ class ChunkQueue(Generic[R]):
             ChunkStateError: The chunk is not under way.
         """
         chunk = self._find_chunk(chunk_id, ChunkState.SCHEDULED, ChunkState.RUNNING)
-        request = chunk.request
+        request = chunk.sequence
         request.num_failures += 1
         request.error = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         request.has_failed = request.num_failures > self.config.max_retries

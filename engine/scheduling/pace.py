@@ -1,4 +1,4 @@
-"""How many tokens of long prompts go into the next forward: as many as take about a fixed time and find memory.
+"""How many tokens of long prompts go into the next forward: as many as take about a fixed time.
 
 The cost of a token grows with what it looks back on, and from machine to machine, so the number follows the time that
 the last forwards took. While others wait it is small, so that they need not; alone it is larger, so that little is
@@ -15,7 +15,7 @@ _BUSY_STEP_S: Final = 0.15
 """Seconds. Time of the long prompts' share of a forward while others wait."""
 _IDLE_STEP_S: Final = 1.0
 """Seconds. The same while nothing else waits: what comes next waits for half of it on average."""
-_MEMORY: Final = 0.5
+_OLD_SHARE: Final = 0.5
 """Share of the old value in the running means."""
 _BUSY_MIN_TOKENS: Final = 128
 """Tokens. A forward has a cost of its own, so that smaller chunks take about as long and get less done."""
@@ -61,4 +61,4 @@ class ChunkPace:
 
 
 def _mean(old: float | None, new: float) -> float:
-    return new if old is None else _MEMORY * old + (1 - _MEMORY) * new
+    return new if old is None else _OLD_SHARE * old + (1 - _OLD_SHARE) * new

@@ -20,11 +20,11 @@ from ..protocol.config import ChunkedPrefillConfig, SchedulerConfig
 from ..sequence_pool import Allocation, Allocator, NullAllocator
 from .chunked_prefill import ChunkedPrefillManager
 from .pace import ChunkPace
-from .sequence import Batch, Chunk, PrefillBudget, PrefillChunk, Request, Sequence, Status
+from .sequence import Batch, Chunk, PrefillBudget, PrefillChunk, QueuedSequence, Request, Status
 from .waiting import WaitingQueue, in_running_order
 
 _WINDOW: Final = 4
-"""Steps. How far ahead sequences of similar length are looked for, in tokens; half as far in sequences."""
+"""Batches. Sequences of similar length are looked for among the tokens of so many, and the sequences of half as many."""
 _LEAST_SHARE: Final = 32
 """The budget is never lowered to less than its original size over this, where sequences can run in chunks."""
 _GOOD_STEPS: Final = 32
@@ -79,7 +79,7 @@ class Scheduler:
         self._orders = count()
         self.waiting = WaitingQueue()
         self.requests: dict[int, Request] = {}
-        self.prefill: ChunkedPrefillManager[Sequence] = ChunkedPrefillManager(prefill)
+        self.prefill: ChunkedPrefillManager[QueuedSequence] = ChunkedPrefillManager(prefill)
         self.token_budget = self._full_budget
         self.memory_pressure = 0.0
         self.pace = ChunkPace(self.prefill.config.chunk_size)
@@ -140,7 +140,7 @@ class Scheduler:
         """Records that a batch ran, but for what was cancelled or is tried again; returns the requests that ended."""
         ended = []
         for chunk in batch.chunks:
-            sequence = chunk.request
+            sequence = chunk.sequence
             if sequence.chunk is not chunk:
                 continue  # cancelled, or to be tried again
             if sequence.is_long:
@@ -160,7 +160,7 @@ class Scheduler:
 
     def retry(self, chunk: Chunk, error: Exception) -> bool:
         """Lets tokens for which memory was short run again in smaller chunks; False where that cannot help."""
-        sequence = chunk.request
+        sequence = chunk.sequence
         if sequence.chunk is not chunk or chunk.num_tokens == 1:
             return False
         if sequence.is_long:
@@ -176,7 +176,7 @@ class Scheduler:
         self.token_budget = min(self.token_budget, max(token_budget, least))
         self._num_good_steps = 0
 
-    def _lift_short(self, now_s: float, batch: Batch) -> list[Sequence]:
+    def _lift_short(self, now_s: float, batch: Batch) -> list[QueuedSequence]:
         """Returns the short sequences whose turn is near and whose deadline has not passed."""
         max_tokens, max_seqs = _WINDOW * self.token_budget, max(_WINDOW // 2 * self._max_num_seqs, 1)
         while window := self.waiting.window(max_tokens, max_seqs):
@@ -186,7 +186,7 @@ class Scheduler:
         return []
 
     def _add_chunks(
-        self, window: list[Sequence], batch: Batch, budget: PrefillBudget, now_s: float, free_tokens: int | None
+        self, window: list[QueuedSequence], batch: Batch, budget: PrefillBudget, now_s: float, free_tokens: int | None
     ) -> None:
         """Starts long sequences whose turn it is and adds the chunks of this batch."""
         room = self._chunk_budget(window, budget.num_tokens)
@@ -212,7 +212,7 @@ class Scheduler:
             room.add(chunk.num_tokens)
             budget.add(chunk.num_tokens)
 
-    def _chunk_budget(self, window: list[Sequence], token_budget: int) -> PrefillBudget:
+    def _chunk_budget(self, window: list[QueuedSequence], token_budget: int) -> PrefillBudget:
         """Returns the share of the next forward that chunks may have."""
         others_wait = bool(window) or self._last_num_whole > 0
         num_tokens = self.pace.room(token_budget, self.prefill.config, others_wait=others_wait)
@@ -221,7 +221,7 @@ class Scheduler:
         # Where chunks and the next whole sequence do not fit in one batch, they take turns.
         return PrefillBudget(min(num_tokens, token_budget - window[0].num_tokens), self._max_num_seqs - 1)
 
-    def _start(self, sequence: Sequence, batch: Batch) -> bool:
+    def _start(self, sequence: QueuedSequence, batch: Batch) -> bool:
         """Gives a long sequence the memory for all of its length; False if there is not enough at the moment."""
         allocation = self._allocate(sequence)
         if allocation is None and self._preempt_for(sequence, batch):
@@ -237,7 +237,7 @@ class Scheduler:
         self.prefill.skip_cached(sequence.request_id, num_done)
         return True
 
-    def _preempt_for(self, sequence: Sequence, batch: Batch) -> bool:
+    def _preempt_for(self, sequence: QueuedSequence, batch: Batch) -> bool:
         """Takes memory from long sequences whose turn is later, the last first; none where that were not enough.
 
         What was pooled of them counts; their keys and values stay in the prefix cache as long as nobody needs the
@@ -245,7 +245,7 @@ class Scheduler:
         """
         running = self.prefill.requests.values()
         later = sorted((s for s in running if s.turn_s > sequence.turn_s), key=lambda s: (s.turn_s, s.order))
-        victims: list[tuple[Sequence, Allocation]] = []
+        victims: list[tuple[QueuedSequence, Allocation]] = []
         while not self._allocator.has_room(sequence.num_tokens, after=[held for _, held in victims]):
             if not later:
                 return False
@@ -258,7 +258,7 @@ class Scheduler:
         batch.preempted += victims
         return True
 
-    def _add_whole(self, window: list[Sequence], batch: Batch, budget: PrefillBudget, now_s: float) -> None:
+    def _add_whole(self, window: list[QueuedSequence], batch: Batch, budget: PrefillBudget, now_s: float) -> None:
         """Adds the whole sequences that run and puts the others back."""
         num_chunks = len(batch.chunks)
         for sequence in in_running_order(window, now_s - self._max_wait_s):
@@ -268,7 +268,7 @@ class Scheduler:
         self.waiting.put_back(window)
         self._last_num_whole = len(batch.chunks) - num_chunks
 
-    def _whole_chunk(self, sequence: Sequence, budget: PrefillBudget) -> Chunk | None:
+    def _whole_chunk(self, sequence: QueuedSequence, budget: PrefillBudget) -> Chunk | None:
         """Starts a short sequence, after what the prefix cache holds of it; None where there is no room."""
         num_tokens, keys = sequence.num_tokens, sequence.block_keys
         num_cached = 0
@@ -283,27 +283,27 @@ class Scheduler:
         sequence.chunk = PrefillChunk(sequence, num_cached, num_tokens)
         return sequence.chunk
 
-    def _allocate(self, sequence: Sequence) -> Allocation | None:
+    def _allocate(self, sequence: QueuedSequence) -> Allocation | None:
         readable = sequence.num_tokens - 1 if sequence.request.needs_last_row else sequence.num_pooled
         return self._allocator.allocate(sequence.request_id, sequence.num_tokens, sequence.block_keys, readable)
 
-    def _expire(self, sequences: Iterable[Sequence], now_s: float, batch: Batch) -> None:
+    def _expire(self, sequences: Iterable[QueuedSequence], now_s: float, batch: Batch) -> None:
         """Ends the requests of sequences whose deadline has passed."""
         for request in [sequence.request for sequence in sequences]:
             if request.deadline_s is not None and request.deadline_s <= now_s and request.num_left:
                 self.cancel(request.request_id)
                 batch.expired.append(request)
 
-    def _wait_again(self, sequence: Sequence) -> None:
+    def _wait_again(self, sequence: QueuedSequence) -> None:
         """Lets a sequence that runs wait again, to run in chunks."""
         self._leave(sequence, Status.WAITING)
         sequence.is_long = True
         self.waiting.add(sequence)
         self.waiting.return_charge(sequence)
 
-    def _leave(self, sequence: Sequence, status: Status, *, forget: bool = False) -> None:
+    def _leave(self, sequence: QueuedSequence, status: Status, *, forget: bool = False) -> None:
         """Ends a sequence, or sets one that runs back to wait; releases what it holds."""
-        was_waiting, sequence.status = sequence.status is Status.WAITING, status
+        was_waiting, sequence.status = sequence.status is Status.WAITING, status  # the queue leaves out who has ended
         if was_waiting:
             self.waiting.remove(sequence)
         elif sequence.is_long:

@@ -1,7 +1,7 @@
 """The records of scheduling: a request, its sequences, the chunks that run of them, and a batch. Plain Python.
 
 A sequence is WAITING, then RUNNING, then ENDED; one that loses its memory to another waits again. What a forward runs
-of it is a chunk: the whole of a short one, a part of a long one.
+of it is a chunk: the whole of a short one, a part of a long one. The states of a chunk:
 
     PENDING --schedule--> SCHEDULED --start--> RUNNING --complete--> COMPLETED
        ^                      |                   |
@@ -10,7 +10,7 @@ of it is a chunk: the whole of a short one, a part of a long one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence as ListOf
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -20,7 +20,7 @@ from ..sequence_pool import Allocation
 
 
 class Status(StrEnum):
-    """Where a prompt stands in its life."""
+    """Where a sequence stands in its life."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -43,8 +43,8 @@ class ChunkedRequest:
     """A prompt that is read: how far that has come, and the chunk that is under way.
 
     Attributes:
-        request_id: Its name. That of a Sequence is the number of its request and its place there.
-        prompt: Its tokens: ids, a range where only their number is known, or the TokenizedInput of a Sequence.
+        request_id: Its name. That of a QueuedSequence is the number of its request and its place there.
+        prompt: Its tokens: ids, a range where only their number is known, or the TokenizedInput of a QueuedSequence.
         num_tokens: Tokens. Its whole length.
         turn_s: Seconds. Monotonic time of its turn; lower goes first. Set once, before it waits.
         chunk_size: Tokens of a chunk while memory is free; 0 takes that of the manager.
@@ -111,7 +111,7 @@ class PrefillChunk(Generic[R]):
     """Consecutive tokens of one prompt that go through the model in one forward.
 
     Attributes:
-        request: The prompt.
+        sequence: Whose tokens they are.
         start: First token.
         end: Token after its last.
         index: Its place among the chunks of the prompt.
@@ -120,7 +120,7 @@ class PrefillChunk(Generic[R]):
         started_s: Seconds. Monotonic time at which it began to run.
     """
 
-    request: R
+    sequence: R
     start: int
     end: int
     index: int = 0
@@ -131,12 +131,12 @@ class PrefillChunk(Generic[R]):
     @property
     def request_id(self) -> Hashable:
         """Name of its prompt."""
-        return self.request.request_id
+        return self.sequence.request_id
 
     @property
     def chunk_id(self) -> tuple[Hashable, int]:
         """Its name: that of its prompt, and its first token."""
-        return self.request.request_id, self.start
+        return self.sequence.request_id, self.start
 
     @property
     def num_tokens(self) -> int:
@@ -146,16 +146,16 @@ class PrefillChunk(Generic[R]):
     @property
     def is_last(self) -> bool:
         """Whether the prompt ends with it."""
-        return self.end == self.request.num_tokens
+        return self.end == self.sequence.num_tokens
 
     @property
     def tokens(self) -> Any:
         """Its part of the prompt: tokens, or their places where only the prompt's length is known."""
-        return self.request.prompt[self.start : self.end]
+        return self.sequence.prompt[self.start : self.end]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Sequence(ChunkedRequest):
+class QueuedSequence(ChunkedRequest):
     """One input of a request.
 
     Attributes:
@@ -171,7 +171,7 @@ class Sequence(ChunkedRequest):
 
     request: Request = field(repr=False)
     index: int = 0
-    block_keys: ListOf[bytes] = ()
+    block_keys: Sequence[bytes] = ()
     is_long: bool = False
     order: int = 0
     num_pooled: int = 0
@@ -179,7 +179,7 @@ class Sequence(ChunkedRequest):
     kept: Any = None
 
 
-Chunk: TypeAlias = PrefillChunk[Sequence]
+Chunk: TypeAlias = PrefillChunk[QueuedSequence]
 
 
 @dataclass(slots=True, eq=False)
@@ -206,7 +206,7 @@ class Request:
     deadline_s: float | None = None
     client: str = ""
     needs_last_row: bool = False
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[QueuedSequence] = field(default_factory=list)
     num_left: int = 0
     started_s: float | None = None
 
@@ -249,7 +249,7 @@ class Batch:
 
     chunks: list[Chunk] = field(default_factory=list)
     expired: list[Request] = field(default_factory=list)
-    preempted: list[tuple[Sequence, Allocation]] = field(default_factory=list)
+    preempted: list[tuple[QueuedSequence, Allocation]] = field(default_factory=list)
     num_left: int = 0
 
     @property

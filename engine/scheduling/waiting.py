@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .sequence import Sequence, Status
+from .sequence import QueuedSequence, Status
 
-_Heap = list[tuple[float, int, Sequence]]
+_Heap = list[tuple[float, int, QueuedSequence]]
 """Turn, order of arrival, sequence."""
 
 
@@ -49,7 +49,7 @@ class WaitingQueue:
         self._last_tokens = 0  # of the last client that had waited, for those that come when nobody does
         self._numbers = itertools.count()
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: QueuedSequence) -> None:
         """Queues a sequence of its client, at its turn."""
         name = sequence.request.client
         if name not in self._clients:
@@ -59,16 +59,16 @@ class WaitingQueue:
         self._push(sequence)
         self._count(sequence, +1)
 
-    def take(self, sequence: Sequence) -> None:
+    def take(self, sequence: QueuedSequence) -> None:
         """Removes a lifted sequence for good; its client is charged for what it has yet to get."""
         self._clients[sequence.request.client].tokens += sequence.num_tokens - sequence.num_pooled
         self._count(sequence, -1)
 
-    def return_charge(self, sequence: Sequence) -> None:
+    def return_charge(self, sequence: QueuedSequence) -> None:
         """Gives a client back what it was charged for a sequence that was taken, waits again and has not had it."""
         self._clients[sequence.request.client].tokens -= sequence.num_tokens - sequence.num_pooled
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: QueuedSequence) -> None:
         """Leaves out a sequence that waited and has ended; its entry stays until it comes up."""
         heap = self._heap_of(sequence)
         self._count(sequence, -1)
@@ -76,12 +76,12 @@ class WaitingQueue:
             heap[:] = [entry for entry in heap if entry[2].status is Status.WAITING]
             heapq.heapify(heap)
 
-    def window(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[Sequence]:
+    def window(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[QueuedSequence]:
         """Lifts the sequences whose turn is next, clients in turn, until a limit is reached; at least one if any waits.
 
         They still count as waiting: each must be taken (`take`) or put back (`put_back`), unless it ends.
         """
-        sequences: list[Sequence] = []
+        sequences: list[QueuedSequence] = []
         num_tokens = 0
         places = [(client.tokens, -client.number, client.heaps[is_long]) for client in self._clients.values()]
         heapq.heapify(places)
@@ -98,19 +98,19 @@ class WaitingQueue:
             heapq.heapreplace(places, (tokens + sequence.num_tokens, number, heap))
         return sequences
 
-    def put_back(self, sequences: Iterable[Sequence]) -> None:
+    def put_back(self, sequences: Iterable[QueuedSequence]) -> None:
         """Returns lifted sequences to their places, those that still wait."""
         for sequence in sequences:
             if sequence.status is Status.WAITING:
                 self._push(sequence)
 
-    def _push(self, sequence: Sequence) -> None:
+    def _push(self, sequence: QueuedSequence) -> None:
         heapq.heappush(self._heap_of(sequence), (sequence.turn_s, sequence.order, sequence))
 
-    def _heap_of(self, sequence: Sequence) -> _Heap:
+    def _heap_of(self, sequence: QueuedSequence) -> _Heap:
         return self._clients[sequence.request.client].heaps[sequence.is_long]
 
-    def _count(self, sequence: Sequence, step: int) -> None:
+    def _count(self, sequence: QueuedSequence, step: int) -> None:
         self.num_seqs += step
         self.num_long += step * sequence.is_long
         self.num_tokens += step * sequence.num_tokens
@@ -123,7 +123,7 @@ class WaitingQueue:
             self._last_tokens = max(self._last_tokens, client.tokens)
 
 
-def in_running_order(window: list[Sequence], overdue_s: float) -> list[Sequence]:
+def in_running_order(window: list[QueuedSequence], overdue_s: float) -> list[QueuedSequence]:
     """Returns short sequences in the order in which they run: up to the last overdue, then by likeness to the first.
 
     Those before an overdue one go before it: of another client, it may be overdue and yet have its share.

@@ -47,7 +47,7 @@ def plan_pool(spec: CacheSpec, memory_bytes: int, *, block_size: int, itemsize: 
     block_bytes = spec.kv_bytes_per_token(itemsize) * block_size
     slot_bytes = spec.ssm_bytes_per_slot(itemsize)
     if not block_bytes and not slot_bytes:
-        raise ValueError("the model keeps nothing between slices; it needs no pool.")
+        raise ValueError("the model keeps nothing between chunks; it needs no pool.")
     if memory_bytes < block_bytes + slot_bytes:
         raise ModelLoadError(
             f"The pool has {max(memory_bytes, 0):,} bytes, but one sequence takes at least {block_bytes + slot_bytes:,}"

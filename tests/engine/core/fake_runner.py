@@ -27,7 +27,7 @@ from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import Chunk, Sequence as QueuedSequence
+from penstock.engine.scheduling import Chunk, QueuedSequence
 from penstock.engine.sequence_pool import (
     Allocation,
     Allocator,
@@ -92,12 +92,12 @@ class FakeRunner:
     def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
         order = [(c.start > 0, c.num_tokens) for c in chunks]
         assert order == sorted(order)
-        self.batches.append([(*named(c.request), c.start, c.end) for c in chunks])
+        self.batches.append([(*named(c.sequence), c.start, c.end) for c in chunks])
         kept = {c: self._sum(c) for c in chunks}
         self.hook(chunks)
         outputs: list[Outputs] = []
         for chunk in chunks:
-            sequence = chunk.request
+            sequence = chunk.sequence
             done, rows = kept[chunk]
             sequence.kept = (max(chunk.end, sequence.kept[0] if sequence.kept else 0), done)
             if sequence.request.params.task is PoolingTask.TOKEN_EMBED:
@@ -109,7 +109,7 @@ class FakeRunner:
 
     def _sum(self, chunk: Chunk) -> tuple[float, np.ndarray]:
         """The sum up to the end of a chunk, and the rows that it brings; what was pooled before counts once."""
-        sequence = chunk.request
+        sequence = chunk.sequence
         at, total = sequence.kept or (0, 0.0)
         if sequence.request.needs_last_row and chunk.start > at:  # found in the cache
             at, total = chunk.start, float(sequence.prompt.token_ids[: chunk.start].sum())

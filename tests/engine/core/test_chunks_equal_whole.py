@@ -40,7 +40,7 @@ from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import PrefillChunk, Request, Sequence as QueuedSequence
+from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
 from penstock.engine.sequence_pool import Allocation, PoolPlan, plan_pool
 from penstock.engine.sequence_pool.cache_spec import CacheSpec, SsmLayerSpec
 

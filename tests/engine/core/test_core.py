@@ -15,7 +15,7 @@ from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, ForwardTime
 from penstock.engine.protocol.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.protocol.messages import Cancel, LoadFailed, Ready, RequestTime, RowHeader, Rows, StepLoad, Submit
-from penstock.engine.scheduling import Chunk, Sequence as QueuedSequence
+from penstock.engine.scheduling import Chunk, QueuedSequence
 
 from .fake_runner import PARAMS, ROWS, FakeRunner, Steps, named, pool
 
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def fail_on(*culprits: tuple[int, int], error: Exception) -> Callable[[Sequence[Chunk]], None]:
     def hook(chunks: Sequence[Chunk]) -> None:
-        if any(named(chunk.request) in culprits for chunk in chunks):
+        if any(named(chunk.sequence) in culprits for chunk in chunks):
             raise error
 
     return hook

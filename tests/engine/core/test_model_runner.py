@@ -15,7 +15,7 @@ from penstock.engine.models.base import PackedModel
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.scheduling import PrefillChunk, Request, Sequence
+from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
 from penstock.engine.sequence_pool import NullAllocator, SequenceAllocator
 from penstock.engine.sequence_pool.cache_spec import CacheSpec, KvLayerSpec
 
@@ -42,10 +42,10 @@ def runner(broken: Broken, **config: Any) -> ModelRunner:
     return ModelRunner(INFO, TOKENIZER, broken, (), EngineConfig(model="m", **config))
 
 
-def chunk() -> PrefillChunk[Sequence]:
+def chunk() -> PrefillChunk[QueuedSequence]:
     prompt = TokenizedInput(np.arange(5, dtype=np.int32))
     return PrefillChunk(
-        Sequence(request_id=(1, 0), prompt=prompt, num_tokens=5, request=Request(1, PARAMS)),
+        QueuedSequence(request_id=(1, 0), prompt=prompt, num_tokens=5, request=Request(1, PARAMS)),
         0,
         5,
     )

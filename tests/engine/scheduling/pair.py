@@ -127,12 +127,12 @@ class Pair:
         self.check_limits(batch)
         assert batch.chunks or num_good == len(batch.expired), "work is left, but nothing runs"
         for place, chunk in enumerate(batch.chunks):
-            number = chunk.request.request.request_id
+            number = chunk.sequence.request.request_id
             if number not in self.reference.numbers():
                 continue
             if place in failing:
                 can_retry = self.scheduler.retry(chunk, MemoryError("no memory"))
-                assert can_retry == self.reference.retry(chunk.request.request_id)
+                assert can_retry == self.reference.retry(chunk.sequence.request_id)
                 if not can_retry:
                     self.cancel(number)
             elif place in cancelled:
@@ -152,14 +152,14 @@ class Pair:
     def check_limits(self, batch: Batch) -> None:
         assert len(batch.chunks) <= self.house.max_num_seqs
         assert batch.num_tokens <= self.scheduler.token_budget or len(batch.chunks) == 1
-        assert len({chunk.request.request_id for chunk in batch.chunks}) == len(batch.chunks)
+        assert len({chunk.sequence.request_id for chunk in batch.chunks}) == len(batch.chunks)
         for chunk in batch.chunks:
-            request = chunk.request.request
+            request = chunk.sequence.request
             assert chunk.num_tokens > 0
             assert request.request_id in self.scheduler.requests
             assert request.deadline_s is None or request.deadline_s > self.now_s
             if not request.needs_last_row:
-                assert chunk.start <= chunk.request.num_pooled, "rows were left out that the pooling needs"
+                assert chunk.start <= chunk.sequence.num_pooled, "rows were left out that the pooling needs"
 
     def check(self) -> None:
         """The counts are true; nothing is held by what has ended."""
@@ -184,7 +184,7 @@ class Pair:
 
 def shown(batch: Batch) -> Made:
     return Made(
-        [(chunk.request.request_id, chunk.start, chunk.end) for chunk in batch.chunks],
+        [(chunk.sequence.request_id, chunk.start, chunk.end) for chunk in batch.chunks],
         [request.request_id for request in batch.expired],
         [sequence.request_id for sequence, _ in batch.preempted],
         batch.num_left,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as ListOf
+from collections.abc import Sequence
 
 import numpy as np
 
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.scheduling import Batch, Request, Scheduler, Sequence
+from penstock.engine.scheduling import Batch, QueuedSequence, Request, Scheduler
 from penstock.engine.sequence_pool import block_keys
 
 
 def make_request(
     request_id: int,
-    lengths: ListOf[int],
+    lengths: Sequence[int],
     arrival_s: float = 0.0,
     priority: int = 0,
     deadline_s: float | None = None,
@@ -30,7 +30,7 @@ def make_request(
         tokens = np.full(num_tokens, text, np.int32)
         keys = () if block_size is None else block_keys(tokens, block_size, b"")
         request.sequences.append(
-            Sequence(
+            QueuedSequence(
                 request_id=(request_id, index),
                 prompt=TokenizedInput(tokens),
                 num_tokens=num_tokens,
@@ -51,4 +51,4 @@ def run(scheduler: Scheduler, now_s: float = 0.0) -> Batch:
 
 def request_ids(batch: Batch) -> set[int]:
     """The requests of which something runs in a batch."""
-    return {chunk.request.request.request_id for chunk in batch.chunks}
+    return {chunk.sequence.request.request_id for chunk in batch.chunks}

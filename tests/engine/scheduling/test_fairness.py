@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from penstock.engine.protocol.config import SchedulerConfig
-from penstock.engine.scheduling import Scheduler, Sequence
+from penstock.engine.scheduling import QueuedSequence, Scheduler
 from penstock.engine.scheduling.waiting import WaitingQueue
 
 from .records import make_request, run
@@ -39,7 +39,7 @@ class Load:
     def step(self) -> list[str]:
         self.now_s += 0.1
         batch = self.scheduler.schedule(self.now_s)
-        clients = [chunk.request.request.client for chunk in batch.chunks]
+        clients = [chunk.sequence.request.client for chunk in batch.chunks]
         for client, chunk in zip(clients, batch.chunks, strict=True):
             self.tokens[client] += chunk.num_tokens
             self.waiting[client] -= chunk.num_tokens
@@ -138,7 +138,7 @@ def test_counts_stay_true_and_everything_runs_once(events: list[tuple]) -> None:
                 now_s += step_s
                 batch = scheduler.schedule(now_s)
                 for chunk in batch.chunks:
-                    waiting[chunk.request.request.request_id].remove(chunk.request.index)
+                    waiting[chunk.sequence.request.request_id].remove(chunk.sequence.index)
                 for request in batch.expired:
                     waiting.pop(request.request_id, None)
                 scheduler.finish(batch)
@@ -148,7 +148,7 @@ def test_counts_stay_true_and_everything_runs_once(events: list[tuple]) -> None:
         if not scheduler.waiting.num_seqs:
             break
         for chunk in run(scheduler, now_s).chunks:
-            waiting[chunk.request.request.request_id].remove(chunk.request.index)
+            waiting[chunk.sequence.request.request_id].remove(chunk.sequence.index)
     assert not any(waiting.values())
     assert not scheduler.waiting._clients
     assert not scheduler.requests
@@ -157,7 +157,7 @@ def test_counts_stay_true_and_everything_runs_once(events: list[tuple]) -> None:
 def test_who_comes_when_nobody_waits_stands_with_the_one_that_has_had_most() -> None:
     queue = WaitingQueue()
 
-    def add(client: str, *lengths: int) -> list[Sequence]:
+    def add(client: str, *lengths: int) -> list[QueuedSequence]:
         sequences = make_request(0, lengths, client=client).sequences
         for place, sequence in enumerate(sequences):
             sequence.order = place
@@ -179,4 +179,4 @@ def test_what_is_cancelled_while_it_waits_does_not_pile_up() -> None:
         scheduler.cancel(number)
     assert len(scheduler.waiting._clients[""].heaps[False]) < 100
     assert scheduler.waiting.num_seqs == 1
-    assert [chunk.request.request_id for chunk in run(scheduler).chunks] == [(0, 0)]
+    assert [chunk.sequence.request_id for chunk in run(scheduler).chunks] == [(0, 0)]

@@ -69,7 +69,7 @@ def run_all(scheduler: Scheduler, limit: int = 1000) -> list[Batch]:
 
 
 def spans(batches: list[Batch], request_id: int) -> list[tuple[int, int]]:
-    return [(s.start, s.end) for b in batches for s in b.chunks if s.request.request.request_id == request_id]
+    return [(s.start, s.end) for b in batches for s in b.chunks if s.sequence.request.request_id == request_id]
 
 
 def test_a_long_sequence_runs_in_chunks_from_its_first_token_to_its_last() -> None:
@@ -109,7 +109,7 @@ def test_whole_sequences_that_leave_no_room_take_turns_with_chunks() -> None:
     scheduler.add(one(1, 150))
     for number in range(4):  # one above the pool runs whole, and fills a batch
         scheduler.add(one(2 + number, 4 * 40 + 1))
-    kinds = ["chunk" if c.request.is_long else "whole" for b in run_all(scheduler) for c in b.chunks]
+    kinds = ["chunk" if c.sequence.is_long else "whole" for b in run_all(scheduler) for c in b.chunks]
     assert kinds[:8] == ["chunk", "whole"] * 4 or kinds[:8] == ["whole", "chunk"] * 4
 
 
@@ -121,7 +121,7 @@ def test_few_places_are_shared(max_num_seqs: int) -> None:
     scheduler.add(one(3, 5))
     batches = run_all(scheduler)
     assert all(len(b.chunks) <= max_num_seqs for b in batches)
-    assert max(i for i, b in enumerate(batches) for s in b.chunks if s.request.request.request_id > 1) <= 4
+    assert max(i for i, b in enumerate(batches) for s in b.chunks if s.sequence.request.request_id > 1) <= 4
 
 
 def test_alone_a_long_sequence_fills_its_batches() -> None:
@@ -134,7 +134,7 @@ def test_beside_others_chunks_leave_half_of_a_batch() -> None:
     scheduler, _ = make(num_blocks=1000, chunk_size=BUDGET)
     scheduler.add(one(1, 3200))
     scheduler.add(one(2, 8))
-    chunk, short = sorted(run(scheduler).chunks, key=lambda s: s.request.request.request_id)
+    chunk, short = sorted(run(scheduler).chunks, key=lambda s: s.sequence.request.request_id)
     assert (chunk.num_tokens, short.num_tokens) == (BUDGET // 2, 8)
     assert run(scheduler).num_tokens == BUDGET // 2  # whoever came a moment ago may come again
     assert run(scheduler).num_tokens == BUDGET
@@ -165,7 +165,8 @@ def test_a_middling_sequence_does_not_wait_for_a_giant_one() -> None:
     scheduler.add(one(2, 40, arrival_s=1.0))
     batches = run_all(scheduler)
     assert (
-        next(i for i, b in enumerate(batches) for s in b.chunks if s.request.request.request_id == 2 and s.is_last) < 12
+        next(i for i, b in enumerate(batches) for s in b.chunks if s.sequence.request.request_id == 2 and s.is_last)
+        < 12
     )
 
 
@@ -177,7 +178,7 @@ def test_a_steady_stream_of_the_more_urgent_does_not_starve_the_others() -> None
         now_s = 0.05 * number
         if number % 5 == 1:  # as fast as they are done
             scheduler.add(one(number, 80, arrival_s=now_s, text=number))
-        if any(s.request.request.request_id == 0 and s.is_last for s in run(scheduler, now_s).chunks):
+        if any(s.sequence.request.request_id == 0 and s.is_last for s in run(scheduler, now_s).chunks):
             break
     else:
         pytest.fail(f"it still waits after {now_s} s")
@@ -244,7 +245,7 @@ def test_the_next_long_sequence_starts_when_memory_is_there() -> None:
     scheduler.add(one(3, 5))
     batches = run_all(scheduler)
     ends = {
-        r: next(i for i, b in enumerate(batches) for s in b.chunks if s.request.request.request_id == r and s.is_last)
+        r: next(i for i, b in enumerate(batches) for s in b.chunks if s.sequence.request.request_id == r and s.is_last)
         for r in (1, 2, 3)
     }
     assert ends[3] < ends[1] < ends[2]
@@ -256,7 +257,7 @@ def test_memory_goes_to_the_more_urgent_and_the_other_goes_on_where_it_was() -> 
     scheduler.add(one(1, 100, priority=1))
     run(scheduler)
     run(scheduler, 0.1)
-    done = next(s.request.num_done for b in [run(scheduler, 0.2)] for s in b.chunks)
+    done = next(s.sequence.num_done for b in [run(scheduler, 0.2)] for s in b.chunks)
     urgent = one(2, 48, priority=0, text=1)
     scheduler.add(urgent)
     batch = run(scheduler, 0.3)
@@ -387,15 +388,15 @@ def test_every_sequence_runs_to_its_end_once_and_nothing_leaks(
     def step(now_s: float, cancelled: int | None = None, failing: int | None = None) -> None:
         batch = scheduler.schedule(now_s)
         assert batch.chunks or not live
-        keys = [s.request.request.request_id for s in batch.chunks]
+        keys = [s.sequence.request.request_id for s in batch.chunks]
         assert len(set(keys)) == len(keys), "two chunks of one sequence in a batch"
         assert set(keys) <= set(live)
         assert len(batch.chunks) == 1 or batch.num_tokens <= scheduler.token_budget
         for number, chunk in enumerate(batch.chunks):
-            request_id = chunk.request.request.request_id
+            request_id = chunk.sequence.request.request_id
             assert chunk.num_tokens > 0
             if chunk.start > covered[request_id]:
-                assert chunk.request.request.needs_last_row, "rows were left out that the pooling needs"
+                assert chunk.sequence.request.needs_last_row, "rows were left out that the pooling needs"
             if number == cancelled:
                 scheduler.cancel(request_id)
                 del live[request_id]

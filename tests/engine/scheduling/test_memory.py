@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.protocol.config import SchedulerConfig
-from penstock.engine.scheduling import Batch, Scheduler, Sequence
+from penstock.engine.scheduling import Batch, QueuedSequence, Scheduler
 from penstock.engine.sequence_pool import SequenceAllocator
 
 from .pair import BLOCK, House, Pair
@@ -58,7 +58,7 @@ def test_what_gave_way_keeps_its_turn_and_its_place_among_others() -> None:
     ended = [request.request_id for request in pair.requests]
     while pair.scheduler.requests:
         batch = pair.step()
-        ended += [chunk.request.request.request_id for chunk in batch.chunks if chunk.is_last]
+        ended += [chunk.sequence.request.request_id for chunk in batch.chunks if chunk.is_last]
     assert ended[-3:] == [2, 0, 1]
     assert sequence.kept is None
 
@@ -214,5 +214,5 @@ def test_a_request_of_long_and_short_ones_ends_as_a_whole(is_late: bool) -> None
         assert request_ids(pair.step()) == {other}
 
 
-def held(sequence: Sequence) -> bool:
+def held(sequence: QueuedSequence) -> bool:
     return sequence.chunk is not None or sequence.allocation is not None or sequence.kept is not None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.engine.protocol.config import SchedulerConfig
-from penstock.engine.scheduling import Scheduler, Sequence
+from penstock.engine.scheduling import QueuedSequence, Scheduler
 
 from .records import make_request, request_ids, run
 
@@ -19,10 +19,10 @@ def make(budget: int = 128, max_num_seqs: int = 8, max_wait_s: float = 1.0) -> S
     return Scheduler(config, token_budget=budget, max_seq_len=MAX_SEQ_LEN)
 
 
-def drain(scheduler: Scheduler, now_s: float = 0.0) -> list[list[Sequence]]:
+def drain(scheduler: Scheduler, now_s: float = 0.0) -> list[list[QueuedSequence]]:
     batches = []
     while scheduler.waiting.num_seqs:
-        batches.append([chunk.request for chunk in run(scheduler, now_s).chunks])
+        batches.append([chunk.sequence for chunk in run(scheduler, now_s).chunks])
     return batches
 
 
@@ -79,7 +79,7 @@ def test_counts_stay_true_and_nothing_is_left_over(events: list[tuple]) -> None:
             case ("schedule", step_s):
                 now_s += step_s
                 batch = scheduler.schedule(now_s)
-                sequences = [chunk.request for chunk in batch.chunks]
+                sequences = [chunk.sequence for chunk in batch.chunks]
                 assert batch.num_tokens == sum(s.num_tokens for s in sequences) <= scheduler.token_budget
                 for sequence in sequences:
                     assert waiting[sequence.request.request_id].pop(sequence.index) == sequence.num_tokens
