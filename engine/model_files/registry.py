@@ -17,7 +17,7 @@ _FAMILIES: Final[dict[str, tuple[str, str, str]]] = {
     "xlm-roberta": ("XLMRoberta", "encoders.bert", "RobertaModel"),
     "camembert": ("Camembert", "encoders.bert", "RobertaModel"),
     "electra": ("Electra", "encoders.bert", "ElectraModel"),
-    "distilbert": ("DistilBert", "encoders.distilbert", "DistilBertModel"),
+    "distilbert": ("DistilBert", "encoders.bert", "DistilBertModel"),
     "mpnet": ("MPNet", "encoders.mpnet", "MPNetModel"),
     "modernbert": ("ModernBert", "encoders.modernbert", "ModernBertModel"),
     "llama": ("Llama", "decoders.llama", "LlamaModel"),
