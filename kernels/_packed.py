@@ -1,20 +1,50 @@
-"""What kernels check alike."""
+"""What kernels have in common: arguments, their checks, and the choice of a backend."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Backend = Literal["triton", "torch", "reference"]
+
+
+class Recurrence(NamedTuple):
+    """What a recurrence of state space models takes; `selective_scan` and `ssd` say the shapes."""
+
+    x: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    cu_seqlens: Tensor
+    seq_lens: Sequence[int]
+    d: Tensor | None
+    initial_states: Tensor | None
+    return_final_states: bool
 
 
 @cache
 def has_triton() -> bool:
     """Whether the kernels for CUDA can be imported."""
     return find_spec("triton") is not None
+
+
+def choose(backend: Backend | None, x: Tensor) -> Backend:
+    """Returns the backend that is asked for; for None triton where `x` is on CUDA and it is installed, else torch.
+
+    Raises:
+        ValueError: There is no such backend.
+    """
+    if backend is None:
+        return "triton" if x.is_cuda and has_triton() else "torch"
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
+    return backend
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:

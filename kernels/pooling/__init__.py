@@ -9,13 +9,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .._packed import FLOAT_DTYPES, describe, has_triton
+from .._packed import FLOAT_DTYPES, Backend, choose, describe
 from ._reference import pool_reference
 from ._state import PoolingState, finish, pool_partial
 from ._torch import pool_torch
 
 PoolingKind = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean", "weighted"]
-Backend = Literal["triton", "torch", "reference"]
 
 POOLING_KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
 
@@ -91,18 +90,15 @@ def pool(
     row_dimensions = dimensions if isinstance(dimensions, Tensor) else None
     if num_seqs == 0:
         return hidden_states.new_empty((0, width), dtype=out_dtype)
-    if backend is None:
-        backend = "triton" if hidden_states.is_cuda and width <= MAX_TRITON_WIDTH and has_triton() else "torch"
+    if backend is None and width > MAX_TRITON_WIDTH:
+        backend = "torch"
+    backend = choose(backend, hidden_states)
     arguments = (hidden_states, cu_seqlens, pooling, width, row_dimensions, normalize, skip_tokens, weights, out_dtype)
     if backend == "triton":
         from ._triton import pool_triton
 
         return pool_triton(*arguments, max_seqlen)
-    if backend == "torch":
-        return pool_torch(*arguments)
-    if backend == "reference":
-        return pool_reference(*arguments)
-    raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
+    return pool_torch(*arguments) if backend == "torch" else pool_reference(*arguments)
 
 
 def _check(

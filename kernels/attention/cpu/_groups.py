@@ -6,6 +6,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from .._reference import visible
+
 # Scores of one group: 4 MiB in bfloat16, which the caches of a few cores hold.
 MAX_SCORES = 1 << 21
 # Up to this length a mask added to all scores costs less than a fill for each sequence.
@@ -144,11 +146,5 @@ def _mask(lengths: list[int], length: int, reach: tuple[int, int], dtype: torch.
     """
     lengths_N = torch.tensor(lengths)[:, None, None, None]
     i, j = torch.arange(length)[:, None], torch.arange(length)
-    left, right = reach
-    band = torch.ones(length, length, dtype=torch.bool)
-    if left >= 0:
-        band &= j >= i - left
-    if right >= 0:
-        band &= j <= i + right
-    seen = (band & (j < lengths_N)) | (i >= lengths_N)
+    seen = (visible(length, length, reach) & (j < lengths_N)) | (i >= lengths_N)
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))

@@ -34,10 +34,7 @@ def paged_reader(k_cache: Tensor, v_cache: Tensor, blocks_M: Tensor) -> ReadKeys
         return _arrange(name, found.flatten(0, 1)[first - offset : last - offset], num_columns)
 
     def read(first: int, last: int, num_columns: int) -> tuple[Tensor, Tensor]:
-        return (
-            read_one("k", k_cache, first, last, num_columns),
-            read_one("v", v_cache, first, last, num_columns),
-        )
+        return read_one("k", k_cache, first, last, num_columns), read_one("v", v_cache, first, last, num_columns)
 
     return read
 
