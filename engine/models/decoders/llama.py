@@ -6,6 +6,7 @@ Sources: Grattafiori et al., The Llama 3 Herd of Models (arXiv 2407.21783); Jian
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .decoder import DecoderModel
 from .decoder_config import DecoderConfig
@@ -19,28 +20,15 @@ class LlamaConfig(DecoderConfig):
     hidden_size: int = 4096
     intermediate_size: int = 11008
     max_position_embeddings: int = 2048
-    attention_bias: bool = False
     mlp_bias: bool = False
 
-    @property
-    def qkv_bias(self) -> bool:
-        """As the file says."""
-        return self.attention_bias
-
-    @property
-    def out_bias(self) -> bool:
-        """As the file says."""
-        return self.attention_bias
+    reads_bias: ClassVar[bool] = True
+    reads_window: ClassVar[bool] = False  # whatever the file says
 
     @property
     def gate_bias(self) -> bool:
         """As the file says."""
         return self.mlp_bias
-
-    @property
-    def types(self) -> list[str]:
-        """Llama knows no window, whatever its file says."""
-        return ["full_attention"] * self.num_hidden_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,8 @@ class Qwen2Config(DecoderConfig):
 
     @property
     def qkv_bias(self) -> bool:
-        """Always."""
-        return True
+        """Always in Qwen2, as the file says in Qwen3."""
+        return self.attention_bias or not self.reads_bias
 
     @property
     def types(self) -> list[str]:
@@ -44,18 +44,8 @@ class Qwen3Config(Qwen2Config):
     """Heads of a width of their own, normalised."""
 
     head_dim: int | None = 128
-    attention_bias: bool = False
     has_qk_norm: ClassVar[bool] = True
-
-    @property
-    def qkv_bias(self) -> bool:
-        """As the file says."""
-        return self.attention_bias
-
-    @property
-    def out_bias(self) -> bool:
-        """As the file says."""
-        return self.attention_bias
+    reads_bias: ClassVar[bool] = True
 
 
 class Qwen2Model(DecoderModel):

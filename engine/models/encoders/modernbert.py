@@ -111,11 +111,12 @@ class ModernBertModel(NativeModel):
         self.embedding_VD = base.tensor("embeddings.tok_embeddings.weight", config.vocab_size, D)
         self.embedding_norm = _load_norm(base, "embeddings.norm", config)
         self.layers = [ModernBertLayer(base.scope(f"layers.{i}"), config, i) for i in range(config.num_hidden_layers)]
+        self.layer_of_type = {layer.type: layer for layer in self.layers}
         self.final_norm = _load_norm(base, "final_norm", config)
         head_size = D // config.num_attention_heads
         self.rotary = {
             layer_type: RotaryEmbedding(RopeSpec(theta=_theta(info.config, layer_type), size=head_size), weights.device)
-            for layer_type in set(config.types)
+            for layer_type in self.layer_of_type
         }
         if info.kind is not ModelKind.EMBEDDING:
             self.set_head(info.kind, ModernBertHead(weights, config, info.num_labels))
@@ -123,10 +124,7 @@ class ModernBertModel(NativeModel):
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
         rows = Rows.of(batch)
-        plans: dict[str, AttentionPlan] = {}
-        for layer in self.layers:
-            if layer.type not in plans:
-                plans[layer.type] = layer.attention.plan(rows)
+        plans = {layer_type: layer.attention.plan(rows) for layer_type, layer in self.layer_of_type.items()}
         rotations = {layer_type: rotary(batch) for layer_type, rotary in self.rotary.items()}
         hidden_RD = layer_input_RD = self.embedding_norm(F.embedding(rows.input_ids, self.embedding_VD))
         for layer in self.layers:

@@ -7,13 +7,13 @@ Held to transformers 5.23 in float32 within 1e-5.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from ...layers.mlp import GatedMlp, SparseExperts
+from ...layers.mlp import GatedMlp
 from ...layers.recurrent.mamba2_mixer import Mamba2Mixer, Mamba2Sizes
 from ...layers.weights import Weights
 from ...protocol.errors import ModelLoadError
-from .hybrid import HybridConfig, HybridModel
+from .hybrid import FeedForward, HybridConfig, HybridModel
 from .mamba2 import read_step_limit
 
 
@@ -23,22 +23,13 @@ class Mamba2HybridConfig(HybridConfig):
 
     hidden_size: int = 4096
     rms_norm_eps: float = 1e-5
-    attention_bias: bool = False
     mamba_n_heads: int = 128
     mamba_d_head: int | str = "auto"
     mamba_n_groups: int = 1
     mamba_d_state: int = 256
     time_step_limit: list[Any] = field(default_factory=lambda: [0.0, float("inf")])
 
-    @property
-    def qkv_bias(self) -> bool:
-        """See DecoderConfig."""
-        return self.attention_bias
-
-    @property
-    def out_bias(self) -> bool:
-        """See DecoderConfig."""
-        return self.attention_bias
+    reads_bias: ClassVar[bool] = True
 
     @property
     def sizes(self) -> Mamba2Sizes:
@@ -64,6 +55,10 @@ class Mamba2HybridConfig(HybridConfig):
             eps=self.rms_norm_eps,
         )
 
+    def load_mixer(self, weights: Weights, index: int) -> Mamba2Mixer:
+        """See HybridConfig."""
+        return Mamba2Mixer(weights, self.sizes, index)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BambaConfig(Mamba2HybridConfig):
@@ -86,25 +81,13 @@ class BambaConfig(Mamba2HybridConfig):
         """See DecoderConfig; transformers fixes the share, whatever config.json says."""
         return self.head_size // 2
 
+    def load_feed_forward(self, weights: Weights, index: int) -> FeedForward:
+        """See HybridConfig."""
+        own, sizes = weights.scope("feed_forward"), (self.hidden_size, self.intermediate_size)
+        return GatedMlp.load(own, *sizes, activation=self.hidden_act, bias=self.mlp_bias), None
 
-class BambaModel(HybridModel[BambaConfig]):
-    """The decoder with the head that the model's kind asks for."""
+
+class BambaModel(HybridModel):
+    """Bamba."""
 
     config_class = BambaConfig
-
-    def load_mixer(self, weights: Weights, config: BambaConfig, index: int) -> Mamba2Mixer:
-        """See HybridModel."""
-        return Mamba2Mixer(weights, config.sizes, index)
-
-    def load_feed_forward(
-        self, weights: Weights, config: BambaConfig, index: int
-    ) -> tuple[GatedMlp | None, SparseExperts | None]:
-        """See HybridModel."""
-        mlp = GatedMlp.load(
-            weights.scope("feed_forward"),
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.hidden_act,
-            bias=config.mlp_bias,
-        )
-        return mlp, None

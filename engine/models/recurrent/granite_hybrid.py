@@ -13,11 +13,10 @@ import torch
 
 from ...layers.linear import GatedLinear, Linear
 from ...layers.mlp import GatedMlp, SparseExperts
-from ...layers.recurrent.mamba2_mixer import Mamba2Mixer
 from ...layers.weights import Weights
 from ...protocol.errors import UnsupportedModelError
 from .bamba import Mamba2HybridConfig
-from .hybrid import HybridModel
+from .hybrid import FeedForward, HybridModel
 
 # Older config.json files use the short names.
 _ATTENTION: Final = ("attention", "full_attention")
@@ -74,30 +73,23 @@ class GraniteHybridConfig(Mamba2HybridConfig):
         """See HybridConfig."""
         return self.residual_multiplier
 
-
-class GraniteHybridModel(HybridModel[GraniteHybridConfig]):
-    """The decoder with the head that the model's kind asks for."""
-
-    config_class = GraniteHybridConfig
-
-    def load_mixer(self, weights: Weights, config: GraniteHybridConfig, index: int) -> Mamba2Mixer:
-        """See HybridModel."""
-        return Mamba2Mixer(weights, config.sizes, index)
-
-    def load_feed_forward(
-        self, weights: Weights, config: GraniteHybridConfig, index: int
-    ) -> tuple[GatedMlp | None, SparseExperts | None]:
-        """See HybridModel."""
-        D = config.hidden_size
+    def load_feed_forward(self, weights: Weights, index: int) -> FeedForward:
+        """See HybridConfig."""
         mlp = GatedMlp.load(
             weights.scope("shared_mlp"),
-            D,
-            config.shared_intermediate_size,
-            activation=config.hidden_act,
+            self.hidden_size,
+            self.shared_intermediate_size,
+            activation=self.hidden_act,
             names=("input_linear",),
             down="output_linear",
         )
-        return mlp, _load_experts(weights.scope("block_sparse_moe"), config) if config.num_local_experts else None
+        return mlp, _load_experts(weights.scope("block_sparse_moe"), self) if self.num_local_experts else None
+
+
+class GraniteHybridModel(HybridModel):
+    """Granite 4's hybrid."""
+
+    config_class = GraniteHybridConfig
 
 
 def _load_experts(weights: Weights, config: GraniteHybridConfig) -> SparseExperts:

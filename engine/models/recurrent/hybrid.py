@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from ...packed_batch import PackedBatch
 
 SsmMixer = MambaMixer | Mamba2Mixer
+FeedForward = tuple[GatedMlp | None, SparseExperts | None]
 _EMBEDDING: Final = "embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridConfig(DecoderConfig, ABC):
-    """The values of config.json that every hybrid has.
+    """The values of config.json that every hybrid has, and how what differs is read.
 
     Attributes:
         final_norm: Name of the norm after the last layer.
@@ -62,6 +63,14 @@ class HybridConfig(DecoderConfig, ABC):
     def attention_layers(self) -> frozenset[int]:
         """Numbers of the layers that have attention."""
 
+    @abstractmethod
+    def load_mixer(self, weights: Weights, index: int) -> SsmMixer:
+        """Returns the mixer of the recurrent layer `index`, whose tensors `weights` holds."""
+
+    @abstractmethod
+    def load_feed_forward(self, weights: Weights, index: int) -> FeedForward:
+        """Returns MLP and experts of layer `index` of all, whose tensors `weights` holds; one of them at least."""
+
     @property
     def has_rotary(self) -> bool:
         """See the attribute."""
@@ -76,9 +85,6 @@ class HybridConfig(DecoderConfig, ABC):
     def residual_scale(self) -> float:
         """Factor of what a mixer or a feed-forward adds."""
         return 1.0
-
-
-ConfigT = TypeVar("ConfigT", bound=HybridConfig)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,14 +165,14 @@ class HybridLayer:
         return mixed_RD if self.mlp is None else self.mlp(x_RD, add=mixed_RD)
 
 
-class HybridModel(NativeModel, Generic[ConfigT]):
+class HybridModel(NativeModel):
     """The decoder with the head that the model's kind asks for.
 
     Attributes:
         config_class: What config.json is read into.
     """
 
-    config_class: type[ConfigT]
+    config_class: ClassVar[type[HybridConfig]]
 
     def __init__(self, info: ModelInfo, weights: Weights) -> None:
         require_causal(info)
@@ -185,9 +191,9 @@ class HybridModel(NativeModel, Generic[ConfigT]):
                 mixer = AttentionMixer(scope.scope("self_attn"), config, len(attentions))
                 attentions.append(mixer)
             else:
-                mixer = self.load_mixer(scope.scope("mamba"), config, len(recurrences))
+                mixer = config.load_mixer(scope.scope("mamba"), len(recurrences))
                 recurrences.append(mixer)
-            self.layers.append(HybridLayer(scope, config, mixer, *self.load_feed_forward(scope, config, i)))
+            self.layers.append(HybridLayer(scope, config, mixer, *config.load_feed_forward(scope, i)))
         self.attentions = attentions
         self.final_norm = RmsNorm.load(base, config.final_norm, D, config.rms_norm_eps)
         self.rotary = None
@@ -198,16 +204,6 @@ class HybridModel(NativeModel, Generic[ConfigT]):
             ssm_layers=tuple(mixer.sizes.cache_spec for mixer in recurrences),
         )
         self.set_head(info.kind, decoder_head(weights, info, D, base.prefix + _EMBEDDING))
-
-    @abstractmethod
-    def load_mixer(self, weights: Weights, config: ConfigT, index: int) -> SsmMixer:
-        """Returns the mixer of the recurrent layer `index`, whose tensors `weights` holds."""
-
-    @abstractmethod
-    def load_feed_forward(
-        self, weights: Weights, config: ConfigT, index: int
-    ) -> tuple[GatedMlp | None, SparseExperts | None]:
-        """Returns MLP and experts of layer `index` of all, whose tensors `weights` holds; one of them at least."""
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""

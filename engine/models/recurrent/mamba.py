@@ -45,27 +45,34 @@ class MambaConfig(SsmConfig):
             activation=self.hidden_act,
         )
 
-
-class MambaModel(SsmModel[MambaConfig]):
-    """The decoder with the head that the model's kind asks for."""
-
-    config_class = MambaConfig
-
-    def load_mixer(self, weights: Weights, config: MambaConfig, index: int) -> MambaMixer:
-        """See SsmModel."""
-        return MambaMixer(weights, config.sizes, index)
+    def load_mixer(self, weights: Weights, index: int) -> MambaMixer:
+        """See SsmConfig."""
+        return MambaMixer(weights, self.sizes, index)
 
 
-class FalconMambaModel(MambaModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FalconMambaConfig(MambaConfig):
     """Mamba whose mixers bring step, B and C to unit scale before the recurrence; these norms have no weights."""
 
-    def load_mixer(self, weights: Weights, config: MambaConfig, index: int) -> MambaMixer:
-        """See SsmModel."""
-        sizes = config.sizes
+    def load_mixer(self, weights: Weights, index: int) -> MambaMixer:
+        """See SsmConfig."""
+        sizes = self.sizes
 
         def norm(size: int) -> RmsNorm:
             weight = torch.ones(size, device=weights.device)
-            return RmsNorm(weight, config.mixer_rms_eps, fused_dtype=weights.dtype)
+            return RmsNorm(weight, self.mixer_rms_eps, fused_dtype=weights.dtype)
 
         norms = StepNorms(step=norm(sizes.step_rank), b=norm(sizes.state_size), c=norm(sizes.state_size))
         return MambaMixer(weights, sizes, index, norms)
+
+
+class MambaModel(SsmModel):
+    """Mamba."""
+
+    config_class = MambaConfig
+
+
+class FalconMambaModel(SsmModel):
+    """Falcon-Mamba."""
+
+    config_class = FalconMambaConfig

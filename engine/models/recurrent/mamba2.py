@@ -51,15 +51,15 @@ class Mamba2Config(SsmConfig):
             eps=self.layer_norm_epsilon,
         )
 
+    def load_mixer(self, weights: Weights, index: int) -> Mamba2Mixer:
+        """See SsmConfig."""
+        return Mamba2Mixer(weights, self.sizes, index)
 
-class Mamba2Model(SsmModel[Mamba2Config]):
-    """The decoder with the head that the model's kind asks for."""
+
+class Mamba2Model(SsmModel):
+    """Mamba-2."""
 
     config_class = Mamba2Config
-
-    def load_mixer(self, weights: Weights, config: Mamba2Config, index: int) -> Mamba2Mixer:
-        """See SsmModel."""
-        return Mamba2Mixer(weights, config.sizes, index)
 
 
 def read_step_limit(value: Any) -> tuple[float, float]:

@@ -5,9 +5,9 @@ Shape letters: T packed tokens in R rows, V vocabulary, D model width.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,8 @@ _PREFIXES: Final = ("backbone", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SsmConfig:
-    """The values of config.json that both families have."""
+class SsmConfig(ABC):
+    """The values of config.json that both families have, and how what differs is read."""
 
     vocab_size: int
     hidden_size: int
@@ -46,8 +46,9 @@ class SsmConfig:
     hidden_act: str = "silu"
     residual_in_fp32: bool = True
 
-
-ConfigT = TypeVar("ConfigT", bound=SsmConfig)
+    @abstractmethod
+    def load_mixer(self, weights: Weights, index: int) -> MambaMixer | Mamba2Mixer:
+        """Returns the mixer of layer `index`, whose tensors `weights` holds."""
 
 
 class SsmLayer:
@@ -72,14 +73,14 @@ class SsmLayer:
         return hidden_RD + self.mixer(normed_RD, rows)
 
 
-class SsmModel(NativeModel, Generic[ConfigT]):
+class SsmModel(NativeModel):
     """The decoder with the head that the model's kind asks for.
 
     Attributes:
         config_class: What config.json is read into.
     """
 
-    config_class: type[ConfigT]
+    config_class: ClassVar[type[SsmConfig]]
 
     def __init__(self, info: ModelInfo, weights: Weights) -> None:
         require_causal(info)
@@ -96,7 +97,7 @@ class SsmModel(NativeModel, Generic[ConfigT]):
         self.layers = [
             SsmLayer(
                 RmsNorm.load(norms, f"layers.{i}.norm", D, eps),
-                self.load_mixer(base.scope(f"layers.{i}.mixer"), config, i),
+                config.load_mixer(base.scope(f"layers.{i}.mixer"), i),
                 self.dtype,
             )
             for i in range(config.num_hidden_layers)
@@ -104,10 +105,6 @@ class SsmModel(NativeModel, Generic[ConfigT]):
         self.final_norm = RmsNorm.load(norms, "norm_f", D, eps)
         self.cache_spec = CacheSpec(ssm_layers=tuple(layer.mixer.sizes.cache_spec for layer in self.layers))
         self.set_head(info.kind, decoder_head(weights, info, D, f"{embedding.prefix}weight"))
-
-    @abstractmethod
-    def load_mixer(self, weights: Weights, config: ConfigT, index: int) -> MambaMixer | Mamba2Mixer:
-        """Returns the mixer of layer `index`, whose tensors `weights` holds."""
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
