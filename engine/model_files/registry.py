@@ -23,18 +23,18 @@ _FAMILIES: Final[dict[str, tuple[str, str, str]]] = {
     "llama": ("Llama", "decoders.llama", "LlamaModel"),
     "llama_bidirec": ("LlamaBidirectional", "decoders.llama", "LlamaModel"),
     "mistral": ("Mistral", "decoders.llama", "MistralModel"),
-    "qwen2": ("Qwen2", "decoders.qwen", "Qwen2Model"),
-    "qwen3": ("Qwen3", "decoders.qwen", "Qwen3Model"),
+    "qwen2": ("Qwen2", "decoders.llama", "Qwen2Model"),
+    "qwen3": ("Qwen3", "decoders.llama", "Qwen3Model"),
     "gemma": ("Gemma", "decoders.gemma", "GemmaModel"),
     "gemma2": ("Gemma2", "decoders.gemma", "Gemma2Model"),
     "gemma3_text": ("Gemma3Text", "decoders.gemma", "Gemma3Model"),
-    "phi3": ("Phi3", "decoders.phi3", "Phi3Model"),
+    "phi3": ("Phi3", "decoders.llama", "Phi3Model"),
     "mamba": ("Mamba", "recurrent.mamba", "MambaModel"),
     "falcon_mamba": ("FalconMamba", "recurrent.mamba", "FalconMambaModel"),
-    "mamba2": ("Mamba2", "recurrent.mamba2", "Mamba2Model"),
+    "mamba2": ("Mamba2", "recurrent.mamba", "Mamba2Model"),
     "jamba": ("Jamba", "recurrent.jamba", "JambaModel"),
     "bamba": ("Bamba", "recurrent.bamba", "BambaModel"),
-    "granitemoehybrid": ("GraniteMoeHybrid", "recurrent.granite_hybrid", "GraniteHybridModel"),
+    "granitemoehybrid": ("GraniteMoeHybrid", "recurrent.bamba", "GraniteHybridModel"),
 }
 NATIVE_MODEL_TYPES: Final = frozenset(_FAMILIES)
 """Families with a packed forward here, by the model_type of config.json."""

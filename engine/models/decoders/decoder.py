@@ -1,6 +1,6 @@
 """The decoder that Llama, Mistral, Qwen, Gemma and Phi-3 share: pre-norm blocks of attention and a gated MLP.
 
-What a family does differently is in its config: llama.py, qwen.py, gemma.py, phi3.py. A causal model can be run chunk
+What a family does differently is in its config: llama.py, gemma.py. A causal model can be run chunk
 by chunk, as its keys and values can be kept; one that looks both ways cannot.
 
 Source: Touvron et al., LLaMA (arXiv 2302.13971), section 2.2. Held to transformers 5.23 in float32 within 1e-5.

@@ -23,7 +23,7 @@ from ...layers.weights import Weights
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import ModelInfo, ModelKind
 from ..base import ModelOutput, NativeModel, read_config
-from ..heads import DenseHead, LinearHead
+from ..heads import DenseHead
 
 if TYPE_CHECKING:
     from ...packed_batch import PackedBatch
@@ -148,7 +148,7 @@ class PostNormEncoder(NativeModel):
             dense = dense.format(base=base.prefix)
             self.sequence_head = DenseHead(weights, dense, out, D, info.num_labels, activation)
         elif info.kind is ModelKind.TOKEN_CLASSIFIER:
-            self.token_head = LinearHead(weights, "classifier", D, info.num_labels)
+            self.token_head = Linear.load(weights, "classifier", D, info.num_labels, is_head=True)
 
     def load_embedding(self, base: Weights, size: int) -> None:
         """Reads what turns token ids into rows of width `size`."""

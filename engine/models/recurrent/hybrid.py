@@ -1,6 +1,6 @@
 """Decoders whose layers mix tokens by attention in some places and by a state space recurrence in the others.
 
-What a family does differently is in its module: jamba.py, bamba.py, granite_hybrid.py. ATTENTION pooling takes the last
+What a family does differently is in its module: jamba.py, bamba.py. ATTENTION pooling takes the last
 layer that has attention.
 
 Shape letters: T packed tokens in R rows, V vocabulary, D model width.
