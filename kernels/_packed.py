@@ -60,10 +60,21 @@ def check_rows(x: Tensor, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> None:
     """
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
-    if cu_seqlens.shape != (len(seq_lens) + 1,) or cu_seqlens.dtype != torch.int32:
-        raise ValueError(f"cu_seqlens must be int32 [{len(seq_lens) + 1}], got {describe(cu_seqlens)}")
+    check_cu_seqlens(cu_seqlens, len(seq_lens))
     if sum(seq_lens) != x.shape[0] or min(seq_lens, default=0) < 0:
         raise ValueError(f"seq_lens must sum to the {x.shape[0]} rows of x, got a sum of {sum(seq_lens)}")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, num_seqs: int) -> None:
+    """Checks that the host and the device speak of as many sequences; raises ValueError otherwise."""
+    if cu_seqlens.shape != (num_seqs + 1,) or cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"cu_seqlens must be int32 [{num_seqs + 1}], got {describe(cu_seqlens)}")
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raises ValueError for a cap that is not positive."""
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
 
 
 def check_tensor(

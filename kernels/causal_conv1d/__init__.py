@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from .._packed import Backend, check_rows, check_tensor, choose, describe
-from ._reference import causal_conv1d_reference
+from ._reference import Convolution, causal_conv1d_reference
 from ._torch import causal_conv1d_torch
 
 Activation = Literal["silu"]
@@ -70,9 +70,9 @@ def causal_conv1d(
     check_tensor("initial_states", initial_states, (len(seq_lens), channels, width - 1), x.dtype, x.device)
 
     backend = choose(backend, x)
+    given = Convolution(x, weight, bias, cu_seqlens, seq_lens, activation, initial_states, return_final_states)
     if backend == "triton":
         from ._triton import causal_conv1d_triton
 
-        return causal_conv1d_triton(x, weight, bias, cu_seqlens, activation, initial_states, return_final_states)
-    run = causal_conv1d_torch if backend == "torch" else causal_conv1d_reference
-    return run(x, weight, bias, seq_lens, activation, initial_states, return_final_states)
+        return causal_conv1d_triton(given)
+    return causal_conv1d_torch(given) if backend == "torch" else causal_conv1d_reference(given)

@@ -98,20 +98,8 @@ def make_group(
     is_true_NL[num_true:] = False
     is_true = is_true_NL.flatten().nonzero()[:, 0]
     targets = None if is_contiguous else rows_NL[is_true_NL]
-    return Group(
-        num_seqs,
-        num_true,
-        length,
-        0,
-        start,
-        end if is_contiguous else 0,
-        rows_NL.flatten(),
-        is_true,
-        targets,
-        mask,
-        hidden,
-        is_alone=False,
-    )
+    rows, end = rows_NL.flatten(), end if is_contiguous else 0
+    return Group(num_seqs, num_true, length, 0, start, end, rows, is_true, targets, mask, hidden, is_alone=False)
 
 
 def _is_alone(length: int, num_heads: int, reach: tuple[int, int], dtype: torch.dtype) -> bool:
