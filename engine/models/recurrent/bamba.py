@@ -16,7 +16,7 @@ import torch
 
 from ...layers.linear import GatedLinear, Linear
 from ...layers.mlp import GatedMlp, SparseExperts
-from ...layers.recurrent.mamba2_mixer import Mamba2Mixer, Mamba2Sizes
+from ...layers.recurrent.mixers import Mamba2Mixer, Mamba2Sizes
 from ...layers.weights import Weights
 from ...protocol.errors import ModelLoadError, UnsupportedModelError
 from .hybrid import FeedForward, HybridConfig, HybridModel

@@ -20,8 +20,7 @@ from ...layers.attention.rotary import RotaryEmbedding, Rotation
 from ...layers.linear import Linear
 from ...layers.mlp import GatedMlp, SparseExperts
 from ...layers.norm import RmsNorm
-from ...layers.recurrent.mamba2_mixer import Mamba2Mixer
-from ...layers.recurrent.mamba_mixer import MambaMixer
+from ...layers.recurrent.mixers import Mamba2Mixer, MambaMixer
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...protocol.errors import UnsupportedTaskError
@@ -30,7 +29,7 @@ from ...sequence_pool.cache_spec import CacheSpec
 from ..base import ModelOutput, NativeModel
 from ..decoders.decoder_config import DecoderConfig
 from ..heads import decoder_head
-from .ssm import require_causal
+from .mamba import require_causal
 
 if TYPE_CHECKING:
     from ...packed_batch import PackedBatch

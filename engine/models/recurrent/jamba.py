@@ -13,7 +13,7 @@ import torch
 
 from ...layers.mlp import GatedMlp, SparseExperts
 from ...layers.norm import RmsNorm
-from ...layers.recurrent.mamba_mixer import MambaMixer, MambaSizes, StepNorms
+from ...layers.recurrent.mixers import MambaMixer, MambaSizes, StepNorms
 from ...layers.weights import Weights
 from .hybrid import FeedForward, HybridConfig, HybridModel
 
