@@ -1,20 +1,50 @@
-"""What kernels check alike."""
+"""What kernels have in common: arguments, their checks, and the choice of a backend."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Backend = Literal["triton", "torch", "reference"]
+
+
+class Recurrence(NamedTuple):
+    """What a recurrence of state space models takes; `selective_scan` and `ssd` say the shapes."""
+
+    x: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    cu_seqlens: Tensor
+    seq_lens: Sequence[int]
+    d: Tensor | None
+    initial_states: Tensor | None
+    return_final_states: bool
 
 
 @cache
 def has_triton() -> bool:
     """Whether the kernels for CUDA can be imported."""
     return find_spec("triton") is not None
+
+
+def choose(backend: Backend | None, x: Tensor) -> Backend:
+    """Returns the backend that is asked for; for None triton where `x` is on CUDA and it is installed, else torch.
+
+    Raises:
+        ValueError: There is no such backend.
+    """
+    if backend is None:
+        return "triton" if x.is_cuda and has_triton() else "torch"
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
+    return backend
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
@@ -30,10 +60,21 @@ def check_rows(x: Tensor, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> None:
     """
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
-    if cu_seqlens.shape != (len(seq_lens) + 1,) or cu_seqlens.dtype != torch.int32:
-        raise ValueError(f"cu_seqlens must be int32 [{len(seq_lens) + 1}], got {describe(cu_seqlens)}")
+    check_cu_seqlens(cu_seqlens, len(seq_lens))
     if sum(seq_lens) != x.shape[0] or min(seq_lens, default=0) < 0:
         raise ValueError(f"seq_lens must sum to the {x.shape[0]} rows of x, got a sum of {sum(seq_lens)}")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, num_seqs: int) -> None:
+    """Checks that the host and the device speak of as many sequences; raises ValueError otherwise."""
+    if cu_seqlens.shape != (num_seqs + 1,) or cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"cu_seqlens must be int32 [{num_seqs + 1}], got {describe(cu_seqlens)}")
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raises ValueError for a cap that is not positive."""
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
 
 
 def check_tensor(

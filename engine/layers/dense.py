@@ -44,7 +44,7 @@ class Dense:
                 f"known are {', '.join(sorted(_ACTIVATIONS))}."
             )
         self._activation = _ACTIVATIONS[spec.activation]()
-        self.linear = Linear.load_head(weights, "linear", spec.in_features, spec.out_features, bias=spec.bias)
+        self.linear = Linear.load(weights, "linear", spec.in_features, spec.out_features, bias=spec.bias, is_head=True)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         """Returns [N, O] float32."""

@@ -69,28 +69,17 @@ class Linear:
         *,
         bias: bool = True,
         activation: str | None = None,
+        is_head: bool = False,
     ) -> Linear:
-        """Reads `name`.weight [O, I] and, where it has one, `name`.bias [O]."""
-        scope = weights.scope(name)
-        weight_OI = scope.tensor("weight", out_features, in_features)
-        return cls(weight_OI, scope.tensor("bias", out_features) if bias else None, activation=activation)
+        """Reads `name`.weight [O, I] and, where it has one, `name`.bias [O].
 
-    @classmethod
-    def load_head(
-        cls,
-        weights: Weights,
-        name: str,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        activation: str | None = None,
-    ) -> Linear:
-        """As `load`, float32 and not reordered: for the small products after the encoder, over any number of rows."""
+        `is_head`: float32 and not reordered, for the small products after the encoder, over any number of rows.
+        """
         scope = weights.scope(name)
-        weight_OI = scope.tensor("weight", out_features, in_features, dtype=torch.float32)
-        bias_O = scope.tensor("bias", out_features, dtype=torch.float32) if bias else None
-        return cls(weight_OI, bias_O, activation=activation, reorder=False)
+        dtype = torch.float32 if is_head else None
+        weight_OI = scope.tensor("weight", out_features, in_features, dtype=dtype)
+        bias_O = scope.tensor("bias", out_features, dtype=dtype) if bias else None
+        return cls(weight_OI, bias_O, activation=activation, reorder=not is_head)
 
     def __call__(self, x_TI: Tensor, *, add: Tensor | None = None, multiply: Tensor | None = None) -> Tensor:
         """Applies the map.
@@ -148,15 +137,6 @@ class GatedLinear:
         upper_O, lower_O = bias_2O.chunk(2) if bias_2O is not None else (None, None)
         self._gate = Linear(upper_OI.contiguous(), upper_O, activation=activation)
         self._value = Linear(lower_OI.contiguous(), lower_O)
-
-    @classmethod
-    def load(
-        cls, weights: Weights, name: str, in_features: int, out_features: int, *, bias: bool, activation: str
-    ) -> GatedLinear:
-        """Reads `name`.weight [2 * out_features, in_features] and, where it has one, `name`.bias."""
-        scope = weights.scope(name)
-        weight_2OI = scope.tensor("weight", 2 * out_features, in_features)
-        return cls(weight_2OI, scope.tensor("bias", 2 * out_features) if bias else None, activation)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Returns [T, O]."""

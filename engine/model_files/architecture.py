@@ -158,18 +158,15 @@ def _activation(draft: ModelDraft) -> tuple[Activation, str]:
     A cross-encoder follows sentence-transformers' CrossEncoder, a classifier transformers' problem_type.
     """
     kind, problem_type = draft.fields["kind"], draft.fields["problem_type"]
-    if kind is ModelKind.CROSS_ENCODER:
+    is_pair_model = kind is ModelKind.CROSS_ENCODER
+    if is_pair_model or (kind is ModelKind.SEQUENCE_CLASSIFIER and problem_type is None):
         saved = _saved_activation(draft)
         if saved is not None:
             return saved
     if problem_type is not None:
         return _PROBLEM_ACTIVATIONS[problem_type], draft.sources["problem_type"]
-    if kind is ModelKind.CROSS_ENCODER:
+    if is_pair_model:
         return Activation.SIGMOID, "default of cross-encoders"
-    if kind is ModelKind.SEQUENCE_CLASSIFIER:
-        saved = _saved_activation(draft)
-        if saved is not None:
-            return saved
     return Activation.SOFTMAX, "default of classifiers"
 
 

@@ -67,8 +67,6 @@ def _fetch(name: str, revision: str | None) -> Path:
             f"The model {where} could not be loaded. Tried the folder {str(Path(name).absolute())!r}, the hub and its "
             f"local cache in {constants.HF_HUB_CACHE!r}: {_first_line(error)}"
         ) from error
-    if not any((path / file).is_file() for file in _DESCRIPTION_FILES):
-        raise ModelLoadError(f"The hub repository {where} is not a model: neither config.json nor modules.json.")
     return path
 
 

@@ -11,12 +11,7 @@ from .base import NativeModel
 
 
 def find_model_class(architecture: str, model_type: str, config: Mapping[str, Any]) -> type[NativeModel]:
-    """Imports and returns the class that runs a model; the others stay on the disk.
-
-    Args:
-        architecture: Class name from config.json; "AutoModel" where it names none.
-        model_type: Of config.json; decides, as in transformers, where the class name is not known.
-        config: config.json.
+    """Imports and returns the class that runs a model, see `native_class`; the others stay on the disk.
 
     Raises:
         UnsupportedModelError: No family knows the model.

@@ -98,6 +98,15 @@ class NativeModel(PackedModel):
 
 
 def read_config(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """Returns the dataclass filled from config.json; what the file leaves out keeps transformers' default."""
-    known = (f.name for f in fields(cls))  # type: ignore[arg-type]
-    return cls(**{name: values[name] for name in known if values.get(name) is not None})
+    """Returns the dataclass filled from config.json; what the file leaves out keeps transformers' default.
+
+    A null counts where the value may be None, and is the default elsewhere.
+    """
+    known = {f.name: "None" in str(f.type) for f in fields(cls)}  # type: ignore[arg-type]
+    return cls(
+        **{
+            name: values[name]
+            for name, can_be_none in known.items()
+            if name in values and (can_be_none or values[name] is not None)
+        }
+    )

@@ -17,24 +17,6 @@ _LM_HEAD: Final = "lm_head"
 _SCORE: Final = "score"
 
 
-class LinearHead:
-    """logits = x W^T + b.
-
-    Args:
-        weights: View that holds `name`.
-        name: Of the map.
-        in_features: Width of the input.
-        num_labels: Width of the output.
-    """
-
-    def __init__(self, weights: Weights, name: str, in_features: int, num_labels: int) -> None:
-        self.out = Linear.load_head(weights, name, in_features, num_labels)
-
-    def __call__(self, x_ND: Tensor) -> Tensor:
-        """Returns [N, num_labels]."""
-        return self.out(x_ND)
-
-
 class DenseHead:
     """logits = activation(x U^T + c) W^T + b: a hidden layer of the model's width, then the classes.
 
@@ -48,8 +30,8 @@ class DenseHead:
     """
 
     def __init__(self, weights: Weights, dense: str, out: str, size: int, num_labels: int, activation: str) -> None:
-        self.dense = Linear.load_head(weights, dense, size, size, activation=activation)
-        self.out = Linear.load_head(weights, out, size, num_labels)
+        self.dense = Linear.load(weights, dense, size, size, activation=activation, is_head=True)
+        self.out = Linear.load(weights, out, size, num_labels, is_head=True)
 
     def __call__(self, x_ND: Tensor) -> Tensor:
         """Returns [N, num_labels]."""
@@ -109,7 +91,7 @@ def decoder_head(weights: Weights, info: ModelInfo, size: int, embedding_name: s
         return None
     if not info.classifier_tokens:
         has_bias = weights.has(f"{_SCORE}.bias")
-        return Linear.load_head(weights, _SCORE, size, info.num_labels, bias=has_bias)
+        return Linear.load(weights, _SCORE, size, info.num_labels, bias=has_bias, is_head=True)
     is_tied = info.config.get("tie_word_embeddings")
     if is_tied is None:
         is_tied = not weights.has(f"{_LM_HEAD}.weight")

@@ -41,14 +41,7 @@ NO_TOKEN_MAPS: Final = TokenMaps()
 
 
 class ModelHeads:
-    """Embeds, classifies and picks token rows. Stateless.
-
-    Args:
-        info: The resolved model.
-        model: Gives the class logits of classifiers.
-        dense: The Dense modules of an embedding model, in order, float32.
-        maps: Heads for single tokens, and the tokens that they leave out.
-    """
+    """Embeds, classifies and picks token rows. Stateless; arguments are those of ModelPooler."""
 
     def __init__(
         self, info: ModelInfo, model: PackedModel, dense: Sequence[RowMap] = (), maps: TokenMaps = NO_TOKEN_MAPS
@@ -96,14 +89,14 @@ class ModelHeads:
             assert self._sparse_pooler is not None, "PoolingParams.verify refuses tasks that the model lacks"
             values, row_lens = self._sparse_pooler.pool(hidden_states, metadata)
             return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens)
-        if group.name in ("token_embeddings", "similarities"):
-            rows, row_lens = self._vector_filter.select(metadata)
-            kept = hidden_states if rows is None else hidden_states[rows]
-            values, widths = self._token_embedding_head(kept, metadata.params, row_lens)
-            if group.name == "similarities":
-                values, row_lens, widths = compare(values, row_lens, metadata.queries or ())
-            return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens, widths=widths)
-        rows, row_lens = self._token_pooler.select(metadata)
+        has_vectors = group.name in ("token_embeddings", "similarities")
+        rows, row_lens = (self._vector_filter if has_vectors else self._token_pooler).select(metadata)
         kept = hidden_states if rows is None else hidden_states[rows]
-        values = self._token_classifier_head(kept, metadata.params, row_lens, group.columns)
-        return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens)
+        widths = None
+        if has_vectors:
+            values, widths = self._token_embedding_head(kept, metadata.params, row_lens)
+        else:
+            values = self._token_classifier_head(kept, metadata.params, row_lens, group.columns)
+        if group.name == "similarities":
+            values, row_lens, widths = compare(values, row_lens, metadata.queries or ())
+        return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens, widths=widths)

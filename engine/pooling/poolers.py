@@ -200,13 +200,9 @@ def _check_head(head: int, num_heads: int | None) -> None:
         raise ValueError(f"attention_head is {head}; the model has {num_heads} heads, numbered from 0")
 
 
-_SEQUENCE_POOLERS: Final[dict[PoolingType, type[SequencePooler]]] = {
-    PoolingType.CLS: ClsPooler,
-    PoolingType.LAST: LastTokenPooler,
-    PoolingType.MEAN: MeanPooler,
-    PoolingType.MAX: MaxPooler,
-    PoolingType.MEAN_SQRT_LEN: MeanSqrtLenPooler,
-    PoolingType.WEIGHTED_MEAN: WeightedMeanPooler,
+_SEQUENCE_POOLERS: Final = {
+    PoolingType(pooler.kind): pooler
+    for pooler in (ClsPooler, LastTokenPooler, MeanPooler, MaxPooler, MeanSqrtLenPooler, WeightedMeanPooler)
 }
 _TOKEN_POOLERS: Final[dict[PoolingType, type[TokenPooler]]] = {
     PoolingType.ALL: AllPooler,

@@ -1,8 +1,7 @@
 """Who holds which block of the KV cache and which state slot. Plain Python without torch; the memory is elsewhere."""
 
-from .allocator import Allocation, SequenceAllocator
+from .allocator import Allocation, Allocator, NullAllocator, SequenceAllocator
 from .kv_cache_pool import KvCachePool
-from .null_allocator import Allocator, NullAllocator
 from .pool import SequencePool
 from .pool_plan import PoolPlan, plan_pool
 from .prefix_cache import PrefixCache, block_keys

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .._packed import has_triton
+from .._packed import FLOAT_DTYPES, check_cu_seqlens, check_softcap, has_triton
 from ._reference import attention_reference
 from ._sdpa import attention_sdpa
 from ._varlen import attention_varlen, takes_varlen
@@ -80,8 +80,7 @@ def attention(
         ValueError: Shapes, dtypes, lengths or the plan do not fit together; the message says which and how.
     """
     _check(q, k, v, cu_seqlens, seq_lens, max_seqlen, relative_bias)
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap must be positive, got {softcap}")
+    check_softcap(softcap)
     longest = max(seq_lens, default=0)
     reach = reach_of(window, is_causal, longest)
     if backend is None:
@@ -147,12 +146,9 @@ def _check(
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"the heads of q must be a multiple of those of k, got {q.shape[1]} and {k.shape[1]}")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOAT_DTYPES:
         raise ValueError(f"q, k and v must share float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if cu_seqlens.shape != (len(seq_lens) + 1,) or cu_seqlens.dtype != torch.int32:
-        raise ValueError(
-            f"cu_seqlens must be int32 [{len(seq_lens) + 1}], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-        )
+    check_cu_seqlens(cu_seqlens, len(seq_lens))
     if sum(seq_lens) != q.shape[0] or max(seq_lens, default=0) > max_seqlen:
         raise ValueError(
             f"seq_lens must sum to the {q.shape[0]} rows of q and not pass max_seqlen {max_seqlen}, "

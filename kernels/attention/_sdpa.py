@@ -31,7 +31,7 @@ def attention_sdpa(
         mask = None
         is_plain_causal = reach == (-1, 0) and relative_bias is None
         if not is_plain_causal and reach != (-1, -1):
-            mask = visible(length, reach, q.device)
+            mask = visible(length, length, reach, device=q.device)
         if relative_bias is not None:
             bias = relative_bias[:, :length, :length].to(q.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))

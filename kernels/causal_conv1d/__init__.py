@@ -8,12 +8,11 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from .._packed import check_rows, check_tensor, describe, has_triton
-from ._reference import causal_conv1d_reference
+from .._packed import Backend, check_rows, check_tensor, choose, describe
+from ._reference import Convolution, causal_conv1d_reference
 from ._torch import causal_conv1d_torch
 
 Activation = Literal["silu"]
-Backend = Literal["triton", "torch", "reference"]
 
 __all__ = ["Activation", "Backend", "causal_conv1d"]
 
@@ -60,29 +59,6 @@ def causal_conv1d(
     Raises:
         ValueError: Shapes, dtypes, devices or lengths do not fit together; the message says which and how.
     """
-    _check(x, weight, bias, cu_seqlens, seq_lens, activation, initial_states)
-    if backend is None:
-        backend = "triton" if x.is_cuda and has_triton() else "torch"
-    if backend == "triton":
-        from ._triton import causal_conv1d_triton
-
-        return causal_conv1d_triton(x, weight, bias, cu_seqlens, activation, initial_states, return_final_states)
-    if backend == "torch":
-        return causal_conv1d_torch(x, weight, bias, seq_lens, activation, initial_states, return_final_states)
-    if backend == "reference":
-        return causal_conv1d_reference(x, weight, bias, seq_lens, activation, initial_states, return_final_states)
-    raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
-
-
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cu_seqlens: Tensor,
-    seq_lens: Sequence[int],
-    activation: str | None,
-    initial_states: Tensor | None,
-) -> None:
     if x.dim() != 2 or weight.dim() != 2 or weight.shape[0] != x.shape[1] or weight.shape[1] < 1:
         raise ValueError(f"x must be [T, C] and weight [C, W], got {describe(x)} and {describe(weight)}")
     check_rows(x, cu_seqlens, seq_lens)
@@ -92,3 +68,11 @@ def _check(
     if activation not in (None, *get_args(Activation)):
         raise ValueError(f"activation must be None or one of {get_args(Activation)}, got {activation!r}")
     check_tensor("initial_states", initial_states, (len(seq_lens), channels, width - 1), x.dtype, x.device)
+
+    backend = choose(backend, x)
+    given = Convolution(x, weight, bias, cu_seqlens, seq_lens, activation, initial_states, return_final_states)
+    if backend == "triton":
+        from ._triton import causal_conv1d_triton
+
+        return causal_conv1d_triton(given)
+    return causal_conv1d_torch(given) if backend == "torch" else causal_conv1d_reference(given)

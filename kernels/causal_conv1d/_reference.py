@@ -1,22 +1,29 @@
 """The truth of the causal convolution: one sequence after the other, one token after the other, in float32."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def causal_conv1d_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seq_lens: Sequence[int],
-    activation: str | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-) -> tuple[Tensor, Tensor | None]:
+class Convolution(NamedTuple):
+    """What `causal_conv1d` takes."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    cu_seqlens: Tensor
+    seq_lens: Sequence[int]
+    activation: str | None
+    initial_states: Tensor | None
+    return_final_states: bool
+
+
+def causal_conv1d_reference(given: Convolution) -> tuple[Tensor, Tensor | None]:
     """Same as `causal_conv1d`."""
+    x, weight, bias, _, seq_lens, activation, initial_states, return_final_states = given
     channels, width = weight.shape
     y_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final_NCW = torch.empty(len(seq_lens), channels, width - 1, dtype=x.dtype, device=x.device)

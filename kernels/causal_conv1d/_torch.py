@@ -12,22 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._scratch import scratch
+from ._reference import Convolution
 
 # Elements of a block of rows: 1 MiB in float32.
 BLOCK_ELEMENTS = 1 << 18
 
 
 @torch.no_grad()
-def causal_conv1d_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seq_lens: Sequence[int],
-    activation: str | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-) -> tuple[Tensor, Tensor | None]:
+def causal_conv1d_torch(given: Convolution) -> tuple[Tensor, Tensor | None]:
     """Same as `causal_conv1d`."""
+    x, weight, bias, _, seq_lens, activation, initial_states, return_final_states = given
     num_rows, channels = x.shape
     width = weight.shape[1]
     y_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._packed import on_device
+from ._reference import Convolution
 
 BLOCK_ROWS = 16
 BLOCK_CHANNELS = 128
@@ -106,16 +107,9 @@ def _final_states_kernel(
         tl.store(final_ptr + columns + w, kept, mask=is_channel)
 
 
-def causal_conv1d_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cu_seqlens: Tensor,
-    activation: str | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-) -> tuple[Tensor, Tensor | None]:
+def causal_conv1d_triton(given: Convolution) -> tuple[Tensor, Tensor | None]:
     """Same as `causal_conv1d`. Does not synchronise host and device."""
+    x, weight, bias, cu_seqlens, _, activation, initial_states, return_final_states = given
     num_rows, channels = x.shape
     num_seqs, width = cu_seqlens.shape[0] - 1, weight.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()

@@ -3,16 +3,12 @@
 Knows nothing about who owns a block. `attention_paged` of kernels/attention reads what is written here.
 """
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
-from .._packed import has_triton
+from .._packed import Backend, choose
 from ._reference import kv_store_reference
 from ._torch import kv_store_torch
-
-Backend = Literal["triton", "torch", "reference"]
 
 __all__ = ["Backend", "kv_store"]
 
@@ -49,18 +45,14 @@ def kv_store(
     _check(k, v, k_cache, v_cache, rows, slots)
     if slots.shape[0] == 0:
         return
-    if backend is None:
-        backend = "triton" if k.is_cuda and has_triton() else "torch"
+    backend = choose(backend, k)
     if backend == "triton":
         from ._triton import kv_store_triton
 
         kv_store_triton(k, v, k_cache, v_cache, rows, slots)
-    elif backend == "torch":
-        kv_store_torch(k, v, k_cache, v_cache, rows, slots)
-    elif backend == "reference":
-        kv_store_reference(k, v, k_cache, v_cache, rows, slots)
-    else:
-        raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
+        return
+    run = kv_store_torch if backend == "torch" else kv_store_reference
+    run(k, v, k_cache, v_cache, rows, slots)
 
 
 def _check(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, slots: Tensor) -> None:

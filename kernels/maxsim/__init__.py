@@ -4,16 +4,13 @@ Source: Khattab and Zaharia, ColBERT (arXiv 2004.12832), equation 3. Knows nothi
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from .._packed import FLOAT_DTYPES, has_triton
+from .._packed import FLOAT_DTYPES, Backend, choose
 from ._reference import maxsim_reference
 from ._torch import maxsim_torch
-
-Backend = Literal["triton", "torch", "reference"]
 
 __all__ = ["Backend", "maxsim"]
 
@@ -50,30 +47,6 @@ def maxsim(
     Raises:
         ValueError: Shapes, dtypes, devices or lengths do not fit together; the message says which.
     """
-    _check(queries, documents, query_lens, document_lens, query_of)
-    width = max(query_lens, default=0)
-    if not document_lens or not width:
-        return queries.new_zeros((len(document_lens), width), dtype=torch.float32)
-    if backend is None:
-        backend = "triton" if queries.is_cuda and has_triton() else "torch"
-    if backend == "triton":
-        from ._triton import maxsim_triton
-
-        return maxsim_triton(queries, documents, query_lens, document_lens, query_of)
-    if backend == "torch":
-        return maxsim_torch(queries, documents, query_lens, document_lens, query_of)
-    if backend == "reference":
-        return maxsim_reference(queries, documents, query_lens, document_lens, query_of)
-    raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
-
-
-def _check(
-    queries: Tensor,
-    documents: Tensor,
-    query_lens: Sequence[int],
-    document_lens: Sequence[int],
-    query_of: Sequence[int],
-) -> None:
     for name, rows, lengths in (("queries", queries, query_lens), ("documents", documents, document_lens)):
         if rows.dim() != 2 or rows.dtype not in FLOAT_DTYPES:
             raise ValueError(
@@ -91,3 +64,14 @@ def _check(
         raise ValueError(f"query_of holds {len(query_of)} values for {len(document_lens)} documents")
     if query_of and not 0 <= min(query_of) <= max(query_of) < len(query_lens):
         raise ValueError(f"query_of must be within 0 and {len(query_lens) - 1}, got {min(query_of)} to {max(query_of)}")
+
+    width = max(query_lens, default=0)
+    if not document_lens or not width:
+        return queries.new_zeros((len(document_lens), width), dtype=torch.float32)
+    backend = choose(backend, queries)
+    if backend == "triton":
+        from ._triton import maxsim_triton
+
+        return maxsim_triton(queries, documents, query_lens, document_lens, query_of)
+    run = maxsim_torch if backend == "torch" else maxsim_reference
+    return run(queries, documents, query_lens, document_lens, query_of)

@@ -7,11 +7,7 @@ from torch import Tensor
 
 
 def maxsim_reference(
-    queries: Tensor,
-    documents: Tensor,
-    query_lens: Sequence[int],
-    document_lens: Sequence[int],
-    query_of: Sequence[int],
+    queries: Tensor, documents: Tensor, query_lens: Sequence[int], document_lens: Sequence[int], query_of: Sequence[int]
 ) -> Tensor:
     """Same as `maxsim`."""
     query_rows = queries.float().split(list(query_lens))

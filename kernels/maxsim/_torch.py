@@ -11,11 +11,7 @@ MAX_SIMILARITIES = 1 << 22
 
 
 def maxsim_torch(
-    queries: Tensor,
-    documents: Tensor,
-    query_lens: Sequence[int],
-    document_lens: Sequence[int],
-    query_of: Sequence[int],
+    queries: Tensor, documents: Tensor, query_lens: Sequence[int], document_lens: Sequence[int], query_of: Sequence[int]
 ) -> Tensor:
     """Same as `maxsim`."""
     query_rows = queries.float().split(list(query_lens))

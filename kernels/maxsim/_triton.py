@@ -65,11 +65,7 @@ def _maxsim_kernel(
 
 
 def maxsim_triton(
-    queries: Tensor,
-    documents: Tensor,
-    query_lens: Sequence[int],
-    document_lens: Sequence[int],
-    query_of: Sequence[int],
+    queries: Tensor, documents: Tensor, query_lens: Sequence[int], document_lens: Sequence[int], query_of: Sequence[int]
 ) -> Tensor:
     """Same as `maxsim`."""
     query_ends, document_ends = list(accumulate(query_lens)), list(accumulate(document_lens))

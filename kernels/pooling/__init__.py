@@ -9,13 +9,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .._packed import FLOAT_DTYPES, describe, has_triton
-from ._reference import pool_reference
+from .._packed import FLOAT_DTYPES, Backend, choose, describe
+from ._reference import Pooling, pool_reference
 from ._state import PoolingState, finish, pool_partial
 from ._torch import pool_torch
 
 PoolingKind = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean", "weighted"]
-Backend = Literal["triton", "torch", "reference"]
 
 POOLING_KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
 
@@ -85,38 +84,6 @@ def pool(
         ValueError: An argument has the wrong kind, shape, dtype or device, or `dimensions` is outside 1..D; the
             message says which and what it was.
     """
-    num_seqs, width = _check(
-        hidden_states, cu_seqlens, pooling, dimensions, max_dimensions, normalize, skip_tokens, weights, out_dtype
-    )
-    row_dimensions = dimensions if isinstance(dimensions, Tensor) else None
-    if num_seqs == 0:
-        return hidden_states.new_empty((0, width), dtype=out_dtype)
-    if backend is None:
-        backend = "triton" if hidden_states.is_cuda and width <= MAX_TRITON_WIDTH and has_triton() else "torch"
-    arguments = (hidden_states, cu_seqlens, pooling, width, row_dimensions, normalize, skip_tokens, weights, out_dtype)
-    if backend == "triton":
-        from ._triton import pool_triton
-
-        return pool_triton(*arguments, max_seqlen)
-    if backend == "torch":
-        return pool_torch(*arguments)
-    if backend == "reference":
-        return pool_reference(*arguments)
-    raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
-
-
-def _check(
-    hidden_states: Tensor,
-    cu_seqlens: Tensor,
-    pooling: str,
-    dimensions: int | Tensor | None,
-    max_dimensions: int | None,
-    normalize: bool | Tensor,
-    skip_tokens: Tensor | None,
-    weights: Tensor | None,
-    out_dtype: torch.dtype,
-) -> tuple[int, int]:
-    """Checks shapes and dtypes on the host alone; returns (N, width of the result)."""
     if pooling not in POOLING_KINDS:
         raise ValueError(f"pooling must be one of {POOLING_KINDS}, got {pooling!r}")
     if hidden_states.dim() != 2 or hidden_states.dtype not in FLOAT_DTYPES:
@@ -151,7 +118,21 @@ def _check(
         raise ValueError("max_dimensions goes with a tensor of dimensions only")
     width = dimensions if isinstance(dimensions, int) else max_dimensions
     if width is None:
-        return num_seqs, hidden_size
-    if not 1 <= width <= hidden_size:
+        width = hidden_size
+    elif not 1 <= width <= hidden_size:
         raise ValueError(f"dimensions must be between 1 and the width of hidden_states, {hidden_size}, got {width}")
-    return num_seqs, width
+
+    row_dimensions = dimensions if isinstance(dimensions, Tensor) else None
+    if num_seqs == 0:
+        return hidden_states.new_empty((0, width), dtype=out_dtype)
+    if backend is None and width > MAX_TRITON_WIDTH:
+        backend = "torch"
+    backend = choose(backend, hidden_states)
+    given = Pooling(
+        hidden_states, cu_seqlens, pooling, width, row_dimensions, normalize, skip_tokens, weights, out_dtype
+    )
+    if backend == "triton":
+        from ._triton import pool_triton
+
+        return pool_triton(given, max_seqlen)
+    return pool_torch(given) if backend == "torch" else pool_reference(given)

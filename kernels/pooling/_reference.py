@@ -1,24 +1,30 @@
 """The truth of pooling: one sequence after the other in plain float32 torch, as the formulas of `pool` read."""
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def pool_reference(
-    hidden_states: Tensor,
-    cu_seqlens: Tensor,
-    pooling: str,
-    width: int,
-    dimensions: Tensor | None,
-    normalize: bool | Tensor,
-    skip_tokens: Tensor | None,
-    weights: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """Same as `pool`; `width` is the number of columns of the result."""
+class Pooling(NamedTuple):
+    """What `pool` takes; `width` is the number of columns of the result."""
+
+    hidden_states: Tensor
+    cu_seqlens: Tensor
+    pooling: str
+    width: int
+    dimensions: Tensor | None
+    normalize: bool | Tensor
+    skip_tokens: Tensor | None
+    weights: Tensor | None
+    out_dtype: torch.dtype
+
+
+def pool_reference(given: Pooling) -> Tensor:
+    """Same as `pool`."""
+    hidden_states, cu_seqlens, pooling, width, dimensions, normalize, skip_tokens, weights, out_dtype = given
     bounds = cu_seqlens.tolist()
     num_seqs = len(bounds) - 1
     skips = [0] * num_seqs if skip_tokens is None else skip_tokens.tolist()

@@ -53,26 +53,18 @@ class PoolingState:
         kinds = {state.pooling for state in states}
         if len(kinds) != 1:
             raise ValueError(f"states must be of one kind of pooling, got {sorted(kinds)}")
-        return cls(
-            pooling=states[0].pooling,
-            rows=torch.cat([state.rows for state in states]),
-            rest=torch.cat([state.rest for state in states]),
-            weight=torch.cat([state.weight for state in states]),
-            num_tokens=torch.cat([state.num_tokens for state in states]),
-        )
+        return cls(states[0].pooling, *map(torch.cat, zip(*(state._tensors for state in states), strict=True)))
 
     def split(self) -> list["PoolingState"]:
         """One state per sequence, in order. Copies, so that a kept state does not keep the whole batch alive."""
         return [
-            PoolingState(
-                pooling=self.pooling,
-                rows=self.rows[n : n + 1].clone(),
-                rest=self.rest[n : n + 1].clone(),
-                weight=self.weight[n : n + 1].clone(),
-                num_tokens=self.num_tokens[n : n + 1].clone(),
-            )
+            PoolingState(self.pooling, *(tensor[n : n + 1].clone() for tensor in self._tensors))
             for n in range(self.rows.shape[0])
         ]
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.rows, self.rest, self.weight, self.num_tokens
 
 
 def pool_partial(

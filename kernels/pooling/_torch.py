@@ -9,22 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._reference import Pooling
+
 MIN_WEIGHT = 1e-9
 MIN_NORM = 1e-12
 
 
-def pool_torch(
-    hidden_states: Tensor,
-    cu_seqlens: Tensor,
-    pooling: str,
-    width: int,
-    dimensions: Tensor | None,
-    normalize: bool | Tensor,
-    skip_tokens: Tensor | None,
-    weights: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """Same as `pool`; `width` is the number of columns of the result."""
+def pool_torch(given: Pooling) -> Tensor:
+    """Same as `pool`."""
+    hidden_states, cu_seqlens, pooling, width, dimensions, normalize, skip_tokens, weights, out_dtype = given
     starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
     firsts = starts if skip_tokens is None else torch.minimum(starts + skip_tokens.clamp(min=0), ends)
     hidden_states = hidden_states[:, :width]

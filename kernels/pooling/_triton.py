@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._packed import on_device
+from ._reference import Pooling
 from ._rows_triton import bounds, columns_kept, finish, read_mask, reduce_block
 
 BLOCK_ROWS = 256
@@ -161,23 +162,13 @@ def _combine_kernel(
     finish(out_ptr, normalize_ptr, total, weight, n, start, first, end, columns, limit, width, POOLING, NORMALIZE)
 
 
-def pool_triton(
-    hidden_states: Tensor,
-    cu_seqlens: Tensor,
-    pooling: str,
-    width: int,
-    dimensions: Tensor | None,
-    normalize: bool | Tensor,
-    skip_tokens: Tensor | None,
-    weights: Tensor | None,
-    out_dtype: torch.dtype,
-    max_seqlen: int | None,
-) -> Tensor:
-    """Same as `pool`; `width` is the number of columns of the result. Does not synchronise host and device.
+def pool_triton(given: Pooling, max_seqlen: int | None) -> Tensor:
+    """Same as `pool`. Does not synchronise host and device.
 
     Raises:
         ValueError: `width` is more than one program can hold.
     """
+    hidden_states, cu_seqlens, pooling, width, dimensions, normalize, skip_tokens, weights, out_dtype = given
     if width > MAX_WIDTH:
         raise ValueError(f"the triton backend holds at most {MAX_WIDTH} columns, got {width}; take the torch backend")
     num_tokens, num_seqs = hidden_states.shape[0], cu_seqlens.shape[0] - 1

@@ -4,16 +4,13 @@ Knows nothing about projections, convolutions or gates, nor about where states a
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from .._packed import check_rows, check_tensor, describe, has_triton
+from .._packed import Backend, Recurrence, check_rows, check_tensor, choose, describe
 from ._reference import selective_scan_reference
 from ._torch import selective_scan_torch
-
-Backend = Literal["triton", "torch", "reference"]
 
 __all__ = ["Backend", "selective_scan"]
 
@@ -65,31 +62,6 @@ def selective_scan(
     Raises:
         ValueError: Shapes, dtypes, devices or lengths do not fit together; the message says which and how.
     """
-    _check(x, dt, a, b, c, cu_seqlens, seq_lens, d, initial_states)
-    if backend is None:
-        backend = "triton" if x.is_cuda and has_triton() else "torch"
-    if backend == "triton":
-        from ._triton import selective_scan_triton
-
-        return selective_scan_triton(x, dt, a, b, c, cu_seqlens, d, initial_states, return_final_states)
-    if backend == "torch":
-        return selective_scan_torch(x, dt, a, b, c, seq_lens, d, initial_states, return_final_states)
-    if backend == "reference":
-        return selective_scan_reference(x, dt, a, b, c, seq_lens, d, initial_states, return_final_states)
-    raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
-
-
-def _check(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Sequence[int],
-    d: Tensor | None,
-    initial_states: Tensor | None,
-) -> None:
     if x.dim() != 2 or a.dim() != 2:
         raise ValueError(f"x must be [T, C] and a [C, S], got {describe(x)} and {describe(a)}")
     check_rows(x, cu_seqlens, seq_lens)
@@ -102,3 +74,11 @@ def _check(
     if d is not None and d.shape != (channels,):
         raise ValueError(f"d must be [{channels}], got {describe(d)}")
     check_tensor("initial_states", initial_states, (len(seq_lens), channels, state_size), torch.float32, x.device)
+
+    backend = choose(backend, x)
+    scan = Recurrence(x, dt, a, b, c, cu_seqlens, seq_lens, d, initial_states, return_final_states)
+    if backend == "triton":
+        from ._triton import selective_scan_triton
+
+        return selective_scan_triton(scan)
+    return selective_scan_torch(scan) if backend == "torch" else selective_scan_reference(scan)

@@ -1,23 +1,14 @@
 """The truth of the selective scan: the recurrence, one sequence and one token after the other, in float32."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from .._packed import Recurrence
 
-def selective_scan_reference(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    seq_lens: Sequence[int],
-    d: Tensor | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-) -> tuple[Tensor, Tensor | None]:
+
+def selective_scan_reference(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
     """Same as `selective_scan`."""
+    x, dt, a, b, c, _, seq_lens, d, initial_states, return_final_states = scan
     y_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final_NCS = torch.empty(len(seq_lens), *a.shape, device=x.device)
     start = 0

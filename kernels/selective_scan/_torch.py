@@ -8,12 +8,12 @@ Letters beside those of the layer: C channels, M sequences of a group, B tokens 
 """
 
 import math
-from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from .._packed import Recurrence
 from .._scratch import scratch
 
 # Elements of the states of one block: 4 MiB, twice.
@@ -25,23 +25,14 @@ MAX_BLOCK_TOKENS = 64
 
 
 @torch.no_grad()
-def selective_scan_torch(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    seq_lens: Sequence[int],
-    d: Tensor | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-) -> tuple[Tensor, Tensor | None]:
+def selective_scan_torch(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
     """Same as `selective_scan`."""
+    a, seq_lens, initial_states, x = scan.a, scan.seq_lens, scan.initial_states, scan.x
     channels, state_size = a.shape
     # 2 ** (dt * this) is the decay: torch computes powers of two several times as fast as those of e.
     rate_SC = a.t().contiguous() * math.log2(math.e)
     y_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    final_NCS = torch.empty(len(seq_lens), channels, state_size, device=x.device) if return_final_states else None
+    final_NCS = torch.empty(len(seq_lens), channels, state_size, device=x.device) if scan.return_final_states else None
     starts = list(accumulate(seq_lens, initial=0))
     order = sorted(range(len(seq_lens)), key=lambda n: -seq_lens[n])
     group_size = max(1, GROUP_ELEMENTS // (channels * state_size))
@@ -52,25 +43,17 @@ def selective_scan_torch(
         else:
             state_MSC = initial_states[members].transpose(1, 2).contiguous()
         lengths = [seq_lens[n] for n in members]
-        _scan_group(x, dt, rate_SC, b, c, d, [starts[n] for n in members], lengths, state_MSC, y_TC)
+        _scan_group(scan, rate_SC, [starts[n] for n in members], lengths, state_MSC, y_TC)
         if final_NCS is not None:
             final_NCS[members] = state_MSC.transpose(1, 2)
     return y_TC, final_NCS
 
 
 def _scan_group(
-    x: Tensor,
-    dt: Tensor,
-    rate_SC: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    starts: list[int],
-    lengths: list[int],
-    state_MSC: Tensor,
-    y_TC: Tensor,
+    scan: Recurrence, rate_SC: Tensor, starts: list[int], lengths: list[int], state_MSC: Tensor, y_TC: Tensor
 ) -> None:
     """Writes the rows of sequences of descending `lengths` to `y_TC`, and their final states over `state_MSC`."""
+    x, dt, b, c, d = scan.x, scan.dt, scan.b, scan.c, scan.d
     num_seqs, state_size, channels = state_MSC.shape
     if not lengths[0]:
         return

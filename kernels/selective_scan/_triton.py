@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._packed import on_device
+from .._packed import Recurrence, on_device
 
 # States of a program; one warp holds them.
 MAX_STATES = 512
@@ -78,18 +78,9 @@ def _scan_kernel(
         tl.store(final_ptr + first + offsets, state, mask=mask)
 
 
-def selective_scan_triton(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    cu_seqlens: Tensor,
-    d: Tensor | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-) -> tuple[Tensor, Tensor | None]:
+def selective_scan_triton(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
     """Same as `selective_scan`. Does not synchronise host and device."""
+    x, dt, a, b, c, cu_seqlens, _, d, initial_states, return_final_states = scan
     channels, state_size = a.shape
     num_seqs = cu_seqlens.shape[0] - 1
     x, dt, b, c = (v if v.stride(1) == 1 else v.contiguous() for v in (x, dt, b, c))

@@ -4,16 +4,13 @@ Knows nothing about projections, convolutions or gates, nor about where states a
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from .._packed import check_rows, check_tensor, describe, has_triton
+from .._packed import Backend, Recurrence, check_rows, check_tensor, choose, describe
 from ._reference import ssd_reference
 from ._torch import ssd_torch
-
-Backend = Literal["triton", "torch", "reference"]
 
 __all__ = ["Backend", "ssd"]
 
@@ -68,34 +65,6 @@ def ssd(
     Raises:
         ValueError: Shapes, dtypes, devices or lengths do not fit together; the message says which and how.
     """
-    _check(x, dt, a, b, c, cu_seqlens, seq_lens, d, initial_states, chunk_size)
-    if backend is None:
-        backend = "triton" if x.is_cuda and has_triton() else "torch"
-    if backend == "triton":
-        from ._triton import ssd_triton
-
-        return ssd_triton(
-            x, dt, a, b, c, cu_seqlens, max(seq_lens, default=0), d, initial_states, return_final_states, chunk_size
-        )
-    if backend == "torch":
-        return ssd_torch(x, dt, a, b, c, seq_lens, d, initial_states, return_final_states, chunk_size)
-    if backend == "reference":
-        return ssd_reference(x, dt, a, b, c, seq_lens, d, initial_states, return_final_states)
-    raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
-
-
-def _check(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Sequence[int],
-    d: Tensor | None,
-    initial_states: Tensor | None,
-    chunk_size: int,
-) -> None:
     if x.dim() != 3 or b.dim() != 3 or x.shape[1] % max(b.shape[1], 1):
         raise ValueError(
             f"x must be [T, H, P] and b [T, G, S] with H a multiple of G, got {describe(x)} and {describe(b)}"
@@ -113,3 +82,11 @@ def _check(
     check_tensor("initial_states", initial_states, states_shape, torch.float32, x.device)
     if not 16 <= chunk_size <= 256 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size must be a power of two from 16 to 256, got {chunk_size}")
+
+    backend = choose(backend, x)
+    scan = Recurrence(x, dt, a, b, c, cu_seqlens, seq_lens, d, initial_states, return_final_states)
+    if backend == "triton":
+        from ._triton import ssd_triton
+
+        return ssd_triton(scan, chunk_size)
+    return ssd_torch(scan, chunk_size) if backend == "torch" else ssd_reference(scan)

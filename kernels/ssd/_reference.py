@@ -1,23 +1,14 @@
 """The truth of state space duality: the recurrence, one sequence and one token after the other, in float32."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from .._packed import Recurrence
 
-def ssd_reference(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    seq_lens: Sequence[int],
-    d: Tensor | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-) -> tuple[Tensor, Tensor | None]:
+
+def ssd_reference(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
     """Same as `ssd`."""
+    x, dt, a, b, c, _, seq_lens, d, initial_states, return_final_states = scan
     _, num_heads, head_size = x.shape
     _, num_groups, state_size = b.shape
     heads_per_group = num_heads // num_groups

@@ -8,12 +8,12 @@ Letters beside those of the layer: Z chunks of a block, Q rows of a chunk, G gro
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .._packed import Recurrence
 from .._scratch import scratch
 from ._blocks import Block, Chunk, make_blocks
 
@@ -22,54 +22,20 @@ MIN_LOG_DT = -300.0
 
 
 @torch.no_grad()
-def ssd_torch(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    seq_lens: Sequence[int],
-    d: Tensor | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor | None]:
+def ssd_torch(scan: Recurrence, chunk_size: int) -> tuple[Tensor, Tensor | None]:
     """Same as `ssd`."""
+    x, initial_states = scan.x, scan.initial_states
     _, num_heads, head_size = x.shape
     y_THP = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    inputs = _Inputs(
-        x=x,
-        dt=dt,
-        rate=a.double() * math.log2(math.e),
-        b=b,
-        c=c,
-        d=None if d is None else d.float(),
-        initial_states=initial_states,
-        # Products of bfloat16 are several times as fast; torch sums them in float32.
-        dtype=torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32,
-    )
     final_NHPS = None
-    if return_final_states:
-        final_NHPS = torch.zeros(len(seq_lens), num_heads, head_size, b.shape[2], device=x.device)
+    if scan.return_final_states:
+        final_NHPS = torch.zeros(len(scan.seq_lens), num_heads, head_size, scan.b.shape[2], device=x.device)
         if initial_states is not None:
             final_NHPS.copy_(initial_states)
-    for block in make_blocks(seq_lens, chunk_size, num_heads):
-        _run_block(inputs, block, final_NHPS, y_THP)
+    scan = scan._replace(a=scan.a.double() * math.log2(math.e), d=None if scan.d is None else scan.d.float())
+    for block in make_blocks(scan.seq_lens, chunk_size, num_heads):
+        _run_block(scan, block, final_NHPS, y_THP)
     return y_THP, final_NHPS
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Inputs:
-    """What `ssd` takes; `rate` [H] is float64 and in powers of two, `dtype` that of the products."""
-
-    x: Tensor
-    dt: Tensor
-    rate: Tensor
-    b: Tensor
-    c: Tensor
-    d: Tensor | None
-    initial_states: Tensor | None
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,23 +81,25 @@ def _by_head(rows_ZQH: Tensor) -> Tensor:
     return rows_ZQH.transpose(1, 2).contiguous()
 
 
-def _run_block(inputs: _Inputs, block: Block, final_NHPS: Tensor | None, y_THP: Tensor) -> None:
-    """Writes the rows of the block to `y_THP`, and the final states of its sequences to `final_NHPS`."""
+def _run_block(scan: Recurrence, block: Block, final_NHPS: Tensor | None, y_THP: Tensor) -> None:
+    """Writes the rows of the block to `y_THP`, and the final states of its sequences to `final_NHPS`.
+
+    `scan.a` [H] is float64 here, and in powers of two; `scan.d` is float32.
+    """
     shape = (block.num_chunks, block.size)
-    rows = block.rows
-    if rows is None:
-        x, dt, b, c = (v[block.start : block.end] for v in (inputs.x, inputs.dt, inputs.b, inputs.c))
-    else:
-        rows = rows.to(inputs.x.device)
-        x, dt, b, c = inputs.x[rows], inputs.dt[rows], inputs.b[rows], inputs.c[rows]
-    x_ZQHP, dt_ZQH = x.to(inputs.dtype).unflatten(0, shape), dt.unflatten(0, shape)
-    b_ZQGS, c_ZQGS = b.to(inputs.dtype).unflatten(0, shape), c.to(inputs.dtype).unflatten(0, shape)
+    rows = None if block.rows is None else block.rows.to(scan.x.device)
+    picked = slice(block.start, block.end) if rows is None else rows
+    x, dt, b, c = scan.x[picked], scan.dt[picked], scan.b[picked], scan.c[picked]
+    # Products of bfloat16 are several times as fast; torch sums them in float32.
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    x_ZQHP, dt_ZQH = x.to(dtype).unflatten(0, shape), dt.unflatten(0, shape)
+    b_ZQGS, c_ZQGS = b.to(dtype).unflatten(0, shape), c.to(dtype).unflatten(0, shape)
     if block.is_padding is not None:
         dt_ZQH = dt_ZQH.masked_fill(block.is_padding.to(dt.device)[:, :, None], 0.0)
-    decays = _Decays.of(dt_ZQH, inputs.rate)
-    out_ZQHP = _within_chunks(x_ZQHP, b_ZQGS, c_ZQGS, inputs.d, decays)
+    decays = _Decays.of(dt_ZQH, scan.a)
+    out_ZQHP = _within_chunks(x_ZQHP, b_ZQGS, c_ZQGS, scan.d, decays)
     for z, chunk in enumerate(block.chunks):
-        _run_recurrence(inputs, chunk, x_ZQHP[z], b_ZQGS[z], c_ZQGS[z], decays, z, final_NHPS, out_ZQHP[z])
+        _run_recurrence(scan.initial_states, chunk, x_ZQHP[z], b_ZQGS[z], c_ZQGS[z], decays, z, final_NHPS, out_ZQHP[z])
     out = out_ZQHP.flatten(0, 1)
     if rows is None:
         y_THP[block.start : block.end] = out
@@ -171,7 +139,7 @@ def _within_chunks(x_ZQHP: Tensor, b_ZQGS: Tensor, c_ZQGS: Tensor, d_H: Tensor |
 
 
 def _run_recurrence(
-    inputs: _Inputs,
+    initial_NHPS: Tensor | None,
     chunk: Chunk,
     x_QHP: Tensor,
     b_QGS: Tensor,
@@ -190,9 +158,9 @@ def _run_recurrence(
     num_groups, state_size = b_QGS.shape[1:]
     by_group = (num_groups, num_heads // num_groups * head_size, state_size)
     state_GSK = scratch("state", (num_groups, state_size, by_group[1]), torch.float32, x_QHP.device)
-    has_past = not chunk.is_first or inputs.initial_states is not None
-    if chunk.is_first and inputs.initial_states is not None:
-        state_GSK.copy_(inputs.initial_states[chunk.sequence].view(by_group).transpose(1, 2))
+    has_past = not chunk.is_first or initial_NHPS is not None
+    if chunk.is_first and initial_NHPS is not None:
+        state_GSK.copy_(initial_NHPS[chunk.sequence].view(by_group).transpose(1, 2))
     if has_past:
         _add_past(out_QHP, c_QGS, decays.from_start[z], state_GSK)
     if not chunk.is_last or final_NHPS is not None:

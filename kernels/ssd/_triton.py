@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._packed import on_device
+from .._packed import Recurrence, on_device
 from ..causal_conv1d._triton import find_tile
 
 # More rows need more registers than a thread has.
@@ -212,20 +212,9 @@ def _rows_kernel(
         tl.store(y_addresses, y.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_p[None, :])
 
 
-def ssd_triton(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    d: Tensor | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Same as `ssd`; `max_seqlen` is the length of the longest sequence. Does not synchronise host and device."""
+def ssd_triton(scan: Recurrence, chunk_size: int) -> tuple[Tensor, Tensor | None]:
+    """Same as `ssd`. Does not synchronise host and device."""
+    x, dt, a, b, c, cu_seqlens, seq_lens, d, initial_states, return_final_states = scan
     num_rows, num_heads, head_size = x.shape
     num_groups, state_size = b.shape[1:]
     num_seqs = cu_seqlens.shape[0] - 1
@@ -241,7 +230,7 @@ def ssd_triton(
     tile = tile_options(x.dtype, head_size, state_size, chunk_size)
     size: int = tile["SIZE"]
     num_chunks = num_rows // size + num_seqs
-    has_states = initial_states is not None or max_seqlen > size
+    has_states = initial_states is not None or max(seq_lens, default=0) > size
     sizes = (num_seqs, num_heads, num_heads // num_groups, head_size, state_size)
     strides = (x.stride(0), x.stride(1), dt.stride(0), b.stride(0), b.stride(1))
     # Pointers that a call does not need are never read; any tensor stands in for them.

@@ -36,6 +36,6 @@ def _load(info: ModelInfo, file: str | None, out_features: int) -> Linear | None
     checkpoint = Checkpoint(dict.fromkeys(("weight", "bias"), Path(info.path) / file))
     with torch.no_grad():
         weights = Weights(checkpoint, torch.float32, torch.device(info.device))
-        linear = Linear.load_head(weights, "", info.hidden_size, out_features)
+        linear = Linear.load(weights, "", info.hidden_size, out_features, is_head=True)
     checkpoint.close()
     return linear

@@ -100,13 +100,11 @@ def _plain(spec: RopeSpec, theta: float | None = None) -> Tensor:
 
 
 def _default(spec: RopeSpec, length: int) -> tuple[Tensor, float]:
-    del length
     return _plain(spec), 1.0
 
 
 def _linear(spec: RopeSpec, length: int) -> tuple[Tensor, float]:
     """Positions divided by the factor."""
-    del length
     return _plain(spec) / spec.option("factor"), 1.0
 
 
@@ -119,7 +117,6 @@ def _dynamic(spec: RopeSpec, length: int) -> tuple[Tensor, float]:
 
 def _llama3(spec: RopeSpec, length: int) -> tuple[Tensor, float]:
     """Slow pairs are divided by the factor, fast ones left, and those between interpolated."""
-    del length
     factor, low, high = (spec.option(n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
     frequencies = _plain(spec)
     turns = spec.original_positions * frequencies / (2 * math.pi)
@@ -129,7 +126,6 @@ def _llama3(spec: RopeSpec, length: int) -> tuple[Tensor, float]:
 
 def _yarn(spec: RopeSpec, length: int) -> tuple[Tensor, float]:
     """As llama3's, with a ramp over the pairs instead of their frequencies; cos and sin grow a little."""
-    del length
     original = spec.original_positions
     factor = spec.optional("factor") or spec.max_positions / original
 

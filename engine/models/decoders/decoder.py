@@ -1,6 +1,6 @@
 """The decoder that Llama, Mistral, Qwen, Gemma and Phi-3 share: pre-norm blocks of attention and a gated MLP.
 
-What a family does differently is in its config: llama.py, qwen.py, gemma.py, phi3.py. A causal model can be run chunk
+What a family does differently is in its config: llama.py, gemma.py. A causal model can be run chunk
 by chunk, as its keys and values can be kept; one that looks both ways cannot.
 
 Source: Touvron et al., LLaMA (arXiv 2302.13971), section 2.2. Held to transformers 5.23 in float32 within 1e-5.
@@ -98,8 +98,9 @@ class DecoderModel(NativeModel):
             DecoderLayer(base.scope(f"layers.{i}"), config, i, is_causal=info.is_causal)
             for i in range(config.num_hidden_layers)
         ]
+        self.layer_of_type = {layer.type: layer for layer in self.layers}
         self.final_norm = _load_norm(base, "norm", config)
-        self.rotary = {t: RotaryEmbedding(config.rope(t), weights.device) for t in sorted(set(config.types))}
+        self.rotary = {t: RotaryEmbedding(config.rope(t), weights.device) for t in sorted(self.layer_of_type)}
         if info.is_causal:
             self.cache_spec = CacheSpec(
                 kv_layers=tuple(layer.attention.spec.kv_layer for layer in self.layers),
@@ -110,10 +111,7 @@ class DecoderModel(NativeModel):
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
         rows = Rows.of(batch)
-        plans: dict[str, DecoderPlan] = {}
-        for layer in self.layers:
-            if layer.type not in plans:
-                plans[layer.type] = layer.attention.plan(rows)
+        plans = {layer_type: layer.attention.plan(rows) for layer_type, layer in self.layer_of_type.items()}
         rotations = {layer_type: rotary(batch) for layer_type, rotary in self.rotary.items()}
         hidden_RD = layer_input_RD = F.embedding(rows.input_ids, self.embedding_VD)
         for layer in self.layers:

@@ -7,11 +7,12 @@ variables below them are what the forward asks for.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
 from ...layers.attention.rotary import RopeSpec
 from ...protocol.errors import UnsupportedModelError
+from ..base import read_config
 
 FULL: Final = "full_attention"
 LOCAL: Final = "sliding_attention"
@@ -31,6 +32,8 @@ class DecoderConfig:
         has_qk_norm: Whether the heads of q and k are normalised.
         norm_offset: Added to the stored weights of norms.
         has_scaled_embedding: Whether embeddings are multiplied with the root of their width.
+        reads_bias: Whether attention_bias says that the maps of attention have biases; else they have none.
+        reads_window: Whether sliding_window counts where nothing else says which layers are local.
     """
 
     vocab_size: int
@@ -41,6 +44,7 @@ class DecoderConfig:
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     hidden_act: str = "silu"
+    attention_bias: bool = False
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     sliding_window: int | None = None
@@ -57,22 +61,17 @@ class DecoderConfig:
     has_qk_norm: ClassVar[bool] = False
     norm_offset: ClassVar[float] = 0.0
     has_scaled_embedding: ClassVar[bool] = False
+    reads_bias: ClassVar[bool] = False
+    reads_window: ClassVar[bool] = True
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
-        """Returns the config of config.json; a null counts where the value may be None, and is the default elsewhere.
+        """Returns the config of config.json.
 
         Raises:
             UnsupportedModelError: A kind of attention is not known.
         """
-        known = {f.name: "None" in str(f.type) for f in fields(cls)}
-        config = cls(
-            **{
-                name: values[name]
-                for name, can_be_none in known.items()
-                if name in values and (can_be_none or values[name] is not None)
-            }
-        )
+        config = read_config(cls, values)
         unknown = set(config.types) - {FULL, LOCAL}
         if unknown:
             raise UnsupportedModelError(
@@ -113,12 +112,12 @@ class DecoderConfig:
     @property
     def qkv_bias(self) -> bool:
         """Whether q, k and v have a bias."""
-        return False
+        return self.reads_bias and self.attention_bias
 
     @property
     def out_bias(self) -> bool:
         """Whether the output projection of attention has one."""
-        return False
+        return self.reads_bias and self.attention_bias
 
     @property
     def gate_bias(self) -> bool:
@@ -128,7 +127,7 @@ class DecoderConfig:
     @property
     def types(self) -> list[str]:
         """The kind of attention of each layer."""
-        return [LOCAL if self.sliding_window else FULL] * self.num_hidden_layers
+        return [LOCAL if self.sliding_window and self.reads_window else FULL] * self.num_hidden_layers
 
     def window(self, layer_type: str, *, is_causal: bool) -> tuple[int, int] | None:
         """Returns how far a token of such a layer sees to the left and to the right; None for everything.

@@ -26,30 +26,16 @@ class GemmaConfig(DecoderConfig):
     head_dim: int | None = 256
     hidden_act: str = "gelu_pytorch_tanh"
     max_position_embeddings: int = 8192
-    attention_bias: bool = False
 
     norm_offset: ClassVar[float] = 1.0
     has_scaled_embedding: ClassVar[bool] = True
+    reads_bias: ClassVar[bool] = True
+    reads_window: ClassVar[bool] = False  # Gemma 1 knows none
 
     @property
     def activation(self) -> str:
         """The first files say "gelu" and mean its tanh approximation."""
         return "gelu_pytorch_tanh" if self.hidden_act == "gelu" else self.hidden_act
-
-    @property
-    def qkv_bias(self) -> bool:
-        """As the file says."""
-        return self.attention_bias
-
-    @property
-    def out_bias(self) -> bool:
-        """As the file says."""
-        return self.attention_bias
-
-    @property
-    def types(self) -> list[str]:
-        """Gemma 1 knows no window."""
-        return [FULL] * self.num_hidden_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

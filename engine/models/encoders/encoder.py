@@ -6,23 +6,48 @@ Shape letters: T packed tokens in R rows, D model width, H heads, L longest sequ
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan
 
 from ...layers.attention.encoder import SelfAttention
+from ...layers.embedding import BertEmbedding, padding_aware_positions
 from ...layers.linear import Linear
 from ...layers.norm import LayerNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
-from ..base import ModelOutput, NativeModel
+from ...protocol.errors import UnsupportedModelError
+from ...protocol.model_info import ModelInfo, ModelKind
+from ..base import ModelOutput, NativeModel, read_config
+from ..heads import DenseHead
 
 if TYPE_CHECKING:
     from ...packed_batch import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """The values of config.json that the forward depends on, with transformers' defaults for BERT."""
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    position_embedding_type: str = "absolute"
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        """Returns the config of config.json."""
+        return read_config(cls, values)
 
 
 class BlockNames(NamedTuple):
@@ -59,17 +84,16 @@ class PostNormBlock:
     mlp_norm: LayerNorm
 
     @classmethod
-    def load(
-        cls, weights: Weights, names: BlockNames, size: int, inner_size: int, heads: int, activation: str, eps: float
-    ) -> PostNormBlock:
-        """Reads one block of width D = `size` and I = `inner_size`."""
+    def load(cls, weights: Weights, names: BlockNames, config: EncoderConfig) -> PostNormBlock:
+        """Reads one block."""
+        D, I, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps  # noqa: E741
         return cls(
-            attention=SelfAttention.load(weights, names[:3], size, heads),
-            attention_out=Linear.load(weights, names.attention_out, size, size),
-            attention_norm=LayerNorm.load(weights, names.attention_norm, size, eps),
-            mlp_in=Linear.load(weights, names.mlp_in, size, inner_size, activation=activation),
-            mlp_out=Linear.load(weights, names.mlp_out, inner_size, size),
-            mlp_norm=LayerNorm.load(weights, names.mlp_norm, size, eps),
+            attention=SelfAttention.load(weights, names[:3], D, config.num_attention_heads),
+            attention_out=Linear.load(weights, names.attention_out, D, D),
+            attention_norm=LayerNorm.load(weights, names.attention_norm, D, eps),
+            mlp_in=Linear.load(weights, names.mlp_in, D, I, activation=config.hidden_act),
+            mlp_out=Linear.load(weights, names.mlp_out, I, D),
+            mlp_norm=LayerNorm.load(weights, names.mlp_norm, D, eps),
         )
 
     def __call__(self, hidden_RD: Tensor, rows: Rows, plan: AttentionPlan, relative_bias: Tensor | None) -> Tensor:
@@ -81,19 +105,68 @@ class PostNormBlock:
 
 
 class PostNormEncoder(NativeModel):
-    """Embedding, then blocks.
+    """Embedding, then blocks, and the head that the model's kind asks for.
 
     Attributes:
+        config_class: What config.json is read into.
+        base_prefix: Below which checkpoints with a head keep the encoder.
+        blocks_name: Below which the encoder keeps its blocks.
+        block_names: The maps of a block.
+        has_token_types: Whether token types have rows.
+        head_names: Of the sequence head: its hidden layer, its map to the classes, and the activation between them;
+            "{base}" is the encoder's prefix.
+        padding_id: The token after whose id positions begin; None where they begin at 0.
         blocks: At least one.
         relative_bias: [H, L, L], added to the scores of every block; None where the family has none.
     """
 
-    blocks: list[PostNormBlock]
+    config_class: ClassVar[type[EncoderConfig]] = EncoderConfig
+    base_prefix: ClassVar[str]
+    blocks_name: ClassVar[str] = "encoder.layer"
+    block_names: ClassVar[BlockNames]
+    has_token_types: ClassVar[bool] = True
+    head_names: ClassVar[tuple[str, str, str]] = ("classifier.dense", "classifier.out_proj", "tanh")
+    padding_id: int | None = None
     relative_bias: Tensor | None = None
 
-    @abstractmethod
+    def __init__(self, info: ModelInfo, weights: Weights) -> None:
+        self.config = config = self.config_class.read(info.config)
+        if config.position_embedding_type != "absolute":
+            raise UnsupportedModelError(
+                f"position_embedding_type is {config.position_embedding_type!r}; "
+                "penstock and transformers 5 know 'absolute' alone."
+            )
+        self.hidden_size = D = config.hidden_size
+        base = weights.scope_of("embeddings.word_embeddings.weight", (self.base_prefix, ""))
+        self.load_embedding(base, D)
+        self.blocks = [
+            PostNormBlock.load(base.scope(f"{self.blocks_name}.{i}"), self.block_names, config)
+            for i in range(config.num_hidden_layers)
+        ]
+        if info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
+            dense, out, activation = self.head_names
+            dense = dense.format(base=base.prefix)
+            self.sequence_head = DenseHead(weights, dense, out, D, info.num_labels, activation)
+        elif info.kind is ModelKind.TOKEN_CLASSIFIER:
+            self.token_head = Linear.load(weights, "classifier", D, info.num_labels, is_head=True)
+
+    def load_embedding(self, base: Weights, size: int) -> None:
+        """Reads what turns token ids into rows of width `size`."""
+        self.embedding = BertEmbedding(
+            base.scope("embeddings"),
+            vocab_size=self.config.vocab_size,
+            num_positions=self.config.max_position_embeddings,
+            num_token_types=self.config.type_vocab_size if self.has_token_types else 0,
+            size=size,
+            eps=self.config.layer_norm_eps,
+        )
+
     def embed(self, rows: Rows) -> Tensor:
         """Returns the first hidden states [R, D]."""
+        positions_R = rows.positions
+        if self.padding_id is not None:
+            positions_R = padding_aware_positions(rows.input_ids, positions_R, self.padding_id)
+        return self.embedding(rows.input_ids, positions_R, rows.token_type_ids)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""

@@ -79,7 +79,7 @@ class VocabularyHead:
         eps = float(config.get(names.eps_key) or _DEFAULT_EPS.get(info.model_type, 1e-12))
         activation = str(config.get(names.activation_key) or "gelu")
         has_bias = weights.has(f"{names.dense}.bias")
-        self._dense = Linear.load_head(weights, names.dense, size, size, bias=has_bias, activation=activation)
+        self._dense = Linear.load(weights, names.dense, size, size, bias=has_bias, activation=activation, is_head=True)
         has_bias = weights.has(f"{names.norm}.bias")
         self._norm = LayerNorm.load(weights, names.norm, size, eps, bias=has_bias, dtype=torch.float32)
         bias = next((name for name in names.biases if weights.has(name)), None)

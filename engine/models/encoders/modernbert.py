@@ -20,14 +20,14 @@ from penstock.kernels.attention import AttentionPlan
 
 from ...layers.attention.encoder import SelfAttention
 from ...layers.attention.rotary import RopeSpec, RotaryEmbedding, Rotation
-from ...layers.linear import GatedLinear, Linear
+from ...layers.linear import Linear
+from ...layers.mlp import GatedMlp
 from ...layers.norm import LayerNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import ModelInfo, ModelKind
 from ..base import ModelOutput, NativeModel, read_config
-from ..heads import LinearHead
 
 if TYPE_CHECKING:
     from ...packed_batch import PackedBatch
@@ -71,10 +71,10 @@ class ModernBertLayer:
     """x + Attention(Norm(x)), then x + GeGLU(Norm(x)). The first layer's input comes normalised."""
 
     def __init__(self, weights: Weights, config: ModernBertConfig, index: int) -> None:
-        D, I = config.hidden_size, config.intermediate_size  # noqa: E741
+        D = config.hidden_size
         self.type = config.types[index]
         reach = config.local_attention // 2
-        self.attention_norm = _load_norm(weights, "attn_norm", config) if index else None
+        self.attention_norm = _load_norm(weights, "attn_norm", config) if index else _unchanged
         self.attention = SelfAttention.load(
             weights,
             ("attn.Wqkv",),
@@ -85,20 +85,21 @@ class ModernBertLayer:
         )
         self.attention_out = Linear.load(weights, "attn.Wo", D, D, bias=config.attention_bias)
         self.mlp_norm = _load_norm(weights, "mlp_norm", config)
-        self.mlp_in = GatedLinear.load(
-            weights, "mlp.Wi", D, I, bias=config.mlp_bias, activation=config.hidden_activation
+        self.mlp = GatedMlp.load(
+            weights.scope("mlp"),
+            D,
+            config.intermediate_size,
+            activation=config.hidden_activation,
+            names=("Wi",),
+            down="Wo",
+            bias=config.mlp_bias,
         )
-        self.mlp_out = Linear.load(weights, "mlp.Wo", I, D, bias=config.mlp_bias)
 
     def __call__(self, hidden_RD: Tensor, rows: Rows, plan: AttentionPlan, rotation: Rotation) -> Tensor:
         """Returns the next hidden states."""
-        attended_RD = self.attention(self.attention_input(hidden_RD), rows, plan, rotation=rotation)
+        attended_RD = self.attention(self.attention_norm(hidden_RD), rows, plan, rotation=rotation)
         hidden_RD = self.attention_out(attended_RD, add=hidden_RD)
-        return self.mlp_out(self.mlp_in(self.mlp_norm(hidden_RD)), add=hidden_RD)
-
-    def attention_input(self, hidden_RD: Tensor) -> Tensor:
-        """Returns the rows that q, k and v are made of."""
-        return hidden_RD if self.attention_norm is None else self.attention_norm(hidden_RD)
+        return self.mlp(self.mlp_norm(hidden_RD), add=hidden_RD)
 
 
 class ModernBertModel(NativeModel):
@@ -111,11 +112,12 @@ class ModernBertModel(NativeModel):
         self.embedding_VD = base.tensor("embeddings.tok_embeddings.weight", config.vocab_size, D)
         self.embedding_norm = _load_norm(base, "embeddings.norm", config)
         self.layers = [ModernBertLayer(base.scope(f"layers.{i}"), config, i) for i in range(config.num_hidden_layers)]
+        self.layer_of_type = {layer.type: layer for layer in self.layers}
         self.final_norm = _load_norm(base, "final_norm", config)
         head_size = D // config.num_attention_heads
         self.rotary = {
             layer_type: RotaryEmbedding(RopeSpec(theta=_theta(info.config, layer_type), size=head_size), weights.device)
-            for layer_type in set(config.types)
+            for layer_type in self.layer_of_type
         }
         if info.kind is not ModelKind.EMBEDDING:
             self.set_head(info.kind, ModernBertHead(weights, config, info.num_labels))
@@ -123,10 +125,7 @@ class ModernBertModel(NativeModel):
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
         rows = Rows.of(batch)
-        plans: dict[str, AttentionPlan] = {}
-        for layer in self.layers:
-            if layer.type not in plans:
-                plans[layer.type] = layer.attention.plan(rows)
+        plans = {layer_type: layer.attention.plan(rows) for layer_type, layer in self.layer_of_type.items()}
         rotations = {layer_type: rotary(batch) for layer_type, rotary in self.rotary.items()}
         hidden_RD = layer_input_RD = self.embedding_norm(F.embedding(rows.input_ids, self.embedding_VD))
         for layer in self.layers:
@@ -135,7 +134,7 @@ class ModernBertModel(NativeModel):
         if need_attention:
             last = self.layers[-1]
             attention_TH = last.attention.first_token_weights(
-                last.attention_input(layer_input_RD), rows, rotation=rotations[last.type]
+                last.attention_norm(layer_input_RD), rows, rotation=rotations[last.type]
             )
         return ModelOutput(hidden_states=rows.trim(self.final_norm(hidden_RD)), attention_weights=attention_TH)
 
@@ -145,13 +144,19 @@ class ModernBertHead:
 
     def __init__(self, weights: Weights, config: ModernBertConfig, num_labels: int) -> None:
         D, activation = config.hidden_size, config.classifier_activation
-        self.dense = Linear.load_head(weights, "head.dense", D, D, bias=config.classifier_bias, activation=activation)
+        self.dense = Linear.load(
+            weights, "head.dense", D, D, bias=config.classifier_bias, activation=activation, is_head=True
+        )
         self.norm = _load_norm(weights, "head.norm", config, dtype=torch.float32)
-        self.classifier = LinearHead(weights, "classifier", D, num_labels)
+        self.classifier = Linear.load(weights, "classifier", D, num_labels, is_head=True)
 
     def __call__(self, x_ND: Tensor) -> Tensor:
         """Returns [N, num_labels]."""
         return self.classifier(self.norm(self.dense(x_ND)))
+
+
+def _unchanged(hidden_RD: Tensor) -> Tensor:
+    return hidden_RD
 
 
 def _load_norm(weights: Weights, name: str, config: ModernBertConfig, *, dtype: torch.dtype | None = None) -> LayerNorm:

@@ -15,30 +15,24 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ...layers.embedding import padding_aware_positions
-from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...protocol.model_info import ModelInfo
-from ..base import Head
-from ..heads import DenseHead
-from .bert import BertConfig, BertModel, read_embedding
-from .encoder import BlockNames
+from .encoder import BlockNames, EncoderConfig, PostNormEncoder
 
 # transformers takes these from no configuration.
-_PADDING_ID: Final = 1
 _NUM_BUCKETS: Final = 32
 _MAX_DISTANCE: Final = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MPNetConfig(BertConfig):
+class MPNetConfig(EncoderConfig):
     """As BERT's, with the buckets of the bias."""
 
     vocab_size: int = 30527
     relative_attention_num_buckets: int = 32
 
 
-class MPNetModel(BertModel):
+class MPNetModel(PostNormEncoder):
     """The encoder with the head that the model's kind asks for."""
 
     config_class = MPNetConfig
@@ -53,6 +47,8 @@ class MPNetModel(BertModel):
         "output.dense",
         "output.LayerNorm",
     )
+    has_token_types = False
+    padding_id = 1  # transformers takes it from no configuration
     config: MPNetConfig
 
     def __init__(self, info: ModelInfo, weights: Weights) -> None:
@@ -60,22 +56,14 @@ class MPNetModel(BertModel):
         bias_LLH = self.bias_BH[_buckets(info.max_model_len, self.bias_BH.device)]
         self.relative_bias = bias_LLH.permute(2, 0, 1).contiguous()
 
-    def load_embedding(self, base: Weights) -> None:
-        """Reads the embeddings, which know no token types, and the bias of each bucket."""
-        config = self.config
-        self.embedding = read_embedding(base, config, config.hidden_size, 0)
+    def load_embedding(self, base: Weights, size: int) -> None:
+        """Reads the embeddings and the bias of each bucket."""
+        super().load_embedding(base, size)
         self.bias_BH = base.tensor(
-            "encoder.relative_attention_bias.weight", config.relative_attention_num_buckets, config.num_attention_heads
+            "encoder.relative_attention_bias.weight",
+            self.config.relative_attention_num_buckets,
+            self.config.num_attention_heads,
         )
-
-    def load_sequence_head(self, weights: Weights, base: Weights, num_labels: int) -> Head:
-        """The first row through a tanh layer."""
-        return DenseHead(weights, "classifier.dense", "classifier.out_proj", self.hidden_size, num_labels, "tanh")
-
-    def embed(self, rows: Rows) -> Tensor:
-        """See PostNormEncoder."""
-        positions_R = padding_aware_positions(rows.input_ids, rows.positions, _PADDING_ID)
-        return self.embedding(rows.input_ids, positions_R, None)
 
 
 def _buckets(length: int, device: torch.device) -> Tensor:

@@ -1,20 +1,30 @@
-"""Bamba: Mamba-2 layers with a few of attention between them, whose heads turn by half with the position.
+"""Hybrids of Mamba-2: Bamba, and Granite 4's, which scales its sums and has experts beside a shared MLP.
 
-Source: IBM, Princeton, CMU and UIUC, Bamba: Inference-Efficient Hybrid Mamba2 Model (2024).
+Bamba has a few layers of attention between those of Mamba-2, whose heads turn by half with the position.
+
+Source: IBM, Princeton, CMU and UIUC, Bamba: Inference-Efficient Hybrid Mamba2 Model (2024); IBM, Granite 4.0 (2025).
 Held to transformers 5.23 in float32 within 1e-5.
+Shape letters: X experts, D model width, I inner width of an expert.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Final
 
+import torch
+
+from ...layers.linear import GatedLinear, Linear
 from ...layers.mlp import GatedMlp, SparseExperts
-from ...layers.recurrent.mamba2_mixer import Mamba2Mixer, Mamba2Sizes
+from ...layers.recurrent.mixers import Mamba2Mixer, Mamba2Sizes
 from ...layers.weights import Weights
-from ...protocol.errors import ModelLoadError
-from .hybrid import HybridConfig, HybridModel
-from .mamba2 import read_step_limit
+from ...protocol.errors import ModelLoadError, UnsupportedModelError
+from .hybrid import FeedForward, HybridConfig, HybridModel
+from .mamba import read_step_limit
+
+# Older config.json files use the short names.
+_ATTENTION: Final = ("attention", "full_attention")
+_RECURRENT: Final = ("mamba", "linear_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,22 +33,13 @@ class Mamba2HybridConfig(HybridConfig):
 
     hidden_size: int = 4096
     rms_norm_eps: float = 1e-5
-    attention_bias: bool = False
     mamba_n_heads: int = 128
     mamba_d_head: int | str = "auto"
     mamba_n_groups: int = 1
     mamba_d_state: int = 256
     time_step_limit: list[Any] = field(default_factory=lambda: [0.0, float("inf")])
 
-    @property
-    def qkv_bias(self) -> bool:
-        """See DecoderConfig."""
-        return self.attention_bias
-
-    @property
-    def out_bias(self) -> bool:
-        """See DecoderConfig."""
-        return self.attention_bias
+    reads_bias: ClassVar[bool] = True
 
     @property
     def sizes(self) -> Mamba2Sizes:
@@ -64,6 +65,10 @@ class Mamba2HybridConfig(HybridConfig):
             eps=self.rms_norm_eps,
         )
 
+    def load_mixer(self, weights: Weights, index: int) -> Mamba2Mixer:
+        """See HybridConfig."""
+        return Mamba2Mixer(weights, self.sizes, index)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BambaConfig(Mamba2HybridConfig):
@@ -86,25 +91,95 @@ class BambaConfig(Mamba2HybridConfig):
         """See DecoderConfig; transformers fixes the share, whatever config.json says."""
         return self.head_size // 2
 
+    def load_feed_forward(self, weights: Weights, index: int) -> FeedForward:
+        """See HybridConfig."""
+        own, sizes = weights.scope("feed_forward"), (self.hidden_size, self.intermediate_size)
+        return GatedMlp.load(own, *sizes, activation=self.hidden_act, bias=self.mlp_bias), None
 
-class BambaModel(HybridModel[BambaConfig]):
-    """The decoder with the head that the model's kind asks for."""
+
+class BambaModel(HybridModel):
+    """Bamba."""
 
     config_class = BambaConfig
 
-    def load_mixer(self, weights: Weights, config: BambaConfig, index: int) -> Mamba2Mixer:
-        """See HybridModel."""
-        return Mamba2Mixer(weights, config.sizes, index)
 
-    def load_feed_forward(
-        self, weights: Weights, config: BambaConfig, index: int
-    ) -> tuple[GatedMlp | None, SparseExperts | None]:
-        """See HybridModel."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraniteHybridConfig(Mamba2HybridConfig):
+    """The values of config.json that the forward depends on, with transformers' defaults."""
+
+    vocab_size: int = 32000
+    intermediate_size: int = 11008
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    position_embedding_type: str | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    shared_intermediate_size: int = 1024
+
+    final_norm: ClassVar[str] = "norm"
+    mlp_norm: ClassVar[str] = "post_attention_layernorm"
+
+    @property
+    def attention_layers(self) -> frozenset[int]:
+        """See HybridConfig."""
+        types = self.layer_types or [_RECURRENT[0]] * self.num_hidden_layers
+        known = (*_ATTENTION, *_RECURRENT)
+        if len(types) != self.num_hidden_layers or not set(types) <= set(known):
+            raise UnsupportedModelError(
+                f"layer_types is {types}; it must be {self.num_hidden_layers} of {', '.join(known)}."
+            )
+        return frozenset(i for i, name in enumerate(types) if name in _ATTENTION)
+
+    @property
+    def has_rotary(self) -> bool:
+        """See HybridConfig."""
+        return self.position_embedding_type == "rope"
+
+    @property
+    def scale(self) -> float:
+        """See DecoderConfig."""
+        return self.attention_multiplier
+
+    @property
+    def embedding_scale(self) -> float:
+        """See HybridConfig."""
+        return self.embedding_multiplier
+
+    @property
+    def residual_scale(self) -> float:
+        """See HybridConfig."""
+        return self.residual_multiplier
+
+    def load_feed_forward(self, weights: Weights, index: int) -> FeedForward:
+        """See HybridConfig."""
         mlp = GatedMlp.load(
-            weights.scope("feed_forward"),
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.hidden_act,
-            bias=config.mlp_bias,
+            weights.scope("shared_mlp"),
+            self.hidden_size,
+            self.shared_intermediate_size,
+            activation=self.hidden_act,
+            names=("input_linear",),
+            down="output_linear",
         )
-        return mlp, None
+        return mlp, _load_experts(weights.scope("block_sparse_moe"), self) if self.num_local_experts else None
+
+
+class GraniteHybridModel(HybridModel):
+    """Granite 4's hybrid."""
+
+    config_class = GraniteHybridConfig
+
+
+def _load_experts(weights: Weights, config: GraniteHybridConfig) -> SparseExperts:
+    """Reads the experts, whose maps lie on top of each other."""
+    X, D, I = config.num_local_experts, config.hidden_size, config.intermediate_size  # noqa: E741
+    both_X2ID = weights.tensor("input_linear.weight", X, 2 * I, D)
+    down_XDI = weights.tensor("output_linear.weight", X, D, I)
+    experts = [
+        GatedMlp(GatedLinear(both_2ID, None, config.hidden_act), Linear(down_DI, None))
+        for both_2ID, down_DI in zip(both_X2ID, down_XDI, strict=True)
+    ]
+    router_XD = weights.tensor("router.layer.weight", X, D, dtype=torch.float32)
+    return SparseExperts(router_XD, experts, config.num_experts_per_tok, renormalise=True)

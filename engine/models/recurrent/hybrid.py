@@ -1,6 +1,6 @@
 """Decoders whose layers mix tokens by attention in some places and by a state space recurrence in the others.
 
-What a family does differently is in its module: jamba.py, bamba.py, granite_hybrid.py. ATTENTION pooling takes the last
+What a family does differently is in its module: jamba.py, bamba.py. ATTENTION pooling takes the last
 layer that has attention.
 
 Shape letters: T packed tokens in R rows, V vocabulary, D model width.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,8 +20,7 @@ from ...layers.attention.rotary import RotaryEmbedding, Rotation
 from ...layers.linear import Linear
 from ...layers.mlp import GatedMlp, SparseExperts
 from ...layers.norm import RmsNorm
-from ...layers.recurrent.mamba2_mixer import Mamba2Mixer
-from ...layers.recurrent.mamba_mixer import MambaMixer
+from ...layers.recurrent.mixers import Mamba2Mixer, MambaMixer
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...protocol.errors import UnsupportedTaskError
@@ -30,18 +29,19 @@ from ...sequence_pool.cache_spec import CacheSpec
 from ..base import ModelOutput, NativeModel
 from ..decoders.decoder_config import DecoderConfig
 from ..heads import decoder_head
-from .ssm import require_causal
+from .mamba import require_causal
 
 if TYPE_CHECKING:
     from ...packed_batch import PackedBatch
 
 SsmMixer = MambaMixer | Mamba2Mixer
+FeedForward = tuple[GatedMlp | None, SparseExperts | None]
 _EMBEDDING: Final = "embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridConfig(DecoderConfig, ABC):
-    """The values of config.json that every hybrid has.
+    """The values of config.json that every hybrid has, and how what differs is read.
 
     Attributes:
         final_norm: Name of the norm after the last layer.
@@ -62,6 +62,14 @@ class HybridConfig(DecoderConfig, ABC):
     def attention_layers(self) -> frozenset[int]:
         """Numbers of the layers that have attention."""
 
+    @abstractmethod
+    def load_mixer(self, weights: Weights, index: int) -> SsmMixer:
+        """Returns the mixer of the recurrent layer `index`, whose tensors `weights` holds."""
+
+    @abstractmethod
+    def load_feed_forward(self, weights: Weights, index: int) -> FeedForward:
+        """Returns MLP and experts of layer `index` of all, whose tensors `weights` holds; one of them at least."""
+
     @property
     def has_rotary(self) -> bool:
         """See the attribute."""
@@ -76,9 +84,6 @@ class HybridConfig(DecoderConfig, ABC):
     def residual_scale(self) -> float:
         """Factor of what a mixer or a feed-forward adds."""
         return 1.0
-
-
-ConfigT = TypeVar("ConfigT", bound=HybridConfig)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,14 +164,14 @@ class HybridLayer:
         return mixed_RD if self.mlp is None else self.mlp(x_RD, add=mixed_RD)
 
 
-class HybridModel(NativeModel, Generic[ConfigT]):
+class HybridModel(NativeModel):
     """The decoder with the head that the model's kind asks for.
 
     Attributes:
         config_class: What config.json is read into.
     """
 
-    config_class: type[ConfigT]
+    config_class: ClassVar[type[HybridConfig]]
 
     def __init__(self, info: ModelInfo, weights: Weights) -> None:
         require_causal(info)
@@ -185,9 +190,9 @@ class HybridModel(NativeModel, Generic[ConfigT]):
                 mixer = AttentionMixer(scope.scope("self_attn"), config, len(attentions))
                 attentions.append(mixer)
             else:
-                mixer = self.load_mixer(scope.scope("mamba"), config, len(recurrences))
+                mixer = config.load_mixer(scope.scope("mamba"), len(recurrences))
                 recurrences.append(mixer)
-            self.layers.append(HybridLayer(scope, config, mixer, *self.load_feed_forward(scope, config, i)))
+            self.layers.append(HybridLayer(scope, config, mixer, *config.load_feed_forward(scope, i)))
         self.attentions = attentions
         self.final_norm = RmsNorm.load(base, config.final_norm, D, config.rms_norm_eps)
         self.rotary = None
@@ -198,16 +203,6 @@ class HybridModel(NativeModel, Generic[ConfigT]):
             ssm_layers=tuple(mixer.sizes.cache_spec for mixer in recurrences),
         )
         self.set_head(info.kind, decoder_head(weights, info, D, base.prefix + _EMBEDDING))
-
-    @abstractmethod
-    def load_mixer(self, weights: Weights, config: ConfigT, index: int) -> SsmMixer:
-        """Returns the mixer of the recurrent layer `index`, whose tensors `weights` holds."""
-
-    @abstractmethod
-    def load_feed_forward(
-        self, weights: Weights, config: ConfigT, index: int
-    ) -> tuple[GatedMlp | None, SparseExperts | None]:
-        """Returns MLP and experts of layer `index` of all, whose tensors `weights` holds; one of them at least."""
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""

@@ -13,9 +13,9 @@ import torch
 
 from ...layers.mlp import GatedMlp, SparseExperts
 from ...layers.norm import RmsNorm
-from ...layers.recurrent.mamba_mixer import MambaMixer, MambaSizes, StepNorms
+from ...layers.recurrent.mixers import MambaMixer, MambaSizes, StepNorms
 from ...layers.weights import Weights
-from .hybrid import HybridConfig, HybridModel
+from .hybrid import FeedForward, HybridConfig, HybridModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +65,9 @@ class JambaConfig(HybridConfig):
             activation=self.hidden_act,
         )
 
-
-class JambaModel(HybridModel[JambaConfig]):
-    """The decoder with the head that the model's kind asks for."""
-
-    config_class = JambaConfig
-
-    def load_mixer(self, weights: Weights, config: JambaConfig, index: int) -> MambaMixer:
-        """See HybridModel."""
-        sizes, eps = config.sizes, config.rms_norm_eps
+    def load_mixer(self, weights: Weights, index: int) -> MambaMixer:
+        """See HybridConfig."""
+        sizes, eps = self.sizes, self.rms_norm_eps
         norms = StepNorms(
             step=RmsNorm.load(weights, "dt_layernorm", sizes.step_rank, eps),
             b=RmsNorm.load(weights, "b_layernorm", sizes.state_size, eps),
@@ -81,17 +75,21 @@ class JambaModel(HybridModel[JambaConfig]):
         )
         return MambaMixer(weights, sizes, index, norms)
 
-    def load_feed_forward(
-        self, weights: Weights, config: JambaConfig, index: int
-    ) -> tuple[GatedMlp | None, SparseExperts | None]:
-        """See HybridModel."""
+    def load_feed_forward(self, weights: Weights, index: int) -> FeedForward:
+        """See HybridConfig."""
         own = weights.scope("feed_forward")
 
         def load_mlp(scope: Weights) -> GatedMlp:
-            return GatedMlp.load(scope, config.hidden_size, config.intermediate_size, activation=config.hidden_act)
+            return GatedMlp.load(scope, self.hidden_size, self.intermediate_size, activation=self.hidden_act)
 
-        if not config.has_experts(index):
+        if not self.has_experts(index):
             return load_mlp(own), None
-        router_XD = own.tensor("router.weight", config.num_experts, config.hidden_size, dtype=torch.float32)
-        experts = [load_mlp(own.scope(f"experts.{x}")) for x in range(config.num_experts)]
-        return None, SparseExperts(router_XD, experts, config.num_experts_per_tok, renormalise=False)
+        router_XD = own.tensor("router.weight", self.num_experts, self.hidden_size, dtype=torch.float32)
+        experts = [load_mlp(own.scope(f"experts.{x}")) for x in range(self.num_experts)]
+        return None, SparseExperts(router_XD, experts, self.num_experts_per_tok, renormalise=False)
+
+
+class JambaModel(HybridModel):
+    """Jamba."""
+
+    config_class = JambaConfig

@@ -6,12 +6,14 @@ without the usual shift by the row's maximum, so that tiles simply add up; the s
 where it was not there is a shift after all (README.md).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from ..._scratch import scratch
+from .._sdpa import attention_sdpa
 from ._scoring import Scoring
 from ._tile import Block, add_tile, raise_shift
 
@@ -30,6 +32,44 @@ MAX_TILE_KEYS = 1 << 20
 MAX_SPAN = 1 << 21
 # Columns of a tile begin and end at multiples of this.
 COLUMN_STEP = 64
+# Tokens from which the blockwise path is faster than SDPA.
+MIN_BLOCKWISE_LENGTH = 256
+
+
+def takes_blockwise(q: Tensor, longest: int, relative_bias: Tensor | None, softcap: float | None) -> bool:
+    """Whether a float32 batch is faster here than through SDPA alone, or than by a plan (bias and cap)."""
+    is_plain = relative_bias is None and softcap is None
+    return q.device.type == "cpu" and q.dtype == torch.float32 and is_plain and longest >= MIN_BLOCKWISE_LENGTH
+
+
+def attention_blockwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_lens: Sequence[int],
+    scale: float,
+    reach: tuple[int, int],
+    relative_bias: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """Same as `attention`, for sequences that share no call: long ones block by block, short ones through SDPA."""
+    out = torch.empty(q.shape, dtype=q.dtype)
+    scoring = Scoring(scale, reach, relative_bias, softcap, q.dtype)
+    start = 0
+    with torch.no_grad():
+        for length, run in groupby(seq_lens):
+            num_seqs = sum(1 for _ in run)
+            if length < MIN_BLOCKWISE_LENGTH and softcap is None:
+                rows = slice(start, start + num_seqs * length)
+                out[rows] = attention_sdpa(q[rows], k[rows], v[rows], [length] * num_seqs, scale, reach, relative_bias)
+                start = rows.stop
+                continue
+            for _ in range(num_seqs):
+                rows = slice(start, start + length)
+                read = packed_reader(k[rows], v[rows])
+                attend_blockwise(q[rows], read, k.shape[1], 0, length, scoring, out[rows])
+                start += length
+    return out
 
 
 def attend_blockwise(
@@ -156,3 +196,44 @@ def padded_columns(num_keys: int) -> int:
 
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
+
+
+def packed_reader(k: Tensor, v: Tensor) -> ReadKeys:
+    """Reads from the rows of one sequence, [L, Hkv, K] each."""
+
+    def read(first: int, last: int, num_columns: int) -> tuple[Tensor, Tensor]:
+        return _arrange("k", k[first:last], num_columns), _arrange("v", v[first:last], num_columns)
+
+    return read
+
+
+def paged_reader(k_cache: Tensor, v_cache: Tensor, blocks_M: Tensor) -> ReadKeys:
+    """Reads from the blocks of one sequence, [M] int64, in caches [P, block size, Hkv, K]; nothing else of them."""
+    block_size = k_cache.shape[1]
+    blocks = blocks_M.tolist()
+    # Neighbours are read through a view: blocks m0 to m1 are neighbours if no jump lies between.
+    jumps = [0, *(blocks_M.diff() != 1).cumsum(0).tolist()]
+
+    def read_one(name: str, cache: Tensor, first: int, last: int, num_columns: int) -> Tensor:
+        m0, m1 = first // block_size, -(-last // block_size)
+        if jumps[m1 - 1] == jumps[m0]:
+            found = cache[blocks[m0] : blocks[m0] + m1 - m0]
+        else:
+            found = scratch("attention.blocks_" + name, (m1 - m0, *cache.shape[1:]), cache.dtype)
+            torch.index_select(cache, 0, blocks_M[m0:m1], out=found)
+        offset = m0 * block_size
+        return _arrange(name, found.flatten(0, 1)[first - offset : last - offset], num_columns)
+
+    def read(first: int, last: int, num_columns: int) -> tuple[Tensor, Tensor]:
+        return read_one("k", k_cache, first, last, num_columns), read_one("v", v_cache, first, last, num_columns)
+
+    return read
+
+
+def _arrange(name: str, rows: Tensor, num_columns: int) -> Tensor:
+    """[Hkv, num_columns, K], contiguous: the rows [n, Hkv, K] by head, and zeros after them."""
+    num_rows, num_heads, head_size = rows.shape
+    arranged = scratch("attention.tile_" + name, (num_heads, num_columns, head_size), rows.dtype)
+    arranged[:, :num_rows].copy_(rows.transpose(0, 1))
+    arranged[:, num_rows:].zero_()
+    return arranged

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..._scratch import scratch
-from ._alone import attention_blockwise
+from ._blockwise import attention_blockwise
 from ._groups import Group
 from ._plan import AttentionPlan
+from ._tile import MAX_SUM, MIN_SUM
 
-MIN_SUM, MAX_SUM = 1e-30, 1e30
 # Below this many columns torch's float32 softmax works element by element, 20 times slower than exp.
 MIN_SOFTMAX_COLUMNS = 16
 

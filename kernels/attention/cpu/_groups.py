@@ -6,6 +6,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from .._reference import visible
+
 # Scores of one group: 4 MiB in bfloat16, which the caches of a few cores hold.
 MAX_SCORES = 1 << 21
 # Up to this length a mask added to all scores costs less than a fill for each sequence.
@@ -96,20 +98,8 @@ def make_group(
     is_true_NL[num_true:] = False
     is_true = is_true_NL.flatten().nonzero()[:, 0]
     targets = None if is_contiguous else rows_NL[is_true_NL]
-    return Group(
-        num_seqs,
-        num_true,
-        length,
-        0,
-        start,
-        end if is_contiguous else 0,
-        rows_NL.flatten(),
-        is_true,
-        targets,
-        mask,
-        hidden,
-        is_alone=False,
-    )
+    rows, end = rows_NL.flatten(), end if is_contiguous else 0
+    return Group(num_seqs, num_true, length, 0, start, end, rows, is_true, targets, mask, hidden, is_alone=False)
 
 
 def _is_alone(length: int, num_heads: int, reach: tuple[int, int], dtype: torch.dtype) -> bool:
@@ -144,11 +134,5 @@ def _mask(lengths: list[int], length: int, reach: tuple[int, int], dtype: torch.
     """
     lengths_N = torch.tensor(lengths)[:, None, None, None]
     i, j = torch.arange(length)[:, None], torch.arange(length)
-    left, right = reach
-    band = torch.ones(length, length, dtype=torch.bool)
-    if left >= 0:
-        band &= j >= i - left
-    if right >= 0:
-        band &= j <= i + right
-    seen = (band & (j < lengths_N)) | (i >= lengths_N)
+    seen = (visible(length, length, reach) & (j < lengths_N)) | (i >= lengths_N)
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))

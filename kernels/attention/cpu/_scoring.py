@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._reference import visible
+
 LOG2_E = math.log2(math.e)
 
 
@@ -79,12 +81,7 @@ def hide(scores: Tensor, position: int, num_keys: int, reach: tuple[int, int], v
         if hides_left:
             scores.triu_(position - left)
     elif hides_left or hides_right:
-        i, j = torch.arange(position, position + num_rows)[:, None], torch.arange(num_columns)
-        is_hidden = torch.zeros(num_rows, num_columns, dtype=torch.bool)
-        if left >= 0:
-            is_hidden |= j < i - left
-        if right >= 0:
-            is_hidden |= j > i + right
-        scores.masked_fill_(is_hidden, value)
+        is_seen = visible(num_rows, num_columns, reach, position=position)
+        scores.masked_fill_(~is_seen, value)
     if num_keys < num_columns:
         scores[:, :, num_keys:].fill_(value)

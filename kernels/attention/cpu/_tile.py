@@ -6,14 +6,17 @@ shows it. Letters beside those of the layer: G query heads of a key head, I rows
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from ._products import heads_of_product, multiply
+from ..._scratch import scratch
 from ._scoring import Scoring, hide
 
 MIN_SUM, MAX_SUM = 1e-30, 1e30
+# Scores. A product of fewer costs less than the call: key heads share one.
+MIN_PRODUCT = {torch.float32: 1 << 15, torch.bfloat16: 1 << 20, torch.float16: 1 << 20}
 
 
 @dataclass(slots=True)
@@ -75,7 +78,7 @@ def add_tile(
                 scores = _score(block, k3, keys, heads, scoring)
                 sums = _settle(scores, block, keys, heads, scoring)
         block.sums[heads].add_(sums)
-        block.rows[heads].add_(multiply("values", scores, v3[heads]))
+        block.rows[heads].add_(_multiply("values", scores, v3[heads]))
     block.is_settled = True
 
 
@@ -90,13 +93,13 @@ def raise_shift(block: Block, k3: Tensor, keys: tuple[int, int], scoring: Scorin
 
 def _head_ranges(block: Block, k3: Tensor) -> Iterator[slice]:
     num_kv_heads, num_columns, _ = k3.shape
-    step = heads_of_product(k3.dtype, num_kv_heads, block.sums.shape[1] * num_columns)
+    step = _heads_of_product(k3.dtype, num_kv_heads, block.sums.shape[1] * num_columns)
     return (slice(h, min(h + step, num_kv_heads)) for h in range(0, num_kv_heads, step))
 
 
 def _score(block: Block, k3: Tensor, keys: tuple[int, int], heads: slice, scoring: Scoring) -> Tensor:
     group_size, num_rows = block.q.shape[1:3]
-    scores = multiply("scores", block.q[heads].flatten(1, 2), k3[heads].transpose(1, 2))
+    scores = _multiply("scores", block.q[heads].flatten(1, 2), k3[heads].transpose(1, 2))
     scores4 = scores.view(-1, num_rows, scores.shape[2])
     query_heads = (heads.start * group_size, heads.stop * group_size)
     scoring.apply(scores4, query_heads, (block.first, block.last), keys)
@@ -131,3 +134,34 @@ def _range(sums: Tensor, block: Block) -> tuple[float, float]:
     group_size, num_rows = block.q.shape[1:3]
     smallest, largest = torch.aminmax(sums.view(-1, group_size, num_rows)[..., : block.last - block.first])
     return smallest.item(), largest.item()
+
+
+def _multiply(name: str, a3: Tensor, b3: Tensor) -> Tensor:
+    """a3 [B, R, I] times b3 [B, I, C]: [B, R, C]; valid until the next product of this name.
+
+    oneDNN's in float32 too, where torch's own goes through MKL, which runs at half of its speed where it finds no Intel
+    processor (107 against 235 GFLOP/s on a core of Zen 5).
+
+    In float32 one of the last two axes of b3 must be contiguous and the other dense: oneDNN falls back to a loop a
+    thousand times slower for other strides.
+    """
+    if a3.shape[0] == 1 and a3.dtype == torch.float32 and _has_onednn():
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(a3[0], b3[0].t(), None, "none", [], "")
+        return product[None]
+    out = scratch("attention." + name, (a3.shape[0], a3.shape[1], b3.shape[2]), a3.dtype)
+    if a3.shape[0] == 1:
+        torch.mm(a3[0], b3[0], out=out[0])
+        return out
+    return torch.bmm(a3, b3, out=out)
+
+
+def _heads_of_product(dtype: torch.dtype, num_kv_heads: int, num_scores: int) -> int:
+    """How many key heads a product should hold, of `num_scores` each."""
+    if dtype == torch.float32:
+        return 1 if num_scores >= MIN_PRODUCT[dtype] else num_kv_heads
+    return min(num_kv_heads, max(1, MIN_PRODUCT[dtype] // num_scores))
+
+
+@cache
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

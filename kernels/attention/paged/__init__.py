@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..._packed import has_triton
+from ..._packed import FLOAT_DTYPES, check_cu_seqlens, check_softcap, describe, has_triton
 from ._cpu import attention_paged_cpu
 from ._reference import attention_paged_reference
 
@@ -104,7 +104,7 @@ def _check(
         raise ValueError(
             f"the heads of q must be a multiple of those of k_cache, got {q.shape[1]} and {k_cache.shape[2]}"
         )
-    if not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"q and the caches must share float32, bfloat16 or float16, got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}"
         )
@@ -113,21 +113,17 @@ def _check(
     if not k_cache.is_contiguous() or not v_cache.is_contiguous():
         raise ValueError("k_cache and v_cache must be contiguous")
     num_seqs = len(seq_lens)
-    if cu_seqlens.shape != (num_seqs + 1,) or cu_seqlens.dtype != torch.int32:
-        raise ValueError(f"cu_seqlens must be int32 [{num_seqs + 1}], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+    check_cu_seqlens(cu_seqlens, num_seqs)
     if sum(seq_lens) != q.shape[0] or len(context_lens) != num_seqs or min(context_lens, default=0) < 0:
         raise ValueError(
             f"seq_lens must sum to the {q.shape[0]} rows of q, and context_lens be {num_seqs} numbers from 0 on, "
             f"got a sum of {sum(seq_lens)} and {list(context_lens)}"
         )
     if block_tables.dim() != 2 or block_tables.shape[0] != num_seqs or block_tables.dtype != torch.int32:
-        raise ValueError(
-            f"block_tables must be int32 [{num_seqs}, M], got {block_tables.dtype} {list(block_tables.shape)}"
-        )
+        raise ValueError(f"block_tables must be int32 [{num_seqs}, M], got {describe(block_tables)}")
     longest = max((length + past for length, past in zip(seq_lens, context_lens, strict=True)), default=0)
     if longest > block_tables.shape[1] * k_cache.shape[1]:
         raise ValueError(
             f"block_tables hold {block_tables.shape[1]} blocks of {k_cache.shape[1]} tokens, too few for {longest}"
         )
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap must be positive, got {softcap}")
+    check_softcap(softcap)

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cpu._blockwise import attend_blockwise
-from ..cpu._keys import paged_reader
+from ..cpu._blockwise import attend_blockwise, paged_reader
 from ..cpu._scoring import Scoring
 
 
