@@ -23,6 +23,7 @@ from penstock.engine.protocol.errors import (
 
 from ..observability.metrics import Metrics
 from ..observability.timing import REQUEST
+from ..schemas.fields.options import RequestBody
 from ..settings import ServerSettings
 from ..wire.request_limits import RequestLimits, limits_of
 from .models import ModelTable
@@ -91,21 +92,22 @@ class ServerContext:
         )
 
     def embed_options(
-        self, request: Request, model: ModelInfo, *, priority: int | None = None, **wishes: str | None
+        self, request: Request, model: ModelInfo, body: RequestBody, *, priority: int | None
     ) -> RequestOptions:
         """Returns the engine options of a request for embeddings, with the prompt that its dialect asks for.
 
         Args:
             request: See `options`.
             model: Has the prompts; --default-prompt-name serves requests that say nothing.
+            body: Its `prompt_fields` say which prompt.
             priority: See `options`.
-            wishes: What the body says of a prompt, by the names that `prompt_for` knows.
 
         Raises:
             InvalidRequestError: See `prompt_for` and `options`.
             DeadlineExceededError: See `options`.
         """
         default_name = self.settings.default_prompt_name
+        wishes = {name: getattr(body, name) for name in body.prompt_fields}
         if default_name is None and not any(wishes.values()):
             return self.options(request, priority=priority)
         prompt = prompt_for(model, default_name=default_name, **wishes)

@@ -55,7 +55,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     texts = body.contents()
     context.check_count(texts, "texts" if body.texts is not None else "inputs")
     _check_widths(body, engine.info)
-    options = context.embed_options(request, engine.info, input_type=body.input_type, priority=body.priority)
+    options = context.embed_options(request, engine.info, body, priority=body.priority)
     with ClientWatch(request):
         result = await engine.embed(texts, body.pooling_params(engine.info), options)
     num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)

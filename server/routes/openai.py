@@ -74,15 +74,7 @@ def _checked(
     check_inputs(context, body)
     params, encodings = body.pooling_params(), body.encodings()
     check_encodings(encodings, body.num_inputs(), engine.info, params, quantized_by=body.quantized_by())
-    options = context.embed_options(
-        request,
-        engine.info,
-        prompt_name=body.prompt_name,
-        input_type=body.input_type,
-        task=body.task,
-        instruction=body.instruction,
-        priority=body.priority,
-    )
+    options = context.embed_options(request, engine.info, body, priority=body.priority)
     if body.prefix is not None:
         options = replace(options, prompt=body.prefix)
     return params, encodings, options

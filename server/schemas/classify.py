@@ -15,11 +15,12 @@ from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..wire.json_schema import exactly_one
 from .chat import InputFields
-from .fields.options import Flag, Listed, PoolingBody, Usage
+from .fields.options import Answer, Flag, ListAnswer, Listed, PoolingBody
 from .fields.passed_keys import let_pass
 from .fields.texts import Text, TextOrTexts
 from .fields.truncation import CohereTruncate, parse_truncate, truncated
-from .rerank import ApiVersion
+from .rerank import VersionMeta
+from .tei_answers import TeiPrediction
 
 MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs: about 20 MB of JSON.
 
@@ -51,6 +52,7 @@ class ClassifyRequest(InputFields, PoolingBody):
     )
 
     passed_keys: ClassVar = let_pass("vllm", "infinity", "cohere")
+    prompt_fields: ClassVar = ("instruction",)
 
     inputs: TextOrTexts | None = Field(None, description="Texts; the answer is Cohere's.")
     labels: Listed[str] | None = Field(None, description="Classes for an embedding model, as texts (zero-shot).")
@@ -137,33 +139,15 @@ class ClassRow(BaseModel):
     num_classes: int
 
 
-class ClassifyResponse(BaseModel):
+class ClassifyResponse(ListAnswer[ClassRow]):
     """vLLM's answer of POST /classify."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[ClassRow]
-    usage: Usage
 
-
-class ClassScore(BaseModel):
-    """One class of an input."""
-
-    score: float
-    label: str
-
-
-class InfinityClassifyResponse(BaseModel):
+class InfinityClassifyResponse(Answer):
     """Infinity's answer of POST /classify: the classes of each input, best first."""
 
-    id: str
     object: Literal["classify"]
-    created: int
-    model: str
-    data: list[list[ClassScore]]
-    usage: Usage
+    data: list[list[TeiPrediction]]
 
 
 class TokenClass(BaseModel):
@@ -184,16 +168,10 @@ class TokenClassRow(BaseModel):
     num_classes: int
 
 
-class TokenClassifyResponse(BaseModel):
+class TokenClassifyResponse(ListAnswer[TokenClassRow]):
     """Answer of POST /classify by a token classifier, such as a named-entity model."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     labels: list[str] = Field(description="Class names in the order of `probs`.")
-    data: list[TokenClassRow]
-    usage: Usage
 
 
 class Confidence(BaseModel):
@@ -221,10 +199,9 @@ class Classifications(BaseModel):
     classifications: int
 
 
-class CohereClassifyMeta(BaseModel):
+class CohereClassifyMeta(VersionMeta):
     """Cohere's meta object."""
 
-    api_version: ApiVersion
     billed_units: Classifications
 
 

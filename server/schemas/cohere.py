@@ -22,7 +22,7 @@ from .fields.options import PRIORITY, Count, Listed, Priority, RequestBody, Widt
 from .fields.passed_keys import let_pass
 from .fields.texts import Texts
 from .fields.truncation import CohereTruncate
-from .rerank import ApiVersion
+from .rerank import VersionMeta
 
 _ENDPOINTS: Final = {
     "embed": (PoolingTask.EMBED,),
@@ -58,6 +58,8 @@ class CohereEmbedRequest(CohereBody):
             ],
         }
     )
+
+    prompt_fields: ClassVar = ("input_type",)
 
     texts: Texts | None = Field(None, description="Texts.")
     inputs: Contents | None = Field(None, description="Texts as objects of contents, instead of `texts`.")
@@ -119,10 +121,9 @@ class InputTokens(BaseModel):
     input_tokens: int
 
 
-class CohereEmbedMeta(BaseModel):
+class CohereEmbedMeta(VersionMeta):
     """Cohere's meta object."""
 
-    api_version: ApiVersion
     billed_units: InputTokens
 
 
@@ -137,24 +138,24 @@ class EmbeddingsByType(BaseModel):
     base64: list[str] | None = Field(None, description="Base64 of little-endian float32.")
 
 
-class CohereEmbedByTypeResponse(BaseModel):
+class _EmbedResponse(BaseModel):
+    id: str
+    texts: list[str]
+    meta: CohereEmbedMeta
+
+
+class CohereEmbedByTypeResponse(_EmbedResponse):
     """Answer of POST /v2/embed, and of /v1/embed with `embedding_types`."""
 
     response_type: Literal["embeddings_by_type"]
-    id: str
     embeddings: EmbeddingsByType
-    texts: list[str]
-    meta: CohereEmbedMeta
 
 
-class CohereEmbedFloatsResponse(BaseModel):
+class CohereEmbedFloatsResponse(_EmbedResponse):
     """Answer of POST /v1/embed without `embedding_types`."""
 
     response_type: Literal["embeddings_floats"]
-    id: str
     embeddings: list[list[float]]
-    texts: list[str]
-    meta: CohereEmbedMeta
 
 
 class CohereTokenizeRequest(CohereBody):
@@ -172,12 +173,6 @@ class CohereDetokenizeRequest(CohereBody):
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
 
     tokens: Listed[Count] = Field(description="Token ids of the served model.", min_length=1)
-
-
-class VersionMeta(BaseModel):
-    """Cohere's meta object where nothing is billed."""
-
-    api_version: ApiVersion
 
 
 class CohereTokenizeResponse(BaseModel):

@@ -13,12 +13,12 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from ..wire.json_schema import exactly_one
 from .chat import InputFields
 from .fields.encodings import EmbeddingTypeOptions
-from .fields.options import Count, Flag, PoolingBody, Usage, Width
+from .fields.options import Count, EmbeddingBody, Flag, ListAnswer, Width
 from .fields.passed_keys import let_pass
 from .fields.truncation import Truncate, truncated
 
 
-class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
+class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     """Body of POST /v1/embeddings."""
 
     model_config = ConfigDict(
@@ -36,6 +36,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
     )
 
     passed_keys: ClassVar = let_pass("openai", "jina", "voyage", "vllm", "infinity")
+    prompt_fields: ClassVar = (*EmbeddingBody.prompt_fields, "task", "instruction")
 
     dimensions: Count | None = Field(
         None,
@@ -46,24 +47,14 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
     )
     modality: Literal["text"] | None = Field(None, description="Infinity's; the served models embed text.")
     output_dimension: Width | None = Field(None, description="Voyage's name of `dimensions`.")
-    normalize: Flag | None = Field(None, description="L2-normalise; absent: as the model does.")
     normalized: Flag | None = Field(None, description="Jina's name of `normalize`.")
     truncate: Truncate | None = Field(
         None,
         description="Cut long inputs to fit: true or false, or 'NONE', 'START' or 'END', the side that is cut away.",
     )
     truncation: Flag | None = Field(None, description="Voyage's name of `truncate`.")
-    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
     prefix: str | None = Field(
         None, description="Text to put before every text in place of the model's prompt, as Open WebUI may send it."
-    )
-    input_type: str | None = Field(
-        None,
-        description=(
-            "What the texts are for: `query`, `document`, `classification`, `clustering` or `similarity`, in the words "
-            "of Voyage, Cohere or Jina, or the name of a prompt of the model. Puts the model's prompt for it before "
-            "every text, where it has one."
-        ),
     )
     task: str | None = Field(None, description="Jina's name of `input_type`, such as `retrieval.query`.")
     instruction: str | None = Field(
@@ -154,26 +145,12 @@ class MultiVectorRow(BaseModel):
     )
 
 
-class MultiVectorResponse(BaseModel):
+class MultiVectorResponse(ListAnswer[MultiVectorRow]):
     """Answer of POST /v1/multi-vector."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[MultiVectorRow]
-    usage: Usage
 
-
-class EmbeddingResponse(BaseModel):
+class EmbeddingResponse(ListAnswer[EmbeddingRow]):
     """Answer of POST /v1/embeddings."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[EmbeddingRow]
-    usage: Usage
 
 
 class ModelCard(BaseModel):

@@ -130,10 +130,15 @@ class SearchUnits(BaseModel):
     search_units: int
 
 
-class RerankMeta(BaseModel):
-    """Cohere's meta object."""
+class VersionMeta(BaseModel):
+    """Cohere's meta object where nothing is billed."""
 
     api_version: ApiVersion
+
+
+class RerankMeta(VersionMeta):
+    """Cohere's meta object."""
+
     billed_units: SearchUnits
 
 

@@ -12,7 +12,7 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from ..wire import json_schema
 from ..wire.json_schema import exactly_one
 from .fields.contents import content_text
-from .fields.options import PairBody, Usage
+from .fields.options import ListAnswer, PairBody
 from .fields.passed_keys import let_pass
 from .fields.texts import parse_text_or_texts
 
@@ -90,12 +90,5 @@ class ScoreRow(BaseModel):
     score: float
 
 
-class ScoreResponse(BaseModel):
+class ScoreResponse(ListAnswer[ScoreRow]):
     """Answer of POST /score, in the order of the pairs."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[ScoreRow]
-    usage: Usage

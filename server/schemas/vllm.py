@@ -13,13 +13,13 @@ from penstock.engine.protocol.templates import ChatOptions
 from ..wire.json_schema import exactly_one
 from .chat import ChatFields, InputFields
 from .fields.encodings import EncodingOptions
-from .fields.options import Count, Flag, Listed, PoolingBody, RequestBody, Usage, Width
+from .fields.options import Count, EmbeddingBody, Flag, ListAnswer, Listed, RequestBody
 from .fields.passed_keys import let_pass
 
 _EXAMPLE_CHAT: Final[list[JsonValue]] = [{"role": "user", "content": "What holds back the water?"}]
 
 
-class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
+class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
     """Body of POST /pooling."""
 
     model_config = ConfigDict(
@@ -42,12 +42,6 @@ class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
             "these that the model serves."
         ),
     )
-    dimensions: Width | None = Field(None, description="Width of embeddings (Matryoshka).")
-    normalize: Flag | None = Field(None, description="L2-normalise embeddings; absent: as the model does.")
-    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
-    input_type: str | None = Field(
-        None, description="What the texts are for, such as `query` or `document`: chooses the model's prompt."
-    )
     step_tag_id: Count | None = Field(None, description="STEP pooling: answer with the rows of tokens with this id.")
     returned_token_ids: Listed[Count] | None = Field(None, description="STEP pooling: columns of the scores.")
 
@@ -64,7 +58,7 @@ class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
         Raises:
             InvalidRequestError: It is.
         """
-        for name in ("prompt_name", "input_type"):
+        for name in self.prompt_fields:
             if getattr(self, name):
                 raise InvalidRequestError(
                     f"{name} puts a prompt before texts that are embedded; the task {task.value!r} reads them as they "
@@ -78,8 +72,6 @@ class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
             super()
             .pooling_params()
             .clone(
-                dimensions=self.dimensions,
-                normalize=self.normalize,
                 step_tag_id=self.step_tag_id,
                 returned_token_ids=tuple(self.returned_token_ids) if self.returned_token_ids else None,
             )
@@ -96,15 +88,8 @@ class PoolingRow(BaseModel):
     )
 
 
-class PoolingResponse(BaseModel):
+class PoolingResponse(ListAnswer[PoolingRow]):
     """Answer of POST /pooling, in the order of the inputs."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[PoolingRow]
-    usage: Usage
 
 
 class TokenizeRequest(ChatFields):
