@@ -15,17 +15,17 @@ from penstock.engine import PoolingTask
 from ..answers.tei import TEI_HEADERS
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import cut_texts
-from ..errors.tei_errors import SharedRoute, answered_as_tei
+from ..errors.tei_errors import answered_as_tei
 from ..schemas.errors import SHARED_ERROR_RESPONSES
 from ..schemas.fields.options import usage_of
 from ..schemas.rerank import RerankRequest, RerankResponse
 from ..schemas.tei import TeiRerankRequest
 from ..schemas.tei_answers import TeiRank
 from ..wire.json_bodies import OWN, TEI, by_keys
-from ..wire.json_route import answered, json_response
+from ..wire.json_route import JsonRoute, answered, json_response
 from .tei import rerank_texts
 
-router = APIRouter(route_class=SharedRoute, tags=["rerank"], responses=SHARED_ERROR_RESPONSES)
+router = APIRouter(route_class=JsonRoute, tags=["rerank"], responses=SHARED_ERROR_RESPONSES)
 
 RerankBody = Annotated[
     Annotated[RerankRequest, Tag(OWN)] | Annotated[TeiRerankRequest, Tag(TEI)],
