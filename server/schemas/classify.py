@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from penstock.engine import PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..wire.json_schema import exactly_one
+from ..wire.json_schema import documented
 from .chat import InputFields
 from .fields.options import Answer, Flag, ListAnswer, Listed, PoolingBody
 from .fields.passed_keys import let_pass
@@ -35,20 +35,16 @@ class Example(BaseModel):
 class ClassifyRequest(InputFields, PoolingBody):
     """Body of POST /classify."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one("input", "messages", "inputs"),
+    model_config = documented(
+        {"input": ["I love this.", "I hate it."], "labels": ["praise", "complaint"]},
+        {
+            "inputs": ["Where is my parcel?"],
             "examples": [
-                {"input": ["I love this.", "I hate it."], "labels": ["praise", "complaint"]},
-                {
-                    "inputs": ["Where is my parcel?"],
-                    "examples": [
-                        {"text": "When will it arrive?", "label": "shipping"},
-                        {"text": "I want my money back.", "label": "refund"},
-                    ],
-                },
+                {"text": "When will it arrive?", "label": "shipping"},
+                {"text": "I want my money back.", "label": "refund"},
             ],
-        }
+        },
+        one_of=("input", "messages", "inputs"),
     )
 
     passed_keys: ClassVar = let_pass("vllm", "infinity", "cohere")

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 
 from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..wire.json_bodies import COHERE
-from ..wire.json_schema import exactly_one
+from ..wire.json_schema import documented
 from .fields.contents import Contents
 from .fields.encodings import EmbeddingTypes
 from .fields.options import PRIORITY, Count, Listed, Priority, RequestBody, Width
@@ -49,14 +49,10 @@ class CohereBody(RequestBody):
 class CohereEmbedRequest(CohereBody):
     """Body of POST /v1/embed and /v2/embed."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one("texts", "inputs"),
-            "examples": [
-                {"texts": ["A gate holds the water."], "input_type": "search_document", "embedding_types": ["float"]},
-                {"texts": ["What holds the water?"], "input_type": "search_query", "embedding_types": ["int8"]},
-            ],
-        }
+    model_config = documented(
+        {"texts": ["A gate holds the water."], "input_type": "search_document", "embedding_types": ["float"]},
+        {"texts": ["What holds the water?"], "input_type": "search_query", "embedding_types": ["int8"]},
+        one_of=("texts", "inputs"),
     )
 
     prompt_fields: ClassVar = ("input_type",)
@@ -161,7 +157,7 @@ class CohereEmbedFloatsResponse(_EmbedResponse):
 class CohereTokenizeRequest(CohereBody):
     """Body of POST /v1/tokenize."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"text": "A gate holds the water."}]})
+    model_config = documented({"text": "A gate holds the water."})
 
     text: str = Field(description="The text.")
 
@@ -170,7 +166,7 @@ class CohereDetokenizeRequest(CohereBody):
     """Body of POST /v1/detokenize."""
 
     own_names: ClassVar = {"input": "tokens"}
-    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
+    model_config = documented({"tokens": [7592, 2088]})
 
     tokens: Listed[Count] = Field(description="Token ids of the served model.", min_length=1)
 

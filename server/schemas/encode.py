@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
 from ..wire.encoding import Encoding
-from ..wire.json_schema import exactly_one
+from ..wire.json_schema import documented
 from .chat import InputFields
 from .fields.encodings import EncodingOptions
 from .fields.options import EmbeddingBody, ListAnswer, Listed
@@ -28,14 +28,10 @@ TASKS: Final[dict[Output, PoolingTask]] = {
 class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
     """Body of POST /v1/encode."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one("input", "messages"),
-            "examples": [
-                {"input": ["A gate holds the water."]},
-                {"input": ["A dam."], "outputs": ["dense", "multi_vector"], "input_type": "document"},
-            ],
-        }
+    model_config = documented(
+        {"input": ["A gate holds the water."]},
+        {"input": ["A dam."], "outputs": ["dense", "multi_vector"], "input_type": "document"},
+        one_of=("input", "messages"),
     )
 
     passed_keys: ClassVar = let_pass("penstock")

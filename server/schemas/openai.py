@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from penstock.engine import PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..wire.json_schema import exactly_one
+from ..wire.json_schema import documented
 from .chat import InputFields
 from .fields.encodings import EmbeddingTypeOptions
 from .fields.options import Count, EmbeddingBody, Flag, ListAnswer, Width
@@ -21,18 +21,14 @@ from .fields.truncation import Truncate, truncated
 class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     """Body of POST /v1/embeddings."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one("input", "messages"),
-            "examples": [
-                {"model": "all-MiniLM-L6-v2", "input": ["A gate holds the water.", "A pipe carries it."]},
-                {"input": "One text is fine too.", "encoding_format": "base64"},
-                {"input": [101, 7592, 2088, 102]},
-                {"input": ["Berlin is a city.", " It lies on the Spree."], "late_chunking": True},
-                {"input": [{"text": "A dam."}], "task": "retrieval.passage", "embedding_type": "ubinary"},
-                {"input": ["A dam."], "input_type": "document", "output_dtype": "int8", "truncation": True},
-            ],
-        }
+    model_config = documented(
+        {"model": "all-MiniLM-L6-v2", "input": ["A gate holds the water.", "A pipe carries it."]},
+        {"input": "One text is fine too.", "encoding_format": "base64"},
+        {"input": [101, 7592, 2088, 102]},
+        {"input": ["Berlin is a city.", " It lies on the Spree."], "late_chunking": True},
+        {"input": [{"text": "A dam."}], "task": "retrieval.passage", "embedding_type": "ubinary"},
+        {"input": ["A dam."], "input_type": "document", "output_dtype": "int8", "truncation": True},
+        one_of=("input", "messages"),
     )
 
     passed_keys: ClassVar = let_pass("openai", "jina", "voyage", "vllm", "infinity")

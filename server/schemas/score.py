@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..wire import json_schema
-from ..wire.json_schema import exactly_one
+from ..wire.json_schema import documented
 from .fields.contents import content_text
 from .fields.options import ListAnswer, PairBody
 from .fields.passed_keys import let_pass
@@ -38,14 +38,10 @@ ScoreSide = Annotated[list[str], PlainValidator(parse_score_side), WithJsonSchem
 class ScoreRequest(PairBody):
     """Body of POST /score: one pair of fields, 1 to 1, 1 to N or N to N."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one(*_PAIRS),
-            "examples": [
-                {"text_1": "What holds back the water?", "text_2": ["A gate.", "A song."]},
-                {"queries": ["red", "blue"], "documents": ["a red door", "a blue door"]},
-            ],
-        }
+    model_config = documented(
+        {"text_1": "What holds back the water?", "text_2": ["A gate.", "A song."]},
+        {"queries": ["red", "blue"], "documents": ["a red door", "a blue door"]},
+        one_of=(*_PAIRS,),
     )
 
     passed_keys: ClassVar = let_pass("vllm")

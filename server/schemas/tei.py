@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from penstock.engine import PoolingParams
 
 from ..wire.json_bodies import TEI
+from ..wire.json_schema import documented
 from .fields.options import PRIORITY, Count, Flag, Listed, Priority, RequestBody, Width
 from .fields.passed_keys import let_pass
 from .fields.tei_inputs import IdBatches, SequenceInputs, TruncationSide
@@ -61,7 +62,7 @@ class TeiModelBody(TeiBody):
 class TeiTokenEmbedRequest(TeiModelBody):
     """Body of POST /embed_all and /embed_sparse."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": ["A gate holds the water."]}]})
+    model_config = documented({"inputs": ["A gate holds the water."]})
 
     inputs: Inputs = Field(description="A text, a list of texts, the token ids of one text, or a list of such lists.")
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
@@ -70,13 +71,9 @@ class TeiTokenEmbedRequest(TeiModelBody):
 class TeiEmbedRequest(TeiTokenEmbedRequest):
     """Body of POST /embed."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"inputs": ["A gate holds the water.", "A pipe carries it."], "truncate": True},
-                {"inputs": "One text is fine too.", "normalize": False},
-            ]
-        }
+    model_config = documented(
+        {"inputs": ["A gate holds the water.", "A pipe carries it."], "truncate": True},
+        {"inputs": "One text is fine too.", "normalize": False},
     )
 
     normalize: Flag | None = Field(None, description="L2-normalise (default), whatever the model's files say.")
@@ -98,11 +95,7 @@ class TeiSentences(BaseModel):
 class TeiSimilarityRequest(TeiModelBody):
     """Body of POST /similarity."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"inputs": {"source_sentence": "A gate.", "sentences": ["A dam.", "A song."]}}],
-        }
-    )
+    model_config = documented({"inputs": {"source_sentence": "A gate.", "sentences": ["A dam.", "A song."]}})
 
     inputs: TeiSentences
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every sentence.")
@@ -111,13 +104,9 @@ class TeiSimilarityRequest(TeiModelBody):
 class TeiPredictRequest(TeiModelBody):
     """Body of POST /predict."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"inputs": "I love this."},
-                {"inputs": [["I love this."], ["It rains.", "The street is wet."]], "raw_scores": True},
-            ]
-        }
+    model_config = documented(
+        {"inputs": "I love this."},
+        {"inputs": [["I love this."], ["It rains.", "The street is wet."]], "raw_scores": True},
     )
 
     inputs: SequenceInputs = Field(description="A text, a pair [text, text], or a list of [text] and [text, text].")
@@ -141,10 +130,8 @@ class TeiRerankRequest(TeiModelBody):
     """TEI's body of POST /rerank: with `texts` in place of `documents`."""
 
     own_names: ClassVar = {**TeiModelBody.own_names, "input": "texts", "text_1": "query", "text_2": "texts"}
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"query": "What holds back the water?", "texts": ["A gate.", "A song."], "return_text": True}]
-        }
+    model_config = documented(
+        {"query": "What holds back the water?", "texts": ["A gate.", "A song."], "return_text": True}
     )
 
     query: TextOrObject = Field(description="The query.")
@@ -162,7 +149,7 @@ class TeiRerankRequest(TeiModelBody):
 class TeiTokenizeRequest(TeiBody):
     """TEI's body of POST /tokenize."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": "A gate holds the water."}]})
+    model_config = documented({"inputs": "A gate holds the water."})
 
     inputs: TextOrTexts = Field(description="A text or a list of texts.")
     add_special_tokens: Flag | None = Field(None, description="Put the model's special tokens around (default).")
@@ -173,7 +160,7 @@ class TeiDecodeRequest(TeiBody):
     """Body of POST /decode."""
 
     own_names: ClassVar = {"input": "ids"}
-    model_config = ConfigDict(json_schema_extra={"examples": [{"ids": [7, 8, 9]}]})
+    model_config = documented({"ids": [7, 8, 9]})
 
     ids: IdBatches = Field(description="Token ids of the served model, or a list of such lists.")
     skip_special_tokens: Flag | None = Field(None, description="Leave special tokens out (default).")

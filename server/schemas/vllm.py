@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, Field, JsonValue
 
 from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.templates import ChatOptions
 
-from ..wire.json_schema import exactly_one
+from ..wire.json_schema import documented
 from .chat import ChatFields, InputFields
 from .fields.encodings import EncodingOptions
 from .fields.options import Count, EmbeddingBody, Flag, ListAnswer, Listed, RequestBody
@@ -22,15 +22,11 @@ _EXAMPLE_CHAT: Final[list[JsonValue]] = [{"role": "user", "content": "What holds
 class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
     """Body of POST /pooling."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one("input", "messages"),
-            "examples": [
-                {"input": ["A gate holds the water."], "task": "token_embed"},
-                {"input": "A gate.", "encoding_format": "base64", "embed_dtype": "float16"},
-                {"messages": _EXAMPLE_CHAT},
-            ],
-        }
+    model_config = documented(
+        {"input": ["A gate holds the water."], "task": "token_embed"},
+        {"input": "A gate.", "encoding_format": "base64", "embed_dtype": "float16"},
+        {"messages": _EXAMPLE_CHAT},
+        one_of=("input", "messages"),
     )
 
     passed_keys: ClassVar = let_pass("vllm")
@@ -95,14 +91,10 @@ class PoolingResponse(ListAnswer[PoolingRow]):
 class TokenizeRequest(ChatFields):
     """vLLM's body of POST /tokenize."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one("prompt", "messages"),
-            "examples": [
-                {"prompt": "A gate holds the water.", "return_token_strs": True},
-                {"messages": _EXAMPLE_CHAT, "add_generation_prompt": False},
-            ],
-        }
+    model_config = documented(
+        {"prompt": "A gate holds the water.", "return_token_strs": True},
+        {"messages": _EXAMPLE_CHAT, "add_generation_prompt": False},
+        one_of=("prompt", "messages"),
     )
 
     passed_keys: ClassVar = let_pass("vllm")
@@ -149,7 +141,7 @@ class TokenizeResponse(BaseModel):
 class DetokenizeRequest(RequestBody):
     """Body of POST /detokenize."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
+    model_config = documented({"tokens": [7592, 2088]})
 
     own_names: ClassVar = {"input": "tokens"}
     passed_keys: ClassVar = let_pass("vllm")
