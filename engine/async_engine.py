@@ -37,8 +37,6 @@ from .tokenization.input_encoder import InputEncoder
 from .tokenization.jobs import CharAdmission
 from .tokenization.tokenizer import TokenizerPool
 
-__all__ = ["AsyncEngine", "RequestOptions"]
-
 
 class AsyncEngine:
     """One served model. Create it with `start`.
@@ -158,13 +156,15 @@ class AsyncEngine:
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> TokenResult:
         """Embeds every token of each input; a multi-vector model leaves some out."""
-        return await self._combined.token_embed(inputs, params, options)
+        result = await self._combined.embed(inputs, (PoolingTask.TOKEN_EMBED,), params, options)
+        return TokenResult(result.vectors or [], result.token_ids or [], result.num_tokens)
 
     async def sparse_embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> SparseResult:
         """Embeds each input into a sparse vector over the vocabulary (vectors.py)."""
-        return await self._combined.sparse_embed(inputs, params, options)
+        result = await self._combined.embed(inputs, (PoolingTask.SPARSE_EMBED,), params, options)
+        return SparseResult(result.sparse or [], result.num_tokens)
 
     async def embed_combined(
         self,

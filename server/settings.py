@@ -7,7 +7,6 @@ PENSTOCK_MAX_MODEL_LEN. A flag wins over a variable, a variable over the default
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -29,6 +28,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from penstock.engine import CacheConfig, EngineConfig, PoolerConfig, SchedulerConfig
+from penstock.engine.protocol.pooler_config import json_object
 
 ENV_PREFIX: Final = "PENSTOCK_"
 Config = TypeVar("Config", SchedulerConfig, CacheConfig, EngineConfig)
@@ -47,19 +47,8 @@ class UsageError(CommandError):
     exit_code = 2
 
 
-def _json_object(value: object) -> dict[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"must be a JSON object, not {type(value).__name__}")
-    return value
-
-
 def _pooler_config(value: object) -> PoolerConfig:
-    return value if isinstance(value, PoolerConfig) else PoolerConfig.from_dict(_json_object(value))
+    return value if isinstance(value, PoolerConfig) else PoolerConfig.from_dict(json_object(value))
 
 
 def _listed(value: object) -> object:
@@ -173,7 +162,7 @@ class EngineSettings(BaseSettings):
     pooler_config: Annotated[PoolerConfig, NoDecode, PlainValidator(_pooler_config)] = Field(
         PoolerConfig(), description='JSON. Pooler settings, such as {"pooling_type": "CLS", "normalize": false}.'
     )
-    hf_overrides: Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)] = Field(
+    hf_overrides: Annotated[dict[str, Any], NoDecode, BeforeValidator(json_object)] = Field(
         {},
         description=(
             "JSON. Values laid over the model's config.json. A language model becomes a reranker with "
