@@ -109,12 +109,7 @@ class AsyncEngine:
         return self._dispatcher.admission.is_full
 
     def check_room(self, client: str = "") -> None:
-        """Refuses what every call refuses first: a request of `client` for which there is no room now.
-
-        Raises:
-            EngineUnavailableError: The engine is not ready.
-            EngineOverloadedError: Too much is under way.
-        """
+        """Refuses what every call refuses first: a request of `client` that has no room now; see Admission.check."""
         self._dispatcher.admission.check(client)
 
     def stats(self) -> DispatcherStats:

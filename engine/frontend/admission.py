@@ -46,10 +46,7 @@ class Admission:
         return self.closed_because is None and self._stats.num_tokens >= self._limit
 
     def check(self, client: str = "") -> None:
-        """Refuses a request that cannot be taken now.
-
-        Args:
-            client: Whose request it is; "" where nobody is told apart.
+        """Refuses a request that cannot be taken now; `client` is "" where nobody is told apart.
 
         Raises:
             EngineUnavailableError: The engine is not ready.

@@ -81,11 +81,7 @@ class PoolerConfig:
 
     @classmethod
     def from_json(cls, text: str) -> PoolerConfig:
-        """Parses the JSON of `--pooler-config`.
-
-        Raises:
-            ValueError: Not a JSON object, an unknown field, or a value of the wrong type; the message names it.
-        """
+        """Parses the JSON of `--pooler-config`; see `json_object` and `from_dict`."""
         return cls.from_dict(json_object(text))
 
     @classmethod

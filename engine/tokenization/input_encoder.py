@@ -131,11 +131,7 @@ class InputEncoder:
         return pieces
 
     def late_chunking(self, params: PoolingParams) -> LateChunking:
-        """Returns how the inputs of a request are joined for late chunking.
-
-        Raises:
-            InvalidRequestError: The model or its tokenizer does not allow it.
-        """
+        """Returns how inputs are joined. Raises InvalidRequestError where the model or its tokenizer forbids it."""
         verify_late_chunking(self._info)
         special = self._tokenizer.special_tokens
         if special is None:
@@ -150,11 +146,7 @@ class InputEncoder:
         return LateChunking(special=special, include_prompt=include_prompt, truncation=truncation, cuts_left=cuts_left)
 
     async def join(self, late: LateChunking, inputs: Sequence[Text], options: RequestOptions) -> JoinedText:
-        """Returns all inputs as one sequence.
-
-        Raises:
-            InvalidRequestError: An input has no tokens.
-        """
+        """Returns all inputs as one sequence; see LateChunking.join."""
         _check_given(inputs)
         prompt = self._prompt(options) if isinstance(inputs[0], str) else ""
         parts, is_whole = await self._tokenizer.encode_parts(inputs, late.truncation, prompt=prompt)

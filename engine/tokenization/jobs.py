@@ -147,10 +147,7 @@ def portions(num_chars: Sequence[int], gone: IsGone) -> Iterator[tuple[int, int]
 
     Args:
         num_chars: Characters of each text.
-        gone: Asked between two runs.
-
-    Raises:
-        RequestCancelledError: The caller has gone.
+        gone: Asked between two runs; RequestCancelledError is raised for a caller who has gone.
     """
     first = total = 0
     for last, count in enumerate(num_chars):

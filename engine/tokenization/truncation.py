@@ -111,13 +111,7 @@ class Truncation:
 
 
 def bounded(text: str, num_chars: int, *, keeps_end: bool) -> str:
-    """Returns at most `num_chars` characters of a text, cut between words where there are any; a shorter one as it is.
-
-    Args:
-        text: The text.
-        num_chars: Characters.
-        keeps_end: Its end is kept; else its beginning.
-    """
+    """Returns `num_chars` characters of a text at most, of its end or beginning, cut between words if there are any."""
     if len(text) <= num_chars:
         return text
     if keeps_end:

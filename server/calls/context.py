@@ -49,11 +49,7 @@ class ServerContext:
     started_s: int
 
     def check_count(self, inputs: Sized, param: str) -> None:
-        """Checks that a request holds no more inputs than the server takes.
-
-        Raises:
-            InvalidRequestError: It holds more.
-        """
+        """Raises InvalidRequestError if a request holds more inputs than the server takes."""
         limit = self.settings.max_inputs_per_request
         if len(inputs) > limit:
             raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
@@ -66,13 +62,9 @@ class ServerContext:
         *,
         priority: int | None = None,
     ) -> RequestOptions:
-        """Returns the engine options of a request: what its dialect says, and what its headers do.
+        """Returns the engine options of a request: what its dialect says, and what its headers and its time do.
 
-        Args:
-            request: The request; what is left of its time is the engine's.
-            prompt_name: See RequestOptions.
-            instruction: See RequestOptions.
-            priority: From the body, which wins over the header; None where it says nothing.
+        A `priority` of the body wins over that of the header.
 
         Raises:
             InvalidRequestError: A header is wrong.
@@ -94,17 +86,9 @@ class ServerContext:
     def embed_options(
         self, request: Request, model: ModelInfo, body: RequestBody, *, priority: int | None
     ) -> RequestOptions:
-        """Returns the engine options of a request for embeddings, with the prompt that its dialect asks for.
+        """Returns the engine options of a request for embeddings, with the prompt that its `prompt_fields` ask for.
 
-        Args:
-            request: See `options`.
-            model: Has the prompts; --default-prompt-name serves requests that say nothing.
-            body: Its `prompt_fields` say which prompt.
-            priority: See `options`.
-
-        Raises:
-            InvalidRequestError: See `prompt_for` and `options`.
-            DeadlineExceededError: See `options`.
+        Requests that say nothing get --default-prompt-name. Raises what `prompt_for` and `options` raise.
         """
         default_name = self.settings.default_prompt_name
         wishes = {name: getattr(body, name) for name in body.prompt_fields}

@@ -142,11 +142,7 @@ class Startup:
                 await asyncio.gather(self._loading, return_exceptions=True)
 
     async def wait(self) -> None:
-        """Waits until all engines can serve, inside `running`.
-
-        Raises:
-            ModelLoadError: One of them cannot.
-        """
+        """Waits, inside `running`, until all engines can serve. Raises the ModelLoadError of one that cannot."""
         await asyncio.shield(self._loading)
 
     async def _load(self, engines: contextlib.AsyncExitStack) -> None:

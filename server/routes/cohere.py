@@ -43,13 +43,7 @@ async def embed_v1(body: CohereEmbedRequest, request: Request) -> Response:
 
 
 async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> Response:
-    """Answers an embed request.
-
-    Args:
-        body: The request.
-        request: For its client and its id.
-        version: Of Cohere's API. "1" knows an answer without types.
-    """
+    """Answers an embed request of a `version` of Cohere's API, of which "1" knows an answer without types."""
     context = context_of(request)
     engine, _ = context.models.find(body.model)
     texts = body.contents()

@@ -66,11 +66,7 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
 def _checked(
     body: EmbeddingRequest, request: Request, context: ServerContext, engine: AsyncEngine
 ) -> tuple[PoolingParams, Mapping[str, Encoding], RequestOptions]:
-    """Returns what a body asks of pooling, how its answer is written, and the engine's options.
-
-    Raises:
-        InvalidRequestError: The model cannot do what the body asks for.
-    """
+    """Returns what a body asks of pooling, how its answer is written, and the engine's options."""
     check_inputs(context, body)
     params, encodings = body.pooling_params(), body.encodings()
     check_encodings(encodings, body.num_inputs(), engine.info, params, quantized_by=body.quantized_by())

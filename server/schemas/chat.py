@@ -137,11 +137,7 @@ class InputFields(ChatFields):
         return len(self.texts() or self.messages or ())
 
     def check_given(self) -> None:
-        """Checks that there is something to run.
-
-        Raises:
-            InvalidRequestError: Not exactly one of `input` and `messages` is there.
-        """
+        """Raises InvalidRequestError unless exactly one of `input` and `messages` is there."""
         if self.input is not None and self.messages is not None:
             raise InvalidRequestError("Give one of input and messages; the body has both.", param="input")
         if self.input is None and self.messages is None:

@@ -79,11 +79,7 @@ class ClassifyRequest(InputFields, PoolingBody):
         return super().texts() if self.inputs is None else list(self.inputs)
 
     def check_given(self) -> None:
-        """Checks that there is something to classify.
-
-        Raises:
-            InvalidRequestError: Not exactly one of `input`, `messages` and `inputs` is there.
-        """
+        """Raises InvalidRequestError unless exactly one of `input`, `messages` and `inputs` is there."""
         given = [name for name in ("input", "messages", "inputs") if getattr(self, name) is not None]
         if len(given) != 1:
             has = f"both {' and '.join(given)}" if given else "neither"

@@ -72,11 +72,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     )
 
     def check_given(self) -> None:
-        """Checks that there is something to embed.
-
-        Raises:
-            InvalidRequestError: Not exactly one of `input` and `messages` is there, or chats that cannot be joined.
-        """
+        """Raises InvalidRequestError for nothing to embed, chats as parts of one text, and two kinds of vectors."""
         super().check_given()
         if self.late_chunking and self.messages is not None:
             raise InvalidRequestError(
@@ -90,11 +86,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
             )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling.
-
-        Raises:
-            InvalidRequestError: `dimensions` is 0.
-        """
+        """Returns what the request asks of pooling. Raises InvalidRequestError where `dimensions` is 0."""
         if self.dimensions == 0 and self.modality is None:
             raise InvalidRequestError("dimensions is 0; it must be at least 1.", param="dimensions")
         dimensions = self.output_dimension if self.dimensions is None else self.dimensions or None

@@ -68,11 +68,7 @@ class RerankRequest(PairBody):
     )
 
     def texts(self) -> list[str]:
-        """Returns what is to be ranked of each document.
-
-        Raises:
-            InvalidRequestError: A document has no text.
-        """
+        """Returns what is to be ranked of each document; see `document_texts`."""
         return document_texts(self.documents, self.rank_fields)
 
     def pooling_params(self) -> PoolingParams:

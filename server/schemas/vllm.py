@@ -49,11 +49,7 @@ class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
         return next((task for task in order if task in tasks), PoolingTask.CLASSIFY)
 
     def check_prompt(self, task: PoolingTask) -> None:
-        """Checks that a task for texts as they are is not asked for with a prompt.
-
-        Raises:
-            InvalidRequestError: It is.
-        """
+        """Raises InvalidRequestError where a task for texts as they are is asked for with a prompt."""
         for name in self.prompt_fields:
             if getattr(self, name):
                 raise InvalidRequestError(
@@ -104,11 +100,7 @@ class TokenizeRequest(ChatFields):
     tools: Listed[dict[str, Any]] | None = Field(None, description="Tools for the chat template.")
 
     def check_given(self) -> None:
-        """Checks that there is one text to tokenize.
-
-        Raises:
-            InvalidRequestError: Not exactly one of `prompt` and `messages` is there, or several chats are.
-        """
+        """Raises InvalidRequestError unless there is one text to tokenize: `prompt`, or `messages` of one chat."""
         if (self.prompt is None) == (self.messages is None):
             has = "neither" if self.prompt is None else "both"
             raise InvalidRequestError(

@@ -64,11 +64,7 @@ class EncodingOptions(BaseModel):
         return self._quantized(base, QUANTIZATIONS.get(asked), "encoding_format")
 
     def encodings(self) -> dict[str, Encoding]:
-        """Returns how the request wants its vectors, one way or several by name.
-
-        Raises:
-            InvalidRequestError: Fields that contradict each other.
-        """
+        """Returns how the request wants its vectors, one way or several by name; see `encoding`."""
         return {"embedding": self.encoding()}
 
     def quantized_by(self) -> str:
