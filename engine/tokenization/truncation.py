@@ -69,16 +69,7 @@ class Truncation:
         self.refuse_found_unless_cut(f"input {index} has {at_least}{num_tokens} tokens", num_tokens)
 
     def refuse_unread_unless_cut(self, num_chars: int, num_tokens: int, index: int) -> None:
-        """Refuses an input of which not even all was read, unless it is to be cut.
-
-        Args:
-            num_chars: Its characters.
-            num_tokens: Tokens of those that were read.
-            index: Its place in the request.
-
-        Raises:
-            RequestTooLongError: It must not be cut.
-        """
+        """Raises RequestTooLongError unless an input of which only `num_tokens` tokens were read is to be cut."""
         self.refuse_found_unless_cut(
             f"input {index} has {num_chars} characters, of which {self.max_chars} would be read", num_tokens
         )

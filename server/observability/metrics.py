@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.engine import AsyncEngine
-from penstock.engine.frontend.stats import DispatcherStats, StepHistogram
+from penstock.engine.frontend.stats import StepHistogram
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol.stage_times import Stage
 
@@ -152,7 +152,11 @@ class Metrics(Collector):
         cache_uses = [(use, model) for s, model in stats if (use := s.cache_use) is not None]
         yield from _families(GaugeMetricFamily, _ENGINE_GAUGES, stats)
         yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, stats)
-        yield from _histograms(stats)
+        for field, (name, text) in _ENGINE_HISTOGRAMS.items():
+            metric = HistogramMetricFamily(name, text, labels=("model",))
+            for figures, model in stats:
+                _add(metric, (model,), getattr(figures, field))
+            yield metric
         yield from _families(GaugeMetricFamily, _CACHE_GAUGES, cache_uses)
         yield from _families(CounterMetricFamily, _CACHE_COUNTERS, cache_uses)
         ready = GaugeMetricFamily("penstock_engine_ready", "1 where the engine can serve.", labels=("model",))
@@ -174,15 +178,6 @@ def _families(
         metric = family(name, text, labels=("model",))
         for values, model in figures:
             metric.add_metric((model,), attrgetter(field)(values))
-        yield metric
-
-
-def _histograms(figures: Sequence[tuple[DispatcherStats, str]]) -> Iterable[Metric]:
-    """Yields one family per histogram of forwards, with one of each model."""
-    for field, (name, text) in _ENGINE_HISTOGRAMS.items():
-        metric = HistogramMetricFamily(name, text, labels=("model",))
-        for stats, model in figures:
-            _add(metric, (model,), getattr(stats, field))
         yield metric
 
 

@@ -19,8 +19,7 @@ from ..errors.tei_errors import answered_as_tei
 from ..schemas.errors import SHARED_ERROR_RESPONSES
 from ..schemas.fields.options import usage_of
 from ..schemas.rerank import RerankRequest, RerankResponse
-from ..schemas.tei import TeiRerankRequest
-from ..schemas.tei_answers import TeiRank
+from ..schemas.tei import TeiRank, TeiRerankRequest
 from ..wire.json_bodies import OWN, TEI, by_keys
 from ..wire.json_route import JsonRoute, answered, json_response
 from .tei import rerank_texts
@@ -65,7 +64,9 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         "usage": usage_of(context.metrics.count(PoolingTask.SCORE, result.num_tokens)),
     }
     if body.is_voyage():
-        answer["data"] = [_voyage_row(row) for row in answer["results"]]
+        answer["data"] = [
+            {**row, "document": row["document"]["text"]} if "document" in row else row for row in answer["results"]
+        ]
     return json_response(answer)
 
 
@@ -77,7 +78,3 @@ def _row(body: RerankRequest, texts: list[str], index: int, score: np.float32) -
         has_text = isinstance(fields.get("text"), str)
         row["document"] = fields if has_text else {**fields, "text": texts[index]}
     return row
-
-
-def _voyage_row(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, "document": row["document"]["text"]} if "document" in row else row

@@ -21,12 +21,13 @@ from ..schemas.cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsRespons
 from ..schemas.errors import TEI_ERROR_RESPONSES
 from ..schemas.tei import (
     TeiEmbedRequest,
+    TeiPrediction,
     TeiPredictRequest,
     TeiRerankRequest,
     TeiSimilarityRequest,
+    TeiSparseValue,
     TeiTokenEmbedRequest,
 )
-from ..schemas.tei_answers import TeiPrediction, TeiSparseValue
 from ..wire.json_bodies import COHERE, TEI, embed_dialect
 from ..wire.json_route import JsonRoute
 from . import cohere

@@ -16,13 +16,13 @@ from ..schemas.errors import TEI_ERROR_RESPONSES
 from ..schemas.tei import (
     TeiDecodeRequest,
     TeiEmbedRequest,
+    TeiInfo,
     TeiPredictRequest,
     TeiRerankRequest,
     TeiSimilarityRequest,
     TeiTokenEmbedRequest,
     TeiTokenizeRequest,
 )
-from ..schemas.tei_answers import TeiInfo
 from ..wire.json_route import JsonRoute, json_response, passed_on
 from ..wire.shown_values import shown
 from ..wire.version import penstock_version

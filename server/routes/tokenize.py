@@ -15,8 +15,7 @@ from ..calls.inputs import check_messages
 from ..errors.tei_errors import answered_as_tei
 from ..schemas.cohere import CohereTokenizeRequest, CohereTokenizeResponse
 from ..schemas.errors import SHARED_ERROR_RESPONSES
-from ..schemas.tei import TeiTokenizeRequest
-from ..schemas.tei_answers import TeiToken
+from ..schemas.tei import TeiToken, TeiTokenizeRequest
 from ..schemas.vllm import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from ..wire.json_bodies import COHERE, OWN, TEI, by_keys
 from ..wire.json_route import JsonRoute, answered, json_response

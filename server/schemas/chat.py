@@ -19,11 +19,7 @@ Conversations = list[list[dict[str, Any]]]
 
 
 def parse_conversations(value: Any) -> Conversations:
-    """Returns a list of chats for `messages`, which is the messages of one chat, or a list of such lists.
-
-    Raises:
-        ValueError: Anything else; the message names the entry.
-    """
+    """Returns a list of chats for `messages`, which is the messages of one chat, or a list of such lists."""
     if not isinstance(value, list):
         raise ValueError('must be a list of messages {"role": ..., "content": ...}')
     if not value:

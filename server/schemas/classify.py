@@ -20,7 +20,7 @@ from .fields.passed_keys import let_pass
 from .fields.texts import Text, TextOrTexts
 from .fields.truncation import CohereTruncate, parse_truncate, truncated
 from .rerank import VersionMeta
-from .tei_answers import TeiPrediction
+from .tei import TeiPrediction
 
 MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs: about 20 MB of JSON.
 

@@ -20,11 +20,7 @@ _PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "it
 
 
 def parse_score_side(value: Any) -> list[str]:
-    """Returns the texts of one side, where vLLM's objects `{"content": [...]}` may stand for texts, too.
-
-    Raises:
-        ValueError: Anything else; the message names the entry.
-    """
+    """Returns the texts of one side, where vLLM's objects `{"content": [...]}` may stand for texts, too."""
     return parse_text_or_texts([_content(entry) for entry in value] if isinstance(value, list) else _content(value))
 
 
@@ -63,11 +59,7 @@ class ScoreRequest(PairBody):
         return dict(zip(_PAIRS[0], given[0], strict=True)) if len(given) == 1 else {}
 
     def sides(self) -> tuple[str, str]:
-        """Returns the names of the fields that hold the two sides.
-
-        Raises:
-            InvalidRequestError: Not exactly one pair of fields is there.
-        """
+        """Returns the names of the fields of the two sides. Raises InvalidRequestError unless one pair is there."""
         given = self._given()
         if len(given) != 1:
             names = "; ".join(f"{a} and {b}" for a, b in _PAIRS)

@@ -65,7 +65,8 @@ async def _run(source: InputFile, output: Path, write: Writer, settings: EmbedSe
     engine = await AsyncEngine.start(config, log_level=log_level, log_format=settings.log_format)
     try:
         _check_options(settings, engine.info)
-        identity = {"input": source.digest(), "model": _model_digest(engine.info), **_options(settings)}
+        options = {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
+        identity = {"input": source.digest(), "model": _model_digest(engine.info), **options}
         with Journal(output, identity) as journal:
             with tqdm(total=num_rows, initial=journal.num_rows, unit=" rows", dynamic_ncols=True) as progress:
                 await _embed_rows(engine, source, journal, progress, settings)
@@ -141,11 +142,6 @@ def _reason(error: InvalidRequestError) -> str:
     if isinstance(error, RequestTooLongError):
         return f"{error.num_tokens} tokens; the model takes {error.max_num_tokens}; --auto-truncate cuts such texts"
     return error.message
-
-
-def _options(settings: EmbedSettings) -> dict[str, Any]:
-    """Returns the options that decide the rows."""
-    return {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
 
 
 def _model_digest(info: ModelInfo) -> str:
