@@ -17,7 +17,6 @@ from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import cut_texts
 from ..errors.tei_errors import answered_as_tei
 from ..schemas.errors import SHARED_ERROR_RESPONSES
-from ..schemas.fields.options import usage_of
 from ..schemas.rerank import RerankRequest, RerankResponse
 from ..schemas.tei import TeiRank, TeiRerankRequest
 from ..wire.json_bodies import OWN, TEI, by_keys
@@ -56,12 +55,11 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()]
     version = "2" if request.url.path.startswith("/v2") else "1"
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)
+    head = context.answer_head(request, "rerank", name, PoolingTask.SCORE, result.num_tokens)
     answer: dict[str, Any] = {
-        "id": f"rerank-{request.scope['request_id']}",
-        "model": name,
+        **{key: head[key] for key in ("id", "model", "usage")},
         "results": [_row(body, texts, i, score) for i, score in zip(best.tolist(), result.scores[best], strict=True)],
         "meta": {"api_version": {"version": version}, "billed_units": {"search_units": units}},
-        "usage": usage_of(context.metrics.count(PoolingTask.SCORE, result.num_tokens)),
     }
     if body.is_voyage():
         answer["data"] = [

@@ -19,8 +19,7 @@ from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
 from ..calls.models import ModelTable
 from ..errors.handlers import engine_refusal
-from ..middleware.api_keys import ApiKeys
-from ..middleware.auth import offered_keys
+from ..middleware.auth import ApiKeys, offered_keys
 from ..middleware.exchange import RequestIds
 from ..middleware.refusal_pace import RefusalPace, longest_wait_s
 from ..observability.timing import Observer, RequestRecord

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field
 
@@ -15,12 +15,7 @@ from .options import Listed
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
-QUANTIZATIONS: Final[dict[str, Quantization]] = {
-    "int8": "int8",
-    "uint8": "uint8",
-    "binary": "binary",
-    "ubinary": "ubinary",
-}
+QUANTIZATIONS: Final[dict[str, Quantization]] = {kind: kind for kind in get_args(Quantization)}
 
 
 def _listed(value: Any) -> Any:

@@ -162,8 +162,3 @@ class ListAnswer(Answer, Generic[Entry]):
 
     object: Literal["list"]
     data: list[Entry]
-
-
-def usage_of(num_tokens: int) -> dict[str, int]:
-    """Returns the `usage` object of a response."""
-    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
