@@ -140,10 +140,12 @@ def _checked(name: str, value: Any) -> Any:
     elif name in _FLOAT_FIELDS:
         fits, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
     elif name == "returned_token_ids":
-        is_list = isinstance(value, list | tuple) and bool(value)
+        is_list = type(value) in (list, tuple) and bool(value)
         fits, wanted = is_list and all(type(i) is int and i >= 0 for i in value), "a list of token ids"
     else:
         fits, wanted = type(value) is int, "an integer"
     if not fits:
         raise ValueError(f"{name} is {value!r}; it must be {wanted}.")
-    return float(value) if name in _FLOAT_FIELDS else tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(value)
+    return float(value) if name in _FLOAT_FIELDS else value

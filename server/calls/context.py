@@ -84,7 +84,7 @@ class ServerContext:
         )
 
     def embed_options(
-        self, request: Request, model: ModelInfo, body: RequestBody, *, priority: int | None
+        self, request: Request, model: ModelInfo, body: RequestBody, *, priority: int | None = None
     ) -> RequestOptions:
         """Returns the engine options of a request for embeddings, with the prompt that its `prompt_fields` ask for.
 
