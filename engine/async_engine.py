@@ -37,8 +37,6 @@ from .tokenization.input_encoder import InputEncoder
 from .tokenization.jobs import CharAdmission
 from .tokenization.tokenizer import TokenizerPool
 
-__all__ = ["AsyncEngine", "RequestOptions"]
-
 
 class AsyncEngine:
     """One served model. Create it with `start`.
@@ -111,12 +109,7 @@ class AsyncEngine:
         return self._dispatcher.admission.is_full
 
     def check_room(self, client: str = "") -> None:
-        """Refuses what every call refuses first: a request of `client` for which there is no room now.
-
-        Raises:
-            EngineUnavailableError: The engine is not ready.
-            EngineOverloadedError: Too much is under way.
-        """
+        """Refuses what every call refuses first: a request of `client` that has no room now; see Admission.check."""
         self._dispatcher.admission.check(client)
 
     def stats(self) -> DispatcherStats:
@@ -158,13 +151,15 @@ class AsyncEngine:
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> TokenResult:
         """Embeds every token of each input; a multi-vector model leaves some out."""
-        return await self._combined.token_embed(inputs, params, options)
+        result = await self._combined.embed(inputs, (PoolingTask.TOKEN_EMBED,), params, options)
+        return TokenResult(result.vectors or [], result.token_ids or [], result.num_tokens)
 
     async def sparse_embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> SparseResult:
         """Embeds each input into a sparse vector over the vocabulary (vectors.py)."""
-        return await self._combined.sparse_embed(inputs, params, options)
+        result = await self._combined.embed(inputs, (PoolingTask.SPARSE_EMBED,), params, options)
+        return SparseResult(result.sparse or [], result.num_tokens)
 
     async def embed_combined(
         self,

@@ -13,8 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from .calls.context import ServerContext
 from .calls.models import ModelTable, ServedModel, Startup
 from .errors.handlers import install_error_handlers
-from .middleware.api_keys import ApiKeys
-from .middleware.auth import AuthMiddleware
+from .middleware.auth import ApiKeys, AuthMiddleware
 from .middleware.exchange import (
     BodyLimitMiddleware,
     ExchangeMiddleware,
@@ -25,20 +24,7 @@ from .middleware.refusal_pace import RefusalPace
 from .observability.metrics import Metrics
 from .observability.observers import Observers
 from .openapi import DocumentedApp
-from .routes import (
-    classify,
-    cohere,
-    encode,
-    invocations,
-    openai,
-    ops,
-    rerank,
-    score,
-    tei,
-    tei_tools,
-    tokenize,
-    vllm,
-)
+from .routes import classify, cohere, encode, invocations, openai, ops, rerank, score, tei, tei_tools, tokenize, vllm
 from .routes.playground import page as playground
 from .settings import ServerSettings
 from .transport.connection import SHEDDER
@@ -74,7 +60,7 @@ def create_app(
     json_paths = JsonPaths(route for module in (*dialects, encode) for route in module.router.routes)
     pace = RefusalPace(max_waiting=file_limit() // 2)
     shedder = LoadShedder(json_paths.routes, table, keys, observers.all, pace, settings.max_body_bytes)
-    startup = Startup(models, settings, table, on_ready=on_ready, on_failure=on_failure)
+    startup = Startup(models, settings, table, on_ready, on_failure)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[Mapping[str, Any]]:

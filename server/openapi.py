@@ -142,23 +142,23 @@ def _complete(document: Json, name: Sequence[str], *, needs_key: bool) -> None:
 
 
 def _complete_operation(path: str, operation: Json, *, needs_key: bool) -> None:
-    responses, headers = operation["responses"], {"x-request-id": _header("RequestId")}
-    parameters = [_parameter("RequestId")]
+    responses, headers = operation["responses"], {"x-request-id": _reference("headers", "RequestId")}
+    parameters = [_reference("parameters", "RequestId")]
     if "requestBody" not in operation:
         for status in _ERRORS_OF_BODIES:
             responses.pop(status, None)
     else:
-        parameters += [_parameter("TraceParent")]
+        parameters += [_reference("parameters", "TraceParent")]
         if path in _WITHOUT_FORWARD:
             for status in ("408", "504"):
                 responses.pop(status, None)
         else:
-            parameters += [_parameter("RequestTimeout"), _parameter("Priority")]
-        responses["200"].setdefault("headers", {})["Server-Timing"] = _header("ServerTiming")
+            parameters += [_reference("parameters", "RequestTimeout"), _reference("parameters", "Priority")]
+        responses["200"].setdefault("headers", {})["Server-Timing"] = _reference("headers", "ServerTiming")
     if needs_key:
         operation["security"] = [{scheme: []} for scheme in _SECURITY_SCHEMES]
         body = TeiErrorBody if path in TEI_PATHS else ErrorBody
-        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+        schema = _reference("schemas", body.__name__)
         responses["401"] = {**_UNAUTHORIZED, "content": {"application/json": {"schema": schema}}}
     for response in responses.values():
         response["headers"] = {**response.get("headers", {}), **headers}
@@ -166,9 +166,5 @@ def _complete_operation(path: str, operation: Json, *, needs_key: bool) -> None:
     operation["responses"] = dict(sorted(responses.items()))
 
 
-def _parameter(name: str) -> Json:
-    return {"$ref": f"#/components/parameters/{name}"}
-
-
-def _header(name: str) -> Json:
-    return {"$ref": f"#/components/headers/{name}"}
+def _reference(kind: str, name: str) -> Json:
+    return {"$ref": f"#/components/{kind}/{name}"}

@@ -6,12 +6,12 @@ PENSTOCK_MAX_MODEL_LEN. A flag wins over a variable, a variable over the default
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -28,8 +28,10 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from penstock.engine import CacheConfig, EngineConfig, PoolerConfig, SchedulerConfig
+from penstock.engine.protocol.pooler_config import json_object
 
 ENV_PREFIX: Final = "PENSTOCK_"
+Config = TypeVar("Config", SchedulerConfig, CacheConfig, EngineConfig)
 _ORIGIN: Final = re.compile(r"https?://[^\s/?#@]+")
 
 
@@ -46,22 +48,7 @@ class UsageError(CommandError):
 
 
 def _pooler_config(value: object) -> PoolerConfig:
-    if isinstance(value, PoolerConfig):
-        return value
-    if isinstance(value, dict):
-        return PoolerConfig.from_dict(value)
-    return PoolerConfig.from_json(str(value))
-
-
-def _json_object(value: object) -> dict[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"must be a JSON object, not {type(value).__name__}")
-    return value
+    return value if isinstance(value, PoolerConfig) else PoolerConfig.from_dict(json_object(value))
 
 
 def _listed(value: object) -> object:
@@ -112,6 +99,11 @@ Bytes = Annotated[ByteSize, WrapValidator(_size), Field(gt=0)]
 ServedNames = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_served_names)]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+
+
+def _config(kind: type[Config], given: dict[str, Any]) -> Config:
+    """Returns a configuration with those of its fields that are given."""
+    return kind(**{field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given})
 
 
 class EngineSettings(BaseSettings):
@@ -170,7 +162,7 @@ class EngineSettings(BaseSettings):
     pooler_config: Annotated[PoolerConfig, NoDecode, PlainValidator(_pooler_config)] = Field(
         PoolerConfig(), description='JSON. Pooler settings, such as {"pooling_type": "CLS", "normalize": false}.'
     )
-    hf_overrides: Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)] = Field(
+    hf_overrides: Annotated[dict[str, Any], NoDecode, BeforeValidator(json_object)] = Field(
         {},
         description=(
             "JSON. Values laid over the model's config.json. A language model becomes a reranker with "
@@ -191,39 +183,16 @@ class EngineSettings(BaseSettings):
 
     def engine_config(self, model: str, name: str | None = None) -> EngineConfig:
         """Returns the engine's configuration for the model folder or hub id `model`, called `name` in messages."""
-        scheduler = SchedulerConfig(
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
-            max_queued_tokens=self.max_queued_tokens,
-            max_queue_s=self.max_queue_s or math.inf,
-            enable_chunked_prefill=self.enable_chunked_prefill,
-            chunk_size=self.chunk_size,
-        )
-        cache = CacheConfig(
-            kv_cache_memory=None if self.kv_cache_memory is None else int(self.kv_cache_memory),
-            memory_fraction=self.cache_memory_fraction,
-            block_size=self.kv_block_size,
-            enable_prefix_caching=self.enable_prefix_caching,
-        )
-        return EngineConfig(
-            model=model,
-            name=name,
-            revision=self.revision,
-            device=self.device,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            auto_truncate=self.auto_truncate,
-            pooler_config=self.pooler_config,
-            hf_overrides=self.hf_overrides,
-            trust_remote_code=self.trust_remote_code,
-            in_process=self.in_process,
-            hang_timeout_s=self.hang_timeout_s,
-            num_threads=self.num_threads,
-            tokenizer_workers=self.tokenizer_workers,
-            max_queued_chars=self.max_queued_chars,
-            scheduler=scheduler,
-            cache=cache,
-        )
+        given = {field: getattr(self, field) for field in EngineSettings.model_fields} | {
+            "model": model,
+            "name": name,
+            "max_queue_s": self.max_queue_s or math.inf,
+            "kv_cache_memory": None if self.kv_cache_memory is None else int(self.kv_cache_memory),
+            "memory_fraction": self.cache_memory_fraction,
+            "block_size": self.kv_block_size,
+        }
+        given |= {"scheduler": _config(SchedulerConfig, given), "cache": _config(CacheConfig, given)}
+        return _config(EngineConfig, given)
 
 
 class ServerSettings(EngineSettings):

@@ -45,7 +45,7 @@ def main() -> None:
     if not isinstance(start, Start):
         raise TypeError(f"the first message must be Start, not {type(start).__name__}")
     configure_logging(start.log_level, start.log_format)
-    # Pong, and Failed of what EngineCore.receive refuses, come from the receiving thread, results from the device thread.
+    # Pong, and Failed of what EngineCore.receive refuses, come from the receiving thread, all else from the other one.
     sending = threading.Lock()
 
     def send(message: FromCore, frames: list[Frame]) -> None:

@@ -46,10 +46,7 @@ class Admission:
         return self.closed_because is None and self._stats.num_tokens >= self._limit
 
     def check(self, client: str = "") -> None:
-        """Refuses a request that cannot be taken now.
-
-        Args:
-            client: Whose request it is; "" where nobody is told apart.
+        """Refuses a request that cannot be taken now; `client` is "" where nobody is told apart.
 
         Raises:
             EngineUnavailableError: The engine is not ready.
@@ -115,18 +112,15 @@ class Admission:
     @property
     def _limit(self) -> int:
         """Tokens under way from which on everybody is refused."""
-        in_time = self._max_queue_s * self._tokens_per_s  # nan, which is never less, until a rate is measured
-        return math.ceil(in_time) if self._is_queue and in_time < self._max_tokens else self._max_tokens
+        # What two forwards can hold never waits for many others, and tells no rate either.
+        stats, in_time = self._stats, self._max_queue_s * self._tokens_per_s  # nan, which is never less, without a rate
+        is_queue = stats.num_requests >= _FEW_REQUESTS and stats.num_tokens > 2 * stats.token_budget
+        return math.ceil(in_time) if is_queue and in_time < self._max_tokens else self._max_tokens
 
     @property
     def _tokens_per_s(self) -> float:
         """The drain rate; nan until it is measured."""
         return self._past_tokens / self._past_s if self._past_s else math.nan
-
-    @property
-    def _is_queue(self) -> bool:
-        """Whether requests wait for many others. What two forwards can hold never does, and tells no rate either."""
-        return self._stats.num_requests >= _FEW_REQUESTS and self._stats.num_tokens > 2 * self._stats.token_budget
 
     def _refusal(self, reason: str, num_excess: int) -> EngineOverloadedError:
         """Counts a refusal and returns it; `num_excess` tokens must leave before there is room."""

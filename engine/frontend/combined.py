@@ -11,7 +11,7 @@ from ..protocol.errors import UnsupportedTaskError
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, Text, TokenizedInput
-from ..protocol.results import CombinedResult, EmbeddingResult, SparseResult, TokenResult
+from ..protocol.results import CombinedResult, EmbeddingResult
 from ..protocol.tasks import PoolingTask
 from ..protocol.vectors import QUERY_PROMPTS, SparseVector, TokenMarks, kept_ids
 from ..tokenization.input_encoder import InputEncoder
@@ -46,33 +46,14 @@ class CombinedEmbedder:
         late = self._encoder.late_chunking(params)
         params = params.resolved(PoolingTask.TOKEN_EMBED, self._info)
         async with self._dispatcher.open(options) as request:
-            text = await self._encoder.join(late, inputs, params, options)
+            text = await self._encoder.join(late, inputs, options)
             (output,) = await request.run([text.tokens], params)
         return EmbeddingResult(text.pool(output["token_embeddings"], normalize=normalize), text.num_tokens)
-
-    async def token_embed(self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions) -> TokenResult:
-        """See AsyncEngine.token_embed."""
-        params = self._with_side(params.resolved(PoolingTask.TOKEN_EMBED, self._info), options)
-        async with self._dispatcher.open(options) as request:
-            tokenized = await self._encoder.encode(inputs, params, options)
-            outputs = await request.run(tokenized, params)
-        rows = [output["token_embeddings"] for output in outputs]
-        return TokenResult(rows, self._token_ids(tokenized, params), [len(tokens) for tokens in tokenized])
-
-    async def sparse_embed(
-        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
-    ) -> SparseResult:
-        """See AsyncEngine.sparse_embed."""
-        params = params.resolved(PoolingTask.SPARSE_EMBED, self._info)
-        async with self._dispatcher.open(options) as request:
-            tokenized = await self._encoder.encode(inputs, params, options)
-            outputs = await request.run(tokenized, params)
-        return SparseResult([SparseVector.of(output["sparse"]) for output in outputs], [len(t) for t in tokenized])
 
     async def embed(
         self, inputs: Sequence[Text], tasks: Sequence[PoolingTask], params: PoolingParams, options: RequestOptions
     ) -> CombinedResult:
-        """See AsyncEngine.embed_combined."""
+        """See AsyncEngine.embed_combined; answers one of them as well."""
         first, *others = wanted = [task for task in _TASKS if task in tasks]
         if others and self._info.is_causal:
             raise UnsupportedTaskError(

@@ -90,12 +90,7 @@ class OpenRequest:
 
     @contextlib.contextmanager
     def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[None]:
-        """Takes the inputs of several runs whole: runs inside are not refused any more.
-
-        Raises:
-            InvalidRequestError: The request is larger than any may be.
-            EngineOverloadedError: Too much is under way; see Admission.
-        """
+        """Takes the inputs of several runs whole: runs inside are not refused any more; see Admission.enter."""
         num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
         admission.enter(num_tokens, self._options.client)
         self._is_admitted = True
@@ -106,13 +101,11 @@ class OpenRequest:
             admission.leave(num_tokens, self._options.client)
 
     async def run(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
-        """Runs tokenized inputs and returns, per input, its outputs by name.
+        """Runs tokenized inputs and returns, per input, its outputs by name. Raises what Admission.enter raises, too.
 
         Cancelling the awaiting task cancels the run in the core.
 
         Raises:
-            InvalidRequestError: The request is larger than any may be.
-            EngineOverloadedError: Too much is under way; see Admission.
             EngineUnavailableError: No core is connected, or it died.
             ModelExecutionError: The model failed on an input.
         """
@@ -164,10 +157,7 @@ class Dispatcher:
     async def open(self, options: RequestOptions) -> AsyncIterator[OpenRequest]:
         """Holds a request from its arrival to its answer: its deadline counts from here on, for all that it takes.
 
-        Raises:
-            EngineUnavailableError: The engine is not ready.
-            EngineOverloadedError: Too much is under way; see Admission.
-            DeadlineExceededError: The deadline passed inside.
+        Raises what Admission.check raises, and DeadlineExceededError where the deadline passed inside.
         """
         self.admission.check(options.client)
         self._num_open += 1

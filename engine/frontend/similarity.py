@@ -30,7 +30,9 @@ def paired_cosine(left: Array, right: Array) -> Array:
 
 def zero_shot_scores(inputs: Array, labels: Array) -> Array:
     """Returns [N, C] probabilities of C label embeddings for N input embeddings: a softmax over scaled cosines."""
-    return _softmax(np.asarray(_SCALE * (normalized(inputs) @ normalized(labels).T), np.float32))
+    logits = np.asarray(_SCALE * (normalized(inputs) @ normalized(labels).T), np.float32)
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=-1, keepdims=True), np.float32)
 
 
 def few_shot_scores(inputs: Array, examples: Array, example_labels: Sequence[int], num_labels: int) -> Array:
@@ -48,11 +50,6 @@ def few_shot_scores(inputs: Array, examples: Array, example_labels: Sequence[int
     sums = np.zeros((num_labels, examples.shape[1]), np.float32)
     np.add.at(sums, np.asarray(example_labels), normalized(examples))
     return zero_shot_scores(inputs, sums)
-
-
-def _softmax(logits: Array) -> Array:
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(powers / powers.sum(axis=-1, keepdims=True), np.float32)
 
 
 def check_labels(labels: Collection[str], field: str) -> None:

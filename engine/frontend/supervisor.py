@@ -72,11 +72,7 @@ class CoreSupervisor:
         self._is_ending = False
 
     async def start(self) -> Ready:
-        """Starts a core and waits until it can serve.
-
-        Raises:
-            ModelLoadError: The model cannot be served, or the core ended while it loaded.
-        """
+        """Starts a core and waits until it can serve. Raises ModelLoadError where the model cannot be served."""
         self._ready = asyncio.get_running_loop().create_future()
         kind = ThreadCore if self._config.in_process else ProcessCore
         self._core = kind(self._start_message, self._receive, self._core_ended)

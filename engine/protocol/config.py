@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, Final
 
 from .errors import InvalidRequestError
-from .pooler_config import PoolerConfig, check_positive
+from .pooler_config import PoolerConfig, check_least
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -43,9 +43,8 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
-        check_positive(self, "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "chunk_size")
-        if self.max_wait_s < 0:
-            raise ValueError(f"max_wait_s is {self.max_wait_s}; it must be 0 or more.")
+        check_least(self, 1, "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "chunk_size")
+        check_least(self, 0, "max_wait_s")
         if not self.max_queue_s > 0:
             raise ValueError(f"max_queue_s is {self.max_queue_s}; it must be above 0.")
 
@@ -79,13 +78,8 @@ class ChunkedPrefillConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
-        for name, least in (("chunk_size", 1), ("threshold", 0), ("min_chunk_size", 1), ("max_retries", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}.")
-        for name in ("ageing_s", "token_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
+        check_least(self, 1, "chunk_size", "min_chunk_size")
+        check_least(self, 0, "threshold", "max_retries", "ageing_s", "token_s")
 
     def sized(self, chunk_size: int, memory_pressure: float) -> int:
         """Returns the tokens of a chunk when so much of the memory is taken, in steps of the smallest chunk.
@@ -127,7 +121,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
-        check_positive(self, "kv_cache_memory", "block_size")
+        check_least(self, 1, "kv_cache_memory", "block_size")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1.")
 
@@ -182,4 +176,4 @@ class EngineConfig:
             raise ValueError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}.")
         if not 0 <= self.hang_timeout_s < inf:
             raise ValueError(f"hang_timeout_s is {self.hang_timeout_s}; it must be seconds, or 0 for never.")
-        check_positive(self, "max_model_len", "num_threads", "tokenizer_workers", "max_queued_chars")
+        check_least(self, 1, "max_model_len", "num_threads", "tokenizer_workers", "max_queued_chars")

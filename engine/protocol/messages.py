@@ -7,9 +7,9 @@ a message. Nothing is pickled. The same structs are passed by reference when the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -218,24 +218,12 @@ FromCore = Ready | LoadFailed | Rows | Failed | Pong
 Outgoing = Submit | Cancel | Frame
 """What a running core is sent: a Submit is followed by its frame."""
 
-_encoder = msgspec.msgpack.Encoder()
-_to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
-_from_core: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
-
-
-def encode(message: ToCore | FromCore) -> bytes:
-    """Returns the first frame of `message`."""
-    return _encoder.encode(message)
-
-
-def decode_to_core(frame: Frame) -> ToCore:
-    """Parses the first frame of a message to the core. Raises msgspec.ValidationError on a foreign frame."""
-    return _to_core.decode(frame)
-
-
-def decode_from_core(frame: Frame) -> FromCore:
-    """Parses the first frame of a message from the core. Raises msgspec.ValidationError on a foreign frame."""
-    return _from_core.decode(frame)
+encode: Final[Callable[[ToCore | FromCore], bytes]] = msgspec.msgpack.Encoder().encode
+"""Returns the first frame of a message."""
+decode_to_core: Final[Callable[[Frame], ToCore]] = msgspec.msgpack.Decoder[ToCore](ToCore).decode
+"""Parses the first frame of a message to the core. Raises msgspec.ValidationError on a foreign frame."""
+decode_from_core: Final[Callable[[Frame], FromCore]] = msgspec.msgpack.Decoder[FromCore](FromCore).decode
+"""Parses the first frame of a message from the core. Raises msgspec.ValidationError on a foreign frame."""
 
 
 def pack_inputs(inputs: Sequence[TokenizedInput]) -> Frame:

@@ -193,11 +193,7 @@ class PoolingParams:
             )
 
     def resolved(self, task: PoolingTask, model: ModelInfo) -> PoolingParams:
-        """Verifies and fills every None that a pooler needs from the model's resolved defaults.
-
-        Raises:
-            InvalidRequestError: See `verify`.
-        """
+        """Verifies, and fills every None that a pooler needs from the model's resolved defaults."""
         self.verify(task, model)
         if task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
             asked = self.normalize if self.normalize is not None else self.use_activation

@@ -52,7 +52,7 @@ class PoolerConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
-        check_positive(self, "dimensions", "max_embed_len")
+        check_least(self, 1, "dimensions", "max_embed_len")
         for name in ("logit_mean", "logit_sigma", "logit_bias", "logit_scale"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
@@ -63,10 +63,7 @@ class PoolerConfig:
             raise ValueError("logit_scale is 0; every class would get the same score.")
         self._rename("logit_bias", "logit_mean", self.logit_bias)
         self._rename("logit_scale", "logit_sigma", None if self.logit_scale is None else 1 / self.logit_scale)
-        for name in ("attention_head", "step_tag_id", "chunk_overlap"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}; it must be 0 or more.")
+        check_least(self, 0, "attention_head", "step_tag_id", "chunk_overlap")
         for name in ("max_embed_len", "chunk_overlap", "chunked_processing_mode"):
             if getattr(self, name) is not None and not self.enable_chunked_processing:
                 raise ValueError(f"{name} says how over-long text is cut; it needs enable_chunked_processing: true.")
@@ -84,18 +81,8 @@ class PoolerConfig:
 
     @classmethod
     def from_json(cls, text: str) -> PoolerConfig:
-        """Parses the JSON of `--pooler-config`.
-
-        Raises:
-            ValueError: Not a JSON object, an unknown field, or a value of the wrong type; the message names it.
-        """
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not valid JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"must be a JSON object, not {type(fields).__name__}.")
-        return cls.from_dict(fields)
+        """Parses the JSON of `--pooler-config`; see `json_object` and `from_dict`."""
+        return cls.from_dict(json_object(text))
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> PoolerConfig:
@@ -119,12 +106,24 @@ _BOOL_FIELDS: Final = {"normalize", "use_activation", "enable_chunked_processing
 _FLOAT_FIELDS: Final = {"logit_mean", "logit_sigma", "logit_bias", "logit_scale"}
 
 
-def check_positive(config: object, *names: str) -> None:
-    """Raises ValueError, which names it, for a field that is set and below 1."""
+def check_least(config: object, least: int, *names: str) -> None:
+    """Raises ValueError, which names it, for a field that is set and below `least`."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1.")
+        if value is not None and not value >= least:
+            raise ValueError(f"{name} is {value}; it must be {f'at least {least}' if least else '0 or more'}.")
+
+
+def json_object(value: object) -> dict[str, Any]:
+    """Returns a JSON object, parsed where it is a text. Raises ValueError where it is none."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a JSON object, not {type(value).__name__}")
+    return value
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -137,17 +136,16 @@ def _checked(name: str, value: Any) -> Any:
             return known[str(value).lower()]
         raise ValueError(f"{name} is {value!r}; it must be one of {listed(known.values())}.")
     if name in _BOOL_FIELDS:
-        if isinstance(value, bool):
-            return value
-        raise ValueError(f"{name} is {value!r}; it must be true or false.")
-    if name in _FLOAT_FIELDS:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        raise ValueError(f"{name} is {value!r}; it must be a number.")
-    if name == "returned_token_ids":
-        if isinstance(value, list | tuple) and value and all(type(i) is int and i >= 0 for i in value):
-            return tuple(value)
-        raise ValueError(f"returned_token_ids is {value!r}; it must be a list of token ids.")
-    if type(value) is int:
-        return value
-    raise ValueError(f"{name} is {value!r}; it must be an integer.")
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif name in _FLOAT_FIELDS:
+        fits, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    elif name == "returned_token_ids":
+        is_list = type(value) in (list, tuple) and bool(value)
+        fits, wanted = is_list and all(type(i) is int and i >= 0 for i in value), "a list of token ids"
+    else:
+        fits, wanted = type(value) is int, "an integer"
+    if not fits:
+        raise ValueError(f"{name} is {value!r}; it must be {wanted}.")
+    if isinstance(value, list):
+        return tuple(value)
+    return float(value) if name in _FLOAT_FIELDS else value

@@ -24,7 +24,7 @@ from .sequence import Batch, Chunk, PrefillBudget, PrefillChunk, QueuedSequence,
 from .waiting import WaitingQueue, in_running_order
 
 _WINDOW: Final = 4
-"""Batches. Sequences of similar length are looked for among the tokens of so many, and the sequences of half as many."""
+"""Batches. Likes in length are looked for among the tokens of so many, and the sequences of half as many."""
 _LEAST_SHARE: Final = 32
 """The budget is never lowered to less than its original size over this, where sequences can run in chunks."""
 _GOOD_STEPS: Final = 32

@@ -104,7 +104,7 @@ class ChatRenderer:
         """Returns a message with its content in a form that the template reads: a text or a list of typed parts."""
         content = message.get("content")
         if isinstance(content, list) and not self._reads_parts:
-            return {**message, "content": _text_of(message)}
+            return {**message, "content": "\n".join(part["text"] for part in content)}
         if isinstance(content, str) and self._reads_parts and not self._reads_texts:
             return {**message, "content": [{"type": "text", "text": content}]}
         return dict(message)
@@ -130,14 +130,6 @@ class ChatRenderer:
     @cached_property
     def _compiled(self) -> Template:
         return _environment().from_string(self._template.source)
-
-
-def _text_of(message: Message) -> str:
-    """Returns the text of a message; parts stand on lines of their own."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
-    return content or ""
 
 
 def _refused(why: str) -> InvalidRequestError:

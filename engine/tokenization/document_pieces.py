@@ -69,14 +69,7 @@ class Pieces:
 
 
 def split_text(text: str, offsets: Offsets, room: int, limit: int) -> list[str]:
-    """Returns pieces of at most `room` tokens, `limit` of them at most.
-
-    Args:
-        text: The text.
-        offsets: Where its tokens stand, from and to.
-        room: Tokens of a piece.
-        limit: Pieces.
-    """
+    """Returns `limit` pieces of at most `room` tokens; `offsets` are the places of the tokens, from and to."""
     if len(offsets) <= room:
         return [text]
     pieces: list[str] = []

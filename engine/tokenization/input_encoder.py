@@ -131,11 +131,7 @@ class InputEncoder:
         return pieces
 
     def late_chunking(self, params: PoolingParams) -> LateChunking:
-        """Returns how the inputs of a request are joined for late chunking.
-
-        Raises:
-            InvalidRequestError: The model or its tokenizer does not allow it.
-        """
+        """Returns how inputs are joined. Raises InvalidRequestError where the model or its tokenizer forbids it."""
         verify_late_chunking(self._info)
         special = self._tokenizer.special_tokens
         if special is None:
@@ -145,27 +141,15 @@ class InputEncoder:
                 param="late_chunking",
             )
         truncation = self._truncation(params, param="input")
-        return LateChunking(
-            special=special,
-            include_prompt=self._info.include_prompt,
-            max_num_tokens=truncation.max_num_tokens,
-            cut=truncation.cut,
-            cuts_left=self._tokenizer.cuts_left(truncation),
-            name=truncation.name,
-        )
+        cuts_left = self._tokenizer.cuts_left(truncation)
+        include_prompt = self._info.include_prompt
+        return LateChunking(special=special, include_prompt=include_prompt, truncation=truncation, cuts_left=cuts_left)
 
-    async def join(
-        self, late: LateChunking, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
-    ) -> JoinedText:
-        """Returns all inputs as one sequence.
-
-        Raises:
-            InvalidRequestError: An input has no tokens.
-        """
+    async def join(self, late: LateChunking, inputs: Sequence[Text], options: RequestOptions) -> JoinedText:
+        """Returns all inputs as one sequence; see LateChunking.join."""
         _check_given(inputs)
         prompt = self._prompt(options) if isinstance(inputs[0], str) else ""
-        truncation = self._truncation(params, param="input")
-        parts, is_whole = await self._tokenizer.encode_parts(inputs, truncation, prompt=prompt)
+        parts, is_whole = await self._tokenizer.encode_parts(inputs, late.truncation, prompt=prompt)
         prompt_ids = await self._prompt_ids(prompt)
         return late.join(parts, [isinstance(i, str) for i in inputs], prompt_ids, is_whole=is_whole)
 

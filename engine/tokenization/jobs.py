@@ -74,16 +74,12 @@ class TokenizerJobs:
         """Runs `work` in a worker thread, together with what else this turn of the event loop asks for.
 
         Going to a thread and back takes longer than to tokenize a short text, and requests that travel together can
-        run as one batch.
+        run as one batch. Raises what CharAdmission.hold raises, and EngineUnavailableError after `close`.
 
         Args:
             work: What to do. It is given a function that tells whether to go on.
             num_chars: Characters that it tokenizes.
             num_texts: Where it does nothing but tokenize that many texts, so that little of it may run in this turn.
-
-        Raises:
-            EngineOverloadedError: Too much text waits already.
-            EngineUnavailableError: `close` was called.
         """
         if self._is_closed:
             raise EngineUnavailableError("The server is shutting down.")
@@ -147,10 +143,7 @@ def portions(num_chars: Sequence[int], gone: IsGone) -> Iterator[tuple[int, int]
 
     Args:
         num_chars: Characters of each text.
-        gone: Asked between two runs.
-
-    Raises:
-        RequestCancelledError: The caller has gone.
+        gone: Asked between two runs; RequestCancelledError is raised for a caller who has gone.
     """
     first = total = 0
     for last, count in enumerate(num_chars):

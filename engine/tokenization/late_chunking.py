@@ -23,11 +23,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..protocol.errors import InvalidRequestError, RequestTooLongError
+from ..protocol.errors import InvalidRequestError
 from ..protocol.model_info import ModelInfo
 from ..protocol.request import TokenizedInput
 from ..protocol.tasks import PoolingType
 from .special_tokens import SpecialTokens, count_prompt
+from .truncation import Truncation
 
 Span = tuple[int, int]
 
@@ -67,18 +68,14 @@ class LateChunking:
     Attributes:
         special: What the tokenizer puts around a text.
         include_prompt: False leaves the rows of the prompt, and the special tokens before it, out of the first input.
-        max_num_tokens: Tokens. Longest sequence.
-        cut: Cut a longer one; False refuses it.
+        truncation: What to do with a sequence that is too long.
         cuts_left: Cut its beginning away, not its end.
-        name: What is behind max_num_tokens, where it is not the model's own; see ModelInfo.limit_name.
     """
 
     special: SpecialTokens
     include_prompt: bool
-    max_num_tokens: int
-    cut: bool
+    truncation: Truncation
     cuts_left: bool
-    name: str | None = None
 
     def join(
         self, parts: Sequence[NDArray[np.int32]], is_text: Sequence[bool], prompt_ids: Sequence[int], *, is_whole: bool
@@ -100,9 +97,14 @@ class LateChunking:
         bounds = np.cumsum([0, *map(len, parts)])
         num_tokens = int(bounds[-1]) + len(leading) + len(trailing)
         kept_from, kept_to = 0, int(bounds[-1])
-        if num_tokens > self.max_num_tokens:
-            self._refuse_unless_cut(num_tokens, is_whole=is_whole)
-            room = max(self.max_num_tokens - len(leading) - len(trailing), 0)
+        if num_tokens > self.truncation.max_num_tokens:
+            at_least = "" if is_whole else "at least "
+            self.truncation.refuse_found_unless_cut(
+                f"the inputs have {at_least}{num_tokens} tokens together, and late_chunking runs them as one text",
+                num_tokens,
+                "Please send fewer or shorter inputs, or set {cut_to_fit} to cut the text.",
+            )
+            room = max(self.truncation.max_num_tokens - len(leading) - len(trailing), 0)
             kept_from, kept_to = (kept_to - room, kept_to) if self.cuts_left else (0, room)
 
         num_prompt = count_prompt(parts[0], prompt_ids)
@@ -124,18 +126,6 @@ class LateChunking:
             last = spans[0][1]
             spans[0] = (min(len(leading) + len(prompt_ids) - kept_from, last - 1), last)
         return JoinedText(TokenizedInput(ids), spans, np.diff(rows).tolist())
-
-    def _refuse_unless_cut(self, num_tokens: int, *, is_whole: bool) -> None:
-        if self.cut:
-            return
-        at_least = "" if is_whole else "at least "
-        raise RequestTooLongError.over_limit(
-            f"the inputs have {at_least}{num_tokens} tokens together, and late_chunking runs them as one text",
-            "Please send fewer or shorter inputs, or set {cut_to_fit} to cut the text.",
-            num_tokens=num_tokens,
-            max_num_tokens=self.max_num_tokens,
-            limit_name=self.name,
-        )
 
 
 def verify_late_chunking(info: ModelInfo) -> None:

@@ -61,11 +61,7 @@ class PairEncoder:
         return tokenized
 
     def _bounded(self, pairs: Sequence[Pair], truncation: Truncation) -> list[Pair]:
-        """Returns pairs as they are tokenized: without what the limit cannot keep.
-
-        Raises:
-            RequestTooLongError: A text has more characters than are read, and must not be cut.
-        """
+        """Returns pairs without what the limit cannot keep; raises RequestTooLongError where it must keep all."""
         num_chars = truncation.kept_chars if truncation.cut else truncation.max_chars
         for i, pair in enumerate(pairs):
             longest = max(map(len, pair))

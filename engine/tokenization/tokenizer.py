@@ -140,11 +140,7 @@ class TokenizerPool:
         return await self._jobs.run(lambda gone: self._pairs.encode(pairs, truncation, instruction, gone), num_chars)
 
     async def render_chats(self, conversations: Sequence[Conversation], options: ChatOptions) -> list[str]:
-        """Returns the text that the model's chat template makes of each chat.
-
-        Raises:
-            InvalidRequestError: The model has no chat template, or it does not take the messages.
-        """
+        """Returns the text that the model's chat template makes of each chat; see AsyncEngine.render_chats."""
         renderer = self._renderer()
 
         def work(gone: IsGone) -> list[str]:
@@ -176,11 +172,7 @@ class TokenizerPool:
         return await self._jobs.run(work, sum(map(len, texts)))
 
     async def decode(self, batches: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
-        """Returns the text of each list of ids.
-
-        Raises:
-            InvalidRequestError: An id is outside the vocabulary.
-        """
+        """Returns the text of each list of ids. Raises InvalidRequestError for an id outside the vocabulary."""
         decode, checked = self._tokenizer.backend.decode, self._tokenizer.checked
         return await self._jobs.run(
             lambda _: [decode(checked(ids).tolist(), skip_special_tokens) for ids in batches], sum(map(len, batches))
@@ -195,11 +187,7 @@ class TokenizerPool:
         self._jobs.close()
 
     def _renderer(self) -> ChatRenderer:
-        """Returns what renders chats, which is made for the first of them.
-
-        Raises:
-            InvalidRequestError: The model has no chat template.
-        """
+        """Returns what renders chats, made for the first. Raises InvalidRequestError without a template."""
         if self._chat_template is None:
             raise InvalidRequestError(
                 "The served model has no chat template, so it takes no messages; send the text as input, or add the "

@@ -66,28 +66,25 @@ class Truncation:
             RequestTooLongError: It must not be cut.
         """
         at_least = "" if is_whole else "at least "
-        self._refuse_unless_cut(f"input {index} has {at_least}{num_tokens} tokens", num_tokens)
+        self.refuse_found_unless_cut(f"input {index} has {at_least}{num_tokens} tokens", num_tokens)
 
     def refuse_unread_unless_cut(self, num_chars: int, num_tokens: int, index: int) -> None:
-        """Refuses an input of which not even all was read, unless it is to be cut.
-
-        Args:
-            num_chars: Its characters.
-            num_tokens: Tokens of those that were read.
-            index: Its place in the request.
-
-        Raises:
-            RequestTooLongError: It must not be cut.
-        """
-        self._refuse_unless_cut(
+        """Raises RequestTooLongError unless an input of which only `num_tokens` tokens were read is to be cut."""
+        self.refuse_found_unless_cut(
             f"input {index} has {num_chars} characters, of which {self.max_chars} would be read", num_tokens
         )
 
-    def _refuse_unless_cut(self, what: str, num_tokens: int) -> None:
+    def refuse_found_unless_cut(
+        self,
+        found: str,
+        num_tokens: int,
+        way_out: str = "Please reduce the length of the input prompt, or set {cut_to_fit} to cut it.",
+    ) -> None:
+        """Raises RequestTooLongError unless what is too long is to be cut; see RequestTooLongError.over_limit."""
         if not self.cut:
             raise RequestTooLongError.over_limit(
-                what,
-                "Please reduce the length of the input prompt, or set {cut_to_fit} to cut it.",
+                found,
+                way_out,
                 num_tokens=num_tokens,
                 max_num_tokens=self.max_num_tokens,
                 limit_name=self.name,
@@ -105,13 +102,7 @@ class Truncation:
 
 
 def bounded(text: str, num_chars: int, *, keeps_end: bool) -> str:
-    """Returns at most `num_chars` characters of a text, cut between words where there are any; a shorter one as it is.
-
-    Args:
-        text: The text.
-        num_chars: Characters.
-        keeps_end: Its end is kept; else its beginning.
-    """
+    """Returns `num_chars` characters of a text at most, of its end or beginning, cut between words if there are any."""
     if len(text) <= num_chars:
         return text
     if keeps_end:

@@ -67,7 +67,7 @@ def check_bytes(encoding: Encoding, num_rows: int) -> None:
 def check_encodings(
     encodings: Mapping[str, Encoding], num_rows: int, model: ModelInfo, params: PoolingParams, *, quantized_by: str
 ) -> None:
-    """Checks how a request for embeddings wants them written.
+    """Raises InvalidRequestError where embeddings cannot be written as asked; see `check_bytes` and `check_width`.
 
     Args:
         encodings: See `vectors_response`.
@@ -75,9 +75,6 @@ def check_encodings(
         model: That embeds them.
         params: Of the request.
         quantized_by: Field that asks for integers.
-
-    Raises:
-        InvalidRequestError: See `check_bytes` and `check_width`.
     """
     for encoding in encodings.values():
         check_bytes(encoding, num_rows)

@@ -23,6 +23,7 @@ from penstock.engine.protocol.errors import (
 
 from ..observability.metrics import Metrics
 from ..observability.timing import REQUEST
+from ..schemas.fields.options import RequestBody
 from ..settings import ServerSettings
 from ..wire.request_limits import RequestLimits, limits_of
 from .models import ModelTable
@@ -48,11 +49,7 @@ class ServerContext:
     started_s: int
 
     def check_count(self, inputs: Sized, param: str) -> None:
-        """Checks that a request holds no more inputs than the server takes.
-
-        Raises:
-            InvalidRequestError: It holds more.
-        """
+        """Raises InvalidRequestError if a request holds more inputs than the server takes."""
         limit = self.settings.max_inputs_per_request
         if len(inputs) > limit:
             raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
@@ -65,13 +62,9 @@ class ServerContext:
         *,
         priority: int | None = None,
     ) -> RequestOptions:
-        """Returns the engine options of a request: what its dialect says, and what its headers do.
+        """Returns the engine options of a request: what its dialect says, and what its headers and its time do.
 
-        Args:
-            request: The request; what is left of its time is the engine's.
-            prompt_name: See RequestOptions.
-            instruction: See RequestOptions.
-            priority: From the body, which wins over the header; None where it says nothing.
+        A `priority` of the body wins over that of the header.
 
         Raises:
             InvalidRequestError: A header is wrong.
@@ -91,21 +84,14 @@ class ServerContext:
         )
 
     def embed_options(
-        self, request: Request, model: ModelInfo, *, priority: int | None = None, **wishes: str | None
+        self, request: Request, model: ModelInfo, body: RequestBody, *, priority: int | None = None
     ) -> RequestOptions:
-        """Returns the engine options of a request for embeddings, with the prompt that its dialect asks for.
+        """Returns the engine options of a request for embeddings, with the prompt that its `prompt_fields` ask for.
 
-        Args:
-            request: See `options`.
-            model: Has the prompts; --default-prompt-name serves requests that say nothing.
-            priority: See `options`.
-            wishes: What the body says of a prompt, by the names that `prompt_for` knows.
-
-        Raises:
-            InvalidRequestError: See `prompt_for` and `options`.
-            DeadlineExceededError: See `options`.
+        Requests that say nothing get --default-prompt-name. Raises what `prompt_for` and `options` raise.
         """
         default_name = self.settings.default_prompt_name
+        wishes = {name: getattr(body, name) for name in body.prompt_fields}
         if default_name is None and not any(wishes.values()):
             return self.options(request, priority=priority)
         prompt = prompt_for(model, default_name=default_name, **wishes)

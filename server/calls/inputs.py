@@ -13,11 +13,7 @@ from .context import ServerContext
 
 
 def check_inputs(context: ServerContext, body: InputFields) -> None:
-    """Checks that a request holds something to run, and not too much.
-
-    Raises:
-        InvalidRequestError: It does not.
-    """
+    """Raises InvalidRequestError unless a request holds something to run, and not too much."""
     body.check_given()
     context.check_count(body.input or (), "input")
     if body.messages is not None:
@@ -25,11 +21,7 @@ def check_inputs(context: ServerContext, body: InputFields) -> None:
 
 
 def check_messages(context: ServerContext, body: ChatFields) -> None:
-    """Checks that a request holds no more chats, and a chat no more messages, than the server takes.
-
-    Raises:
-        InvalidRequestError: It holds more.
-    """
+    """Raises InvalidRequestError for more chats, or more messages in a chat, than the server takes."""
     for conversation in body.messages or ():
         context.check_count(conversation, "messages")
     context.check_count(body.messages or (), "messages")
@@ -40,13 +32,7 @@ async def engine_inputs(
 ) -> tuple[list[Text], RequestOptions]:
     """Returns what the engine is to run: the texts of a request, or its chats, rendered; and the options for them.
 
-    Args:
-        engine: Knows the chat template.
-        body: Checked by `check_inputs`.
-        options: Of the request. Chats go without a prompt of the model.
-
-    Raises:
-        InvalidRequestError: The model has no chat template, or cannot render a chat.
+    Chats go without a prompt of the model. Raises what AsyncEngine.render_chats raises.
     """
     if body.messages is None:
         if body.add_special_tokens is False:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from penstock.engine import AsyncEngine, ModelInfo
@@ -101,10 +101,11 @@ class ModelTable:
         return states | {names[0]: EngineState.STARTING for names in self._expected}
 
 
+@dataclass(slots=True, eq=False)
 class Startup:
     """The life of the engines of one application: alive at once, ready when all of them can serve.
 
-    Args:
+    Attributes:
         models: What is to be served, in the order in which it is loaded.
         settings: What the operator asked for.
         table: Gets every engine as soon as it can serve.
@@ -112,23 +113,16 @@ class Startup:
         on_failure: Called with the error of an engine that cannot start; the others are not started any more.
     """
 
-    def __init__(
-        self,
-        models: Sequence[ServedModel],
-        settings: ServerSettings,
-        table: ModelTable,
-        *,
-        on_ready: Callable[[], None],
-        on_failure: Callable[[Exception], None],
-    ) -> None:
-        self._models = models
-        self._settings = settings
-        self._table = table
-        self._on_ready = on_ready
-        self._on_failure = on_failure
-        self._loading: asyncio.Task[None]
-        for model in models:
-            table.expect(model.names)
+    models: Sequence[ServedModel]
+    settings: ServerSettings
+    table: ModelTable
+    on_ready: Callable[[], None]
+    on_failure: Callable[[Exception], None]
+    _loading: asyncio.Task[None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for model in self.models:
+            self.table.expect(model.names)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -142,26 +136,22 @@ class Startup:
                 await asyncio.gather(self._loading, return_exceptions=True)
 
     async def wait(self) -> None:
-        """Waits until all engines can serve, inside `running`.
-
-        Raises:
-            ModelLoadError: One of them cannot.
-        """
+        """Waits, inside `running`, until all engines can serve. Raises the ModelLoadError of one that cannot."""
         await asyncio.shield(self._loading)
 
     async def _load(self, engines: contextlib.AsyncExitStack) -> None:
         try:
-            for model in self._models:
+            for model in self.models:
                 engine = await model.start()
-                engines.push_async_callback(_stop, engine, self._settings.drain_timeout_s)
-                check_prompt_name(self._settings.default_prompt_name, engine.info)
-                self._table.add(model.names, engine)
+                engines.push_async_callback(_stop, engine, self.settings.drain_timeout_s)
+                check_prompt_name(self.settings.default_prompt_name, engine.info)
+                self.table.add(model.names, engine)
                 table = format_table(resolved_table(engine.info))
                 logger.info("%s is ready as %s\n%s", engine.info.name, ", ".join(model.names), table)
         except Exception as error:
-            self._on_failure(error)
+            self.on_failure(error)
             raise
-        self._on_ready()
+        self.on_ready()
 
 
 def check_prompt_name(name: str | None, info: ModelInfo) -> None:

@@ -96,13 +96,8 @@ def prompt_for(
 def find_prompt(info: ModelInfo, purpose: str, *, param: str) -> tuple[str | None, Role]:
     """Returns the name of the model's prompt for a purpose, None where it has none, and the role behind it.
 
-    Args:
-        info: The model.
-        purpose: A word of any dialect, or the name of a prompt.
-        param: The request field that holds it.
-
     Raises:
-        InvalidRequestError: Neither a known purpose nor a prompt of the model.
+        InvalidRequestError: `purpose` is neither known nor a prompt of the model; the message names the field `param`.
     """
     role = _role(purpose)
     if purpose in info.prompts:

@@ -31,10 +31,7 @@ def default_model_folder() -> Path:
 def model_and_names(model: str | None, served_names: tuple[str, ...] = ()) -> tuple[str, tuple[str, ...]]:
     """Returns the model to load and the names under which it is served, the shown one first.
 
-    A local folder is served under its own name and under the path as it was given.
-
-    Raises:
-        UsageError: See `default_model_folder`.
+    A local folder is served under its own name and under the path as it was given. See `default_model_folder`, too.
     """
     if model is None:
         return str(default_model_folder()), served_names or NAMES

@@ -12,9 +12,10 @@ from starlette.routing import Match
 
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
+from ..wire.json_bodies import TEI
 from ..wire.shown_values import shown
 from .table import ERROR_KINDS, engine_error_response, error_response, status_response
-from .tei_errors import tei_engine_error_response, tei_status_response
+from .tei_errors import tei_engine_error_response, tei_status_response, tei_validation_response
 from .validation import explain
 
 TEI_PATHS: Final = frozenset({"/", "/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode"})
@@ -29,8 +30,8 @@ def refusal(path: str, status: int, message: str, headers: Mapping[str, str] | N
 
 
 def engine_refusal(path: str, error: EngineError, request_id: str) -> Response:
-    """Returns the answer to a request that an error of the engine ends from outside of its route."""
-    respond = tei_engine_error_response if path in TEI_PATHS else engine_error_response
+    """Returns the answer to a request that an error of the engine ends."""
+    respond = tei_engine_error_response if path in TEI_PATHS or path == "/info" else engine_error_response
     return respond(error, request_id)
 
 
@@ -38,9 +39,12 @@ def install_error_handlers(app: FastAPI) -> None:
     """Registers the handlers for everything that a route may raise on purpose."""
 
     async def on_engine_error(request: Request, error: Any) -> Response:
-        return engine_error_response(error, request.scope["request_id"])
+        return engine_refusal(request.scope["path"], error, request.scope["request_id"])
 
     async def on_validation_error(request: Request, error: Any) -> Response:
+        # On a path that dialects share the body is tagged with its own.
+        if request.scope["path"] in TEI_PATHS or TEI in error.errors()[0]["loc"]:
+            return tei_validation_response(error)
         message, param = explain(error.errors(), error.body)
         return error_response(ERROR_KINDS[InvalidRequestError], message, param=param)
 

@@ -6,9 +6,9 @@ when to come back.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import orjson
 from fastapi import Request, Response
@@ -17,8 +17,6 @@ from starlette.exceptions import HTTPException
 
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError, RequestTooLongError, UnsupportedTaskError
 
-from ..wire.json_bodies import TEI
-from ..wire.json_route import JsonRoute
 from .table import ERROR_KINDS, ErrorKind, retry_headers, shown_error
 from .validation import explain
 
@@ -41,37 +39,6 @@ async def answered_as_tei(answer: Awaitable[Response], request: Request) -> Resp
         return tei_validation_response(error)
     except HTTPException as error:
         return tei_status_response(error.status_code, str(error.detail), error.headers)
-
-
-class TeiRoute(JsonRoute):
-    """A route of TEI alone, where every error has TEI's shape."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Returns the handler of a JSON route, with its errors answered."""
-        handle = super().get_route_handler()
-
-        async def handle_as_tei(request: Request) -> Response:
-            return await answered_as_tei(handle(request), request)
-
-        return handle_as_tei
-
-
-class SharedRoute(JsonRoute):
-    """A route that other dialects have too: errors in the body have TEI's shape where the body is tagged as TEI's."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Returns the handler of a JSON route, with errors in TEI's bodies answered."""
-        handle = super().get_route_handler()
-
-        async def handle_shared(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except RequestValidationError as error:
-                if TEI not in error.errors()[0]["loc"]:
-                    raise
-                return tei_validation_response(error)
-
-        return handle_shared
 
 
 def tei_engine_error_response(error: EngineError, request_id: str) -> Response:

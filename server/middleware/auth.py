@@ -1,14 +1,29 @@
-"""Who may ask for data: requests that carry an API key. Off without keys; then any Authorization header is ignored."""
+"""Who may ask for data: requests that carry an API key. Off without keys; then any Authorization header is ignored.
+
+The keys are those of the settings, and those of a file that may change while the server runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors.handlers import refusal
-from .api_keys import ApiKeys
+from ..settings import UsageError
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S: Final = 1.0
+"""Seconds between two looks at the file."""
+_Version = tuple[int, int, int]
 
 # Clients probe these without a key (mteb never authenticates GET /v1/models).
 OPEN_PATHS: Final = frozenset(
@@ -58,3 +73,94 @@ def offered_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
             yield rest.strip() if scheme.lower() == b"bearer" else value.strip()
         elif name == b"api-key":
             yield value.strip()
+
+
+class ApiKeys:
+    """Knows keys by salted digests, so that neither a comparison nor an identity tells anything about a key.
+
+    The file holds one key a line; empty lines and lines that begin with # are skipped. It is read again when it has
+    changed. A file that has gone or holds no key any more changes nothing: the log says so, and the last keys stay.
+
+    Args:
+        given: Keys of the settings.
+        file: File with more keys.
+        clock_s: Monotonic time.
+
+    Raises:
+        UsageError: The file cannot be read or holds no key.
+    """
+
+    def __init__(
+        self, given: Sequence[str], file: Path | None = None, *, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._salt = secrets.token_bytes(32)
+        self._given = [self._digest(key.encode()) for key in given]
+        self._file = file
+        self._clock_s = clock_s
+        self._next_look_s = clock_s() + LOOK_EVERY_S
+        self._version: _Version | None = None
+        self._digests = self._given
+        if file is not None:
+            try:
+                self._version = _version(file)
+                self._digests = self._given + self._read(file)
+            except (OSError, ValueError) as error:
+                raise UsageError(f"--api-key-file: {_reason(error, file)}") from error
+
+    @property
+    def are_required(self) -> bool:
+        """Whether requests need a key at all."""
+        return bool(self._digests)
+
+    def client_of(self, offers: Iterable[bytes]) -> str | None:
+        """Returns the identity of the client that offers a key, "" where there is one key only; None if none fits."""
+        self._look()
+        found = None
+        for offer in offers:
+            digest = self._digest(offer)
+            # NOTE: every key is compared with every offer, so that the time does not tell which one matched.
+            for known in self._digests:
+                if hmac.compare_digest(known, digest):
+                    found = known
+        if found is None:
+            return None
+        return found.hex() if len(self._digests) > 1 else ""
+
+    def _look(self) -> None:
+        """Reads the file again if it has changed, at most once in a while."""
+        if self._file is None or (now_s := self._clock_s()) < self._next_look_s:
+            return
+        self._next_look_s = now_s + LOOK_EVERY_S
+        version: _Version | None = None
+        try:
+            version = _version(self._file)
+            if version == self._version:
+                return
+            self._digests = self._given + self._read(self._file)
+        except (OSError, ValueError) as error:
+            if version != self._version or version is None:
+                logger.error("--api-key-file: %s; the keys stay as they were", _reason(error, self._file))
+        else:
+            logger.info("--api-key-file: read again, %d keys are valid", len(self._digests))
+        self._version = version
+
+    def _read(self, file: Path) -> list[bytes]:
+        lines = (line.strip() for line in file.read_text("utf-8-sig").splitlines())
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise ValueError("holds no key")
+        return [self._digest(key.encode()) for key in dict.fromkeys(keys)]
+
+    def _digest(self, key: bytes) -> bytes:
+        return blake2b(key, digest_size=16, key=self._salt).digest()
+
+
+def _version(file: Path) -> _Version:
+    status = file.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _reason(error: OSError | ValueError, file: Path) -> str:
+    if isinstance(error, OSError):
+        return f"{file} cannot be read: {error.strerror}"
+    return f"{file} is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"{file} {error}"

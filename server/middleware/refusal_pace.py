@@ -46,11 +46,9 @@ class RefusalPace:
         self._is_ticking = False
 
     def add(self, release: Callable[[], bool], *, within_s: float = LONGEST_S) -> None:
-        """Calls `release` when its turn has come.
+        """Calls `release`, which returns whether anything went out (a client may have left), when its turn has come.
 
-        Args:
-            release: Returns whether anything went out; a client may have left.
-            within_s: Seconds that it waits at most.
+        It waits for `within_s` seconds at most.
         """
         loop = asyncio.get_running_loop()
         heapq.heappush(self._waiting, _Waiting(loop.time() + min(within_s, LONGEST_S), next(self._numbers), release))
@@ -84,10 +82,6 @@ class RefusalPace:
 
 
 def longest_wait_s(scope: Scope) -> float:
-    """Returns how many seconds a refusal may wait: half of the time after which its client has no use for it.
-
-    Raises:
-        InvalidRequestError: The header that says so is wrong.
-    """
+    """Returns how many seconds a refusal may wait: half of the time after which its client has no use for it."""
     timeout_s = limits_of(scope).timeout_s
     return LONGEST_S if timeout_s is None else timeout_s / 2

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.engine import AsyncEngine
-from penstock.engine.frontend.stats import DispatcherStats, StepHistogram
+from penstock.engine.frontend.stats import StepHistogram
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol.stage_times import Stage
 
@@ -76,17 +76,18 @@ _CACHE_COUNTERS: Final = {
 NamedEngines = Callable[[], Iterable[tuple[AsyncEngine, str]]]
 
 
-class Metrics:
-    """Counters of HTTP requests, and the engines' own figures, read when they are asked for.
+class Metrics(Collector):
+    """Counters of the HTTP side, and the engines' own figures, read when they are asked for.
 
     Args:
         engines: Returns the engines with the name that labels their figures.
     """
 
     def __init__(self, engines: NamedEngines) -> None:
+        self._engines = engines
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._registry.register(_EngineCollector(engines))
+        self._registry.register(self)
         requests = Counter(
             "penstock_http_requests", "Answers by route and status.", ("route", "status"), registry=self._registry
         )
@@ -94,7 +95,6 @@ class Metrics:
         self._requests = cache(requests.labels)
         self._latency: dict[str, StepHistogram] = {}
         self._stages: dict[tuple[str, str], dict[Stage, StepHistogram]] = {}
-        self._registry.register(_RequestCollector(self._latency, self._stages))
         inputs = Counter("penstock_inputs", "Texts, documents or pairs.", ("task",), registry=self._registry)
         tokens = Counter("penstock_tokens", "Tokens of inputs.", ("task",), registry=self._registry)
         self._inputs, self._tokens = cache(inputs.labels), cache(tokens.labels)
@@ -128,23 +128,8 @@ class Metrics:
         """Returns all figures in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-class _RequestCollector(Collector):
-    """Reads the histograms of requests at scrape time. prometheus_client's own cost more than all else here.
-
-    Args:
-        latency: Of whole requests, by route.
-        stages: Of their stages, by route and task.
-    """
-
-    def __init__(
-        self,
-        latency: Mapping[str, StepHistogram],
-        stages: Mapping[tuple[str, str], Mapping[Stage, StepHistogram]],
-    ) -> None:
-        self._latency, self._stages = latency, stages
-
     def collect(self) -> Iterable[Metric]:
+        """Yields what is read at scrape time. prometheus_client's own histograms cost more than all else here."""
         latency = HistogramMetricFamily(
             "penstock_http_request_duration_seconds",
             "Seconds from the head of the request to the end of the answer.",
@@ -162,21 +147,16 @@ class _RequestCollector(Collector):
                 _add(stages, (route, task, stage), histogram)
         yield latency
         yield stages
-
-
-class _EngineCollector(Collector):
-    """Reads AsyncEngine.stats() at scrape time."""
-
-    def __init__(self, engines: NamedEngines) -> None:
-        self._engines = engines
-
-    def collect(self) -> Iterable[Metric]:
         engines = list(self._engines())
         stats = [(engine.stats(), model) for engine, model in engines]
         cache_uses = [(use, model) for s, model in stats if (use := s.cache_use) is not None]
         yield from _families(GaugeMetricFamily, _ENGINE_GAUGES, stats)
         yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, stats)
-        yield from _histograms(stats)
+        for field, (name, text) in _ENGINE_HISTOGRAMS.items():
+            metric = HistogramMetricFamily(name, text, labels=("model",))
+            for figures, model in stats:
+                _add(metric, (model,), getattr(figures, field))
+            yield metric
         yield from _families(GaugeMetricFamily, _CACHE_GAUGES, cache_uses)
         yield from _families(CounterMetricFamily, _CACHE_COUNTERS, cache_uses)
         ready = GaugeMetricFamily("penstock_engine_ready", "1 where the engine can serve.", labels=("model",))
@@ -198,15 +178,6 @@ def _families(
         metric = family(name, text, labels=("model",))
         for values, model in figures:
             metric.add_metric((model,), attrgetter(field)(values))
-        yield metric
-
-
-def _histograms(figures: Sequence[tuple[DispatcherStats, str]]) -> Iterable[Metric]:
-    """Yields one family per histogram of forwards, with one of each model."""
-    for field, (name, text) in _ENGINE_HISTOGRAMS.items():
-        metric = HistogramMetricFamily(name, text, labels=("model",))
-        for stats, model in figures:
-            _add(metric, (model,), getattr(stats, field))
         yield metric
 
 

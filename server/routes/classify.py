@@ -49,7 +49,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     is_embedding = engine.info.kind is ModelKind.EMBEDDING
     options = context.options(request, priority=body.priority)
     if is_embedding:
-        options = context.embed_options(request, engine.info, instruction=body.instruction, priority=body.priority)
+        options = context.embed_options(request, engine.info, body, priority=body.priority)
     with ClientWatch(request):
         texts, options = await engine_inputs(engine, body, options)
         result = await _classes(engine, body, texts, options)

@@ -43,19 +43,13 @@ async def embed_v1(body: CohereEmbedRequest, request: Request) -> Response:
 
 
 async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> Response:
-    """Answers an embed request.
-
-    Args:
-        body: The request.
-        request: For its client and its id.
-        version: Of Cohere's API. "1" knows an answer without types.
-    """
+    """Answers an embed request of a `version` of Cohere's API, of which "1" knows an answer without types."""
     context = context_of(request)
     engine, _ = context.models.find(body.model)
     texts = body.contents()
     context.check_count(texts, "texts" if body.texts is not None else "inputs")
     _check_widths(body, engine.info)
-    options = context.embed_options(request, engine.info, input_type=body.input_type, priority=body.priority)
+    options = context.embed_options(request, engine.info, body, priority=body.priority)
     with ClientWatch(request):
         result = await engine.embed(texts, body.pooling_params(engine.info), options)
     num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)

@@ -26,14 +26,7 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
     check_inputs(context, body)
     params, encoding = body.pooling_params(), body.encoding()
     check_encodings({"embedding": encoding}, body.num_inputs(), engine.info, params, quantized_by="encoding_format")
-    options = context.embed_options(
-        request,
-        engine.info,
-        prompt_name=body.prompt_name,
-        input_type=body.input_type,
-        instruction=body.instruction,
-        priority=body.priority,
-    )
+    options = context.embed_options(request, engine.info, body, priority=body.priority)
     wanted = body.wanted(engine.info)
     tasks = [TASKS[output] for output in wanted]
     with ClientWatch(request):

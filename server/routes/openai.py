@@ -66,23 +66,11 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
 def _checked(
     body: EmbeddingRequest, request: Request, context: ServerContext, engine: AsyncEngine
 ) -> tuple[PoolingParams, Mapping[str, Encoding], RequestOptions]:
-    """Returns what a body asks of pooling, how its answer is written, and the engine's options.
-
-    Raises:
-        InvalidRequestError: The model cannot do what the body asks for.
-    """
+    """Returns what a body asks of pooling, how its answer is written, and the engine's options."""
     check_inputs(context, body)
     params, encodings = body.pooling_params(), body.encodings()
     check_encodings(encodings, body.num_inputs(), engine.info, params, quantized_by=body.quantized_by())
-    options = context.embed_options(
-        request,
-        engine.info,
-        prompt_name=body.prompt_name,
-        input_type=body.input_type,
-        task=body.task,
-        instruction=body.instruction,
-        priority=body.priority,
-    )
+    options = context.embed_options(request, engine.info, body, priority=body.priority)
     if body.prefix is not None:
         options = replace(options, prompt=body.prefix)
     return params, encodings, options

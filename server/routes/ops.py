@@ -7,15 +7,30 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, Field
 
 from penstock.engine.frontend.supervisor import EngineState
 
 from ..calls.context import context_of
-from ..schemas.ops import Health, Version
 from ..wire.json_route import json_response
 from ..wire.version import penstock_version
 
 router = APIRouter(tags=["operations"])
+
+
+class Health(BaseModel):
+    """Whether the server works, and the state of each engine by its shown name."""
+
+    status: str = Field(examples=["ok"])
+    engines: dict[str, str] = Field(examples=[{"all-MiniLM-L6-v2": "ready"}])
+
+
+class Version(BaseModel):
+    """The version of penstock."""
+
+    version: str = Field(examples=["0.1.0"])
+
+
 _UNHEALTHY: Final[dict[int | str, dict[str, Any]]] = {503: {"model": Health, "description": "Not healthy."}}
 
 

@@ -15,17 +15,15 @@ from penstock.engine import PoolingTask
 from ..answers.tei import TEI_HEADERS
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import cut_texts
-from ..errors.tei_errors import SharedRoute, answered_as_tei
+from ..errors.tei_errors import answered_as_tei
 from ..schemas.errors import SHARED_ERROR_RESPONSES
-from ..schemas.fields.options import usage_of
 from ..schemas.rerank import RerankRequest, RerankResponse
-from ..schemas.tei import TeiRerankRequest
-from ..schemas.tei_answers import TeiRank
+from ..schemas.tei import TeiRank, TeiRerankRequest
 from ..wire.json_bodies import OWN, TEI, by_keys
-from ..wire.json_route import answered, json_response
+from ..wire.json_route import JsonRoute, answered, json_response
 from .tei import rerank_texts
 
-router = APIRouter(route_class=SharedRoute, tags=["rerank"], responses=SHARED_ERROR_RESPONSES)
+router = APIRouter(route_class=JsonRoute, tags=["rerank"], responses=SHARED_ERROR_RESPONSES)
 
 RerankBody = Annotated[
     Annotated[RerankRequest, Tag(OWN)] | Annotated[TeiRerankRequest, Tag(TEI)],
@@ -57,15 +55,16 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()]
     version = "2" if request.url.path.startswith("/v2") else "1"
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)
+    head = context.answer_head(request, "rerank", name, PoolingTask.SCORE, result.num_tokens)
     answer: dict[str, Any] = {
-        "id": f"rerank-{request.scope['request_id']}",
-        "model": name,
+        **{key: head[key] for key in ("id", "model", "usage")},
         "results": [_row(body, texts, i, score) for i, score in zip(best.tolist(), result.scores[best], strict=True)],
         "meta": {"api_version": {"version": version}, "billed_units": {"search_units": units}},
-        "usage": usage_of(context.metrics.count(PoolingTask.SCORE, result.num_tokens)),
     }
     if body.is_voyage():
-        answer["data"] = [_voyage_row(row) for row in answer["results"]]
+        answer["data"] = [
+            {**row, "document": row["document"]["text"]} if "document" in row else row for row in answer["results"]
+        ]
     return json_response(answer)
 
 
@@ -77,7 +76,3 @@ def _row(body: RerankRequest, texts: list[str], index: int, score: np.float32) -
         has_text = isinstance(fields.get("text"), str)
         row["document"] = fields if has_text else {**fields, "text": texts[index]}
     return row
-
-
-def _voyage_row(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, "document": row["document"]["text"]} if "document" in row else row

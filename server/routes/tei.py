@@ -17,25 +17,26 @@ from penstock.engine.protocol.model_info import ModelKind
 from ..answers.limits import check_token_values
 from ..answers.tei import TEI_HEADERS, prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
 from ..calls.context import ClientWatch, context_of
-from ..errors.tei_errors import TeiRoute
 from ..schemas.cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
 from ..schemas.errors import TEI_ERROR_RESPONSES
 from ..schemas.tei import (
     TeiEmbedRequest,
+    TeiPrediction,
     TeiPredictRequest,
     TeiRerankRequest,
     TeiSimilarityRequest,
+    TeiSparseValue,
     TeiTokenEmbedRequest,
 )
-from ..schemas.tei_answers import TeiPrediction, TeiSparseValue
 from ..wire.json_bodies import COHERE, TEI, embed_dialect
+from ..wire.json_route import JsonRoute
 from . import cohere
 
 EmbedBody = Annotated[
     Annotated[TeiEmbedRequest, Tag(TEI)] | Annotated[CohereEmbedRequest, Tag(COHERE)],
     Discriminator(embed_dialect),
 ]
-router = APIRouter(route_class=TeiRoute, tags=["tei"], responses=TEI_ERROR_RESPONSES)
+router = APIRouter(route_class=JsonRoute, tags=["tei"], responses=TEI_ERROR_RESPONSES)
 
 
 @router.post(

@@ -12,24 +12,23 @@ from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 
 from ..answers.limits import check_num_chars, check_num_ids
 from ..calls.context import ClientWatch, context_of
-from ..errors.tei_errors import TeiRoute
 from ..schemas.errors import TEI_ERROR_RESPONSES
 from ..schemas.tei import (
     TeiDecodeRequest,
     TeiEmbedRequest,
+    TeiInfo,
     TeiPredictRequest,
     TeiRerankRequest,
     TeiSimilarityRequest,
     TeiTokenEmbedRequest,
     TeiTokenizeRequest,
 )
-from ..schemas.tei_answers import TeiInfo
-from ..wire.json_route import json_response, passed_on
+from ..wire.json_route import JsonRoute, json_response, passed_on
 from ..wire.shown_values import shown
 from ..wire.version import penstock_version
 from .tei import embed, embed_sparse, predict, rerank_texts, similarity
 
-router = APIRouter(route_class=TeiRoute, tags=["tei"], responses=TEI_ERROR_RESPONSES)
+router = APIRouter(route_class=JsonRoute, tags=["tei"], responses=TEI_ERROR_RESPONSES)
 
 _POOLING_NAMES: Final = {"LAST": "last_token"}
 

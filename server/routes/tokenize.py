@@ -12,17 +12,16 @@ from penstock.engine import AsyncEngine
 from ..answers.limits import check_num_chars, check_num_ids
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import check_messages
-from ..errors.tei_errors import SharedRoute, answered_as_tei
+from ..errors.tei_errors import answered_as_tei
 from ..schemas.cohere import CohereTokenizeRequest, CohereTokenizeResponse
 from ..schemas.errors import SHARED_ERROR_RESPONSES
-from ..schemas.tei import TeiTokenizeRequest
-from ..schemas.tei_answers import TeiToken
+from ..schemas.tei import TeiToken, TeiTokenizeRequest
 from ..schemas.vllm import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from ..wire.json_bodies import COHERE, OWN, TEI, by_keys
-from ..wire.json_route import answered, json_response
+from ..wire.json_route import JsonRoute, answered, json_response
 from . import cohere, tei_tools
 
-router = APIRouter(route_class=SharedRoute, tags=["tokenize"], responses=SHARED_ERROR_RESPONSES)
+router = APIRouter(route_class=JsonRoute, tags=["tokenize"], responses=SHARED_ERROR_RESPONSES)
 
 TokenizeBody = Annotated[
     Annotated[TokenizeRequest, Tag(OWN)]

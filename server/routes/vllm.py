@@ -48,13 +48,7 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
     check_bytes(encoding, body.num_inputs())
     options = context.options(request, priority=body.priority)
     if task in _EMBEDS:
-        options = context.embed_options(
-            request,
-            engine.info,
-            prompt_name=body.prompt_name,
-            input_type=body.input_type,
-            priority=body.priority,
-        )
+        options = context.embed_options(request, engine.info, body, priority=body.priority)
     else:
         body.check_prompt(task)
     call = _calls(engine)[task]

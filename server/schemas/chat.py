@@ -19,11 +19,7 @@ Conversations = list[list[dict[str, Any]]]
 
 
 def parse_conversations(value: Any) -> Conversations:
-    """Returns a list of chats for `messages`, which is the messages of one chat, or a list of such lists.
-
-    Raises:
-        ValueError: Anything else; the message names the entry.
-    """
+    """Returns a list of chats for `messages`, which is the messages of one chat, or a list of such lists."""
     if not isinstance(value, list):
         raise ValueError('must be a list of messages {"role": ..., "content": ...}')
     if not value:
@@ -137,11 +133,7 @@ class InputFields(ChatFields):
         return len(self.texts() or self.messages or ())
 
     def check_given(self) -> None:
-        """Checks that there is something to run.
-
-        Raises:
-            InvalidRequestError: Not exactly one of `input` and `messages` is there.
-        """
+        """Raises InvalidRequestError unless exactly one of `input` and `messages` is there."""
         if self.input is not None and self.messages is not None:
             raise InvalidRequestError("Give one of input and messages; the body has both.", param="input")
         if self.input is None and self.messages is None:

@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from penstock.engine import PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..wire.json_schema import exactly_one
+from ..wire.json_schema import documented
 from .chat import InputFields
-from .fields.options import Flag, Listed, PoolingBody, Usage
+from .fields.options import Answer, Flag, ListAnswer, Listed, PoolingBody
 from .fields.passed_keys import let_pass
 from .fields.texts import Text, TextOrTexts
 from .fields.truncation import CohereTruncate, parse_truncate, truncated
-from .rerank import ApiVersion
+from .rerank import VersionMeta
+from .tei import TeiPrediction
 
 MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs: about 20 MB of JSON.
 
@@ -34,23 +35,20 @@ class Example(BaseModel):
 class ClassifyRequest(InputFields, PoolingBody):
     """Body of POST /classify."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one("input", "messages", "inputs"),
+    model_config = documented(
+        {"input": ["I love this.", "I hate it."], "labels": ["praise", "complaint"]},
+        {
+            "inputs": ["Where is my parcel?"],
             "examples": [
-                {"input": ["I love this.", "I hate it."], "labels": ["praise", "complaint"]},
-                {
-                    "inputs": ["Where is my parcel?"],
-                    "examples": [
-                        {"text": "When will it arrive?", "label": "shipping"},
-                        {"text": "I want my money back.", "label": "refund"},
-                    ],
-                },
+                {"text": "When will it arrive?", "label": "shipping"},
+                {"text": "I want my money back.", "label": "refund"},
             ],
-        }
+        },
+        one_of=("input", "messages", "inputs"),
     )
 
     passed_keys: ClassVar = let_pass("vllm", "infinity", "cohere")
+    prompt_fields: ClassVar = ("instruction",)
 
     inputs: TextOrTexts | None = Field(None, description="Texts; the answer is Cohere's.")
     labels: Listed[str] | None = Field(None, description="Classes for an embedding model, as texts (zero-shot).")
@@ -81,11 +79,7 @@ class ClassifyRequest(InputFields, PoolingBody):
         return super().texts() if self.inputs is None else list(self.inputs)
 
     def check_given(self) -> None:
-        """Checks that there is something to classify.
-
-        Raises:
-            InvalidRequestError: Not exactly one of `input`, `messages` and `inputs` is there.
-        """
+        """Raises InvalidRequestError unless exactly one of `input`, `messages` and `inputs` is there."""
         given = [name for name in ("input", "messages", "inputs") if getattr(self, name) is not None]
         if len(given) != 1:
             has = f"both {' and '.join(given)}" if given else "neither"
@@ -137,33 +131,15 @@ class ClassRow(BaseModel):
     num_classes: int
 
 
-class ClassifyResponse(BaseModel):
+class ClassifyResponse(ListAnswer[ClassRow]):
     """vLLM's answer of POST /classify."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[ClassRow]
-    usage: Usage
 
-
-class ClassScore(BaseModel):
-    """One class of an input."""
-
-    score: float
-    label: str
-
-
-class InfinityClassifyResponse(BaseModel):
+class InfinityClassifyResponse(Answer):
     """Infinity's answer of POST /classify: the classes of each input, best first."""
 
-    id: str
     object: Literal["classify"]
-    created: int
-    model: str
-    data: list[list[ClassScore]]
-    usage: Usage
+    data: list[list[TeiPrediction]]
 
 
 class TokenClass(BaseModel):
@@ -184,16 +160,10 @@ class TokenClassRow(BaseModel):
     num_classes: int
 
 
-class TokenClassifyResponse(BaseModel):
+class TokenClassifyResponse(ListAnswer[TokenClassRow]):
     """Answer of POST /classify by a token classifier, such as a named-entity model."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     labels: list[str] = Field(description="Class names in the order of `probs`.")
-    data: list[TokenClassRow]
-    usage: Usage
 
 
 class Confidence(BaseModel):
@@ -221,10 +191,9 @@ class Classifications(BaseModel):
     classifications: int
 
 
-class CohereClassifyMeta(BaseModel):
+class CohereClassifyMeta(VersionMeta):
     """Cohere's meta object."""
 
-    api_version: ApiVersion
     billed_units: Classifications
 
 

@@ -9,20 +9,20 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 
 from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..wire.json_bodies import COHERE
-from ..wire.json_schema import exactly_one
+from ..wire.json_schema import documented
 from .fields.contents import Contents
 from .fields.encodings import EmbeddingTypes
 from .fields.options import PRIORITY, Count, Listed, Priority, RequestBody, Width
 from .fields.passed_keys import let_pass
 from .fields.texts import Texts
 from .fields.truncation import CohereTruncate
-from .rerank import ApiVersion
+from .rerank import VersionMeta
 
 _ENDPOINTS: Final = {
     "embed": (PoolingTask.EMBED,),
@@ -49,15 +49,13 @@ class CohereBody(RequestBody):
 class CohereEmbedRequest(CohereBody):
     """Body of POST /v1/embed and /v2/embed."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one("texts", "inputs"),
-            "examples": [
-                {"texts": ["A gate holds the water."], "input_type": "search_document", "embedding_types": ["float"]},
-                {"texts": ["What holds the water?"], "input_type": "search_query", "embedding_types": ["int8"]},
-            ],
-        }
+    model_config = documented(
+        {"texts": ["A gate holds the water."], "input_type": "search_document", "embedding_types": ["float"]},
+        {"texts": ["What holds the water?"], "input_type": "search_query", "embedding_types": ["int8"]},
+        one_of=("texts", "inputs"),
     )
+
+    prompt_fields: ClassVar = ("input_type",)
 
     texts: Texts | None = Field(None, description="Texts.")
     inputs: Contents | None = Field(None, description="Texts as objects of contents, instead of `texts`.")
@@ -119,10 +117,9 @@ class InputTokens(BaseModel):
     input_tokens: int
 
 
-class CohereEmbedMeta(BaseModel):
+class CohereEmbedMeta(VersionMeta):
     """Cohere's meta object."""
 
-    api_version: ApiVersion
     billed_units: InputTokens
 
 
@@ -137,30 +134,30 @@ class EmbeddingsByType(BaseModel):
     base64: list[str] | None = Field(None, description="Base64 of little-endian float32.")
 
 
-class CohereEmbedByTypeResponse(BaseModel):
+class _EmbedResponse(BaseModel):
+    id: str
+    texts: list[str]
+    meta: CohereEmbedMeta
+
+
+class CohereEmbedByTypeResponse(_EmbedResponse):
     """Answer of POST /v2/embed, and of /v1/embed with `embedding_types`."""
 
     response_type: Literal["embeddings_by_type"]
-    id: str
     embeddings: EmbeddingsByType
-    texts: list[str]
-    meta: CohereEmbedMeta
 
 
-class CohereEmbedFloatsResponse(BaseModel):
+class CohereEmbedFloatsResponse(_EmbedResponse):
     """Answer of POST /v1/embed without `embedding_types`."""
 
     response_type: Literal["embeddings_floats"]
-    id: str
     embeddings: list[list[float]]
-    texts: list[str]
-    meta: CohereEmbedMeta
 
 
 class CohereTokenizeRequest(CohereBody):
     """Body of POST /v1/tokenize."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"text": "A gate holds the water."}]})
+    model_config = documented({"text": "A gate holds the water."})
 
     text: str = Field(description="The text.")
 
@@ -169,15 +166,9 @@ class CohereDetokenizeRequest(CohereBody):
     """Body of POST /v1/detokenize."""
 
     own_names: ClassVar = {"input": "tokens"}
-    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
+    model_config = documented({"tokens": [7592, 2088]})
 
     tokens: Listed[Count] = Field(description="Token ids of the served model.", min_length=1)
-
-
-class VersionMeta(BaseModel):
-    """Cohere's meta object where nothing is billed."""
-
-    api_version: ApiVersion
 
 
 class CohereTokenizeResponse(BaseModel):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from penstock.engine import ModelInfo, PoolingParams, PoolingTask
+from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
 from ..wire.encoding import Encoding
-from ..wire.json_schema import exactly_one
+from ..wire.json_schema import documented
 from .chat import InputFields
 from .fields.encodings import EncodingOptions
-from .fields.options import Flag, Listed, PoolingBody, Usage, Width
+from .fields.options import EmbeddingBody, ListAnswer, Listed
 from .fields.passed_keys import let_pass
 
 Output = Literal["dense", "sparse", "multi_vector"]
@@ -25,31 +25,22 @@ TASKS: Final[dict[Output, PoolingTask]] = {
 }
 
 
-class EncodeRequest(EncodingOptions, InputFields, PoolingBody):
+class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
     """Body of POST /v1/encode."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one("input", "messages"),
-            "examples": [
-                {"input": ["A gate holds the water."]},
-                {"input": ["A dam."], "outputs": ["dense", "multi_vector"], "input_type": "document"},
-            ],
-        }
+    model_config = documented(
+        {"input": ["A gate holds the water."]},
+        {"input": ["A dam."], "outputs": ["dense", "multi_vector"], "input_type": "document"},
+        one_of=("input", "messages"),
     )
 
     passed_keys: ClassVar = let_pass("penstock")
+    prompt_fields: ClassVar = (*EmbeddingBody.prompt_fields, "instruction")
 
     outputs: Listed[Output] | None = Field(
         None,
         min_length=1,
         description="What to answer with, all from one forward. Absent: all that the model was trained to give.",
-    )
-    dimensions: Width | None = Field(None, description="Width of dense and multi_vector (Matryoshka).")
-    normalize: Flag | None = Field(None, description="L2-normalise dense and multi_vector; absent: as the model does.")
-    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
-    input_type: str | None = Field(
-        None, description="What the texts are for, such as `query` or `document`, in the words of any dialect."
     )
     instruction: str | None = Field(None, description="Replaces the instruction of the model's query prompt.")
 
@@ -91,10 +82,6 @@ class EncodeRequest(EncodingOptions, InputFields, PoolingBody):
             )
         return encoding
 
-    def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling."""
-        return super().pooling_params().clone(dimensions=self.dimensions, normalize=self.normalize)
-
 
 class SparseRow(BaseModel):
     """A sparse vector: what is not listed is 0."""
@@ -113,12 +100,5 @@ class EncodeRow(BaseModel):
     multi_vector: list[list[float]] | list[list[int]] | str | None = Field(None, description="A row per token.")
 
 
-class EncodeResponse(BaseModel):
+class EncodeResponse(ListAnswer[EncodeRow]):
     """Answer of POST /v1/encode, in the order of the inputs."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[EncodeRow]
-    usage: Usage

@@ -48,24 +48,18 @@ RETRY_AFTER: Final = {
     }
 }
 
-ERROR_RESPONSES: Final[Responses] = {
-    400: {"model": ErrorBody, "description": "The request is wrong; the message names the field and the value."},
-    404: {"model": ErrorBody, "description": "No such model."},
-    408: {"model": ErrorBody, "description": "The deadline that x-request-timeout set passed."},
-    413: {"model": ErrorBody, "description": "The body is too large."},
-    415: {"model": ErrorBody, "description": "The body is not JSON."},
-    429: {"model": ErrorBody, "description": "The queue is full.", "headers": RETRY_AFTER},
-    500: {"model": ErrorBody, "description": "The server failed; its log has the details under x-request-id."},
-    503: {
-        "model": ErrorBody,
-        "description": "The engine is starting or shutting down, or large bodies fill the memory.",
-        "headers": RETRY_AFTER,
-    },
-    504: {"model": ErrorBody, "description": "The deadline of the server passed."},
-    "default": {"model": ErrorBody, "description": "Any other error."},
+_DESCRIPTIONS: Final[dict[int | str, str]] = {
+    400: "The request is wrong; the message names the field and the value.",
+    404: "No such model.",
+    408: "The deadline that x-request-timeout set passed.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "The queue is full.",
+    500: "The server failed; its log has the details under x-request-id.",
+    503: "The engine is starting or shutting down, or large bodies fill the memory.",
+    504: "The deadline of the server passed.",
+    "default": "Any other error.",
 }
-"""Errors of the routes that read a body."""
-
 _TEI_DESCRIPTIONS: Final[dict[int | str, str]] = {
     400: "The inputs are empty, or the body is not valid JSON.",
     422: "The request is wrong; the message names the field and the value.",
@@ -73,20 +67,18 @@ _TEI_DESCRIPTIONS: Final[dict[int | str, str]] = {
 }
 
 
-def _tei_responses() -> Responses:
-    responses: Responses = {}
-    for status in (*ERROR_RESPONSES, *_TEI_DESCRIPTIONS):
-        response = {**ERROR_RESPONSES.get(status, {}), "model": TeiErrorBody}
-        if status in _TEI_DESCRIPTIONS:
-            response["description"] = _TEI_DESCRIPTIONS[status]
-        responses[status] = response
+def _responses(body: Any, descriptions: dict[int | str, str]) -> Responses:
+    responses: Responses = {status: {"model": body, "description": text} for status, text in descriptions.items()}
+    for status in (429, 503):
+        responses[status]["headers"] = RETRY_AFTER
     return responses
 
 
-TEI_ERROR_RESPONSES: Final = _tei_responses()
+ERROR_RESPONSES: Final = _responses(ErrorBody, _DESCRIPTIONS)
+"""Errors of the routes that read a body."""
+
+TEI_ERROR_RESPONSES: Final = _responses(TeiErrorBody, _DESCRIPTIONS | _TEI_DESCRIPTIONS)
 """Errors of TEI's routes that read a body."""
 
-SHARED_ERROR_RESPONSES: Final[Responses] = TEI_ERROR_RESPONSES | {
-    status: {**response, "model": ErrorBody | TeiErrorBody} for status, response in ERROR_RESPONSES.items()
-}
+SHARED_ERROR_RESPONSES: Final = TEI_ERROR_RESPONSES | _responses(ErrorBody | TeiErrorBody, _DESCRIPTIONS)
 """Errors of a path that TEI and other dialects share: the shape is that of the body's dialect."""

@@ -5,37 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from penstock.engine import PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..wire.json_schema import exactly_one
+from ..wire.json_schema import documented
 from .chat import InputFields
 from .fields.encodings import EmbeddingTypeOptions
-from .fields.options import Count, Flag, PoolingBody, Usage, Width
+from .fields.options import Count, EmbeddingBody, Flag, ListAnswer, Width
 from .fields.passed_keys import let_pass
 from .fields.truncation import Truncate, truncated
 
 
-class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
+class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     """Body of POST /v1/embeddings."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one("input", "messages"),
-            "examples": [
-                {"model": "all-MiniLM-L6-v2", "input": ["A gate holds the water.", "A pipe carries it."]},
-                {"input": "One text is fine too.", "encoding_format": "base64"},
-                {"input": [101, 7592, 2088, 102]},
-                {"input": ["Berlin is a city.", " It lies on the Spree."], "late_chunking": True},
-                {"input": [{"text": "A dam."}], "task": "retrieval.passage", "embedding_type": "ubinary"},
-                {"input": ["A dam."], "input_type": "document", "output_dtype": "int8", "truncation": True},
-            ],
-        }
+    model_config = documented(
+        {"model": "all-MiniLM-L6-v2", "input": ["A gate holds the water.", "A pipe carries it."]},
+        {"input": "One text is fine too.", "encoding_format": "base64"},
+        {"input": [101, 7592, 2088, 102]},
+        {"input": ["Berlin is a city.", " It lies on the Spree."], "late_chunking": True},
+        {"input": [{"text": "A dam."}], "task": "retrieval.passage", "embedding_type": "ubinary"},
+        {"input": ["A dam."], "input_type": "document", "output_dtype": "int8", "truncation": True},
+        one_of=("input", "messages"),
     )
 
     passed_keys: ClassVar = let_pass("openai", "jina", "voyage", "vllm", "infinity")
+    prompt_fields: ClassVar = (*EmbeddingBody.prompt_fields, "task", "instruction")
 
     dimensions: Count | None = Field(
         None,
@@ -46,24 +43,14 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
     )
     modality: Literal["text"] | None = Field(None, description="Infinity's; the served models embed text.")
     output_dimension: Width | None = Field(None, description="Voyage's name of `dimensions`.")
-    normalize: Flag | None = Field(None, description="L2-normalise; absent: as the model does.")
     normalized: Flag | None = Field(None, description="Jina's name of `normalize`.")
     truncate: Truncate | None = Field(
         None,
         description="Cut long inputs to fit: true or false, or 'NONE', 'START' or 'END', the side that is cut away.",
     )
     truncation: Flag | None = Field(None, description="Voyage's name of `truncate`.")
-    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
     prefix: str | None = Field(
         None, description="Text to put before every text in place of the model's prompt, as Open WebUI may send it."
-    )
-    input_type: str | None = Field(
-        None,
-        description=(
-            "What the texts are for: `query`, `document`, `classification`, `clustering` or `similarity`, in the words "
-            "of Voyage, Cohere or Jina, or the name of a prompt of the model. Puts the model's prompt for it before "
-            "every text, where it has one."
-        ),
     )
     task: str | None = Field(None, description="Jina's name of `input_type`, such as `retrieval.query`.")
     instruction: str | None = Field(
@@ -85,11 +72,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
     )
 
     def check_given(self) -> None:
-        """Checks that there is something to embed.
-
-        Raises:
-            InvalidRequestError: Not exactly one of `input` and `messages` is there, or chats that cannot be joined.
-        """
+        """Raises InvalidRequestError for nothing to embed, chats as parts of one text, and two kinds of vectors."""
         super().check_given()
         if self.late_chunking and self.messages is not None:
             raise InvalidRequestError(
@@ -103,11 +86,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, PoolingBody):
             )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling.
-
-        Raises:
-            InvalidRequestError: `dimensions` is 0.
-        """
+        """Returns what the request asks of pooling. Raises InvalidRequestError where `dimensions` is 0."""
         if self.dimensions == 0 and self.modality is None:
             raise InvalidRequestError("dimensions is 0; it must be at least 1.", param="dimensions")
         dimensions = self.output_dimension if self.dimensions is None else self.dimensions or None
@@ -154,26 +133,12 @@ class MultiVectorRow(BaseModel):
     )
 
 
-class MultiVectorResponse(BaseModel):
+class MultiVectorResponse(ListAnswer[MultiVectorRow]):
     """Answer of POST /v1/multi-vector."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[MultiVectorRow]
-    usage: Usage
 
-
-class EmbeddingResponse(BaseModel):
+class EmbeddingResponse(ListAnswer[EmbeddingRow]):
     """Answer of POST /v1/embeddings."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[EmbeddingRow]
-    usage: Usage
 
 
 class ModelCard(BaseModel):

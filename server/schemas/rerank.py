@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engine import PoolingParams
 
+from ..wire.json_schema import documented
 from .fields.contents import Documents, document_texts
 from .fields.options import Count, Flag, FlagOrWord, Listed, PairBody, Usage
 from .fields.passed_keys import let_pass
@@ -21,26 +22,22 @@ from .fields.truncation import truncated
 class RerankRequest(PairBody):
     """Body of POST /rerank, /v1/rerank and /v2/rerank."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "model": "all-MiniLM-L6-v2",
-                    "query": "What holds back the water?",
-                    "documents": ["A gate.", "A song.", {"text": "A dam."}],
-                    "top_n": 2,
-                    "return_documents": True,
-                },
-                {
-                    "query": "Who wrote about water?",
-                    "documents": [
-                        {"title": "Of dams", "author": "A. Lock"},
-                        {"title": "Of songs", "author": "B. Flat"},
-                    ],
-                    "rank_fields": ["author", "title"],
-                },
-            ]
-        }
+    model_config = documented(
+        {
+            "model": "all-MiniLM-L6-v2",
+            "query": "What holds back the water?",
+            "documents": ["A gate.", "A song.", {"text": "A dam."}],
+            "top_n": 2,
+            "return_documents": True,
+        },
+        {
+            "query": "Who wrote about water?",
+            "documents": [
+                {"title": "Of dams", "author": "A. Lock"},
+                {"title": "Of songs", "author": "B. Flat"},
+            ],
+            "rank_fields": ["author", "title"],
+        },
     )
 
     own_names: ClassVar = {"text_1": "query", "text_2": "documents", "input": "documents"}
@@ -71,11 +68,7 @@ class RerankRequest(PairBody):
     )
 
     def texts(self) -> list[str]:
-        """Returns what is to be ranked of each document.
-
-        Raises:
-            InvalidRequestError: A document has no text.
-        """
+        """Returns what is to be ranked of each document; see `document_texts`."""
         return document_texts(self.documents, self.rank_fields)
 
     def pooling_params(self) -> PoolingParams:
@@ -130,10 +123,15 @@ class SearchUnits(BaseModel):
     search_units: int
 
 
-class RerankMeta(BaseModel):
-    """Cohere's meta object."""
+class VersionMeta(BaseModel):
+    """Cohere's meta object where nothing is billed."""
 
     api_version: ApiVersion
+
+
+class RerankMeta(VersionMeta):
+    """Cohere's meta object."""
+
     billed_units: SearchUnits
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..wire import json_schema
-from ..wire.json_schema import exactly_one
+from ..wire.json_schema import documented
 from .fields.contents import content_text
-from .fields.options import PairBody, Usage
+from .fields.options import ListAnswer, PairBody
 from .fields.passed_keys import let_pass
 from .fields.texts import parse_text_or_texts
 
@@ -20,11 +20,7 @@ _PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "it
 
 
 def parse_score_side(value: Any) -> list[str]:
-    """Returns the texts of one side, where vLLM's objects `{"content": [...]}` may stand for texts, too.
-
-    Raises:
-        ValueError: Anything else; the message names the entry.
-    """
+    """Returns the texts of one side, where vLLM's objects `{"content": [...]}` may stand for texts, too."""
     return parse_text_or_texts([_content(entry) for entry in value] if isinstance(value, list) else _content(value))
 
 
@@ -38,14 +34,10 @@ ScoreSide = Annotated[list[str], PlainValidator(parse_score_side), WithJsonSchem
 class ScoreRequest(PairBody):
     """Body of POST /score: one pair of fields, 1 to 1, 1 to N or N to N."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one(*_PAIRS),
-            "examples": [
-                {"text_1": "What holds back the water?", "text_2": ["A gate.", "A song."]},
-                {"queries": ["red", "blue"], "documents": ["a red door", "a blue door"]},
-            ],
-        }
+    model_config = documented(
+        {"text_1": "What holds back the water?", "text_2": ["A gate.", "A song."]},
+        {"queries": ["red", "blue"], "documents": ["a red door", "a blue door"]},
+        one_of=(*_PAIRS,),
     )
 
     passed_keys: ClassVar = let_pass("vllm")
@@ -67,11 +59,7 @@ class ScoreRequest(PairBody):
         return dict(zip(_PAIRS[0], given[0], strict=True)) if len(given) == 1 else {}
 
     def sides(self) -> tuple[str, str]:
-        """Returns the names of the fields that hold the two sides.
-
-        Raises:
-            InvalidRequestError: Not exactly one pair of fields is there.
-        """
+        """Returns the names of the fields of the two sides. Raises InvalidRequestError unless one pair is there."""
         given = self._given()
         if len(given) != 1:
             names = "; ".join(f"{a} and {b}" for a, b in _PAIRS)
@@ -90,12 +78,5 @@ class ScoreRow(BaseModel):
     score: float
 
 
-class ScoreResponse(BaseModel):
+class ScoreResponse(ListAnswer[ScoreRow]):
     """Answer of POST /score, in the order of the pairs."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[ScoreRow]
-    usage: Usage

@@ -1,17 +1,18 @@
 """Text Embeddings Inference (TEI), as its clients and those of the Inference API send and read it.
 
-Answers are bare lists. Options may stand beside the inputs or, as the Inference API has them, in `parameters`.
+Most answers are bare lists. Options may stand beside the inputs or, as the Inference API has them, in `parameters`.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from penstock.engine import PoolingParams
 
 from ..wire.json_bodies import TEI
+from ..wire.json_schema import documented
 from .fields.options import PRIORITY, Count, Flag, Listed, Priority, RequestBody, Width
 from .fields.passed_keys import let_pass
 from .fields.tei_inputs import IdBatches, SequenceInputs, TruncationSide
@@ -61,7 +62,7 @@ class TeiModelBody(TeiBody):
 class TeiTokenEmbedRequest(TeiModelBody):
     """Body of POST /embed_all and /embed_sparse."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": ["A gate holds the water."]}]})
+    model_config = documented({"inputs": ["A gate holds the water."]})
 
     inputs: Inputs = Field(description="A text, a list of texts, the token ids of one text, or a list of such lists.")
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
@@ -70,13 +71,9 @@ class TeiTokenEmbedRequest(TeiModelBody):
 class TeiEmbedRequest(TeiTokenEmbedRequest):
     """Body of POST /embed."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"inputs": ["A gate holds the water.", "A pipe carries it."], "truncate": True},
-                {"inputs": "One text is fine too.", "normalize": False},
-            ]
-        }
+    model_config = documented(
+        {"inputs": ["A gate holds the water.", "A pipe carries it."], "truncate": True},
+        {"inputs": "One text is fine too.", "normalize": False},
     )
 
     normalize: Flag | None = Field(None, description="L2-normalise (default), whatever the model's files say.")
@@ -98,11 +95,7 @@ class TeiSentences(BaseModel):
 class TeiSimilarityRequest(TeiModelBody):
     """Body of POST /similarity."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"inputs": {"source_sentence": "A gate.", "sentences": ["A dam.", "A song."]}}],
-        }
-    )
+    model_config = documented({"inputs": {"source_sentence": "A gate.", "sentences": ["A dam.", "A song."]}})
 
     inputs: TeiSentences
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every sentence.")
@@ -111,13 +104,9 @@ class TeiSimilarityRequest(TeiModelBody):
 class TeiPredictRequest(TeiModelBody):
     """Body of POST /predict."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"inputs": "I love this."},
-                {"inputs": [["I love this."], ["It rains.", "The street is wet."]], "raw_scores": True},
-            ]
-        }
+    model_config = documented(
+        {"inputs": "I love this."},
+        {"inputs": [["I love this."], ["It rains.", "The street is wet."]], "raw_scores": True},
     )
 
     inputs: SequenceInputs = Field(description="A text, a pair [text, text], or a list of [text] and [text, text].")
@@ -141,10 +130,8 @@ class TeiRerankRequest(TeiModelBody):
     """TEI's body of POST /rerank: with `texts` in place of `documents`."""
 
     own_names: ClassVar = {**TeiModelBody.own_names, "input": "texts", "text_1": "query", "text_2": "texts"}
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"query": "What holds back the water?", "texts": ["A gate.", "A song."], "return_text": True}]
-        }
+    model_config = documented(
+        {"query": "What holds back the water?", "texts": ["A gate.", "A song."], "return_text": True}
     )
 
     query: TextOrObject = Field(description="The query.")
@@ -162,7 +149,7 @@ class TeiRerankRequest(TeiModelBody):
 class TeiTokenizeRequest(TeiBody):
     """TEI's body of POST /tokenize."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": "A gate holds the water."}]})
+    model_config = documented({"inputs": "A gate holds the water."})
 
     inputs: TextOrTexts = Field(description="A text or a list of texts.")
     add_special_tokens: Flag | None = Field(None, description="Put the model's special tokens around (default).")
@@ -173,7 +160,80 @@ class TeiDecodeRequest(TeiBody):
     """Body of POST /decode."""
 
     own_names: ClassVar = {"input": "ids"}
-    model_config = ConfigDict(json_schema_extra={"examples": [{"ids": [7, 8, 9]}]})
+    model_config = documented({"ids": [7, 8, 9]})
 
     ids: IdBatches = Field(description="Token ids of the served model, or a list of such lists.")
     skip_special_tokens: Flag | None = Field(None, description="Leave special tokens out (default).")
+
+
+class TeiPrediction(BaseModel):
+    """The score of one class."""
+
+    score: float
+    label: str
+
+
+class TeiRank(BaseModel):
+    """One text's place. Present only on request: `text`."""
+
+    index: int = Field(description="Place of the text in the request.")
+    score: float
+    text: str | None = Field(None, description="With return_text only.")
+
+
+class TeiSparseValue(BaseModel):
+    """One entry of a sparse vector that is not zero."""
+
+    index: int
+    value: float
+
+
+class TeiToken(BaseModel):
+    """A token, and the characters of the text that it stands for."""
+
+    id: int
+    text: str = Field(description="Those characters; of a special token its name.")
+    special: bool = Field(description="Put around the text by the tokenizer.")
+    start: int | None
+    stop: int | None
+
+
+class TeiEmbeddingType(BaseModel):
+    """An embedding model."""
+
+    pooling: str
+
+
+class TeiClassifierType(BaseModel):
+    """A model with classes."""
+
+    id2label: dict[str, str]
+    label2id: dict[str, int]
+
+
+class TeiModelType(BaseModel):
+    """The kind of the model, as the only key."""
+
+    embedding: TeiEmbeddingType | None = None
+    classifier: TeiClassifierType | None = None
+    reranker: TeiClassifierType | None = None
+
+
+class TeiInfo(BaseModel):
+    """Answer of GET /info."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    served_model_name: str
+    model_type: TeiModelType
+    max_concurrent_requests: int = Field(description="Inputs of full length that fit the queue.")
+    max_input_length: int = Field(description="Tokens. Longest input.")
+    max_batch_tokens: int = Field(description="Tokens in one forward.")
+    max_batch_requests: int | None = Field(description="Inputs in one forward.")
+    max_client_batch_size: int = Field(description="Inputs in one request.")
+    auto_truncate: bool = Field(description="Whether over-long inputs are cut where a request does not say.")
+    tokenization_workers: int
+    version: str = Field(description="Of penstock.")
+    sha: str | None
+    docker_label: str | None

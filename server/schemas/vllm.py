@@ -4,33 +4,29 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, Field, JsonValue
 
 from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.templates import ChatOptions
 
-from ..wire.json_schema import exactly_one
+from ..wire.json_schema import documented
 from .chat import ChatFields, InputFields
 from .fields.encodings import EncodingOptions
-from .fields.options import Count, Flag, Listed, PoolingBody, RequestBody, Usage, Width
+from .fields.options import Count, EmbeddingBody, Flag, ListAnswer, Listed, RequestBody
 from .fields.passed_keys import let_pass
 
 _EXAMPLE_CHAT: Final[list[JsonValue]] = [{"role": "user", "content": "What holds back the water?"}]
 
 
-class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
+class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
     """Body of POST /pooling."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one("input", "messages"),
-            "examples": [
-                {"input": ["A gate holds the water."], "task": "token_embed"},
-                {"input": "A gate.", "encoding_format": "base64", "embed_dtype": "float16"},
-                {"messages": _EXAMPLE_CHAT},
-            ],
-        }
+    model_config = documented(
+        {"input": ["A gate holds the water."], "task": "token_embed"},
+        {"input": "A gate.", "encoding_format": "base64", "embed_dtype": "float16"},
+        {"messages": _EXAMPLE_CHAT},
+        one_of=("input", "messages"),
     )
 
     passed_keys: ClassVar = let_pass("vllm")
@@ -41,12 +37,6 @@ class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
             "One vector or one row of class scores for each input, or one for each of its tokens. Absent: the first of "
             "these that the model serves."
         ),
-    )
-    dimensions: Width | None = Field(None, description="Width of embeddings (Matryoshka).")
-    normalize: Flag | None = Field(None, description="L2-normalise embeddings; absent: as the model does.")
-    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
-    input_type: str | None = Field(
-        None, description="What the texts are for, such as `query` or `document`: chooses the model's prompt."
     )
     step_tag_id: Count | None = Field(None, description="STEP pooling: answer with the rows of tokens with this id.")
     returned_token_ids: Listed[Count] | None = Field(None, description="STEP pooling: columns of the scores.")
@@ -59,12 +49,8 @@ class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
         return next((task for task in order if task in tasks), PoolingTask.CLASSIFY)
 
     def check_prompt(self, task: PoolingTask) -> None:
-        """Checks that a task for texts as they are is not asked for with a prompt.
-
-        Raises:
-            InvalidRequestError: It is.
-        """
-        for name in ("prompt_name", "input_type"):
+        """Raises InvalidRequestError where a task for texts as they are is asked for with a prompt."""
+        for name in self.prompt_fields:
             if getattr(self, name):
                 raise InvalidRequestError(
                     f"{name} puts a prompt before texts that are embedded; the task {task.value!r} reads them as they "
@@ -78,8 +64,6 @@ class PoolingRequest(EncodingOptions, InputFields, PoolingBody):
             super()
             .pooling_params()
             .clone(
-                dimensions=self.dimensions,
-                normalize=self.normalize,
                 step_tag_id=self.step_tag_id,
                 returned_token_ids=tuple(self.returned_token_ids) if self.returned_token_ids else None,
             )
@@ -96,28 +80,17 @@ class PoolingRow(BaseModel):
     )
 
 
-class PoolingResponse(BaseModel):
+class PoolingResponse(ListAnswer[PoolingRow]):
     """Answer of POST /pooling, in the order of the inputs."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[PoolingRow]
-    usage: Usage
 
 
 class TokenizeRequest(ChatFields):
     """vLLM's body of POST /tokenize."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            **exactly_one("prompt", "messages"),
-            "examples": [
-                {"prompt": "A gate holds the water.", "return_token_strs": True},
-                {"messages": _EXAMPLE_CHAT, "add_generation_prompt": False},
-            ],
-        }
+    model_config = documented(
+        {"prompt": "A gate holds the water.", "return_token_strs": True},
+        {"messages": _EXAMPLE_CHAT, "add_generation_prompt": False},
+        one_of=("prompt", "messages"),
     )
 
     passed_keys: ClassVar = let_pass("vllm")
@@ -127,11 +100,7 @@ class TokenizeRequest(ChatFields):
     tools: Listed[dict[str, Any]] | None = Field(None, description="Tools for the chat template.")
 
     def check_given(self) -> None:
-        """Checks that there is one text to tokenize.
-
-        Raises:
-            InvalidRequestError: Not exactly one of `prompt` and `messages` is there, or several chats are.
-        """
+        """Raises InvalidRequestError unless there is one text to tokenize: `prompt`, or `messages` of one chat."""
         if (self.prompt is None) == (self.messages is None):
             has = "neither" if self.prompt is None else "both"
             raise InvalidRequestError(
@@ -164,7 +133,7 @@ class TokenizeResponse(BaseModel):
 class DetokenizeRequest(RequestBody):
     """Body of POST /detokenize."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [7592, 2088]}]})
+    model_config = documented({"tokens": [7592, 2088]})
 
     own_names: ClassVar = {"input": "tokens"}
     passed_keys: ClassVar = let_pass("vllm")

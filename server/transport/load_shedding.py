@@ -8,6 +8,7 @@ find fault with is not read: its request, too, is told to come back later.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter, time_ns
 from typing import Final
 
@@ -18,8 +19,7 @@ from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
 from ..calls.models import ModelTable
 from ..errors.handlers import engine_refusal
-from ..middleware.api_keys import ApiKeys
-from ..middleware.auth import offered_keys
+from ..middleware.auth import ApiKeys, offered_keys
 from ..middleware.exchange import RequestIds
 from ..middleware.refusal_pace import RefusalPace, longest_wait_s
 from ..observability.timing import Observer, RequestRecord
@@ -33,56 +33,48 @@ _TOLD_BY_THE_BODY: Final = frozenset({"/rerank", "/invocations"})
 Answer = Callable[[Response], None]
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Refusal:
     """A request that was refused, and its answer, which goes out once.
 
     The answer is written when it goes out: together with others, while what that takes is in the processor's caches.
 
-    Args:
+    Attributes:
         error: Why.
         route: Of the request.
         scope: Of the request.
-        answer: Sends a response.
+        answer: Sends a response; None when that has happened.
         observers: Are told.
         ids: Name the request.
+        began_s: Seconds, of time.perf_counter(). When its head was read.
+        began_ns: Nanoseconds since 1970 of the same moment.
     """
 
-    __slots__ = ("_answer", "_began_ns", "_began_s", "_error", "_ids", "_observers", "_route", "_scope")
-
-    def __init__(
-        self,
-        error: EngineError,
-        route: JsonRoute,
-        scope: Scope,
-        *,
-        answer: Answer,
-        observers: Sequence[Observer],
-        ids: RequestIds,
-    ) -> None:
-        self._error = error
-        self._route = route
-        self._scope = scope
-        self._answer: Answer | None = answer
-        self._observers = observers
-        self._ids = ids
-        self._began_s, self._began_ns = perf_counter(), time_ns()
+    error: EngineError
+    route: JsonRoute
+    scope: Scope
+    answer: Answer | None
+    observers: Sequence[Observer]
+    ids: RequestIds
+    began_s: float = field(default_factory=perf_counter)
+    began_ns: int = field(default_factory=time_ns)
 
     def send(self) -> bool:
         """Sends it, unless that has happened; returns whether it did. Then it holds nothing of the request any more."""
-        answer, scope = self._answer, self._scope
+        answer, scope = self.answer, self.scope
         if answer is None:
             return False
-        self._answer, self._scope = None, {}
-        name, path = self._ids.of(scope["headers"]), self._route.path
+        self.answer, self.scope = None, {}
+        name, path = self.ids.of(scope["headers"]), self.route.path
         request_id = name.decode("ascii")
-        known = {"method": "POST", "path": path, "route": self._route, "request_id": request_id}
-        record = RequestRecord({**scope, **known}, self._began_s, self._began_ns)
-        response = engine_refusal(path, self._error, request_id)
+        known = {"method": "POST", "path": path, "route": self.route, "request_id": request_id}
+        record = RequestRecord({**scope, **known}, self.began_s, self.began_ns)
+        response = engine_refusal(path, self.error, request_id)
         response.raw_headers.append((b"x-request-id", name))
         record.begin_answer(response.status_code)
         answer(response)
         record.end()
-        for observe in self._observers:
+        for observe in self.observers:
             observe(record)
         return True
 
@@ -153,9 +145,9 @@ class LoadShedder:
             engine.check_room(client)
         except EngineError as error:
             refusal = Refusal(
-                error.with_traceback(None),  # it would hold this frame, and with it the refusal, in a cycle
-                route,
-                scope,
+                error=error.with_traceback(None),  # it would hold this frame, and with it the refusal, in a cycle
+                route=route,
+                scope=scope,
                 answer=answer,
                 observers=self._observers,
                 ids=self._ids,

@@ -46,11 +46,7 @@ class JsonBody(BaseModel):
         return self.own_names
 
     def check_keys(self) -> None:
-        """Checks the keys that are no field. Only bodies that have some need it.
-
-        Raises:
-            RequestValidationError: One of them is neither null nor let pass.
-        """
+        """Raises RequestValidationError for keys that are no field, neither null nor let pass. Others need not ask."""
         errors = [
             {"type": "unknown_key", "loc": ("body", self.tag, shown_names((name,))), "msg": self._told(name)}
             for name, value in (self.model_extra or {}).items()
@@ -83,11 +79,7 @@ Body = TypeVar("Body", bound=JsonBody)
 
 
 def parsed(schema: type[Body], body: object) -> Body:
-    """Returns a body by `schema`.
-
-    Raises:
-        RequestValidationError: See `invalid_body` and `JsonBody.check_keys`.
-    """
+    """Returns a body by `schema`. Raises RequestValidationError; see `invalid_body` and `JsonBody.check_keys`."""
     try:
         checked = schema.model_validate(body)
     except ValidationError as error:

@@ -67,11 +67,7 @@ async def answered(answer: Endpoint, body: JsonBody, request: Request) -> Respon
 
 
 async def passed_on(answer: Endpoint, schema: type[JsonBody], body: dict[str, Any], request: Request) -> Response:
-    """Returns the answer of another route, whose bodies have this schema, to a body without one.
-
-    Raises:
-        RequestValidationError: See `parsed`.
-    """
+    """Returns the answer of another route, whose bodies have this schema, to a body without one; see `parsed`."""
     return await answered(answer, parsed(schema, body), request)
 
 

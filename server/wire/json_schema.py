@@ -1,10 +1,11 @@
-"""JSON Schema of what the parsers of this folder take, which pydantic cannot read off them."""
+"""JSON Schema of what the parsers of bodies take, which pydantic cannot read off them, and examples of bodies."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
-from pydantic import JsonValue
+from pydantic import ConfigDict, JsonValue
 
 JsonSchema = dict[str, JsonValue]
 
@@ -63,14 +64,18 @@ _CHAT: Final = list_of(
 CHATS: Final = one_of(_CHAT, list_of(_CHAT))
 
 
-def exactly_one(*choices: str | tuple[str, ...]) -> JsonSchema:
-    """Returns the rule that a body has exactly one of these fields, or groups of fields. Null counts as absent.
+def documented(*examples: JsonSchema, one_of: Sequence[str | tuple[str, ...]] = ()) -> ConfigDict:
+    """Returns what the document shows of a body beside its fields.
 
-    It stands in `allOf`: generators of clients take a bare `oneOf` for other types in place of the body's fields.
+    Args:
+        examples: Bodies.
+        one_of: Fields, or groups of fields, of which a body has exactly one. Null counts as absent.
     """
-    groups = [(choice,) if isinstance(choice, str) else choice for choice in choices]
+    groups = [(choice,) if isinstance(choice, str) else choice for choice in one_of]
     rules: list[JsonValue] = [{"required": [*group], "properties": dict.fromkeys(group, _NOT_NULL)} for group in groups]
-    return {"allOf": [{"oneOf": rules}]}
+    # In `allOf`: generators of clients take a bare `oneOf` for other types in place of the body's fields.
+    rule: JsonSchema = {"allOf": [{"oneOf": rules}]} if rules else {}
+    return ConfigDict(json_schema_extra={**rule, "examples": [*examples]})
 
 
 _NOT_NULL: Final[dict[str, Any]] = {"not": {"type": "null"}}

@@ -32,10 +32,7 @@ def quantize(rows: NDArray[np.float32], kind: Quantization, *, param: str = "emb
     Args:
         rows: [N, D] float32; need not be normalised.
         kind: The type.
-        param: Name of the request field that asked for it.
-
-    Raises:
-        InvalidRequestError: See `check_width`.
+        param: Name of the request field that asked for it; see `check_width`.
     """
     check_width(rows.shape[1], kind, param=param)
     if kind in ("binary", "ubinary"):

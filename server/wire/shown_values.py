@@ -26,9 +26,6 @@ def shown(value: object) -> str:
 
 def shown_names(names: Collection[str]) -> str:
     """Returns names of fields, as many as a reader wants; "nothing" for none."""
-    first = [_shown_name(name) for name in itertools.islice(names, MAX_NAMES)]
+    few = itertools.islice(names, MAX_NAMES)
+    first = [name if len(name) <= MAX_CHARS else name[:MAX_CHARS] + "..." for name in few]
     return ", ".join(first if len(names) <= MAX_NAMES else [*first, "..."]) or "nothing"
-
-
-def _shown_name(name: str) -> str:
-    return name if len(name) <= MAX_CHARS else name[:MAX_CHARS] + "..."

@@ -148,6 +148,12 @@ class ParquetRows(InputFile):
                     yield Row(number, text, record)
 
 
+def blocks(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
+    """Yields the rows in lists of `size`, of which the last one may be shorter."""
+    while block := list(itertools.islice(rows, size)):
+        yield block
+
+
 def open_input(path: Path, field: str) -> InputFile:
     """Returns the input for a file, by its suffix.
 

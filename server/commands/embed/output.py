@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ import orjson
 from numpy.typing import NDArray
 
 from ...settings import CommandError, UsageError
-from .input import InputFile, ParquetRows, Row, require_pyarrow
+from .input import InputFile, ParquetRows, blocks, require_pyarrow
 
 Vectors = NDArray[np.float32]
 Writer = Callable[[Path, InputFile, Vectors], None]
@@ -101,7 +101,7 @@ def write_parquet(path: Path, source: InputFile, vectors: Vectors) -> None:
     kept = _parquet_schema(source)
     column = pa.field(COLUMN, pa.list_(pa.float32(), vectors.shape[1]))
     with parquet.ParquetWriter(path, kept.append(column)) as writer:
-        for start, rows in zip(itertools.count(0, ROWS_AT_ONCE), _blocks(source), strict=False):
+        for start, rows in zip(itertools.count(0, ROWS_AT_ONCE), blocks(source.rows(), ROWS_AT_ONCE), strict=False):
             block = np.ascontiguousarray(vectors[start : start + len(rows)])
             table = pa.Table.from_pylist([row.record for row in rows], schema=kept)
             values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), vectors.shape[1])
@@ -116,9 +116,3 @@ def _parquet_schema(source: InputFile) -> Any:
         return pa.schema([pa.field(source.field, pa.string())])
     schema = parquet.read_schema(source.path)
     return pa.schema([field for field in schema if field.name != COLUMN], schema.metadata)
-
-
-def _blocks(source: InputFile) -> Iterator[list[Row]]:
-    rows = source.rows()
-    while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
-        yield block

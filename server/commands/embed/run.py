@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import itertools
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +20,7 @@ from penstock.engine.protocol.errors import EngineError, InvalidRequestError, Re
 
 from ...settings import CommandError, EmbedSettings, UsageError
 from ..flags import flag_of
-from .input import BadRowError, InputFile, Row, open_input
+from .input import BadRowError, InputFile, Row, blocks, open_input
 from .journal import Journal
 from .output import Writer, write_output, writer_for
 
@@ -67,7 +65,8 @@ async def _run(source: InputFile, output: Path, write: Writer, settings: EmbedSe
     engine = await AsyncEngine.start(config, log_level=log_level, log_format=settings.log_format)
     try:
         _check_options(settings, engine.info)
-        identity = {"input": source.digest(), "model": _model_digest(engine.info), **_options(settings)}
+        options = {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
+        identity = {"input": source.digest(), "model": _model_digest(engine.info), **options}
         with Journal(output, identity) as journal:
             with tqdm(total=num_rows, initial=journal.num_rows, unit=" rows", dynamic_ncols=True) as progress:
                 await _embed_rows(engine, source, journal, progress, settings)
@@ -92,7 +91,7 @@ async def _embed_rows(
             raise error
 
     try:
-        for block in _blocks(source.rows_from(journal.num_rows), max(settings.batch_size // 2, 1)):
+        for block in blocks(source.rows_from(journal.num_rows), max(settings.batch_size // 2, 1)):
             in_flight.append(asyncio.create_task(_embed_block(engine, source, block, settings)))
             if len(in_flight) == 2:
                 await commit_oldest()
@@ -143,16 +142,6 @@ def _reason(error: InvalidRequestError) -> str:
     if isinstance(error, RequestTooLongError):
         return f"{error.num_tokens} tokens; the model takes {error.max_num_tokens}; --auto-truncate cuts such texts"
     return error.message
-
-
-def _blocks(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
-    while block := list(itertools.islice(rows, size)):
-        yield block
-
-
-def _options(settings: EmbedSettings) -> dict[str, Any]:
-    """Returns the options that decide the rows."""
-    return {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
 
 
 def _model_digest(info: ModelInfo) -> str:

@@ -1,4 +1,7 @@
-"""Texts inside objects: entries of contents, and documents whose fields are to be ranked."""
+"""Texts inside objects: entries of contents, and documents whose fields are to be ranked.
+
+Every parser raises ValueError for anything else than it returns; the message names the entry.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,7 @@ Document = str | dict[str, Any]
 
 
 def content_text(content: Any) -> str:
-    """Returns the text of `content`: a text, or a list of parts `{"type": "text", "text": ...}` as its lines.
-
-    Raises:
-        ValueError: Anything else; the message says what.
-    """
+    """Returns the text of `content`: a text, or a list of parts `{"type": "text", "text": ...}` as its lines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -38,11 +37,7 @@ def content_text(content: Any) -> str:
 
 
 def parse_contents(value: Any) -> list[str]:
-    """Returns the text of each entry of a list of objects with `content`.
-
-    Raises:
-        ValueError: Anything else; the message names the entry.
-    """
+    """Returns the text of each entry of a list of objects with `content`."""
     if not isinstance(value, list) or not value:
         raise ValueError('must be a list of objects {"content": [...]} and not empty; texts takes plain texts')
     texts: list[str] = []
@@ -55,11 +50,7 @@ def parse_contents(value: Any) -> list[str]:
 
 
 def parse_documents(value: Any) -> list[Document]:
-    """Returns a list of texts and objects as it is.
-
-    Raises:
-        ValueError: The list is empty or an entry is something else; the message names it.
-    """
+    """Returns a list of texts and objects as it is."""
     if not isinstance(value, list):
         raise ValueError(f"must be a list of texts or objects, not {shown(value)}")
     if not value:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field
 
@@ -15,12 +15,7 @@ from .options import Listed
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
-QUANTIZATIONS: Final[dict[str, Quantization]] = {
-    "int8": "int8",
-    "uint8": "uint8",
-    "binary": "binary",
-    "ubinary": "ubinary",
-}
+QUANTIZATIONS: Final[dict[str, Quantization]] = {kind: kind for kind in get_args(Quantization)}
 
 
 def _listed(value: Any) -> Any:
@@ -64,11 +59,7 @@ class EncodingOptions(BaseModel):
         return self._quantized(base, QUANTIZATIONS.get(asked), "encoding_format")
 
     def encodings(self) -> dict[str, Encoding]:
-        """Returns how the request wants its vectors, one way or several by name.
-
-        Raises:
-            InvalidRequestError: Fields that contradict each other.
-        """
+        """Returns how the request wants its vectors, one way or several by name; see `encoding`."""
         return {"embedding": self.encoding()}
 
     def quantized_by(self) -> str:

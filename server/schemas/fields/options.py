@@ -5,15 +5,9 @@ Clients send null for an option that they leave out: null means absent everywher
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    Field,
-    StrictBool,
-    WithJsonSchema,
-)
+from pydantic import BaseModel, BeforeValidator, Field, StrictBool, WithJsonSchema
 
 from penstock.engine import PoolingParams
 
@@ -59,7 +53,10 @@ class RequestBody(JsonBody):
 
     Attributes:
         model: Served name; the default model where it is absent or empty.
+        prompt_fields: Those of its fields that say which prompt its texts want, by the names that `prompt_for` knows.
     """
+
+    prompt_fields: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = Field(None, description="Served name; absent: the default model.")
 
@@ -84,6 +81,30 @@ class PoolingBody(RequestBody):
             truncation_side=self.truncation_side,
             use_activation=self.use_activation,
         )
+
+
+class EmbeddingBody(PoolingBody):
+    """Options of the routes that embed, as vLLM names them."""
+
+    prompt_fields: ClassVar[tuple[str, ...]] = ("prompt_name", "input_type")
+
+    dimensions: Width | None = Field(None, description="Width of the vectors, but for sparse ones (Matryoshka).")
+    normalize: Flag | None = Field(
+        None, description="L2-normalise the vectors, but for sparse ones; absent: as the model does."
+    )
+    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
+    input_type: str | None = Field(
+        None,
+        description=(
+            "What the texts are for: `query`, `document`, `classification`, `clustering` or `similarity`, in the words "
+            "of Voyage, Cohere or Jina, or the name of a prompt of the model. Puts the model's prompt for it before "
+            "every text, where it has one."
+        ),
+    )
+
+    def pooling_params(self) -> PoolingParams:
+        """Returns what the request asks of pooling."""
+        return super().pooling_params().clone(dimensions=self.dimensions, normalize=self.normalize)
 
 
 InstructionKwargs = dict[Literal["instruction"], str | None]
@@ -127,6 +148,17 @@ class Usage(BaseModel):
     total_tokens: int = Field(examples=[12])
 
 
-def usage_of(num_tokens: int) -> dict[str, int]:
-    """Returns the `usage` object of a response."""
-    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+class Answer(BaseModel):
+    """What answers in OpenAI's shape hold beside their rows."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class ListAnswer(Answer, Generic[Entry]):
+    """An answer in OpenAI's shape, with a row for each input, in their order."""
+
+    object: Literal["list"]
+    data: list[Entry]

@@ -1,4 +1,4 @@
-"""Forms of the inputs that TEI alone takes."""
+"""Forms of the inputs that TEI alone takes; what is none of them is a ValueError that names the entry."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ class Sequences(NamedTuple):
 
 
 def parse_sequences(value: Any) -> Sequences:
-    """Returns the texts and pairs of TEI's `inputs`: a text, a pair [text, text], or a list of [text] and pairs.
-
-    Raises:
-        ValueError: Anything else; the message names the entry.
-    """
+    """Returns the texts and pairs of TEI's `inputs`: a text, a pair [text, text], or a list of [text] and pairs."""
     entries = [value] if isinstance(value, str) else value
     if not isinstance(entries, list) or not entries:
         raise ValueError("must be a text, a pair [text, text], or a list of [text] and [text, text], and not empty")
@@ -61,11 +57,7 @@ TruncationSide = Annotated[
 
 
 def parse_batches(value: Any) -> list[list[int]]:
-    """Returns the lists of token ids of `ids`, which may be one list.
-
-    Raises:
-        ValueError: Anything else.
-    """
+    """Returns the lists of token ids of `ids`, which may be one list."""
     batches = [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
     if not isinstance(batches, list) or not batches:
         raise ValueError("must be a list of token ids, or a list of such lists, and not empty")

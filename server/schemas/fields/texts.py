@@ -1,4 +1,7 @@
-"""Texts and token ids in bodies, in the forms that several dialects send."""
+"""Texts and token ids in bodies, in the forms that several dialects send.
+
+Every parser raises ValueError for anything else than it returns; the message names the entry.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,6 @@ def parse_inputs(value: Any) -> list[Text]:
     """Returns one entry per input for the four forms of OpenAI's `input`: str, [str], [int] and [[int]].
 
     A flat list of ids is one input. Texts, Jina's objects `{"text": ...}` and lists of ids may be mixed in one list.
-
-    Raises:
-        ValueError: Anything else; the message names the entry.
     """
     if isinstance(value, str):
         return [value]
@@ -79,11 +79,7 @@ def parse_text(value: Any) -> Any:
 
 
 def parse_texts(value: Any) -> list[str]:
-    """Returns the texts of a list whose entries are strings or `{"text": ...}`.
-
-    Raises:
-        ValueError: The list is empty or an entry is something else; the message names it.
-    """
+    """Returns the texts of a list whose entries are strings or `{"text": ...}`."""
     if not isinstance(value, list):
         raise ValueError(f"must be a list of texts, not {_kind(value)}")
     if not value:
@@ -97,11 +93,7 @@ def parse_texts(value: Any) -> list[str]:
 
 
 def parse_text_or_texts(value: Any) -> list[str]:
-    """Returns the texts of a text, `{"text": ...}`, or a list of them.
-
-    Raises:
-        ValueError: Anything else; the message names the entry.
-    """
+    """Returns the texts of a text, `{"text": ...}`, or a list of them."""
     text = parse_text(value)
     return [text] if isinstance(text, str) else parse_texts(value)
 

@@ -75,7 +75,7 @@ def test_the_request_decides_before_the_server(params: PoolingParams, auto_trunc
     config = EngineConfig(model="/tiny", auto_truncate=auto_truncate)
     encoder = InputEncoder(INFO, cast("TokenizerPool", Tokenizer()), config)
     assert encoder._truncation(params, param="input").cut is cut
-    assert encoder.late_chunking(params.clone(task=PoolingTask.TOKEN_EMBED)).cut is cut
+    assert encoder.late_chunking(params.clone(task=PoolingTask.TOKEN_EMBED)).truncation.cut is cut
 
 
 def test_every_refusal_names_it() -> None:

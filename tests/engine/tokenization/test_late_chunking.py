@@ -21,6 +21,7 @@ from penstock.engine.protocol.pooler_config import PoolerConfig
 from penstock.engine.protocol.tasks import PoolingType
 from penstock.engine.tokenization.late_chunking import LateChunking, verify_late_chunking
 from penstock.engine.tokenization.special_tokens import SpecialTokens
+from penstock.engine.tokenization.truncation import Truncation
 
 PARAMS = PoolingParams()
 CHUNKS = ["Berlin is the capital of Germany.", "The city has 3.85 million people.", "It lies on the Spree."]
@@ -34,7 +35,9 @@ SIZE = 64
 
 def late(**changes: Any) -> LateChunking:
     special = SpecialTokens(np.array([CLS], np.int32), np.array([SEP], np.int32))
-    defaults = {"special": special, "include_prompt": True, "max_num_tokens": 12, "cut": False, "cuts_left": False}
+    limits = {name: changes.pop(name) for name in ("max_num_tokens", "cut", "name") if name in changes}
+    truncation = Truncation(**{"max_num_tokens": 12, **limits})
+    defaults = {"special": special, "include_prompt": True, "truncation": truncation, "cuts_left": False}
     return LateChunking(**{**defaults, **changes})
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.middleware.api_keys import LOOK_EVERY_S, ApiKeys
+from penstock.server.middleware.auth import LOOK_EVERY_S, ApiKeys
 from penstock.server.settings import UsageError
 
 BODY = {"input": "a"}
