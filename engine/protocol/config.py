@@ -82,11 +82,11 @@ class ChunkedPrefillConfig:
         check_least(self, 0, "threshold", "max_retries", "ageing_s", "token_s")
 
     def sized(self, chunk_size: int, memory_pressure: float) -> int:
-        """Returns the tokens of a chunk when so much of the memory is taken, in steps of the smallest chunk.
+        """Returns the tokens of a chunk under a memory pressure, in steps of the smallest chunk.
 
         Args:
             chunk_size: Tokens of a chunk while memory is free.
-            memory_pressure: Share of the memory that is taken, 0 to 1.
+            memory_pressure: Share of a full chunk for which there is no memory, 0 to 1.
 
         Raises:
             InvalidRequestError: An argument is out of range.

@@ -82,7 +82,7 @@ class ChunkQueue(Generic[R]):
 
         Args:
             max_tokens: Tokens that there is room for.
-            memory_pressure: Share of the memory that is taken, 0 to 1; chunks are the smaller, the higher it is.
+            memory_pressure: Share of a full chunk for which there is no memory, 0 to 1.
 
         Returns:
             The chunk, or None where none may run or the next needs more room: but for the end of a prompt, chunks are

@@ -73,7 +73,7 @@ class ChunkedPrefillManager(ChunkQueue[R]):
             prompt_tokens: Token ids, which are not copied, or their number.
             priority: A ChunkPriority or any other level; lower goes first.
             chunk_size: Tokens of a chunk while memory is free; None takes the config's.
-            memory_pressure: Share of the memory that is taken, 0 to 1.
+            memory_pressure: Share of a full chunk for which there is no memory, 0 to 1.
             arrival_s: Seconds. Time of its arrival by the manager's clock; None takes now.
 
         Raises:

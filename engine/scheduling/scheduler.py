@@ -56,7 +56,7 @@ class Scheduler:
         prefill: The long ones that have, and their chunks.
         pace: Learns from the time of each forward.
         token_budget: Tokens of a batch now.
-        memory_pressure: Share of the memory that was taken when chunks were last cut, 0 to 1.
+        memory_pressure: Share of a full chunk for which there was no memory when chunks were last cut, 0 to 1.
     """
 
     def __init__(

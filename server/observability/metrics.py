@@ -44,7 +44,7 @@ _CACHE_GAUGES: Final = {
     "usage": ("penstock_engine_cache_usage", "Share of the memory for inputs in chunks that is held, 0 to 1."),
     "memory_pressure": (
         "penstock_engine_memory_pressure",
-        "Share of the memory that was taken when chunks were last cut, 0 to 1: chunks are the smaller, the higher.",
+        "Share of a full chunk for which there was no memory when chunks were last cut, 0 to 1.",
     ),
     "chunk_tokens": ("penstock_engine_chunk_size_tokens", "Tokens of the largest chunk of the last forward."),
     "chunks.num_requests": ("penstock_engine_chunked_inputs", "Long inputs that have started and not ended."),

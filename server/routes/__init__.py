@@ -1,1 +1,1 @@
-"""One router per dialect."""
+"""One router per dialect, or per task where dialects share a path."""

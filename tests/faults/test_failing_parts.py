@@ -58,7 +58,7 @@ async def test_a_tokenizer_that_raises(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     async with serving_folder(minilm_folder) as (client, engine):
-        encoder = engine._tokenizer._texts
+        encoder = engine._tokenizer._tokenizer
         encode = encoder.encode
 
         def fail_on_secret(inputs: Any, *arguments: Any) -> Any:
