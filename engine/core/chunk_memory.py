@@ -21,7 +21,7 @@ _NO_BLOCKS: Final = np.zeros(0, np.int64)
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """What a sequence takes from one chunk to the next, apart from its blocks and slot. Lives in `Sequence.kept`.
+    """What a sequence takes from one chunk to the next, apart from its blocks and slot. Lives in `QueuedSequence.kept`.
 
     Attributes:
         pooling: State of its pooling.

@@ -9,14 +9,13 @@ from typing import Final
 from ..protocol.config import ChunkedPrefillConfig, EngineConfig
 from ..protocol.model_info import KV_CACHE_SOURCE, ModelInfo
 from ..scheduling import Scheduler
+from ..scheduling.scheduler import LEAST_SHARE
 from ..sequence_pool import Allocator
 
 logger = logging.getLogger("penstock.engine")
 
 _LEAST_CHUNK: Final = 16
 """Tokens. Chunks are not made smaller where memory runs short: a forward has a cost of its own."""
-_LEAST_SHARE: Final = 32
-"""The smallest chunk is no more than the budget over this, so that there is always room for it."""
 _MAX_RETRIES: Final = 8
 """Failures in a row for want of memory that a chunk may have: each time it comes back about half as long."""
 
@@ -48,7 +47,7 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, allocator: Allocator) 
     prefill = ChunkedPrefillConfig(
         chunk_size=chunk_size or budget,
         threshold=None if is_cut else info.max_model_len,
-        min_chunk_size=max(min(_LEAST_CHUNK, budget // _LEAST_SHARE), 1),
+        min_chunk_size=max(min(_LEAST_CHUNK, budget // LEAST_SHARE), 1),  # there is always room for it
         is_dynamic=chunk_size is None,
         token_s=limits.max_wait_s / budget,
         max_retries=_MAX_RETRIES,

@@ -146,9 +146,7 @@ class ModelRunner:
             starts = [chunk.start for chunk in chunks]
             batch = PackedBatch.build([c.tokens for c in chunks], self._device, starts=starts, cache=cache)
             states = [None if s.kept is None else kept_of(s).pooling for s in sequences]
-            metadata = PoolingMetadata.for_batch(
-                batch, params, prompt_lens=[s.num_tokens for s in sequences], states=states
-            )
+            metadata = PoolingMetadata.for_batch(batch, params, states=states)
         if any(s.prompt.query is not None for s in sequences):
             metadata.queries = [s.prompt.query for s in sequences]
         chunk_tokens = sum(c.num_tokens for c in chunks if c.sequence.is_long)

@@ -25,7 +25,7 @@ from .waiting import WaitingQueue, in_running_order
 
 _WINDOW: Final = 4
 """Batches. Likes in length are looked for among the tokens of so many, and the sequences of half as many."""
-_LEAST_SHARE: Final = 32
+LEAST_SHARE: Final = 32
 """The budget is never lowered to less than its original size over this, where sequences can run in chunks."""
 _GOOD_STEPS: Final = 32
 """Forwards after which a budget that was lowered is doubled again."""
@@ -172,7 +172,7 @@ class Scheduler:
 
     def shrink(self, token_budget: int) -> None:
         """Lowers the budget after the device ran out of memory, never below a sequence that has to run whole."""
-        least = max(self._full_budget // _LEAST_SHARE, 1) if self._allocator.can_hold(1) else self._max_seq_len
+        least = max(self._full_budget // LEAST_SHARE, 1) if self._allocator.can_hold(1) else self._max_seq_len
         self.token_budget = min(self.token_budget, max(token_budget, least))
         self._num_good_steps = 0
 
