@@ -33,15 +33,11 @@ class ChunkQueue(Generic[R]):
     Args:
         config: How prompts are cut.
         clock: Seconds. Monotonic time.
-
-    Attributes:
-        config: How prompts are cut.
-        requests: The prompts that are being read, by name.
     """
 
     def __init__(self, config: ChunkedPrefillConfig, clock: Callable[[], float]) -> None:
         self.config = config
-        self.requests: dict[Hashable, R] = {}
+        self.requests: dict[Hashable, R] = {}  # that are being read, by name
         self._metrics = ChunkMetrics()
         self._clock = clock
 

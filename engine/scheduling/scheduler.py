@@ -49,14 +49,6 @@ class Scheduler:
         max_seq_len: Tokens of the longest sequence that will come.
         prefill: How long sequences are cut.
         allocator: Memory of sequences that run in chunks; None where nothing can.
-
-    Attributes:
-        requests: The book: every request that has not ended, by its number.
-        waiting: The sequences that have not started.
-        prefill: The long ones that have, and their chunks.
-        pace: Learns from the time of each forward.
-        token_budget: Tokens of a batch now.
-        memory_pressure: Share of a full chunk for which there was no memory when chunks were last cut, 0 to 1.
     """
 
     def __init__(
@@ -77,11 +69,11 @@ class Scheduler:
         self._last_num_whole = 0  # whole sequences in the last batch
         self._waits_for_memory = False  # the next long sequence does
         self._orders = count()
-        self.waiting = WaitingQueue()
-        self.requests: dict[int, Request] = {}
-        self.prefill: ChunkedPrefillManager[QueuedSequence] = ChunkedPrefillManager(prefill)
-        self.token_budget = self._full_budget
-        self.memory_pressure = 0.0
+        self.requests: dict[int, Request] = {}  # the book: every request that has not ended, by its number
+        self.waiting = WaitingQueue()  # the sequences that have not started
+        self.prefill: ChunkedPrefillManager[QueuedSequence] = ChunkedPrefillManager(prefill)  # long ones that have
+        self.token_budget = self._full_budget  # of a batch now
+        self.memory_pressure = 0.0  # share of a full chunk for which memory was short when chunks were last cut, 0 to 1
         self.pace = ChunkPace(self.prefill.config.chunk_size)
 
     @property

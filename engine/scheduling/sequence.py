@@ -40,41 +40,23 @@ class ChunkState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class ChunkedRequest:
-    """A prompt that is read: how far that has come, and the chunk that is under way.
+    """A prompt that is read: how far that has come, and the chunk that is under way."""
 
-    Attributes:
-        request_id: Its name. That of a QueuedSequence is the number of its request and its place there.
-        prompt: Its tokens: ids, a range where only their number is known, or the TokenizedInput of a QueuedSequence.
-        num_tokens: Tokens. Its whole length.
-        turn_s: Seconds. Monotonic time of its turn; lower goes first. Set once, before it waits.
-        chunk_size: Tokens of a chunk while memory is free; 0 takes that of the manager.
-        status: Where it stands in its life.
-        num_done: Tokens at the start that need not run any more: what later ones read of them is there.
-        num_cached: Tokens of these that never ran because they were found in a cache.
-        chunk: What is scheduled or runs of it.
-        num_chunks: Chunks that were completed since it began, or began again.
-        num_failures: Failures since a chunk was last completed.
-        error: What the last of them was.
-        has_failed: Whether it failed too often to be tried again.
-        completed: Chunks that were completed with an output.
-        kv_cache: What the caller handed in with the last completed chunk.
-    """
-
-    request_id: Hashable
-    prompt: Any = field(repr=False)
-    num_tokens: int
-    turn_s: float = 0.0
-    chunk_size: int = 0
+    request_id: Hashable  # of a QueuedSequence: the number of its request, and its place there
+    prompt: Any = field(repr=False)  # ids, or a range of places; of a QueuedSequence: the TokenizedInput
+    num_tokens: int  # its whole length
+    turn_s: float = 0.0  # Seconds, monotonic; lower goes first. Set once, before it waits
+    chunk_size: int = 0  # tokens of a chunk while memory is free; 0 takes the manager's
     status: Status = Status.WAITING
-    num_done: int = 0
-    num_cached: int = 0
-    chunk: PrefillChunk[Any] | None = None
-    num_chunks: int = 0
-    num_failures: int = 0
-    error: str | None = None
-    has_failed: bool = False
-    completed: list[PrefillChunk[Any]] = field(default_factory=list, repr=False)
-    kv_cache: Any = field(default=None, repr=False)
+    num_done: int = 0  # tokens at the start that need not run any more: what later ones read of them is there
+    num_cached: int = 0  # tokens of these that never ran, because they were found in a cache
+    chunk: PrefillChunk[Any] | None = None  # what is scheduled or runs of it
+    num_chunks: int = 0  # completed since it began, or began again
+    num_failures: int = 0  # since a chunk was last completed
+    error: str | None = None  # the last failure
+    has_failed: bool = False  # too often to be tried again
+    completed: list[PrefillChunk[Any]] = field(default_factory=list, repr=False)  # those that gave an output
+    kv_cache: Any = field(default=None, repr=False)  # what the caller handed in with the last completed chunk
 
     @property
     def is_complete(self) -> bool:
@@ -108,25 +90,15 @@ R = TypeVar("R", bound=ChunkedRequest)
 
 @dataclass(slots=True, eq=False)
 class PrefillChunk(Generic[R]):
-    """Consecutive tokens of one prompt that go through the model in one forward.
-
-    Attributes:
-        sequence: Whose tokens they are.
-        start: First token.
-        end: Token after its last.
-        index: Its place among the chunks of the prompt.
-        state: Where it stands.
-        output: What its run gave, where the caller hands it in.
-        started_s: Seconds. Monotonic time at which it began to run.
-    """
+    """Consecutive tokens of one prompt that go through the model in one forward."""
 
     sequence: R
-    start: int
-    end: int
-    index: int = 0
+    start: int  # its first token
+    end: int  # the token after its last
+    index: int = 0  # among the chunks of the prompt
     state: ChunkState = ChunkState.PENDING
-    output: Any = field(default=None, repr=False)
-    started_s: float = 0.0
+    output: Any = field(default=None, repr=False)  # what its run gave, where the caller hands it in
+    started_s: float = 0.0  # Seconds, monotonic
 
     @property
     def request_id(self) -> Hashable:
@@ -156,27 +128,16 @@ class PrefillChunk(Generic[R]):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedSequence(ChunkedRequest):
-    """One input of a request.
-
-    Attributes:
-        request: The request.
-        index: Its place among the inputs of the request.
-        block_keys: Keys of its full blocks in the prefix cache; none where it takes no part.
-        is_long: It runs in chunks, and holds memory for all of its length meanwhile.
-        order: Its number among all sequences, in the order of their arrival.
-        num_pooled: Tokens that were pooled; they count even if what was done is lost, and they run again.
-        allocation: Memory that it holds in the pool.
-        kept: What the model runner keeps of it between two chunks.
-    """
+    """One input of a request."""
 
     request: Request = field(repr=False)
-    index: int = 0
-    block_keys: Sequence[bytes] = ()
-    is_long: bool = False
-    order: int = 0
-    num_pooled: int = 0
-    allocation: Allocation | None = None
-    kept: Any = None
+    index: int = 0  # among the inputs of the request
+    block_keys: Sequence[bytes] = ()  # keys of its full blocks in the prefix cache; none where it takes no part
+    is_long: bool = False  # runs in chunks, and holds memory for all of its length meanwhile
+    order: int = 0  # of arrival, among all sequences
+    num_pooled: int = 0  # tokens that were pooled; they count even if what was done is lost, and they run again
+    allocation: Allocation | None = None  # what it holds in the pool
+    kept: Any = None  # what the model runner keeps of it between two chunks
 
 
 Chunk: TypeAlias = PrefillChunk[QueuedSequence]
@@ -184,46 +145,27 @@ Chunk: TypeAlias = PrefillChunk[QueuedSequence]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What the sequences of one request have in common, from its arrival to its end.
-
-    Attributes:
-        request_id: Its number.
-        params: Resolved.
-        arrival_s: Seconds. Monotonic time at which it came.
-        priority: Lower goes first.
-        deadline_s: Seconds. Monotonic time after which its answer is of no use.
-        client: Whose it is; clients that wait take turns.
-        needs_last_row: Its answer comes from last tokens alone, so that what a cache holds need not run again.
-        sequences: One for each input, in order.
-        num_left: Sequences that have not ended.
-        started_s: Seconds. Monotonic time at which its first forward began.
-    """
+    """What the sequences of one request have in common, from its arrival to its end."""
 
     request_id: int
-    params: PoolingParams
-    arrival_s: float = 0.0
-    priority: int = 0
-    deadline_s: float | None = None
-    client: str = ""
-    needs_last_row: bool = False
-    sequences: list[QueuedSequence] = field(default_factory=list)
-    num_left: int = 0
-    started_s: float | None = None
+    params: PoolingParams  # resolved
+    arrival_s: float = 0.0  # Seconds, monotonic
+    priority: int = 0  # lower goes first
+    deadline_s: float | None = None  # Seconds, monotonic; later, its answer is of no use
+    client: str = ""  # whose it is; clients that wait take turns
+    needs_last_row: bool = False  # only last tokens make its answer, so that what a cache holds need not run again
+    sequences: list[QueuedSequence] = field(default_factory=list)  # one for each input, in order
+    num_left: int = 0  # of these, that have not ended
+    started_s: float | None = None  # Seconds, monotonic: its first forward began
 
 
 @dataclass(slots=True)
 class PrefillBudget:
-    """What the batch that is being made has room for; it ends with it.
-
-    Attributes:
-        num_tokens: Tokens.
-        num_seqs: Sequences.
-        is_untouched: Nothing was added yet.
-    """
+    """What the batch that is being made has room for; it ends with it."""
 
     num_tokens: int
     num_seqs: int
-    is_untouched: bool = True
+    is_untouched: bool = True  # nothing was added yet
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether a sequence may have so many tokens; the first one may have more than there is room for."""
@@ -238,19 +180,12 @@ class PrefillBudget:
 
 @dataclass(slots=True)
 class Batch:
-    """What runs next.
+    """What runs next."""
 
-    Attributes:
-        chunks: Those that begin a sequence, in ascending order of length; then those that go on with one.
-        expired: Requests whose deadline has passed; they have ended.
-        preempted: Sequences that wait again, and the memory that they gave up for one whose turn is earlier.
-        num_left: Sequences that found no place in it, and wait.
-    """
-
-    chunks: list[Chunk] = field(default_factory=list)
-    expired: list[Request] = field(default_factory=list)
-    preempted: list[tuple[QueuedSequence, Allocation]] = field(default_factory=list)
-    num_left: int = 0
+    chunks: list[Chunk] = field(default_factory=list)  # first those that begin a sequence, by length
+    expired: list[Request] = field(default_factory=list)  # their deadline has passed, and they have ended
+    preempted: list[tuple[QueuedSequence, Allocation]] = field(default_factory=list)  # wait again; what they gave up
+    num_left: int = 0  # sequences that found no place in it
 
     @property
     def num_tokens(self) -> int:

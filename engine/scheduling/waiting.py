@@ -33,17 +33,12 @@ class WaitingQueue:
 
     Invariants: the counts are of what was neither taken nor removed. Among clients that wait without a pause, tokens
     differ by no more than the largest window and batch.
-
-    Attributes:
-        num_seqs: Sequences that wait.
-        num_long: Long ones of these.
-        num_tokens: Tokens of the sequences that wait.
     """
 
     def __init__(self) -> None:
-        self.num_seqs = 0
-        self.num_long = 0
-        self.num_tokens = 0
+        self.num_seqs = 0  # that wait
+        self.num_long = 0  # of these
+        self.num_tokens = 0  # of those that wait
         self._clients: dict[str, _Client] = {}
         self._ahead: dict[str, int] = {}  # tokens of clients that left and may have had more than those that wait
         self._last_tokens = 0  # of the last client that had waited, for those that come when nobody does
