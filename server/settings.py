@@ -83,6 +83,16 @@ def _size(value: object, parse: ValidatorFunctionWrapHandler) -> object:
         raise ValueError("must be a size such as 2GiB or 500MB") from error
 
 
+def _template(value: str) -> str:
+    """Returns a template, read from its file unless it stands there itself."""
+    if "{" in value:
+        return value
+    try:
+        return Path(value).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"is neither a template nor a file of UTF-8 text that can be read: {error}") from error
+
+
 def _origins(value: tuple[str, ...]) -> tuple[str, ...]:
     """Refuses what no browser sends as an Origin: it would never match."""
     for origin in value:
@@ -119,6 +129,13 @@ class EngineSettings(BaseSettings):
     )
     max_model_len: PositiveInt | None = Field(None, description="Tokens. Longest input; default: the model's own.")
     auto_truncate: bool = Field(False, description="Cut over-long inputs instead of refusing them.")
+    empty_input: Literal["embed", "error"] = Field(
+        "embed",
+        description=(
+            "embed: a text that is empty or white space is read as the tokens around a text, or as the token that ends "
+            "one where there are none. error: it is refused with 400. TEI's own routes refuse empty texts always."
+        ),
+    )
     max_num_batched_tokens: PositiveInt | None = Field(
         None, description="Tokens in one forward; default: 2,048 on CPU, 16,384 on CUDA."
     )
@@ -170,6 +187,9 @@ class EngineSettings(BaseSettings):
             '["...{instruction}...", "{query}...{document}", "..."], "instruction": "..."}} or of a known reranker: '
             '{"score_template": "qwen3-reranker"}.'
         ),
+    )
+    chat_template: Annotated[str, AfterValidator(_template)] | None = Field(
+        None, description="File with the Jinja template of chats, or the template itself; default: the model's own."
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
     num_threads: PositiveInt | None = Field(None, description="CPU threads of the forward; default: all cores.")

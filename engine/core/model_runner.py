@@ -90,7 +90,7 @@ class ModelRunner:
         """
         torch.set_num_threads(config.num_threads or usable_cores())
         info = with_device(resolve_model(config), *resolve_device(config))
-        tokenizer = load_tokenizer(info, trust_remote_code=config.trust_remote_code)
+        tokenizer = load_tokenizer(info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template)
         model = load_model(info, trust_remote_code=config.trust_remote_code)
         return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
 

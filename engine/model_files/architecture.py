@@ -83,7 +83,10 @@ def resolve_architecture(draft: ModelDraft) -> None:
         kind = ModelKind.EMBEDDING
     own_source = draft.answers.source if draft.answers is not None else draft.sources["architecture"]
     draft.set("kind", kind, MODULES_FILE if pools else own_source)
-    draft.set("tasks", _TASKS[kind], "kind")
+    # A decoder's classifier is one map of the last token's row, which scores any row: steps of a process, say.
+    scores_rows = native and model_type in DECODER_MODEL_TYPES and architecture.endswith("ForSequenceClassification")
+    by_token = (PoolingTask.TOKEN_CLASSIFY,) if scores_rows and draft.answers is None and not pools else ()
+    draft.set("tasks", (*_TASKS[kind], *by_token), "kind")
 
 
 def _causality(draft: ModelDraft, architecture: str, model_type: str) -> tuple[bool, str]:

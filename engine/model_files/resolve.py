@@ -13,7 +13,7 @@ from typing import Any, Final
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
 from ..protocol.model_info import DenseSpec, ModelInfo, ModelKind, PairChat
-from ..protocol.tasks import PoolingTask, PoolingType
+from ..protocol.tasks import PoolingTask, PoolingType, listed
 from ..protocol.templates import ScoreTemplate
 from ..protocol.vectors import MultiVector, SparsePooling, TokenHeads
 from .architecture import DECODER_MODEL_TYPES, resolve_architecture, resolve_classes
@@ -80,6 +80,7 @@ def resolve_model(config: EngineConfig) -> ModelInfo:
     resolve_sparse(draft, root)
     resolve_multi_vector(draft, root, tokenizer_config)
     resolve_long_text(draft)
+    _resolve_task(draft)
     return ModelInfo(**draft.fields, sources=draft.sources, config=model_config)
 
 
@@ -110,16 +111,30 @@ def resolved_table(info: ModelInfo) -> list[tuple[str, str, str]]:
     return [(name, _shown(getattr(info, name)), info.sources[name]) for name in fields]
 
 
+def _resolve_task(draft: ModelDraft) -> None:
+    """Leaves the model the task that the operator names, and the scores that come of it."""
+    task, tasks = draft.engine.pooler_config.task, draft.fields["tasks"]
+    if task is None:
+        return
+    if task not in tasks:
+        raise ModelLoadError(
+            f"--pooler-config: task is {task.value!r}; {draft.name} is a {draft.fields['kind'].value} and has "
+            f"{listed(tasks)}."
+        )
+    is_of_tokens = task in (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY)
+    scores = PoolingTask.SCORE in tasks and not (is_of_tokens and draft.fields["multi_vector"] is None)
+    draft.set("tasks", tuple(dict.fromkeys((task, PoolingTask.SCORE) if scores else (task,))), _POOLER_FLAG)
+
+
 def _resolve_pooling(draft: ModelDraft) -> None:
     """Fills in how token rows become an answer."""
     pooler, files = draft.engine.pooler_config, draft.files
     draft.set("sequence_pooling", *_model_pooling(draft))
     draft.set("token_pooling", PoolingType.ALL, "default")
-    if pooler.pooling_type is not None:
-        if pooler.pooling_type.is_token_level:
-            draft.set("token_pooling", pooler.pooling_type, _POOLER_FLAG)
-        else:
-            draft.set("sequence_pooling", (pooler.pooling_type,), _POOLER_FLAG)
+    if pooler.tok_pooling_type is not None:
+        draft.set("token_pooling", pooler.tok_pooling_type, _POOLER_FLAG)
+    if pooler.seq_pooling_type is not None:
+        draft.set("sequence_pooling", (pooler.seq_pooling_type,), _POOLER_FLAG)
     if draft.fields["kind"] is ModelKind.EMBEDDING and not draft.fields["sequence_pooling"]:
         # Without a Pooling module (ColBERT) the model was trained for one vector per token.
         draft.set("tasks", (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE), draft.sources["sequence_pooling"])
@@ -140,7 +155,7 @@ def _resolve_pooling(draft: ModelDraft) -> None:
         )
     columns = pooler.returned_token_ids or ()
     num_labels = len(draft.fields["labels"])
-    if draft.fields["kind"] is ModelKind.TOKEN_CLASSIFIER and any(column >= num_labels for column in columns):
+    if PoolingTask.TOKEN_CLASSIFY in draft.fields["tasks"] and any(column >= num_labels for column in columns):
         raise ModelLoadError(
             f"--pooler-config: returned_token_ids is {list(columns)}; {draft.name} gives columns 0 to {num_labels - 1}."
         )

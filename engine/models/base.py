@@ -89,12 +89,15 @@ class NativeModel(PackedModel):
     def __init__(self, info: ModelInfo, weights: Weights) -> None:
         """Reads, fuses and prepares all weights; raises ModelLoadError."""
 
-    def set_head(self, kind: ModelKind, head: Head | None) -> None:
-        """Takes the head of a model of some kind; None for one without classes."""
-        if kind is ModelKind.TOKEN_CLASSIFIER:
-            self.token_head = head
-        else:
+    def set_head(self, kind: ModelKind, head: Head | None, *, scores_rows: bool = False) -> None:
+        """Takes the head of a model of some kind; None for one without classes.
+
+        With `scores_rows`, that of a sequence is one map of its last row, and so fits the row of any token.
+        """
+        if kind is not ModelKind.TOKEN_CLASSIFIER:
             self.sequence_head = head
+        if kind is ModelKind.TOKEN_CLASSIFIER or scores_rows:
+            self.token_head = head
 
 
 def read_config(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:

@@ -14,6 +14,7 @@ from .pooler_config import PoolerConfig, check_least
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 DEVICES: Final = ("auto", "cpu", "cuda")
+EMPTY_INPUTS: Final = ("embed", "error")
 _CPU_TOKEN_BUDGET: Final = 2048
 """Tokens. More brings no throughput on a CPU, but longer steps and more memory."""
 _CUDA_TOKEN_BUDGET: Final = 16_384
@@ -138,8 +139,11 @@ class EngineConfig:
         dtype: "auto" (float32 on CPU, bfloat16 on CUDA), "float32", "bfloat16" or "float16".
         max_model_len: Tokens. Longest input; None takes the model's own.
         auto_truncate: Cut over-long inputs instead of refusing them.
+        empty_input: What becomes of a text that is empty or white space: "embed" runs what the tokenizer puts around
+            it, or the token that ends a text where that is nothing; "error" refuses it.
         pooler_config: The operator's pooler settings.
         hf_overrides: Values laid over the model's config.json.
+        chat_template: Jinja template that replaces the model's own; None takes that.
         trust_remote_code: Let the fallback run code that comes with the model.
         in_process: Run the core in a thread of this process instead of a supervised one.
         hang_timeout_s: Seconds without a sign of life after which a supervised process is replaced; 0: never.
@@ -157,8 +161,10 @@ class EngineConfig:
     dtype: str = "auto"
     max_model_len: int | None = None
     auto_truncate: bool = False
+    empty_input: str = "embed"
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
     hf_overrides: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
     trust_remote_code: bool = False
     in_process: bool = False
     hang_timeout_s: float = 60.0
@@ -174,6 +180,8 @@ class EngineConfig:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
         if self.device.split(":")[0] not in DEVICES:
             raise ValueError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}.")
+        if self.empty_input not in EMPTY_INPUTS:
+            raise ValueError(f"empty_input is {self.empty_input!r}; it must be one of {', '.join(EMPTY_INPUTS)}.")
         if not 0 <= self.hang_timeout_s < inf:
             raise ValueError(f"hang_timeout_s is {self.hang_timeout_s}; it must be seconds, or 0 for never.")
         check_least(self, 1, "max_model_len", "num_threads", "tokenizer_workers", "max_queued_chars")

@@ -37,6 +37,7 @@ class TokenizerSpec:
         score_template: The prompt around a pair; None joins pairs with the tokenizer's own special tokens.
         chat_template: Turns the messages of a chat into text; None where the model comes with none.
         marks: The tokens of a multi-vector model's recipe.
+        end_id: The token that ends a text, or pads or begins one; stands for a text without tokens. None: it has none.
     """
 
     json: str
@@ -46,6 +47,7 @@ class TokenizerSpec:
     score_template: ScoreTemplate | None = None
     chat_template: ChatTemplate | None = None
     marks: TokenMarks = field(default_factory=TokenMarks)
+    end_id: int | None = None
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):

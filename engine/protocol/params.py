@@ -27,7 +27,7 @@ _MODELS: Final[dict[PoolingTask, str]] = {
     PoolingTask.TOKEN_EMBED: "an embedding model",
     PoolingTask.CLASSIFY: "a model with classes, such as a sequence classifier",
     PoolingTask.SCORE: "a reranker (cross-encoder) or an embedding model",
-    PoolingTask.TOKEN_CLASSIFY: "a token classifier",
+    PoolingTask.TOKEN_CLASSIFY: "a token classifier, or a sequence classifier of the decoder kind,",
     PoolingTask.SPARSE_EMBED: "a model with sparse vectors, such as SPLADE or bge-m3",
 }
 """What has to be served for a task."""
@@ -47,6 +47,7 @@ class PoolingParams:
             is one above which they are refused.
         truncation_side: "left" or "right": the side that is cut away. None means the tokenizer's own.
         dimensions: Width of the embedding (Matryoshka).
+        any_dimensions: Take every width up to the model's, whatever it was trained for.
         normalize: L2-normalise embeddings.
         use_activation: Newer name of `normalize` for embeddings; softmax, sigmoid or identity for classes.
         task: The task; filled in by the engine call.
@@ -61,6 +62,7 @@ class PoolingParams:
     refuse_too_long: bool = False
     truncation_side: str | None = None
     dimensions: int | None = None
+    any_dimensions: bool = False
     normalize: bool | None = None
     use_activation: bool | None = None
     task: PoolingTask | None = None
@@ -152,6 +154,8 @@ class PoolingParams:
                 asked=dims,
                 model=model,
             )
+        if self.any_dimensions:
+            return
         if model.matryoshka_dimensions:
             if dims not in model.matryoshka_dimensions:
                 raise InvalidRequestError(

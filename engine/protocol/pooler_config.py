@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from .tasks import ChunkedProcessingMode, PoolingType, listed
+from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType, listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,10 @@ class PoolerConfig:
     """The operator's settings for the pooler of one model (`--pooler-config`). None means: from the model's files.
 
     Attributes:
-        pooling_type: Pooling of the sequence or, for ALL and STEP, of the tokens.
+        task: The one task of the model, with scoring where it comes of that; None leaves it all that it has.
+        pooling_type: Sets `seq_pooling_type` or, for ALL and STEP, `tok_pooling_type`; None once that holds it.
+        seq_pooling_type: Pooling of the sequence.
+        tok_pooling_type: Pooling of the tokens: ALL or STEP.
         normalize: L2-normalise embeddings unless the request says otherwise.
         dimensions: Width of embeddings unless the request says otherwise.
         use_activation: Apply the class activation unless the request says otherwise.
@@ -34,7 +37,10 @@ class PoolerConfig:
         chunked_processing_mode: How the windows are cut and averaged.
     """
 
+    task: PoolingTask | None = None
     pooling_type: PoolingType | None = None
+    seq_pooling_type: PoolingType | None = None
+    tok_pooling_type: PoolingType | None = None
     normalize: bool | None = None
     dimensions: int | None = None
     use_activation: bool | None = None
@@ -61,6 +67,13 @@ class PoolerConfig:
             raise ValueError("logit_sigma is 0; logits are divided by it.")
         if self.logit_scale == 0:
             raise ValueError("logit_scale is 0; every class would get the same score.")
+        if self.pooling_type is not None:
+            of_tokens = self.pooling_type.is_token_level
+            self._rename("pooling_type", "tok_pooling_type" if of_tokens else "seq_pooling_type", self.pooling_type)
+        for name, of_tokens in (("seq_pooling_type", False), ("tok_pooling_type", True)):
+            kind: PoolingType | None = getattr(self, name)
+            if kind is not None and kind.is_token_level != of_tokens:
+                raise ValueError(f"{name} is {kind}; that pools {'the sequence' if of_tokens else 'the tokens'}.")
         self._rename("logit_bias", "logit_mean", self.logit_bias)
         self._rename("logit_scale", "logit_sigma", None if self.logit_scale is None else 1 / self.logit_scale)
         check_least(self, 0, "attention_head", "step_tag_id", "chunk_overlap")
@@ -70,8 +83,8 @@ class PoolerConfig:
         if self.chunk_overlap and self.chunked_processing_mode is ChunkedProcessingMode.VLLM:
             raise ValueError(f"chunk_overlap is {self.chunk_overlap}; the mode 'vllm' knows no overlap.")
 
-    def _rename(self, older: str, name: str, value: float | None) -> None:
-        """Moves what came under an older name to its field; raises ValueError where both were given."""
+    def _rename(self, older: str, name: str, value: object) -> None:
+        """Moves what came under another name to its field; raises ValueError where both were given."""
         if value is None:
             return
         if getattr(self, name) is not None:
@@ -99,7 +112,10 @@ class PoolerConfig:
 
 
 _ENUM_FIELDS: Final[dict[str, type[StrEnum]]] = {
+    "task": PoolingTask,
     "pooling_type": PoolingType,
+    "seq_pooling_type": PoolingType,
+    "tok_pooling_type": PoolingType,
     "chunked_processing_mode": ChunkedProcessingMode,
 }
 _BOOL_FIELDS: Final = {"normalize", "use_activation", "enable_chunked_processing"}

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from ..protocol.config import EngineConfig
 from ..protocol.errors import InvalidRequestError, RequestTooLongError
 from ..protocol.model_info import ModelInfo
@@ -23,6 +25,7 @@ from .truncation import Truncation, bounded
 _SPARE_TOKENS: Final = 4
 """A piece of a text may have this many tokens more by itself; pieces that must not be cut leave room for them."""
 # As E5-Mistral, Qwen3-Embedding and their kin were trained: "Instruct: find what answers the query\nQuery: ".
+_MEDIA: Final = re.compile(r"data:((?:image|audio|video)/[\w.+-]+)[;,]", re.IGNORECASE)
 _INSTRUCTED_PROMPT: Final = re.compile(r"(Instruct: ?)(.*)(\n+Query: ?)", re.DOTALL)
 
 
@@ -45,6 +48,7 @@ class InputEncoder:
         self._info = info
         self._tokenizer = tokenizer
         self._auto_truncate = config.auto_truncate
+        self._refuses_empty = config.empty_input == "error"
         self._max_queued_tokens = config.scheduler.max_queued_tokens
         self._long_text = LongText.of(info, tokenizer.special_tokens)
 
@@ -52,7 +56,7 @@ class InputEncoder:
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
     ) -> list[TokenizedInput]:
         """Returns each input as one sequence; short queries of a multi-vector model are filled up."""
-        _check_given(inputs)
+        self._check_given(inputs)
         tokenized = await self._tokenizer.encode(
             inputs,
             self._truncation(params, param=param),
@@ -66,7 +70,7 @@ class InputEncoder:
                 expanded(tokens, recipe.expansion, token_id) if isinstance(item, str) else tokens
                 for item, tokens in zip(inputs, tokenized, strict=True)
             ]
-        return self._checked(tokenized)
+        return self._filled(tokenized)
 
     async def windows(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
@@ -88,10 +92,10 @@ class InputEncoder:
         param: str | None,
     ) -> list[TokenizedInput]:
         """Returns each pair, such as a query and a document, as one sequence."""
-        _check_given(pairs)
+        self._check_given(pairs)
         truncation = self._truncation(params, param=param)
         tokenized = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
-        return self._checked(tokenized)
+        return self._filled(tokenized)
 
     async def pieces(
         self, queries: Sequence[str], documents: Sequence[str], params: PoolingParams, options: RequestOptions
@@ -147,20 +151,45 @@ class InputEncoder:
 
     async def join(self, late: LateChunking, inputs: Sequence[Text], options: RequestOptions) -> JoinedText:
         """Returns all inputs as one sequence; see LateChunking.join."""
-        _check_given(inputs)
+        self._check_given(inputs)
         prompt = self._prompt(options) if isinstance(inputs[0], str) else ""
         parts, is_whole = await self._tokenizer.encode_parts(inputs, late.truncation, prompt=prompt)
         prompt_ids = await self._prompt_ids(prompt)
         return late.join(parts, [isinstance(i, str) for i in inputs], prompt_ids, is_whole=is_whole)
 
-    def _checked(self, tokenized: list[TokenizedInput]) -> list[TokenizedInput]:
-        """Returns sequences that all have tokens, or raises InvalidRequestError."""
+    def _check_given(self, inputs: Sequence[Text | tuple[str, str]]) -> None:
+        """Raises InvalidRequestError where there is no input, or one that is not to be read as text."""
+        if not inputs:
+            raise InvalidRequestError("Give at least one input.", param="input")
+        for index, item in enumerate(inputs):
+            sides = zip(("text_1", "text_2"), item, strict=True) if isinstance(item, tuple) else (("input", item),)
+            for param, text in sides:
+                if not isinstance(text, str):
+                    continue
+                if self._refuses_empty and (not text or text.isspace()):
+                    raise InvalidRequestError(
+                        f"Input {index} is empty. Send some text; a server started with --empty-input embed takes it.",
+                        param=param,
+                    )
+                if text.startswith("data:") and (match := _MEDIA.match(text)):
+                    raise InvalidRequestError(
+                        f"Input {index} is the data URI of {match[1]}, which would be read letter by letter: the model "
+                        "reads text only. Send as text what is to be read of it.",
+                        param=param,
+                    )
+
+    def _filled(self, tokenized: list[TokenizedInput]) -> list[TokenizedInput]:
+        """Returns sequences that all have tokens; InvalidRequestError where no token can stand for none."""
         for index, tokens in enumerate(tokenized):
-            if not len(tokens.token_ids):
+            if len(tokens.token_ids):
+                continue
+            if self._tokenizer.end_id is None:
                 raise InvalidRequestError(
-                    f"Input {index} is empty: the tokenizer of {self._info.name} makes no token of it. Send some text.",
+                    f"Input {index} is empty: the tokenizer of {self._info.name} makes no token of it, and has none "
+                    "that could stand for it. Send some text.",
                     param="input",
                 )
+            tokenized[index] = TokenizedInput(np.array([self._tokenizer.end_id], np.int32))
         return tokenized
 
     async def _prompt_ids(self, prompt: str) -> Sequence[int]:
@@ -199,11 +228,6 @@ class InputEncoder:
             is_fixed = params.is_query and recipe.expansion is not None and recipe.expansion.is_fixed
             cut = cut or (is_fixed and not params.refuse_too_long)
         return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param, name=name)
-
-
-def _check_given(inputs: Sequence[object]) -> None:
-    if not inputs:
-        raise InvalidRequestError("Give at least one input.", param="input")
 
 
 def instructed_prompt(info: ModelInfo, names: Iterable[str], instruction: str) -> str:

@@ -11,6 +11,7 @@ from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings
 from ..wire.version import penstock_version
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, load
+from .vllm_flags import translated
 
 INTERRUPTED: Final = 130
 
@@ -22,7 +23,10 @@ _INFO = "Show what was resolved for a model, and from which file, without loadin
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     try:
-        arguments = vars(_parser().parse_args(argv))
+        words, warnings = translated(sys.argv[1:] if argv is None else argv)
+        arguments = vars(_parser().parse_args(words))
+        for warning in warnings:
+            print(f"penstock: warning: {warning}", file=sys.stderr)
         run = arguments.pop("run")
         return int(run(arguments))
     except CommandError as error:

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError, RequestTooLongError, UnsupportedTaskError
 
+from ..schemas.fields.tei_inputs import EMPTY_TEXT
 from .table import ERROR_KINDS, ErrorKind, retry_headers, shown_error
 from .validation import explain
 
@@ -54,7 +55,7 @@ def tei_validation_response(error: RequestValidationError) -> Response:
     errors = error.errors()
     message, param = explain(errors, error.body)
     kind = replace(ERROR_KINDS[InvalidRequestError], status=422)
-    if errors[0].get("input") == [] and param in _INPUTS:
+    if errors[0]["type"] == EMPTY_TEXT or (errors[0].get("input") == [] and param in _INPUTS):
         return _response(replace(kind, status=400), message, param=param, error_type="Empty")
     if errors[0]["type"] == "json_invalid":
         kind = replace(kind, status=400)

@@ -37,7 +37,7 @@ def _sentence(error: dict[str, Any], body: object) -> str:
         given = [name for name, value in body.items() if value is not None] if isinstance(body, dict) else ()
         return f"{field} is missing; the body has {shown_names(given)}."
     reason = error["msg"].removeprefix("Value error, ").rstrip(".")
-    if kind in ("value_error", "unknown_key"):
+    if kind in ("value_error", "unknown_key", "empty_text"):
         return f"{field} {reason}."
     return f"{field}: {reason}, not {shown(error['input'])}."
 

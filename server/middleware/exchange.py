@@ -55,8 +55,8 @@ class ExchangeMiddleware:
 
     Aliases are served in place, because clients do not follow a redirect of a POST: a trailing slash is dropped, and
     `/v1/v2/rerank`, which a Cohere client makes of a base URL that ends in /v1, is `/v2/rerank`. The name is
-    x-request-id of the client or one of our own; it is kept in the scope and sent back. The times of the stages go out
-    in Server-Timing; then the observers are told, in their order.
+    x-request-id of the client or one of our own; it is kept in the scope, where the body may replace it, and sent back.
+    The times of the stages go out in Server-Timing; then the observers are told, in their order.
 
     Args:
         app: What comes next.
@@ -79,14 +79,14 @@ class ExchangeMiddleware:
             path = scope["path"] = path.rstrip("/") or "/"
         if path.startswith(("/v1/v", "/v2/v")):
             scope["path"] = _DOUBLED_VERSION.sub("", path)
-        request_id = self._ids.of(scope["headers"])
-        scope["request_id"] = request_id.decode("ascii")
+        scope["request_id"] = self._ids.of(scope["headers"]).decode("ascii")
         request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
 
         async def send_with_head(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.begin_answer(message["status"])
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                name = scope["request_id"].encode("ascii")
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
                 if record.stage_seconds:
                     message["headers"].append((b"server-timing", server_timing(record.stage_seconds)))
             await send(message)

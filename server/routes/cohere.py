@@ -62,7 +62,10 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
             "id": f"embed-{request.scope['request_id']}",
             "embeddings": {kind: _encoded(rows, kind) for kind in types} if is_by_type else rows,
             "texts": texts,
-            "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": num_tokens}},
+            "meta": {
+                "api_version": {"version": version},
+                "billed_units": {"input_tokens": num_tokens, "image_tokens": 0},
+            },
         }
     )
 

@@ -56,6 +56,8 @@ async def invocations(
         return await passed_on(vllm.pooling, PoolingRequest, body, request)
     model = body.get("model")
     engine, _ = context_of(request).models.find(model if isinstance(model, str) else None)
+    if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
+        return await passed_on(vllm.pooling, PoolingRequest, body, request)
     if engine.info.kind is ModelKind.EMBEDDING:
         return await passed_on(openai.create_embeddings, EmbeddingRequest, body, request)
     return await passed_on(classify.classify, ClassifyRequest, body, request)

@@ -53,12 +53,15 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         documents = await cut_texts(engine, texts, body.max_tokens_per_doc)
         result = await engine.score([query], documents, body.pooling_params(), options)
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()]
-    version = "2" if request.url.path.startswith("/v2") else "1"
+    path = request.scope["path"]
+    version = "2" if path.startswith("/v2") else "1"
+    with_documents = body.wants_documents(path)
+    rows = zip(best.tolist(), result.scores[best], strict=True)
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)
     head = context.answer_head(request, "rerank", name, PoolingTask.SCORE, result.num_tokens)
     answer: dict[str, Any] = {
         **{key: head[key] for key in ("id", "model", "usage")},
-        "results": [_row(body, texts, i, score) for i, score in zip(best.tolist(), result.scores[best], strict=True)],
+        "results": [_row(body, texts, i, score, with_document=with_documents) for i, score in rows],
         "meta": {"api_version": {"version": version}, "billed_units": {"search_units": units}},
     }
     if body.is_voyage():
@@ -68,9 +71,11 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     return json_response(answer)
 
 
-def _row(body: RerankRequest, texts: list[str], index: int, score: np.float32) -> dict[str, Any]:
+def _row(
+    body: RerankRequest, texts: list[str], index: int, score: np.float32, *, with_document: bool
+) -> dict[str, Any]:
     row: dict[str, Any] = {"index": index, "relevance_score": score}
-    if body.return_documents:
+    if with_document:
         sent = body.documents[index]
         fields = sent if isinstance(sent, dict) else {}
         has_text = isinstance(fields.get("text"), str)

@@ -112,9 +112,10 @@ class CohereEmbedRequest(CohereBody):
 
 
 class InputTokens(BaseModel):
-    """Cohere's unit: tokens as the model saw them."""
+    """Cohere's units: tokens as the model saw them."""
 
     input_tokens: int
+    image_tokens: int = Field(description="0: the served models read text.")
 
 
 class CohereEmbedMeta(VersionMeta):

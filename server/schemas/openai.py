@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, WithJsonSchema
 
 from penstock.engine import PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
+from ..wire import json_schema
 from ..wire.json_schema import documented
 from .chat import InputFields
 from .fields.encodings import EmbeddingTypeOptions
@@ -34,7 +35,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     passed_keys: ClassVar = let_pass("openai", "jina", "voyage", "vllm", "infinity")
     prompt_fields: ClassVar = (*EmbeddingBody.prompt_fields, "task", "instruction")
 
-    dimensions: Count | None = Field(
+    dimensions: Annotated[Count, WithJsonSchema(json_schema.WIDTH)] | None = Field(
         None,
         description=(
             "Width of the embeddings (Matryoshka). 0 is refused, unless it stands beside `modality`, as Infinity's "

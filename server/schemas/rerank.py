@@ -1,11 +1,12 @@
 """Rerank as Cohere, Jina, vLLM and Voyage clients send and read it.
 
-Answers hold no key that Elasticsearch's strict Cohere parser does not know: `document` is there only on request.
+Answers hold no key that Elasticsearch's strict Cohere parser does not know. What the request has tells whether they
+hold `document` unasked: vLLM, Jina and SGLang return it, Cohere and Voyage do not.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,6 +18,9 @@ from .fields.options import Count, Flag, FlagOrWord, Listed, PairBody, Usage
 from .fields.passed_keys import let_pass
 from .fields.texts import TextOrObject
 from .fields.truncation import truncated
+
+_NO_DOCUMENTS: Final = {"rank_fields", "max_chunks_per_doc", "top_k"}
+"""Keys of dialects that return documents on request only: Cohere's and Voyage's."""
 
 
 class RerankRequest(PairBody):
@@ -57,7 +61,12 @@ class RerankRequest(PairBody):
     )
     raw_scores: Flag | None = Field(None, description="True leaves the activation out, as use_activation: false does.")
     return_documents: FlagOrWord | None = Field(
-        None, description="Return each document: its text, and what else it was sent with."
+        None,
+        description=(
+            "Return each document: its text, and what else it was sent with. Absent: yes, as Jina and vLLM do; no on "
+            "/v2/rerank, and where the request has a key of Cohere's or Voyage's alone: rank_fields, "
+            "max_chunks_per_doc or top_k."
+        ),
     )
     max_chunks_per_doc: Count | None = Field(
         None,
@@ -82,6 +91,16 @@ class RerankRequest(PairBody):
         """Returns how many results to return; None: all."""
         return self.top_n or self.top_k or None
 
+    def wants_documents(self, path: str) -> bool:
+        """Returns whether the answer holds the documents: as asked for, or as the dialect of the request does unasked.
+
+        Args:
+            path: Of the request. /v2/rerank is Cohere's alone.
+        """
+        if self.return_documents is not None:
+            return self.return_documents
+        return not (path.startswith("/v2/") or _NO_DOCUMENTS & self.model_fields_set)
+
     def is_voyage(self) -> bool:
         """Returns whether a client of Voyage asks, which sends `top_k` always."""
         return "top_k" in self.model_fields_set
@@ -96,11 +115,11 @@ class RerankDocument(BaseModel):
 
 
 class RerankResult(BaseModel):
-    """One document's place. Present only on request: `document`."""
+    """One document's place."""
 
     index: int = Field(description="Place of the document in the request.")
     relevance_score: float
-    document: RerankDocument | None = Field(None, description="With return_documents only.")
+    document: RerankDocument | None = Field(None, description="Unless return_documents, or its default, says no.")
 
 
 class VoyageResult(BaseModel):

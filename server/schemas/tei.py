@@ -5,9 +5,9 @@ Most answers are bare lists. Options may stand beside the inputs or, as the Infe
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from penstock.engine import PoolingParams
 
@@ -15,7 +15,7 @@ from ..wire.json_bodies import TEI
 from ..wire.json_schema import documented
 from .fields.options import PRIORITY, Count, Flag, Listed, Priority, RequestBody, Width
 from .fields.passed_keys import let_pass
-from .fields.tei_inputs import IdBatches, SequenceInputs, TruncationSide
+from .fields.tei_inputs import IdBatches, SequenceInputs, TruncationSide, refuse_empty
 from .fields.texts import Inputs, TextOrObject, TextOrTexts, Texts
 
 
@@ -64,7 +64,9 @@ class TeiTokenEmbedRequest(TeiModelBody):
 
     model_config = documented({"inputs": ["A gate holds the water."]})
 
-    inputs: Inputs = Field(description="A text, a list of texts, the token ids of one text, or a list of such lists.")
+    inputs: Annotated[Inputs, AfterValidator(refuse_empty)] = Field(
+        description="A text, a list of texts, the token ids of one text, or a list of such lists. No text may be empty."
+    )
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
 
 
@@ -77,19 +79,23 @@ class TeiEmbedRequest(TeiTokenEmbedRequest):
     )
 
     normalize: Flag | None = Field(None, description="L2-normalise (default), whatever the model's files say.")
-    dimensions: Width | None = Field(None, description="Width of the embeddings (Matryoshka).")
+    dimensions: Width | None = Field(
+        None,
+        description="Width of the embeddings. As in TEI, of any model; only Matryoshka models were trained for it.",
+    )
     encoding_format: Literal["float"] | None = Field(None, description="Hugging Face's client: answers are numbers.")
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
-        return super().pooling_params().clone(dimensions=self.dimensions, normalize=self.normalize is not False)
+        normalize = self.normalize is not False
+        return super().pooling_params().clone(dimensions=self.dimensions, any_dimensions=True, normalize=normalize)
 
 
 class TeiSentences(BaseModel):
     """A sentence, and those that it is compared with."""
 
-    source_sentence: str
-    sentences: Listed[str] = Field(min_length=1)
+    source_sentence: Annotated[str, AfterValidator(refuse_empty)]
+    sentences: Annotated[Listed[str], AfterValidator(refuse_empty)] = Field(min_length=1)
 
 
 class TeiSimilarityRequest(TeiModelBody):

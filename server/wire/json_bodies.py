@@ -45,6 +45,10 @@ class JsonBody(BaseModel):
         """Returns what the body calls the fields that errors of the engine name (EngineError.name_fields)."""
         return self.own_names
 
+    def request_name(self) -> str | None:
+        """Returns what the body calls its request; None leaves that to the header x-request-id."""
+        return None
+
     def check_keys(self) -> None:
         """Raises RequestValidationError for keys that are no field, neither null nor let pass. Others need not ask."""
         errors = [

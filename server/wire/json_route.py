@@ -58,7 +58,9 @@ class JsonRoute(APIRoute):
 
 
 async def answered(answer: Endpoint, body: JsonBody, request: Request) -> Response:
-    """Returns the answer of a route to a body. Errors of the engine name fields as the body does."""
+    """Returns the answer of a route to a body. The request and the fields in errors are named as the body does."""
+    if (name := body.request_name()) is not None:
+        request.scope["request_id"] = name
     try:
         return await answer(body=body, request=request)
     except EngineError as error:

@@ -21,8 +21,15 @@ logger = logging.getLogger("penstock.engine")
 _SAMPLE: Final = "One short text to begin with."
 
 
-def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> TokenizerSpec:
+def load_tokenizer(
+    info: ModelInfo, *, trust_remote_code: bool = False, chat_template: str | None = None
+) -> TokenizerSpec:
     """Loads the tokenizer as transformers would and serialises it for clients.
+
+    Args:
+        info: The model.
+        trust_remote_code: Run code that comes with it.
+        chat_template: Replaces the model's own.
 
     Raises:
         UnsupportedModelError: The model has no tokenizer that the `tokenizers` library can run.
@@ -35,6 +42,8 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
         raise UnsupportedModelError(
             f"The tokenizer of {info.name} in {info.path} cannot be loaded: {_line(error)}"
         ) from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     if info.multi_vector is not None:
         register_markers(tokenizer, info.multi_vector)
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -92,7 +101,14 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
         score_template=_score_template(tokenizer, info),
         chat_template=chat_template_of(tokenizer),
         marks=find_marks(tokenizer, info),
+        end_id=_end_id(tokenizer, info.vocab_size),
     )
+
+
+def _end_id(tokenizer: Any, vocab_size: int) -> int | None:
+    """Returns the token that ends a text, or pads or begins one, where the model has an embedding of it."""
+    ids = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id)
+    return next((token_id for token_id in ids if token_id is not None and 0 <= token_id < vocab_size), None)
 
 
 def _line(error: Exception) -> str:

@@ -106,7 +106,8 @@ class DecoderModel(NativeModel):
                 kv_layers=tuple(layer.attention.spec.kv_layer for layer in self.layers),
                 shares_prefixes=not any(rotary.depends_on_length for rotary in self.rotary.values()),
             )
-        self.set_head(info.kind, decoder_head(weights, info, D, base.prefix + _EMBEDDING))
+        head = decoder_head(weights, info, D, base.prefix + _EMBEDDING)
+        self.set_head(info.kind, head, scores_rows=not info.classifier_tokens)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""

@@ -202,7 +202,8 @@ class HybridModel(NativeModel):
             kv_layers=tuple(mixer.attention.spec.kv_layer for mixer in attentions),
             ssm_layers=tuple(mixer.sizes.cache_spec for mixer in recurrences),
         )
-        self.set_head(info.kind, decoder_head(weights, info, D, base.prefix + _EMBEDDING))
+        head = decoder_head(weights, info, D, base.prefix + _EMBEDDING)
+        self.set_head(info.kind, head, scores_rows=not info.classifier_tokens)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""

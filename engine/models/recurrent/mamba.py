@@ -106,7 +106,8 @@ class SsmModel(NativeModel):
         ]
         self.final_norm = RmsNorm.load(norms, "norm_f", D, eps)
         self.cache_spec = CacheSpec(ssm_layers=tuple(layer.mixer.sizes.cache_spec for layer in self.layers))
-        self.set_head(info.kind, decoder_head(weights, info, D, f"{embedding.prefix}weight"))
+        head = decoder_head(weights, info, D, f"{embedding.prefix}weight")
+        self.set_head(info.kind, head, scores_rows=not info.classifier_tokens)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""

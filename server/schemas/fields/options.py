@@ -59,6 +59,13 @@ class RequestBody(JsonBody):
     prompt_fields: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = Field(None, description="Served name; absent: the default model.")
+    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = Field(
+        None, description="Names the request, in place of the header x-request-id: in the answer and in the log."
+    )
+
+    def request_name(self) -> str | None:
+        """See JsonBody."""
+        return self.request_id
 
 
 class PoolingBody(RequestBody):
@@ -73,6 +80,9 @@ class PoolingBody(RequestBody):
         None, description="Classes and scores: apply the activation. Embeddings: newer name of `normalize`."
     )
     priority: Priority | None = PRIORITY
+    padding: Literal["do_not_pad"] | None = Field(
+        None, description="vLLM's. Inputs are never padded, which no answer would show; other values are refused."
+    )
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""

@@ -27,7 +27,6 @@ PASSED_KEYS: Final[Mapping[Dialect, Mapping[str, str]]] = {
     "voyage": {"user": _USER},
     "vllm": {
         "user": _USER,
-        "request_id": "names the request in vLLM's log; here the header x-request-id does.",
         "cache_salt": "keeps vLLM's prefix caches apart; no answer depends on it.",
     },
     "infinity": {"user": _USER},

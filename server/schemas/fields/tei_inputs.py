@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from ...wire import json_schema
 from .texts import check_length, whole_numbers
+
+TextOrList = TypeVar("TextOrList", bound=str | list[Any])
+EMPTY_TEXT: Final = "empty_text"
+"""Type of the error of an empty text."""
 
 
 class Sequences(NamedTuple):
@@ -33,8 +38,19 @@ def parse_sequences(value: Any) -> Sequences:
                 f"is a flat list of {len(entries)}; a flat list is a text or a pair. "
                 "Send several as [[text], [text], ...]"
             )
-        return Sequences([_sequence(entries, 0)], is_batch=False)
-    return Sequences([_sequence(entry, i) for i, entry in enumerate(entries)], is_batch=True)
+        sequences = Sequences([_sequence(entries, 0)], is_batch=False)
+    else:
+        sequences = Sequences([_sequence(entry, i) for i, entry in enumerate(entries)], is_batch=True)
+    refuse_empty(["".join(entry) for entry in sequences.entries])
+    return sequences
+
+
+def refuse_empty(value: TextOrList) -> TextOrList:
+    """Returns a text, or a list of texts and token ids, as it is; an empty one in it is TEI's error of its own."""
+    if value == "" or (not isinstance(value, str) and "" in value):
+        where = "" if isinstance(value, str) else f" in entry {value.index('')}"
+        raise PydanticCustomError(EMPTY_TEXT, "holds an empty text{where}; send some text", {"where": where})
+    return value
 
 
 def _sequence(entry: Any, index: int) -> list[str]:

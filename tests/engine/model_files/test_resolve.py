@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -231,6 +232,31 @@ def test_token_classifier(tmp_path: Path) -> None:
     info = resolve(write(tmp_path, {"config.json": config}), pooler_config=PoolerConfig(pooling_type=PoolingType.STEP))
     assert (info.kind, info.tasks) == (ModelKind.TOKEN_CLASSIFIER, (PoolingTask.TOKEN_CLASSIFY,))
     assert (info.token_pooling, info.sequence_pooling, info.activation) == (PoolingType.STEP, (), Activation.SOFTMAX)
+
+
+def test_a_decoders_classifier_scores_tokens_too(tmp_path: Path) -> None:
+    config = {"model_type": "qwen2", "hidden_size": 8, "vocab_size": 9, "num_attention_heads": 2}
+    config |= {"num_hidden_layers": 1, "max_position_embeddings": 64, "id2label": {"0": "bad", "1": "good"}}
+    config |= {"architectures": ["Qwen2ForSequenceClassification"]}
+    folder = write(tmp_path, {"config.json": config})
+    assert resolve(folder).tasks == (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY)
+    step = PoolerConfig(tok_pooling_type=PoolingType.STEP, step_tag_id=3, returned_token_ids=(1,))
+    info = resolve(folder, pooler_config=step)
+    assert (info.token_pooling, info.sequence_pooling) == (PoolingType.STEP, (PoolingType.LAST,))
+    with pytest.raises(ModelLoadError, match="columns 0 to 1"):
+        resolve(folder, pooler_config=replace(step, returned_token_ids=(2,)))
+
+
+def test_the_operator_may_leave_one_task(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"config.json": BERT})
+    assert resolve(folder, pooler_config=PoolerConfig(task=PoolingTask.EMBED)).tasks == (
+        PoolingTask.EMBED,
+        PoolingTask.SCORE,
+    )
+    info = resolve(folder, pooler_config=PoolerConfig(task=PoolingTask.TOKEN_EMBED))
+    assert info.tasks == (PoolingTask.TOKEN_EMBED,)
+    with pytest.raises(ModelLoadError, match=r"task is 'classify'; .* has embed, token_embed, score"):
+        resolve(folder, pooler_config=PoolerConfig(task=PoolingTask.CLASSIFY))
 
 
 def test_modernbert_classifier_pooling(tmp_path: Path) -> None:

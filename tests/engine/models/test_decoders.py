@@ -10,7 +10,7 @@ from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.layers.attention.rotary import prompt_lens
 from penstock.engine.model_files.resolve import with_device
 from penstock.engine.packed_batch import BatchCache
-from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError
+from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.sequence_pool.cache_spec import CacheSpec, KvLayerSpec
 
 from .parity import assert_close, rows_of
@@ -161,8 +161,9 @@ def test_sequence_head_equals_transformers(family, config, save_model, resolve, 
     logits = model.classify(torch.stack([r[-1] for r in rows]))
     assert logits.dtype == torch.float32
     assert_close(logits, torch.cat([reference(torch.tensor(s)[None]).logits for s in sequences]))
-    with pytest.raises(UnsupportedTaskError):
-        model.classify_tokens(rows[0])
+    # The head reads one row, so it scores every token as the last one of the text up to there (process rewards).
+    starts = [torch.tensor(sequences[0][: end + 1])[None] for end in range(len(sequences[0]))]
+    assert_close(model.classify_tokens(rows[0]), torch.cat([reference(start).logits for start in starts]))
 
 
 @pytest.mark.parametrize(("family", "config"), [case for case in PLAIN if case.id != "gemma3"])

@@ -378,3 +378,27 @@ async def test_load_version_and_ping(client: httpx.AsyncClient) -> None:
     assert (await client.get("/load")).json() == {"server_load": 3}
     assert set((await client.get("/version")).json()) == {"version"}
     assert (await client.get("/ping")).status_code == (await client.post("/ping")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+async def test_the_body_may_name_its_request(client: httpx.AsyncClient, path: str) -> None:
+    body = {"input": "a", "request_id": "mine-7", "padding": "do_not_pad"}
+    response = await client.post(path, json=body, headers={"x-request-id": "other"})
+    assert response.status_code == 200, response.text
+    assert response.json()["id"].endswith("-mine-7")
+    assert response.headers["x-request-id"] == "mine-7"
+    response = await client.post(path, json={**body, "request_id": "two\r\nlines"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "request_id"
+    response = await client.post(path, json={**body, "padding": "longest"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "padding")
+
+
+async def test_invocations_of_a_token_classifier_are_poolings(serving, make_engine) -> None:
+    engine = make_engine("token_classifier", ("O", "PER"))
+    async with serving(engine) as client:
+        body = {"input": ["hello world", "a"]}
+        invoked = (await client.post("/invocations", json=body)).json()
+        asked = (await client.post("/pooling", json=body)).json()
+    assert invoked["data"] == asked["data"]
+    assert invoked["data"][0]["object"] == "pooling"

@@ -23,7 +23,6 @@ TABLE = {
     "voyage": {"user": USER},
     "vllm": {
         "user": USER,
-        "request_id": "vLLM itself takes and forgets it: the id comes from the header",
         "cache_salt": "keeps prefix caches apart; no answer depends on it",
     },
     "infinity": {"user": USER},
