@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from .async_engine import AsyncEngine
+    from .llm import LLM
     from .protocol.config import CacheConfig, EngineConfig, SchedulerConfig
     from .protocol.errors import EngineError
     from .protocol.model_info import ModelInfo
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .protocol.tasks import PoolingTask, PoolingType
 
 __all__ = [
+    "LLM",
     "AsyncEngine",
     "CacheConfig",
     "ClassResult",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "LLM": ".llm",
     "AsyncEngine": ".async_engine",
     "CacheConfig": ".protocol.config",
     "ClassResult": ".protocol.results",

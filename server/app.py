@@ -24,7 +24,21 @@ from .middleware.refusal_pace import RefusalPace
 from .observability.metrics import Metrics
 from .observability.observers import Observers
 from .openapi import DocumentedApp
-from .routes import classify, cohere, encode, invocations, openai, ops, rerank, score, tei, tei_tools, tokenize, vllm
+from .routes import (
+    classify,
+    cohere,
+    encode,
+    invocations,
+    ollama,
+    openai,
+    ops,
+    rerank,
+    score,
+    tei,
+    tei_tools,
+    tokenize,
+    vllm,
+)
 from .routes.playground import page as playground
 from .settings import ServerSettings
 from .transport.connection import SHEDDER
@@ -56,7 +70,7 @@ def create_app(
     table = ModelTable()
     context = ServerContext(settings, Metrics(table.engines), table, int(time.time()))
     observers = Observers(settings, context.metrics)
-    dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools)
+    dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools, ollama)
     json_paths = JsonPaths(route for module in (*dialects, encode) for route in module.router.routes)
     pace = RefusalPace(max_waiting=file_limit() // 2)
     shedder = LoadShedder(json_paths.routes, table, keys, observers.all, pace, settings.max_body_bytes)

@@ -12,10 +12,10 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from .errors.handlers import TEI_PATHS
+from .errors.handlers import OLLAMA_PREFIX, TEI_PATHS
 from .middleware.auth import is_open
 from .schemas.errors import ErrorBody, TeiErrorBody
-from .wire.request_limits import MAX_PRIORITY, PRIORITY_NAMES
+from .wire.request_limits import MAX_PRIORITY, PRIORITY_NAMES, WITHOUT_FORWARD
 
 Json = dict[str, Any]
 
@@ -27,7 +27,8 @@ do what a request asks for is seen when it runs: what it cannot do is a 400, or 
 
 Each operation is listed once. The same is found under `/embeddings`, `/models`, `/models/{name}`, `/v1/pooling` and
 `/ping`, under every path with a slash at its end, and under `/v1/v1/...` and `/v1/v2/...`. `POST /` answers
-TEI's bodies as `/invocations` does.
+TEI's bodies as `/invocations` does. `/api/generate`, `/api/chat`, `/v1/chat/completions` and `/v1/completions` say what
+this server has instead of text.
 """
 TAGS: Final = [
     {"name": "openai", "description": "Embeddings for the clients of OpenAI, Jina, Voyage and vLLM; the models."},
@@ -39,6 +40,7 @@ TAGS: Final = [
     {"name": "vllm", "description": "What the model makes of texts, its load, and SageMaker's one route for all."},
     {"name": "tokenize", "description": "For the clients of vLLM, TEI and Cohere."},
     {"name": "tei", "description": "Text Embeddings Inference: answers are bare lists."},
+    {"name": "ollama", "description": "Embeddings, and the models that are served."},
     {"name": "penstock", "description": "Several kinds of vectors from one forward."},
     {"name": "operations", "description": "Health, metrics, version."},
 ]
@@ -92,7 +94,6 @@ _UNAUTHORIZED: Final[Json] = {
     "headers": {"WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
 }
 _ERRORS_OF_BODIES: Final = ("400", "408", "413", "415", "422", "424", "429", "504")
-_WITHOUT_FORWARD: Final = frozenset({"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"})
 
 
 def operation_id(route: APIRoute) -> str:
@@ -149,7 +150,7 @@ def _complete_operation(path: str, operation: Json, *, needs_key: bool) -> None:
             responses.pop(status, None)
     else:
         parameters += [_reference("parameters", "TraceParent")]
-        if path in _WITHOUT_FORWARD:
+        if path in WITHOUT_FORWARD:
             for status in ("408", "504"):
                 responses.pop(status, None)
         else:
@@ -157,7 +158,7 @@ def _complete_operation(path: str, operation: Json, *, needs_key: bool) -> None:
         responses["200"].setdefault("headers", {})["Server-Timing"] = _reference("headers", "ServerTiming")
     if needs_key:
         operation["security"] = [{scheme: []} for scheme in _SECURITY_SCHEMES]
-        body = TeiErrorBody if path in TEI_PATHS else ErrorBody
+        body = TeiErrorBody if path in TEI_PATHS or path.startswith(OLLAMA_PREFIX) else ErrorBody
         schema = _reference("schemas", body.__name__)
         responses["401"] = {**_UNAUTHORIZED, "content": {"application/json": {"schema": schema}}}
     for response in responses.values():

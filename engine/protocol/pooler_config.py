@@ -18,7 +18,7 @@ class PoolerConfig:
 
     Attributes:
         task: The one task of the model, with scoring where it comes of that; None leaves it all that it has.
-        pooling_type: Sets `seq_pooling_type` or, for ALL and STEP, `tok_pooling_type`; None once that holds it.
+        pooling_type: Stands for `tok_pooling_type` if it is ALL or STEP, else for `seq_pooling_type`.
         seq_pooling_type: Pooling of the sequence.
         tok_pooling_type: Pooling of the tokens: ALL or STEP.
         normalize: L2-normalise embeddings unless the request says otherwise.
@@ -68,8 +68,10 @@ class PoolerConfig:
         if self.logit_scale == 0:
             raise ValueError("logit_scale is 0; every class would get the same score.")
         if self.pooling_type is not None:
-            of_tokens = self.pooling_type.is_token_level
-            self._rename("pooling_type", "tok_pooling_type" if of_tokens else "seq_pooling_type", self.pooling_type)
+            name = "tok_pooling_type" if self.pooling_type.is_token_level else "seq_pooling_type"
+            if getattr(self, name) not in (None, self.pooling_type):
+                raise ValueError(f"pooling_type is {self.pooling_type}, {name} is {getattr(self, name)}; give one.")
+            object.__setattr__(self, name, self.pooling_type)
         for name, of_tokens in (("seq_pooling_type", False), ("tok_pooling_type", True)):
             kind: PoolingType | None = getattr(self, name)
             if kind is not None and kind.is_token_level != of_tokens:
@@ -83,8 +85,8 @@ class PoolerConfig:
         if self.chunk_overlap and self.chunked_processing_mode is ChunkedProcessingMode.VLLM:
             raise ValueError(f"chunk_overlap is {self.chunk_overlap}; the mode 'vllm' knows no overlap.")
 
-    def _rename(self, older: str, name: str, value: object) -> None:
-        """Moves what came under another name to its field; raises ValueError where both were given."""
+    def _rename(self, older: str, name: str, value: float | None) -> None:
+        """Moves what came under an older name to its field; raises ValueError where both were given."""
         if value is None:
             return
         if getattr(self, name) is not None:

@@ -20,17 +20,21 @@ from .validation import explain
 
 TEI_PATHS: Final = frozenset({"/", "/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode"})
 """Paths that are TEI's alone: its clients read `error` as a text."""
+OLLAMA_PREFIX: Final = "/api/"
+"""Paths of Ollama, whose clients read `error` as a text, too."""
 _METHODS: Final = ("GET", "HEAD", "POST")
 
 
 def refusal(path: str, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
     """Returns the answer to a request that meets no route."""
-    respond = tei_status_response if path in TEI_PATHS else status_response
+    respond = tei_status_response if path in TEI_PATHS or path.startswith(OLLAMA_PREFIX) else status_response
     return respond(status, message, headers)
 
 
 def engine_refusal(path: str, error: EngineError, request_id: str) -> Response:
     """Returns the answer to a request that an error of the engine ends."""
+    if path.startswith(OLLAMA_PREFIX):
+        return tei_engine_error_response(error, request_id, statuses={})
     respond = tei_engine_error_response if path in TEI_PATHS or path == "/info" else engine_error_response
     return respond(error, request_id)
 
@@ -42,6 +46,8 @@ def install_error_handlers(app: FastAPI) -> None:
         return engine_refusal(request.scope["path"], error, request.scope["request_id"])
 
     async def on_validation_error(request: Request, error: Any) -> Response:
+        if request.scope["path"].startswith(OLLAMA_PREFIX):
+            return tei_validation_response(error, 400)
         # On a path that dialects share the body is tagged with its own.
         if request.scope["path"] in TEI_PATHS or TEI in error.errors()[0]["loc"]:
             return tei_validation_response(error)

@@ -21,7 +21,7 @@ from ..schemas.fields.tei_inputs import EMPTY_TEXT
 from .table import ERROR_KINDS, ErrorKind, retry_headers, shown_error
 from .validation import explain
 
-_STATUSES: Final[dict[type[EngineError], int]] = {
+TEI_STATUSES: Final[dict[type[EngineError], int]] = {
     InvalidRequestError: 422,
     RequestTooLongError: 422,
     UnsupportedTaskError: 424,
@@ -42,19 +42,24 @@ async def answered_as_tei(answer: Awaitable[Response], request: Request) -> Resp
         return tei_status_response(error.status_code, str(error.detail), error.headers)
 
 
-def tei_engine_error_response(error: EngineError, request_id: str) -> Response:
-    """Returns TEI's answer to `error`; hidden messages are logged under `request_id`."""
+def tei_engine_error_response(
+    error: EngineError, request_id: str, statuses: Mapping[type[EngineError], int] = TEI_STATUSES
+) -> Response:
+    """Returns TEI's answer to `error`; hidden messages are logged under `request_id`.
+
+    Other dialects whose clients read `error` as a text have the statuses of the table: `statuses` is empty.
+    """
     kind, message = shown_error(error, request_id)
-    kind = replace(kind, status=_STATUSES.get(type(error), kind.status))
+    kind = replace(kind, status=statuses.get(type(error), kind.status))
     param = None if kind.is_hidden else error.param
     return _response(kind, message, param=param, headers=retry_headers(error, kind.status))
 
 
-def tei_validation_response(error: RequestValidationError) -> Response:
-    """Returns TEI's answer to a body that is not as it must be."""
+def tei_validation_response(error: RequestValidationError, status: int = 422) -> Response:
+    """Returns TEI's answer to a body that is not as it must be, or with another `status` that of a kindred dialect."""
     errors = error.errors()
     message, param = explain(errors, error.body)
-    kind = replace(ERROR_KINDS[InvalidRequestError], status=422)
+    kind = replace(ERROR_KINDS[InvalidRequestError], status=status)
     if errors[0]["type"] == EMPTY_TEXT or (errors[0].get("input") == [] and param in _INPUTS):
         return _response(replace(kind, status=400), message, param=param, error_type="Empty")
     if errors[0]["type"] == "json_invalid":

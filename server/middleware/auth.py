@@ -29,6 +29,7 @@ _Version = tuple[int, int, int]
 OPEN_PATHS: Final = frozenset(
     {
         *("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/version", "/info"),
+        *("/api/version", "/api/tags"),
         *("/models", "/v1/models", "/docs", "/redoc", "/openapi.json"),
     }
 )

@@ -30,7 +30,7 @@ ErrorType = Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokeniz
 
 
 class TeiErrorBody(BaseModel):
-    """The error body of TEI's routes: TEI clients read `error`, others `message` or `detail`."""
+    """The error body of TEI's and Ollama's routes: their clients read `error`, others `message` or `detail`."""
 
     error: str
     error_type: ErrorType
@@ -76,6 +76,9 @@ def _responses(body: Any, descriptions: dict[int | str, str]) -> Responses:
 
 ERROR_RESPONSES: Final = _responses(ErrorBody, _DESCRIPTIONS)
 """Errors of the routes that read a body."""
+
+TEXT_ERROR_RESPONSES: Final = _responses(TeiErrorBody, _DESCRIPTIONS)
+"""Errors of Ollama's routes that read a body: its clients read `error` as a text, too."""
 
 TEI_ERROR_RESPONSES: Final = _responses(TeiErrorBody, _DESCRIPTIONS | _TEI_DESCRIPTIONS)
 """Errors of TEI's routes that read a body."""

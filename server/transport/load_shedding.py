@@ -24,8 +24,8 @@ from ..middleware.exchange import RequestIds
 from ..middleware.refusal_pace import RefusalPace, longest_wait_s
 from ..observability.timing import Observer, RequestRecord
 from ..wire.json_route import JsonRoute
+from ..wire.request_limits import WITHOUT_FORWARD
 
-_NEED_NO_FORWARD: Final = frozenset({"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"})
 _TOLD_BY_THE_BODY: Final = frozenset({"/rerank", "/invocations"})
 """Paths where the body tells which dialect an error is written in."""
 
@@ -105,7 +105,7 @@ class LoadShedder:
         max_body_bytes: int,
     ) -> None:
         self._routes = {
-            path.encode(): route for path, route in routes.items() if path not in _NEED_NO_FORWARD | _TOLD_BY_THE_BODY
+            path.encode(): route for path, route in routes.items() if path not in WITHOUT_FORWARD | _TOLD_BY_THE_BODY
         }
         self._models = models
         self._keys = keys

@@ -16,6 +16,13 @@ MAX_PRIORITY: Final = 999
 _LEVELS: Final = {level.name.lower(): level for level in ChunkPriority}
 PRIORITY_NAMES: Final = ", ".join(_LEVELS)
 """Levels that the header may call by name, the first to go first."""
+WITHOUT_FORWARD: Final = frozenset(
+    {
+        *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"),
+        *("/api/show", "/api/pull", "/api/generate", "/api/chat", "/v1/chat/completions", "/v1/completions"),
+    }
+)
+"""Paths that run no model: nothing of them waits, so that they read neither header."""
 _TIMEOUT: Final = b"x-request-timeout"
 _PRIORITY: Final = b"x-priority"
 

@@ -5,6 +5,7 @@ import re
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -61,7 +62,7 @@ class FakeEngine:
         kind = ModelKind(kind)
         fields = {
             "name": "fake-model",
-            "path": "/models/fake",
+            "path": str(Path(__file__).parent),
             "architecture": "FakeModel",
             "model_type": "fake",
             "native": True,

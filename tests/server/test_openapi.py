@@ -20,7 +20,7 @@ from penstock.server.openapi import DESCRIPTION
 from penstock.server.settings import ServerSettings
 
 SPARSE = {"tasks": (PoolingTask.SPARSE_EMBED,), "sparse": object()}
-WITHOUT_FORWARD = {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"}
+WITHOUT_FORWARD = {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode", "/api/show", "/api/pull"}
 
 
 def document_of(**settings: object) -> dict:
@@ -190,6 +190,7 @@ LISTED = {
     *("/score", "/v1/score", "/classify", "/v1/classify"),
     *("/pooling", "/tokenize", "/detokenize", "/invocations"),
     *("/embed", "/embed_all", "/embed_sparse", "/similarity", "/predict", "/decode"),
+    *("/api/embed", "/api/embeddings", "/api/show", "/api/pull"),
 }
 
 

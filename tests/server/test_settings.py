@@ -53,6 +53,7 @@ def test_json_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HF_OVERRIDES", '{"is_matryoshka": true}')
     settings = load(ServerSettings, {"pooler_config": '{"pooling_type": "cls", "normalize": false}'})
     assert settings.hf_overrides == {"is_matryoshka": True}
+    assert settings.pooler_config.pooling_type is PoolingType.CLS
     assert settings.pooler_config.seq_pooling_type is PoolingType.CLS
     assert settings.pooler_config.normalize is False
 

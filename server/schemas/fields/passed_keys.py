@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal
 
-Dialect = Literal["openai", "jina", "voyage", "vllm", "infinity", "cohere", "xinference", "tei", "penstock"]
+Dialect = Literal["openai", "jina", "voyage", "vllm", "infinity", "cohere", "xinference", "tei", "ollama", "penstock"]
 
 _USER: Final = "names the end user to a vendor that watches for abuse."
 _DROP_PARAMS: Final = "LiteLLM's word to itself, which RAGFlow sends to every server."
@@ -39,6 +39,7 @@ PASSED_KEYS: Final[Mapping[Dialect, Mapping[str, str]]] = {
         "user": _USER,
         "options": "whether the Inference API waits for a model and uses its cache; Weaviate and LiteLLM send it.",
     },
+    "ollama": {"user": _USER, "keep_alive": "how long a model stays loaded; here it stays."},
     "penstock": {"user": _USER},
 }
 

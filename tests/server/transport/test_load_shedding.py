@@ -50,7 +50,10 @@ SHED: dict[str, dict[str, Any]] = {
     "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
     "/predict": {"inputs": "a"},
     "/": {"inputs": "a b"},
+    "/api/embed": {"input": "a b"},
+    "/api/embeddings": {"prompt": "a b"},
 }
+WRITE_TEXT = ("/api/generate", "/api/chat", "/v1/chat/completions", "/v1/completions")
 NOT_SHED: dict[str, dict[str, Any]] = {
     "/rerank": {"query": "a", "texts": ["b"]},
     "/tokenize": {"prompt": "a"},
@@ -59,7 +62,10 @@ NOT_SHED: dict[str, dict[str, Any]] = {
     "/v1/detokenize": {"tokens": [1], "model": "fake-model"},
     "/decode": {"ids": [1]},
     "/invocations": {"input": "a b"},
+    "/api/show": {"model": "fake-model"},
+    "/api/pull": {"model": "fake-model"},
     "/ping": {},
+    **{path: {} for path in WRITE_TEXT},
 }
 
 
@@ -154,7 +160,8 @@ async def test_what_needs_no_forward_is_not_refused(engine: FakeEngine) -> None:
         statuses = {}
         for path, body in NOT_SHED.items():
             ((statuses[path], _, _),) = await ask(port, request(path, body))
-        assert statuses == {path: 429 if path in ("/rerank", "/invocations") else 200 for path in NOT_SHED}
+        expected = dict.fromkeys(NOT_SHED, 200) | {"/rerank": 429, "/invocations": 429}
+        assert statuses == expected | dict.fromkeys(WRITE_TEXT, 400)
         assert {name for name, _ in engine.calls} >= {"score", "embed"}
 
 

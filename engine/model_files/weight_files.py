@@ -1,0 +1,45 @@
+"""The weight files of a model folder: their size, and how many parameters their headers declare."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Final, NamedTuple
+
+_LENGTH_BYTES: Final = 8
+
+
+class WeightFiles(NamedTuple):
+    """What is known of a model's weights without reading them.
+
+    Attributes:
+        num_bytes: Bytes of all files.
+        num_parameters: Numbers that the headers of safetensors files declare; 0 where there are none.
+        modified_s: Unix time of the newest file; that of the folder where there are none.
+    """
+
+    num_bytes: int
+    num_parameters: int
+    modified_s: float
+
+    @classmethod
+    def of(cls, folder: str) -> WeightFiles:
+        """Returns what is known of the weights in a folder, modules below it included.
+
+        Raises:
+            OSError: They cannot be read.
+        """
+        root = Path(folder)
+        tensors = sorted(root.rglob("*.safetensors"))
+        files = tensors or sorted((*root.glob("*.bin"), *root.glob("*.pt")))
+        stats = [path.stat() for path in files] or [root.stat()]
+        num_bytes = sum(stat.st_size for stat in stats) if files else 0
+        return cls(num_bytes, sum(map(_num_parameters, tensors)), max(stat.st_mtime for stat in stats))
+
+
+def _num_parameters(path: Path) -> int:
+    """Returns the numbers in a safetensors file, by its header: its length in 8 bytes, then JSON."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little")))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

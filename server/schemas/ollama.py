@@ -1,0 +1,178 @@
+"""Ollama's embeddings and its description of models, as its clients send and read them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+
+from penstock.engine import ModelInfo, PoolingParams
+from penstock.engine.protocol.errors import InvalidRequestError
+
+from ..wire.json_bodies import JsonBody
+from ..wire.json_schema import documented
+from .fields.options import Count, Flag, RequestBody, Width
+from .fields.passed_keys import let_pass
+from .fields.texts import TextOrTexts
+
+
+class OllamaBody(RequestBody):
+    """Base of Ollama's bodies. A model's name may end in `:latest`, as clients write it."""
+
+    passed_keys: ClassVar = let_pass("ollama")
+
+    def served_name(self) -> str | None:
+        """Returns the name that the model is served under."""
+        return None if self.model is None else self.model.removesuffix(":latest")
+
+
+class OllamaEmbedBody(OllamaBody):
+    """Options of both routes that embed."""
+
+    options: dict[str, Any] | None = Field(
+        None, description="Ollama's: `num_ctx` is the longest input in tokens, others say nothing about embeddings."
+    )
+
+    def longest(self, model: ModelInfo) -> int:
+        """Returns the tokens that an input may have: -1 for what the model takes, or `num_ctx` where that is less."""
+        asked = (self.options or {}).get("num_ctx")
+        if not isinstance(asked, int) or isinstance(asked, bool) or not 0 < asked < model.max_model_len:
+            return -1
+        return asked
+
+
+class OllamaEmbedRequest(OllamaEmbedBody):
+    """Body of POST /api/embed."""
+
+    model_config = documented(
+        {"model": "all-MiniLM-L6-v2", "input": ["A gate holds the water.", "A pipe carries it."]},
+        {"model": "all-MiniLM-L6-v2", "input": "One text is fine too.", "truncate": False},
+    )
+
+    input: TextOrTexts = Field(description="A text or a list of texts.")
+    truncate: Flag | None = Field(None, description="Cut over-long texts (default); false refuses them.")
+    dimensions: Width | None = Field(None, description="Width of the embeddings (Matryoshka).")
+
+    def pooling_params(self, model: ModelInfo) -> PoolingParams:
+        """Returns what the request asks of pooling."""
+        return PoolingParams(
+            truncate_prompt_tokens=self.longest(model),
+            refuse_too_long=self.truncate is False,
+            dimensions=self.dimensions,
+            normalize=True,
+        )
+
+
+class OllamaEmbeddingRequest(OllamaEmbedBody):
+    """Body of POST /api/embeddings, which is older."""
+
+    own_names: ClassVar = {"input": "prompt"}
+    model_config = documented({"model": "all-MiniLM-L6-v2", "prompt": "A gate holds the water."})
+
+    prompt: str = Field(description="The text; it is cut to fit.")
+
+    def pooling_params(self, model: ModelInfo) -> PoolingParams:
+        """Returns what the request asks of pooling: as Ollama, vectors are left at their own length."""
+        return PoolingParams(truncate_prompt_tokens=self.longest(model), normalize=False)
+
+
+class OllamaShowRequest(OllamaBody):
+    """Body of POST /api/show and /api/pull."""
+
+    model_config = documented({"model": "all-MiniLM-L6-v2"})
+
+    name: str | None = Field(None, description="Older name of `model`.")
+    verbose: Flag | None = Field(None, description="Ollama's; the answer is the same.")
+    stream: Flag | None = Field(None, description="Ollama's, of /api/pull; the answer is one line.")
+    insecure: Flag | None = Field(None, description="Ollama's, of /api/pull; nothing is fetched.")
+
+    def served_name(self) -> str | None:
+        """See OllamaBody. Raises InvalidRequestError where no model is named."""
+        name = self.model or self.name
+        if not name:
+            raise InvalidRequestError("model is missing; name a model that is served.", param="model")
+        return name.removesuffix(":latest")
+
+
+class TextRequest(JsonBody):
+    """Whatever a client sends that wants text written: it is refused, so no key of it is looked at."""
+
+    def check_keys(self) -> None:
+        """Lets all keys pass."""
+
+
+class OllamaEmbedResponse(BaseModel):
+    """Answer of POST /api/embed."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int = Field(description="Nanoseconds.")
+    load_duration: int = Field(description="Nanoseconds. 0: the model is loaded.")
+    prompt_eval_count: int = Field(description="Tokens of the inputs.")
+
+
+class OllamaEmbeddingResponse(BaseModel):
+    """Answer of POST /api/embeddings."""
+
+    embedding: list[float]
+
+
+class OllamaDetails(BaseModel):
+    """What kind of model it is."""
+
+    parent_model: Literal[""]
+    format: Literal["safetensors"]
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(BaseModel):
+    """A served model."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int = Field(description="Bytes of its weights.")
+    digest: str
+    details: OllamaDetails
+
+
+class OllamaModels(BaseModel):
+    """Answer of GET /api/tags."""
+
+    models: list[OllamaModel]
+
+
+class OllamaRunningModel(OllamaModel):
+    """A model that is loaded."""
+
+    expires_at: str = Field(description="Never: it stays loaded.")
+    size_vram: int = Field(description="Bytes on a GPU.")
+    context_length: Count
+
+
+class OllamaRunningModels(BaseModel):
+    """Answer of GET /api/ps."""
+
+    models: list[OllamaRunningModel]
+
+
+class OllamaShowResponse(BaseModel):
+    """Answer of POST /api/show."""
+
+    license: str
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[Literal["embedding"]]
+    modified_at: str
+
+
+class OllamaStatus(BaseModel):
+    """Answer of POST /api/pull of a model that is served."""
+
+    status: Annotated[str, Field(examples=["success"])]

@@ -1,0 +1,30 @@
+"""What is known of weights without reading them."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from penstock.engine.model_files.weight_files import WeightFiles
+
+
+def test_headers_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "2_Dense").mkdir()
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file({"c": torch.tensor(1.0)}, tmp_path / "2_Dense" / "model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 1000)  # the same weights in another form
+    files = WeightFiles.of(str(tmp_path))
+    paths = list(tmp_path.rglob("*.safetensors"))
+    assert files.num_parameters == 23
+    assert files.num_bytes == sum(path.stat().st_size for path in paths)
+    assert files.modified_s == max(path.stat().st_mtime for path in paths)
+
+
+def test_other_files_have_a_size_alone(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 1000)
+    assert WeightFiles.of(str(tmp_path))[:2] == (1000, 0)
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    files = WeightFiles.of(str(tmp_path))
+    assert files == (0, 0, tmp_path.stat().st_mtime)

@@ -1,0 +1,146 @@
+"""The class without asyncio: offline examples as vLLM writes them, against sentence-transformers and transformers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from sentence_transformers import SentenceTransformer
+
+from penstock.engine import LLM, EngineError, PoolerConfig, PoolingParams
+from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
+
+PROMPTS = ["Hello my name is", "The best thing about water", "A dam."]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+@pytest.fixture(scope="module")
+def llm(minilm_folder: Path) -> Iterator[LLM]:
+    with LLM(model=str(minilm_folder), runner="pooling", enforce_eager=True, dtype="float32", device="cpu") as llm:
+        yield llm
+
+
+def with_tokenizer(model: transformers.PreTrainedModel, folder: Path, source: Path) -> Path:
+    torch.manual_seed(0)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        if (source / name).is_file():
+            shutil.copy(source / name, folder)
+    return folder
+
+
+def test_embed(llm: LLM, minilm_folder: Path) -> None:
+    outputs = llm.embed(PROMPTS)
+    expected = SentenceTransformer(str(minilm_folder), device="cpu").encode(PROMPTS, normalize_embeddings=True)
+    for output, row in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(output.outputs.embedding, row, atol=2e-5)
+    assert [output.num_tokens for output in outputs] == [6, 7, 5]
+    (raw,) = llm.embed("A dam.", pooling_params=PoolingParams(normalize=False))
+    assert np.linalg.norm(raw.outputs.embedding) != pytest.approx(1, abs=1e-3)
+    (cut,) = llm.embed(PROMPTS[1], truncate_prompt_tokens=4)
+    assert cut.num_tokens == 4
+
+
+def test_a_prompt_has_many_forms(llm: LLM) -> None:
+    (text,) = llm.embed("a dam")
+    ids = llm.encode("a dam", pooling_task="token_embed")
+    assert ids[0].num_tokens == text.num_tokens == 4
+    forms = [101, 1037, 5477, 102]
+    for prompt in (forms, [forms], {"prompt_token_ids": forms}, [np.array(forms)], {"prompt": "a dam"}):
+        (output,) = llm.embed(prompt)  # type: ignore[arg-type]
+        np.testing.assert_allclose(output.outputs.embedding, text.outputs.embedding, atol=1e-6)
+    assert len(llm.embed(["a dam", forms, {"prompt": "b"}])) == 3
+    for wrong in ([3.5], [None], {"text": "a"}, []):
+        with pytest.raises(InvalidRequestError, match=r"Input 0 is|at least one"):
+            llm.embed(wrong)  # type: ignore[arg-type]
+
+
+def test_score(llm: LLM) -> None:
+    outputs = llm.score("What holds back the water?", ["A dam.", "A song."])
+    vectors = [output.outputs.embedding for output in llm.embed(["What holds back the water?", "A dam.", "A song."])]
+    assert [output.outputs.score for output in outputs] == pytest.approx(
+        [float(vectors[0] @ vectors[1]), float(vectors[0] @ vectors[2])], abs=1e-5
+    )
+    (output,) = llm.score("a", "b")
+    assert isinstance(output.outputs.score, float)
+    with pytest.raises(InvalidRequestError, match="2 texts cannot be paired with 3"):
+        llm.score(["a", "b"], ["c", "d", "e"])
+
+
+def test_encode_gives_each_tasks_numbers(llm: LLM) -> None:
+    (rows,) = llm.encode(["a dam"], pooling_task="token_embed")
+    assert rows.outputs.data.shape == (4, 384)
+    (vector,) = llm.encode("a dam")
+    np.testing.assert_array_equal(vector.outputs.data, llm.embed("a dam")[0].outputs.embedding)
+    for task in ("classify", "token_classify"):
+        with pytest.raises(UnsupportedTaskError, match="does not support"):
+            llm.encode("a dam", pooling_task=task)
+    with pytest.raises(InvalidRequestError, match="pooling_task is 'plugin'"):
+        llm.encode("a dam", pooling_task="plugin")
+
+
+def test_long_lists_go_in_slices_with_a_progress_bar(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = [f"number {i}" for i in range(600)]
+    outputs = llm.embed(prompts)
+    assert "600/600" in capfd.readouterr().err
+    np.testing.assert_allclose(outputs[599].outputs.embedding, llm.embed(prompts[599])[0].outputs.embedding, atol=1e-5)
+    assert len(llm.embed(prompts, use_tqdm=False)) == 600
+    assert len(llm.embed(prompts[:2])) == 2
+    assert capfd.readouterr().err == ""
+    with pytest.raises(InvalidRequestError, match=r"^Input 44 is the data URI") as caught:
+        llm.embed([*prompts[:300], "data:image/png;base64,iVBORw0KGgo="])
+    assert caught.value.__notes__ == ["Inputs are counted from 256 on, where this part of the list begins."]
+    assert len(llm.embed("still alive")) == 1
+
+
+def test_classify(minilm_folder: Path, tmp_path: Path) -> None:
+    config = transformers.BertConfig(**SIZES, vocab_size=30522, num_labels=3)
+    reference = transformers.BertForSequenceClassification(config).eval()
+    folder = with_tokenizer(reference, tmp_path / "classifier", minilm_folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with LLM(str(folder), device="cpu", dtype="float32") as llm:
+        outputs = llm.classify(PROMPTS)
+        data = [output.outputs.data for output in llm.encode(PROMPTS)]
+    with torch.no_grad():
+        for prompt, output, row in zip(PROMPTS, outputs, data, strict=True):
+            logits = reference(**tokenizer(prompt, return_tensors="pt")).logits[0]
+            np.testing.assert_allclose(output.outputs.probs, logits.softmax(0), atol=1e-5)
+            np.testing.assert_array_equal(row, output.outputs.probs)
+            assert output.outputs.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
+def test_a_language_model_that_answers_yes_or_no(minilm_folder: Path, tmp_path: Path) -> None:
+    config = transformers.Qwen3Config(**SIZES, vocab_size=30522, num_key_value_heads=2, head_dim=16)
+    folder = with_tokenizer(transformers.Qwen3ForCausalLM(config), tmp_path / "reranker", minilm_folder)
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["no", "yes"],
+        "is_original_qwen3_reranker": True,
+    }
+    with LLM(model=str(folder), runner="pooling", hf_overrides=overrides, device="cpu", dtype="float32") as llm:
+        outputs = llm.score(["What?", "Who?"], ["A dam.", "A lock."])
+    assert all(0 < output.outputs.score < 1 for output in outputs)
+    assert outputs[0].outputs.score != outputs[1].outputs.score
+
+
+def test_settings_reach_the_engine(minilm_folder: Path) -> None:
+    with LLM(str(minilm_folder), pooler_config={"pooling_type": "CLS"}, max_model_len=16, device="cpu") as llm:
+        assert llm.info.sequence_pooling == ("CLS",)
+        with pytest.raises(EngineError, match="maximum context length is 16 tokens"):
+            llm.embed("word " * 30)
+    llm.close()  # a second time
+    with pytest.raises(EngineError, match="was closed"):
+        llm.embed("a")
+    with pytest.raises(ValueError, match="runner is 'generate'"):
+        LLM(str(minilm_folder), runner="generate")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="bogus"):
+        LLM(str(minilm_folder), bogus=1)
+    with pytest.raises(ValueError, match="unknown field 'pooling'"):
+        LLM(str(minilm_folder), pooler_config={"pooling": "CLS"})
+    with pytest.raises(EngineError, match="/no/such/model"):
+        LLM("/no/such/model", pooler_config=PoolerConfig())

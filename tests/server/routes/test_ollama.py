@@ -1,0 +1,130 @@
+"""Ollama's dialect, as its clients send and read it."""
+
+from datetime import datetime
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+TEXTS = ["hello", "hello world"]
+
+
+@pytest.fixture
+def folder(engine, tmp_path: Path) -> Path:
+    """The model's folder, with 1000 bytes of weights."""
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 1000)
+    object.__setattr__(engine.info, "path", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["alias", "alias:latest"])
+async def test_embed(client: httpx.AsyncClient, engine, name: str) -> None:
+    body = {"model": name, "input": TEXTS, "keep_alive": "5m", "truncate": True, "options": {"temperature": 0}}
+    response = await client.post("/api/embed", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert set(answer) == {"model", "embeddings", "total_duration", "load_duration", "prompt_eval_count"}
+    assert answer["model"] == name
+    assert np.array(answer["embeddings"]).shape == (2, 8)
+    plain = (await client.post("/v1/embeddings", json={"input": TEXTS})).json()
+    np.testing.assert_allclose(answer["embeddings"], [row["embedding"] for row in plain["data"]], atol=1e-6)
+    assert answer["prompt_eval_count"] == plain["usage"]["total_tokens"]
+    assert answer["total_duration"] > 0
+    one = (await client.post("/api/embed", json={"model": name, "input": "hello"})).json()
+    np.testing.assert_allclose(one["embeddings"], answer["embeddings"][:1], atol=1e-6)
+
+
+async def test_the_older_route_takes_one_prompt(client: httpx.AsyncClient, engine) -> None:
+    answer = (await client.post("/api/embeddings", json={"model": "alias", "prompt": "hello"})).json()
+    assert list(answer) == ["embedding"]
+    assert len(answer["embedding"]) == 8
+    assert engine.calls[-1][1][1].normalize is False
+
+
+@pytest.mark.parametrize(
+    ("body", "limit", "refuses"),
+    [
+        ({}, -1, False),
+        ({"truncate": True}, -1, False),
+        ({"truncate": False}, -1, True),
+        ({"options": {"num_ctx": 16}}, 16, False),
+        ({"options": {"num_ctx": 8192}}, -1, False),
+        ({"options": {"num_ctx": "many"}}, -1, False),
+    ],
+)
+async def test_what_is_too_long_is_cut(
+    client: httpx.AsyncClient, engine, body: dict, limit: int, refuses: bool
+) -> None:
+    response = await client.post("/api/embed", json={"model": "alias", "input": "a", **body})
+    assert response.status_code == 200, response.text
+    params = engine.calls[-1][1][1]
+    assert (params.truncate_prompt_tokens, params.refuse_too_long) == (limit, refuses)
+
+
+async def test_models_are_listed(client: httpx.AsyncClient, folder: Path) -> None:
+    models = (await client.get("/api/tags")).json()["models"]
+    names = [row["id"] for row in (await client.get("/v1/models")).json()["data"]]
+    assert [model["name"] for model in models] == names == [model["model"] for model in models]
+    assert {model["size"] for model in models} == {1000}
+    assert all(len(model["digest"]) == 64 for model in models)
+    assert all(datetime.fromisoformat(model["modified_at"]).year >= 2020 for model in models)
+    (loaded,) = (await client.get("/api/ps")).json()["models"]
+    assert loaded.items() >= models[0].items()
+    assert (loaded["size_vram"], loaded["context_length"]) == (0, 64)
+    assert (await client.get("/api/version")).json() == (await client.get("/version")).json()
+
+
+@pytest.mark.parametrize("field", ["model", "name"])
+async def test_a_model_is_described(client: httpx.AsyncClient, folder: Path, field: str) -> None:
+    answer = (await client.post("/api/show", json={field: "alias:latest"})).json()
+    assert answer["capabilities"] == ["embedding"]
+    family = answer["details"]["family"]
+    assert answer["model_info"]["general.architecture"] == family
+    assert answer["model_info"][f"{family}.embedding_length"] == 8
+    assert answer["model_info"][f"{family}.context_length"] == 64
+    pulled = await client.post("/api/pull", json={field: "alias", "stream": True})
+    assert pulled.json() == {"status": "success"}
+
+
+# (path, body, status, part of the message)
+WRONG = [
+    ("/api/embed", {"model": "other", "input": "a"}, 404, "'other' does not exist"),
+    ("/api/show", {"model": "other"}, 404, "'other' does not exist"),
+    ("/api/pull", {"model": "other"}, 404, "'other' does not exist"),
+    ("/api/embed", {"model": "alias"}, 400, "input is missing"),
+    ("/api/embed", {"model": "alias", "input": [1]}, 400, "entry 0 is 1"),
+    ("/api/embed", {"model": "alias", "input": "a", "format": "json"}, 400, "format"),
+    ("/api/embed", {"model": "alias", "input": "a", "dimensions": 3}, 400, "dimensions is 3"),
+    ("/api/embeddings", {"model": "alias", "prompt": ["a"]}, 400, "prompt"),
+    ("/api/generate", {"model": "alias", "prompt": "Why?", "stream": False}, 400, "writes none. It has "),
+    ("/api/chat", {"model": "alias", "messages": []}, 400, "/api/embed"),
+    ("/api/blobs", {}, 404, "/api/blobs"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "part"), WRONG)
+async def test_errors_are_texts(client: httpx.AsyncClient, path: str, body: dict, status: int, part: str) -> None:
+    response = await client.post(path, json=body)
+    assert response.status_code == status, response.text
+    assert part in response.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_who_wants_text_is_told_what_there_is(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.post(path, json={"model": "gpt", "messages": [{"role": "user", "content": "Hi"}], "n": 1})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "unsupported_task"
+    assert "embed, token_embed, score" in error["message"]
+    assert "/v1/embeddings" in error["message"]
+
+
+async def test_keys_guard_embeddings_and_not_the_list(serving, engine, folder: Path) -> None:
+    async with serving(engine, api_key="secret") as client:
+        assert (await client.get("/api/tags")).status_code == 200
+        assert (await client.get("/api/version")).status_code == 200
+        for path in ("/api/embed", "/api/show"):
+            response = await client.post(path, json={"model": "alias", "input": "a"})
+            assert response.status_code == 401
+            assert isinstance(response.json()["error"], str)
