@@ -108,6 +108,11 @@ class AsyncEngine:
         """Whether the engine works, and has so much to do that `check_room` refuses every client."""
         return self._dispatcher.admission.is_full
 
+    @property
+    def queue_s(self) -> float:
+        """Seconds that what waits or runs takes at the rate of the last forwards; 0 before that is measured."""
+        return self._dispatcher.admission.queue_s
+
     def check_room(self, client: str = "") -> None:
         """Refuses what every call refuses first: a request of `client` that has no room now; see Admission.check."""
         self._dispatcher.admission.check(client)

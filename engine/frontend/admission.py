@@ -45,6 +45,11 @@ class Admission:
         """Whether the engine works, and has so much to do that `check` refuses every client."""
         return self.closed_because is None and self._stats.num_tokens >= self._limit
 
+    @property
+    def queue_s(self) -> float:
+        """Seconds that the tokens under way take; 0 until the drain rate is measured."""
+        return self._stats.num_tokens / self._tokens_per_s if self._past_s else 0.0
+
     def check(self, client: str = "") -> None:
         """Refuses a request that cannot be taken now; `client` is "" where nobody is told apart.
 

@@ -14,6 +14,7 @@ from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.model_files.resolve import resolved_table
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelLoadError, ModelNotFoundError
 
+from ..observability.timing import REQUEST
 from ..settings import ServerSettings
 from ..wire.shown_values import shown
 
@@ -49,6 +50,7 @@ class ModelTable:
     def __init__(self) -> None:
         self._targets: dict[str, Target] = {}
         self._shown: list[Target] = []
+        self._shown_of: dict[str, str] = {}
         self._expected: list[tuple[str, ...]] = []
 
     def expect(self, names: Sequence[str]) -> None:
@@ -60,20 +62,23 @@ class ModelTable:
         self._expected = [expected for expected in self._expected if expected[0] != names[0]]
         self._shown.append(Target(engine, names[0]))
         self._targets.update({name: Target(engine, name) for name in names})
+        self._shown_of.update(dict.fromkeys(names, names[0]))
 
     def find(self, name: str | None) -> Target:
-        """Returns the engine for the model that a request names.
+        """Returns the engine for the model that a request names, and notes it in the record of that request.
 
         Raises:
             EngineUnavailableError: It is being loaded.
             ModelNotFoundError: No model has this name; the message lists those that are served.
         """
         target = self._targets.get(name or "")
-        if target is not None:
-            return target
         is_unnamed = not name or name == UNNAMED
-        if is_unnamed and self._shown:
-            return self._shown[0]
+        if target is None and is_unnamed and self._shown:
+            target = self._shown[0]
+        if target is not None:
+            if (record := REQUEST.get()) is not None:
+                record.model = self._shown_of[target.name]
+            return target
         expected = [each for names in self._expected for each in names]
         if is_unnamed or name in expected:
             raise EngineUnavailableError("The model is being loaded. Please try again in a moment.")

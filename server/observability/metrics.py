@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from math import inf
 from operator import attrgetter
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -88,39 +88,36 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(self)
-        requests = Counter(
-            "penstock_http_requests", "Answers by route and status.", ("route", "status"), registry=self._registry
-        )
-        # prometheus_client looks for the child of its labels under a lock, each time.
-        self._requests = cache(requests.labels)
-        self._latency: dict[str, StepHistogram] = {}
-        self._stages: dict[tuple[str, str], dict[Stage, StepHistogram]] = {}
-        inputs = Counter("penstock_inputs", "Texts, documents or pairs.", ("task",), registry=self._registry)
-        tokens = Counter("penstock_tokens", "Tokens of inputs.", ("task",), registry=self._registry)
-        self._inputs, self._tokens = cache(inputs.labels), cache(tokens.labels)
+        # By model, then route and status, route, route and task, or task.
+        self._requests: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+        self._latency: dict[tuple[str, str], StepHistogram] = {}
+        self._stages: dict[tuple[str, str, str], dict[Stage, StepHistogram]] = {}
+        self._inputs: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._tokens: defaultdict[tuple[str, str], int] = defaultdict(int)
 
     def count(self, task: str, num_tokens: Sequence[int]) -> int:
         """Counts the inputs of a finished request and returns the sum of its tokens."""
-        total = sum(num_tokens)
+        total, model = sum(num_tokens), ""
         if (record := REQUEST.get()) is not None:
-            record.task, record.num_inputs, record.num_tokens = task, len(num_tokens), total
-        self._inputs(task).inc(len(num_tokens))
-        self._tokens(task).inc(total)
+            record.task, record.num_inputs, record.num_tokens, model = task, len(num_tokens), total, record.model
+        self._inputs[model, task] += len(num_tokens)
+        self._tokens[model, task] += total
         return total
 
     def observe(self, record: RequestRecord) -> None:
         """Counts one answer."""
-        self._requests(record.route, record.status).inc()
-        latency = self._latency.get(record.route)
+        model, route = record.model, record.route
+        self._requests[model, route, str(record.status)] += 1
+        latency = self._latency.get((model, route))
         if latency is None:
-            latency = self._latency[record.route] = StepHistogram(_LATENCY_BUCKETS_S)
+            latency = self._latency[model, route] = StepHistogram(_LATENCY_BUCKETS_S)
         latency.observe(record.seconds)
         if record.task is None or not record.is_answered:
             return
-        stages = self._stages.get((record.route, record.task))
+        stages = self._stages.get((model, route, record.task))
         if stages is None:
             stages = {stage: StepHistogram(_STAGE_BUCKETS_S) for stage in Stage}
-            self._stages[record.route, record.task] = stages
+            self._stages[model, route, record.task] = stages
         for stage, seconds in record.stage_seconds.items():
             stages[stage].observe(seconds)
 
@@ -133,18 +130,24 @@ class Metrics(Collector):
         latency = HistogramMetricFamily(
             "penstock_http_request_duration_seconds",
             "Seconds from the head of the request to the end of the answer.",
-            labels=("route",),
+            labels=("model", "route"),
         )
-        for route, histogram in self._latency.items():
-            _add(latency, (route,), histogram)
+        for labels, histogram in self._latency.items():
+            _add(latency, labels, histogram)
         stages = HistogramMetricFamily(
             "penstock_stage_duration_seconds",
             "Seconds that requests which were answered spent in tokenization, queue, inference and encoding.",
-            labels=("route", "task", "stage"),
+            labels=("model", "route", "task", "stage"),
         )
-        for (route, task), histograms in self._stages.items():
+        for served, histograms in self._stages.items():
             for stage, histogram in histograms.items():
-                _add(stages, (route, task, stage), histogram)
+                _add(stages, (*served, stage), histogram)
+        for name, text, names, counts in (
+            ("penstock_http_requests", "Answers by route and status.", ("model", "route", "status"), self._requests),
+            ("penstock_inputs", "Texts, documents or pairs.", ("model", "task"), self._inputs),
+            ("penstock_tokens", "Tokens of inputs.", ("model", "task"), self._tokens),
+        ):
+            yield _counted(name, text, names, counts)
         yield latency
         yield stages
         engines = list(self._engines())
@@ -159,13 +162,28 @@ class Metrics(Collector):
             yield metric
         yield from _families(GaugeMetricFamily, _CACHE_GAUGES, cache_uses)
         yield from _families(CounterMetricFamily, _CACHE_COUNTERS, cache_uses)
+        queue = GaugeMetricFamily(
+            "penstock_engine_queue_seconds",
+            "Seconds that what waits or runs takes at the rate of the last forwards; 0 before it is measured.",
+            labels=("model",),
+        )
         ready = GaugeMetricFamily("penstock_engine_ready", "1 where the engine can serve.", labels=("model",))
         restarts = CounterMetricFamily("penstock_engine_restarts", "Restarts of the engine.", labels=("model",))
         for engine, model in engines:
+            queue.add_metric((model,), engine.queue_s)
             ready.add_metric((model,), float(engine.state is EngineState.READY))
             restarts.add_metric((model,), engine.num_restarts)
+        yield queue
         yield ready
         yield restarts
+
+
+def _counted(name: str, text: str, labels: Sequence[str], counts: Mapping[tuple[str, ...], int]) -> CounterMetricFamily:
+    """Returns a family of counters. prometheus_client's own say when each was made, and look it up under a lock."""
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, count in counts.items():
+        family.add_metric(values, count)
+    return family
 
 
 def _families(

@@ -27,6 +27,7 @@ class RequestRecord:
         began_ns: Nanoseconds since 1970 of the same moment.
         stages: Where its time went.
         route: The route that answered it, as in the OpenAPI schema. Unknown paths are one, so that they cost no memory.
+        model: Shown name of the model that it went to; "" where it named none that is served, or came to no model.
         status: HTTP status; 500 until an answer has begun.
         seconds: Seconds to the end of the answer.
         stage_seconds: Sums of `stages`.
@@ -41,6 +42,7 @@ class RequestRecord:
     began_ns: int
     stages: StageTimes = field(default_factory=StageTimes)
     route: str = UNKNOWN_ROUTE
+    model: str = ""
     status: int = 500
     seconds: float = 0.0
     stage_seconds: Mapping[Stage, float] = field(default_factory=dict)

@@ -10,8 +10,6 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Tag
 
-from penstock.engine import PoolingTask
-
 from ..answers.tei import TEI_HEADERS
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import cut_texts
@@ -21,7 +19,7 @@ from ..schemas.rerank import RerankRequest, RerankResponse
 from ..schemas.tei import TeiRank, TeiRerankRequest
 from ..wire.json_bodies import OWN, TEI, by_keys
 from ..wire.json_route import JsonRoute, answered, json_response
-from .tei import rerank_texts
+from .tei import RERANK, rerank_texts
 
 router = APIRouter(route_class=JsonRoute, tags=["rerank"], responses=SHARED_ERROR_RESPONSES)
 
@@ -58,7 +56,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     with_documents = body.wants_documents(path)
     rows = zip(best.tolist(), result.scores[best], strict=True)
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)
-    head = context.answer_head(request, "rerank", name, PoolingTask.SCORE, result.num_tokens)
+    head = context.answer_head(request, "rerank", name, RERANK, result.num_tokens)
     answer: dict[str, Any] = {
         **{key: head[key] for key in ("id", "model", "usage")},
         "results": [_row(body, texts, i, score, with_document=with_documents) for i, score in rows],

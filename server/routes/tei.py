@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Final
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -31,6 +31,9 @@ from ..schemas.tei import (
 from ..wire.json_bodies import COHERE, TEI, embed_dialect
 from ..wire.json_route import JsonRoute
 from . import cohere
+
+RERANK: Final = "rerank"
+"""How metrics and logs call a ranking, apart from scores of pairs."""
 
 EmbedBody = Annotated[
     Annotated[TeiEmbedRequest, Tag(TEI)] | Annotated[CohereEmbedRequest, Tag(COHERE)],
@@ -149,7 +152,7 @@ async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     options = context.options(request, instruction=body.instruction, priority=body.priority)
     with ClientWatch(request):
         result = await engine.score([body.query], body.texts, body.pooling_params(), options)
-    num_tokens = context.metrics.count(PoolingTask.SCORE, result.num_tokens)
+    num_tokens = context.metrics.count(RERANK, result.num_tokens)
     scores = result.scores if body.raw_scores else probabilities(result.scores, engine.info)
     rows = rank_rows(scores, body.texts if body.return_text else None, body.top_n)
     num_chars = len(body.query) * len(body.texts) + sum(map(len, body.texts))

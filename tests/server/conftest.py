@@ -81,6 +81,7 @@ class FakeEngine:
         self.info = ModelInfo(**fields, sources=dict.fromkeys(ModelInfo.__dataclass_fields__, "test"))
         self.state = EngineState.READY
         self.num_restarts = 0
+        self.queue_s = 2.5
         self.calls: list[tuple[str, tuple[object, ...]]] = []
         self.chat_template: str | None = CHAT_TEMPLATE
         self.failure: Exception | None = None

@@ -25,6 +25,16 @@ def refusal(books: Admission, client: str = "") -> EngineOverloadedError:
     return refused.value
 
 
+def test_the_queue_is_known_in_seconds() -> None:
+    books, _ = admission()
+    books.enter(300)
+    assert books.queue_s == 0.0  # nothing was measured yet
+    books.follow(200, 2.0)
+    assert books.queue_s == pytest.approx(3.0)
+    books.leave(300)
+    assert books.queue_s == 0.0
+
+
 def test_requests_are_let_in_until_too_many_tokens_are_under_way() -> None:
     books, stats = admission()
     for num_tokens in (400, 599, 700):

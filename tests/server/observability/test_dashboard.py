@@ -33,7 +33,7 @@ async def test_every_metric_of_the_dashboard_is_there(
     names = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     # Histograms have no sample before they were filled.
     names |= {
-        f"{family.name}_{part}": {"route", "task", "stage", "le"}
+        f"{family.name}_{part}": {"model", "route", "task", "stage", "le"}
         for family in families
         if family.name == "penstock_stage_duration_seconds"
         for part in ("bucket", "sum", "count")

@@ -48,7 +48,9 @@ def engine(make_engine):
 def samples(text: str, name: str) -> dict[tuple[str, ...], float]:
     """Values of one metric by its labels, without `le`."""
     return {
-        tuple(s.labels.values()): s.value
+        tuple(
+            value for label, value in s.labels.items() if label != "model" or name.startswith("penstock_engine")
+        ): s.value
         for family in text_string_to_metric_families(text)
         for s in family.samples
         if s.name == name
@@ -66,6 +68,35 @@ async def test_stages_are_in_metrics_by_route_and_task(client: httpx.AsyncClient
         assert sums["/v1/score", stage, "score"] == pytest.approx(seconds)
     assert 0 < sums["/v1/embeddings", "encode", "embed"] < 1
     assert len(sums) == 8
+
+
+async def test_every_figure_names_its_model(client: httpx.AsyncClient, engine) -> None:
+    await client.post("/v1/embeddings", json={"input": "a", "model": "alias"})
+    await client.post("/rerank", json={"query": "a", "documents": ["b", "c"]})
+    await client.post("/rerank", json={"query": "a", "texts": ["b"]})
+    await client.post("/v1/embeddings", json={"input": "a", "model": "unknown"})
+    await client.get("/nowhere")
+    text = (await client.get("/metrics")).text
+    families = [f for f in text_string_to_metric_families(text) if f.name.startswith("penstock_")]
+    assert all("model" in s.labels for family in families for s in family.samples)
+    assert "_created" not in text
+    counted = {
+        tuple(s.labels.values()): s.value for f in families for s in f.samples if s.name == "penstock_inputs_total"
+    }
+    assert counted == {("fake-model", "embed"): 1, ("fake-model", "rerank"): 3}
+    answers = {
+        (s.labels["model"], s.labels["route"], s.labels["status"]): s.value
+        for family in families
+        for s in family.samples
+        if s.name == "penstock_http_requests_total"
+    }
+    assert answers == {
+        ("fake-model", "/v1/embeddings", "200"): 1,
+        ("fake-model", "/rerank", "200"): 2,
+        ("", "/v1/embeddings", "404"): 1,
+        ("", "other", "404"): 1,
+    }
+    assert samples(text, "penstock_engine_queue_seconds") == {("fake-model",): 2.5}
 
 
 async def test_stages_of_errors_are_not_mixed_in(client: httpx.AsyncClient, engine) -> None:

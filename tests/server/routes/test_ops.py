@@ -45,12 +45,13 @@ async def test_metrics(client: httpx.AsyncClient) -> None:
     response = await client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     text = response.text
-    assert sample(text, "penstock_http_requests_total", route="/v1/embeddings", status="200") == 3
-    assert sample(text, "penstock_http_requests_total", route="/v1/embeddings", status="400") == 1
-    assert sample(text, "penstock_http_requests_total", route="other", status="404") == 1
-    assert sample(text, "penstock_http_request_duration_seconds_count", route="/v1/embeddings") == 4
-    assert sample(text, "penstock_inputs_total", task="embed") == 6
-    assert sample(text, "penstock_tokens_total", task="embed") == 3 * (4 + 3)
+    of_model = {"model": "fake-model", "route": "/v1/embeddings"}
+    assert sample(text, "penstock_http_requests_total", **of_model, status="200") == 3
+    assert sample(text, "penstock_http_requests_total", model="", route="/v1/embeddings", status="400") == 1
+    assert sample(text, "penstock_http_requests_total", model="", route="other", status="404") == 1
+    assert sample(text, "penstock_http_request_duration_seconds_count", **of_model) == 3
+    assert sample(text, "penstock_inputs_total", model="fake-model", task="embed") == 6
+    assert sample(text, "penstock_tokens_total", model="fake-model", task="embed") == 3 * (4 + 3)
     assert sample(text, "penstock_engine_queued_tokens", model="fake-model") == 42
     assert sample(text, "penstock_engine_requests", model="fake-model") == 3
     assert sample(text, "penstock_engine_ready", model="fake-model") == 1
