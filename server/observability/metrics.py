@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -178,7 +178,7 @@ class Metrics(Collector):
         yield restarts
 
 
-def _counted(name: str, text: str, labels: Sequence[str], counts: Mapping[tuple[str, ...], int]) -> CounterMetricFamily:
+def _counted(name: str, text: str, labels: Sequence[str], counts: Mapping[Any, int]) -> CounterMetricFamily:
     """Returns a family of counters. prometheus_client's own say when each was made, and look it up under a lock."""
     family = CounterMetricFamily(name, text, labels=labels)
     for values, count in counts.items():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -71,8 +72,8 @@ def test_log_metrics_and_traces_tell_the_same(launch, default_model: Path, colle
     assert TEXT not in server.log.read_text()
     assert abs(int(response.headers["x-inference-time"]) - line["inference_ms"]) <= 1
     for stage in STAGES:
-        labels = f'{{route="/embed",stage="{stage}",task="embed"}}'
-        assert f"penstock_stage_duration_seconds_count{labels} 1.0" in metrics
+        labels = f'route="/embed",stage="{stage}",task="embed"'
+        assert re.search(rf'penstock_stage_duration_seconds_count{{model="[^"]+",{labels}}} 1\.0', metrics)
     assert [span.name for span in collector.spans] == [*STAGES, "POST /embed"]
     *stages, request = collector.spans
     assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)

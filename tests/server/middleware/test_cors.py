@@ -54,4 +54,4 @@ async def test_preflights_are_counted(open_to_a_page: httpx.AsyncClient) -> None
     await open_to_a_page.options("/v1/embeddings", headers={"origin": "https://elsewhere.example.com", **PREFLIGHT})
     text = (await open_to_a_page.get("/metrics", headers={"authorization": "Bearer key"})).text
     for status in (200, 400):
-        assert f'penstock_http_requests_total{{route="other",status="{status}"}} 1.0' in text
+        assert f'penstock_http_requests_total{{model="",route="other",status="{status}"}} 1.0' in text
