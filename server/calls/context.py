@@ -29,7 +29,10 @@ from ..wire.request_limits import RequestLimits, limits_of
 from .models import ModelTable
 from .prompts import prompt_for
 
-WATCH_AFTER_S: Final = 0.02  # A request that is answered sooner is not worth a task that waits for its client to leave.
+CONNECTION_LOST: Final = "penstock.connection_lost"
+"""Where the scope of a request has a future that is done when its connection has ended, if its server is ours."""
+WATCH_AFTER_S: Final = 0.02
+"""Seconds. A request that is answered sooner is not worth a look at its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,9 @@ class Deadline(NamedTuple):
 class ClientWatch:
     """Ends what runs inside when nobody wants the answer any more: `with ClientWatch(request): ...`.
 
+    That a client has gone is told by its connection, which costs a request nothing but a callback. Where an application
+    runs behind another server, it is asked of ASGI, by a task.
+
     Args:
         request: Its headers have been checked by `ServerContext.options`.
         is_timed: It has a deadline.
@@ -166,12 +172,13 @@ class ClientWatch:
         DeadlineExceededError: The deadline of the server, or the one that the request's header set, has passed.
     """
 
-    __slots__ = ("_error", "_is_timed", "_request", "_task", "_timer", "_watcher")
+    __slots__ = ("_error", "_is_over", "_is_timed", "_lost", "_request", "_task", "_timer")
 
     def __init__(self, request: Request, *, is_timed: bool = True) -> None:
         self._request = request
         self._is_timed = is_timed
-        self._watcher: asyncio.Task[None] | None = None
+        self._is_over = False
+        self._lost: asyncio.Future[None] | None = None
         self._error: EngineError | None = None
 
     def __enter__(self) -> None:
@@ -183,9 +190,12 @@ class ClientWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._is_over = True  # what has been called to run soon cannot be called back
         self._timer.cancel()
-        if self._watcher is not None:
-            self._watcher.cancel()
+        if self._lost is not None:
+            self._lost.remove_done_callback(self._hang_up)
+            if isinstance(self._lost, asyncio.Task):
+                self._lost.cancel()
         if self._error is not None and kind is asyncio.CancelledError:
             self._task.uncancel()
             raise self._error from None
@@ -194,17 +204,20 @@ class ClientWatch:
 
     def _watch(self) -> None:
         loop = self._task.get_loop()
-        self._watcher = loop.create_task(self._wait_for_hangup())
+        self._lost = self._request.scope.get(CONNECTION_LOST) or loop.create_task(self._wait_for_hangup())
+        self._lost.add_done_callback(self._hang_up)
         if self._is_timed and (left_s := (deadline := self._deadline()).left_s()) < math.inf:
             self._timer = loop.call_later(max(left_s, 0.0), self._end, deadline.error())
 
     async def _wait_for_hangup(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
+
+    def _hang_up(self, _: asyncio.Future[None]) -> None:
         self._end(RequestCancelledError("The client has hung up."))
 
     def _end(self, error: EngineError) -> None:
-        if self._error is None:
+        if self._error is None and not self._is_over:
             self._error = error
             self._task.cancel()
 

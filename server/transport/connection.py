@@ -7,6 +7,7 @@ body would be lost; such a request is answered in HTTP/1.1 (RFC 9110, section 7.
 
 from __future__ import annotations
 
+import asyncio
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, cast
 
@@ -15,6 +16,7 @@ from fastapi import Response
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from ..calls.context import CONNECTION_LOST
 from .load_shedding import LoadShedder, Refusal
 
 MAX_OVERHEAD_BYTES: Final = 64 * 1024
@@ -58,6 +60,8 @@ class Connection(HttpToolsProtocol):
         self._refusal: Refusal | None = None  # until it has been sent
         self._is_refused = False  # the request whose body is being read
         self._shedder: LoadShedder | None = self.app_state.get(SHEDDER)
+        self._lost: asyncio.Future[None] = self.loop.create_future()
+        self._answered: RequestResponseCycle | None = None  # the request whose answer is being made, or was the last
 
     def data_received(self, data: bytes) -> None:
         """Parses what has come; refuses a head or trailers that are too large, and what is no HTTP."""
@@ -77,6 +81,11 @@ class Connection(HttpToolsProtocol):
             if self.is_between_requests:
                 self.transport.write(_TOO_LARGE)
             self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """Begins to read a request."""
+        super().on_message_begin()
+        cast("Scope", self.scope)[CONNECTION_LOST] = self._lost
 
     def on_headers_complete(self) -> None:
         """Begins a request, unless it is refused at once, or its head offers an upgrade: that is read again without."""
@@ -105,6 +114,8 @@ class Connection(HttpToolsProtocol):
                 )
         elif not self._is_upgrade:
             super().on_message_complete()
+            if not self.pipeline:
+                self.flow.resume_reading()  # that the client leaves is seen by reading only
 
     def eof_received(self) -> None:
         """Ends what the client sends; the event loop then closes the connection."""
@@ -112,9 +123,13 @@ class Connection(HttpToolsProtocol):
         super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the connection."""
+        """Ends the connection, and tells those who work for it."""
         self._say_refusal()
         super().connection_lost(exc)
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True  # uvicorn tells the last request only
+            self._answered.message_event.set()
+        self._lost.set_result(None)
 
     def shutdown(self) -> None:
         """Begins to end the connection."""
@@ -161,6 +176,10 @@ class Connection(HttpToolsProtocol):
             and not self.flow.write_paused
         )
         return self._shedder.refusal(self.url, cast("Scope", self.scope), self._answer) if is_plain else None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _say_refusal(self) -> None:
         """Does not let a refusal wait any longer."""

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
+import struct
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 
+from penstock.server.app import create_app
+from penstock.server.calls.models import ServedModel
+from penstock.server.settings import ServerSettings
 from penstock.server.transport.connection import Connection
 from penstock.server.transport.http_server import HttpServer
+
+from ..conftest import FakeEngine
 
 
 @contextlib.asynccontextmanager
@@ -46,3 +53,69 @@ async def exchange(port: int, *pieces: bytes) -> bytes:
                 answer += received
     writer.close()
     return answer
+
+
+@contextlib.asynccontextmanager
+async def served(
+    *engines: FakeEngine, options: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[HttpServer, int]]:
+    """Serve engines; `options` are uvicorn's."""
+    models = []
+    for index, engine in enumerate(engines):
+
+        async def start(engine: FakeEngine = engine) -> FakeEngine:
+            return engine
+
+        models.append(ServedModel((f"fake-model-{index}" if index else "fake-model",), start))  # type: ignore[arg-type]
+    app = create_app(models, ServerSettings(**settings))
+    async with running(app, lifespan="on", **(options or {})) as (server, port):
+        await app.state.startup.wait()
+        yield server, port
+
+
+def request(path: str, body: dict[str, Any], *headers: str, version: str = "1.1") -> bytes:
+    content = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/{version}", "Host: x", f"Content-Length: {len(content)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def read_answer(reader: asyncio.StreamReader) -> Answer:
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().rstrip().split("\r\n")
+    status = int(first.split()[1])
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    return Answer(status, headers, await reader.readexactly(int(headers.get("content-length", 0))))
+
+
+async def ask(port: int, *requests: bytes) -> list[Answer]:
+    """Send requests on one connection, all before the first answer is read."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answers: list[Answer] = []
+
+    async def read() -> None:
+        while len(answers) < len(requests):
+            answer = await read_answer(reader)
+            if answer.status != 100:
+                answers.append(answer)
+
+    try:
+        async with asyncio.timeout(10):
+            reading = asyncio.create_task(read())
+            for sent in requests:
+                writer.write(sent)
+                await writer.drain()
+            await reading
+    finally:
+        writer.close()
+    return answers
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Leave as a process does that is killed with an answer unread: the server is told at once."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.close()
