@@ -73,7 +73,21 @@ def create_app(
     dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools, ollama)
     json_paths = JsonPaths(route for module in (*dialects, encode) for route in module.router.routes)
     pace = RefusalPace(max_waiting=file_limit() // 2)
-    shedder = LoadShedder(json_paths.routes, table, keys, observers.all, pace, settings.max_body_bytes)
+    cors: dict[str, Any] = {
+        "allow_origins": settings.cors_origins,
+        "allow_methods": ("GET", "HEAD", "POST"),
+        "allow_headers": ("*",),
+        "expose_headers": ("*",),
+    }
+    shedder = LoadShedder(
+        json_paths.routes,
+        table,
+        keys,
+        observers.all,
+        pace,
+        settings.max_body_bytes,
+        CORSMiddleware(json_paths, **cors) if settings.cors_origins else None,
+    )
     startup = Startup(models, settings, table, on_ready, on_failure)
 
     @asynccontextmanager
@@ -102,13 +116,7 @@ def create_app(
     if keys.are_required:
         app.add_middleware(AuthMiddleware, keys=keys)
     if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.cors_origins,
-            allow_methods=("GET", "HEAD", "POST"),
-            allow_headers=("*",),
-            expose_headers=("*",),
-        )
+        app.add_middleware(CORSMiddleware, **cors)
     app.add_middleware(PacedRefusalsMiddleware, pace=pace)
     app.add_middleware(ExchangeMiddleware, observers=observers.all)
     return app

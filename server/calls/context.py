@@ -204,8 +204,9 @@ class ClientWatch:
 
     def _watch(self) -> None:
         loop = self._task.get_loop()
-        self._lost = self._request.scope.get(CONNECTION_LOST) or loop.create_task(self._wait_for_hangup())
-        self._lost.add_done_callback(self._hang_up)
+        told: asyncio.Future[None] | None = self._request.scope.get(CONNECTION_LOST)
+        self._lost = lost = loop.create_task(self._wait_for_hangup()) if told is None else told
+        lost.add_done_callback(self._hang_up)
         if self._is_timed and (left_s := (deadline := self._deadline()).left_s()) < math.inf:
             self._timer = loop.call_later(max(left_s, 0.0), self._end, deadline.error())
 

@@ -50,13 +50,23 @@ class RequestIds:
         return given if _REQUEST_ID.fullmatch(given) else b"%032x" % self._random.getrandbits(128)
 
 
+def canonical_path(path: str) -> str:
+    """Returns the path that `path` is an alias of, or `path`.
+
+    A trailing slash is dropped, and `/v1/v2/rerank`, which a Cohere client makes of a base URL that ends in /v1, is
+    `/v2/rerank`.
+    """
+    if len(path) > 1 and path.endswith("/"):
+        path = path.rstrip("/") or "/"
+    return _DOUBLED_VERSION.sub("", path) if path.startswith(("/v1/v", "/v2/v")) else path
+
+
 class ExchangeMiddleware:
     """Begins and ends every exchange: serves aliases of paths, names the request, and times it.
 
-    Aliases are served in place, because clients do not follow a redirect of a POST: a trailing slash is dropped, and
-    `/v1/v2/rerank`, which a Cohere client makes of a base URL that ends in /v1, is `/v2/rerank`. The name is
-    x-request-id of the client or one of our own; it is kept in the scope, where the body may replace it, and sent back.
-    The times of the stages go out in Server-Timing; then the observers are told, in their order.
+    Aliases are served in place, because clients do not follow a redirect of a POST. The name is x-request-id of the
+    client or one of our own; it is kept in the scope, where the body may replace it, and sent back. The times of the
+    stages go out in Server-Timing; then the observers are told, in their order.
 
     Args:
         app: What comes next.
@@ -74,11 +84,7 @@ class ExchangeMiddleware:
             await self.app(scope, receive, send)
             return
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
-        path: str = scope["path"]
-        if len(path) > 1 and path.endswith("/"):
-            path = scope["path"] = path.rstrip("/") or "/"
-        if path.startswith(("/v1/v", "/v2/v")):
-            scope["path"] = _DOUBLED_VERSION.sub("", path)
+        scope["path"] = canonical_path(scope["path"])
         scope["request_id"] = self._ids.of(scope["headers"]).decode("ascii")
         request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
 

@@ -1,14 +1,16 @@
 """A client's connection: uvicorn's protocol, with a limit to what a head may hold and no change of protocol.
 
 uvicorn keeps whatever a client sends before a request is whole: a head without an end, or trailers, would fill the
-memory. And its parser stops at a head that offers an upgrade to HTTP/2, as that of Java's HttpClient does, so that the
-body would be lost; such a request is answered in HTTP/1.1 (RFC 9110, section 7.8: a server may ignore the offer).
+memory; and it drops the answer of a client that has sent all it wants to send. And its parser stops at a head that
+offers an upgrade to HTTP/2, as that of Java's HttpClient does, so that the body would be lost; such a request is
+answered in HTTP/1.1 (RFC 9110, section 7.8: a server may ignore the offer).
 """
 
 from __future__ import annotations
 
 import asyncio
 from enum import StrEnum
+from functools import partial
 from typing import Any, Final, NamedTuple, cast
 
 import httptools
@@ -17,7 +19,9 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ..calls.context import CONNECTION_LOST
+from .half_close import ASK_AFTER_S, INTERIM, HalfClose
 from .load_shedding import LoadShedder, Refusal
+from .reading import PIECE_BYTES, ReadAhead
 
 MAX_OVERHEAD_BYTES: Final = 64 * 1024
 """What may come between two bytes of bodies: a head, trailers, the frames of chunks."""
@@ -54,20 +58,53 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self._ahead: ReadAhead
         self._num_received = 0
         self._num_overhead = 0
+        self._num_body = 0  # bytes of the body that is being read
+        self._is_in_body = False
+        self._is_parsing = False
         self._is_upgrade = False
         self._refusal: Refusal | None = None  # until it has been sent
         self._is_refused = False  # the request whose body is being read
+        self._has_said_all = False  # the last answer has gone; what still comes is thrown away
+        self._has_heard_all = False  # the client sends no more
+        self._whole_s = 0.0  # when the last request was whole
         self._shedder: LoadShedder | None = self.app_state.get(SHEDDER)
         self._lost: asyncio.Future[None] = self.loop.create_future()
         self._answered: RequestResponseCycle | None = None  # the request whose answer is being made, or was the last
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins the connection."""
+        super().connection_made(transport)
+        self.flow = self._ahead = ReadAhead(transport)
+
     def data_received(self, data: bytes) -> None:
-        """Parses what has come; refuses a head or trailers that are too large, and what is no HTTP."""
-        self._unset_keepalive_if_required()
+        """Parses what has come, if its turn has."""
+        if self._ahead or self._is_busy or len(data) > max(PIECE_BYTES, self._num_body_left()):
+            self._ahead.put(data)
+            self._read_on()
+        else:
+            self._unset_keepalive_if_required()
+            self._parse_piece(data)
+
+    def _read_on(self) -> None:
+        """Parses what has been read ahead, up to the end of a request that must be answered first."""
+        if self._is_parsing:  # an answer has gone meanwhile
+            return
+        while self._ahead and not self._is_busy and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._parse_piece(self._ahead.take(max(PIECE_BYTES, self._num_body_left())))
+        if self._has_heard_all:
+            self._say_refusal()
+            if not self._is_busy:
+                self.transport.close()
+
+    def _parse_piece(self, data: bytes) -> None:
+        """Parses; refuses a head or trailers that are too large, and what is no HTTP."""
         self._num_received += len(data)
         self._num_overhead += len(data)
+        self._is_parsing = True
         try:
             while data:
                 data = self._parse(data)
@@ -75,10 +112,15 @@ class Connection(HttpToolsProtocol):
             self.logger.debug("what %s sent is no HTTP request", self.client)
             if not self._is_refused:
                 self._say_refusal()
-            self.send_400_response("Invalid HTTP request received.")
+            if self._has_said_all:
+                self.transport.close()
+            else:
+                self.send_400_response("Invalid HTTP request received.")
             return
+        finally:
+            self._is_parsing = False
         if self._num_overhead > MAX_OVERHEAD_BYTES:
-            if self.is_between_requests:
+            if self.is_between_requests and not self._has_said_all:
                 self.transport.write(_TOO_LARGE)
             self.transport.close()
 
@@ -92,6 +134,10 @@ class Connection(HttpToolsProtocol):
         self._say_refusal()
         self._unset_keepalive_if_required()  # an answer that has just gone has set it
         self._is_upgrade = self.parser.should_upgrade()
+        self._is_in_body, self._num_body = not self._is_upgrade, 0
+        if self._has_said_all:
+            self._is_refused = True
+            return
         self._refusal = None if self._is_upgrade else self._shed()
         self._is_refused = self._refusal is not None
         if not self._is_upgrade and not self._is_refused:
@@ -100,27 +146,55 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Takes a piece of a body; that of a request which was refused is thrown away."""
         self._num_overhead = 0
+        self._num_body += len(body)
         if not self._is_refused:
             super().on_body(body)
+        elif self._refusal is not None:
+            self._refusal.look(body)
 
     def on_message_complete(self) -> None:
         """Ends a request."""
         self._num_overhead = 0
+        self._is_in_body = False
         if self._is_refused:
             self._is_refused = False
-            if self._refusal is None:  # it was sent before the end of the body, which has unset the time
+            if self._has_said_all:
+                self.transport.close()
+            elif self._refusal is None:  # it was sent before the end of the body, which has unset the time
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )
         elif not self._is_upgrade:
             super().on_message_complete()
+            self._whole_s = self.loop.time()
             if not self.pipeline:
                 self.flow.resume_reading()  # that the client leaves is seen by reading only
 
-    def eof_received(self) -> None:
-        """Ends what the client sends; the event loop then closes the connection."""
+    def on_response_complete(self) -> None:
+        """Goes on with the next request, or ends the connection if its client has sent the last."""
+        super().on_response_complete()
+        self._read_on()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Ends what the client sends. Requests that have come whole are answered; then the connection is closed.
+
+        That of TLS cannot stay open for the one side alone.
+        """
         self._say_refusal()
-        super().eof_received()
+        if self._has_heard_all:  # the loop tells again when it has been asked to read on
+            return True
+        if self.scheme == "https" or not self._is_busy:
+            return False
+        self._has_heard_all = True
+        if not self._ahead:
+            self.cycle.keep_alive = False
+        HalfClose(self.transport, self._ask, self._whole_s + ASK_AFTER_S - self.loop.time())
+        return True
+
+    def _ask(self) -> None:
+        """Asks a client that sends no more whether it is there, if nothing else is being written to it."""
+        if self.scope["http_version"] == "1.1" and self._answered is self.cycle and not self.cycle.response_started:
+            self.transport.write(INTERIM)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the connection, and tells those who work for it."""
@@ -163,19 +237,28 @@ class Connection(HttpToolsProtocol):
             return Owed(Part.BODY, self.cycle, self._num_received)
         return None
 
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a request that has come whole is not answered yet: the next ones wait."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return bool(self.pipeline) or (cycle is not None and not cycle.response_complete and not cycle.more_body)
+
+    def _num_body_left(self) -> int:
+        """Returns how many bytes are still to come of the body that is being read; 0: that is not known."""
+        if self._is_in_body:
+            for name, value in self.headers:
+                if name == b"content-length":
+                    return int(value) - self._num_body
+        return 0
+
     def _shed(self) -> Refusal | None:
-        """Refuses a request that there is no room for, if it is plain: nothing before it is unanswered or unread."""
-        if self._shedder is None or not self._shedder.is_full:
+        """Refuses a POST that there is no room for, if nothing before it is unanswered or unread."""
+        if self._shedder is None or not self._shedder.is_full or self.parser.get_method() != b"POST":
             return None
-        is_plain = (
-            self.parser.get_method() == b"POST"
-            and self.parser.get_http_version() == "1.1"
-            and self.parser.should_keep_alive()
-            and not self.expect_100_continue
-            and self.is_between_requests
-            and not self.flow.write_paused
-        )
-        return self._shedder.refusal(self.url, cast("Scope", self.scope), self._answer) if is_plain else None
+        if not self.is_between_requests or self.flow.write_paused:
+            return None
+        is_last = self.parser.get_http_version() == "1.0" or not self.parser.should_keep_alive()
+        return self._shedder.refusal(self.url, cast("Scope", self.scope), partial(self._answer, is_last))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
@@ -186,16 +269,27 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None:
             self._refusal.send()
 
-    def _answer(self, response: Response) -> None:
-        """Sends a whole answer."""
+    def _answer(self, is_last: bool, response: Response) -> None:
+        """Sends a whole answer; the connection ends with it if the client asked for that, or may not send the body."""
         self._refusal = None
         if self.transport.is_closing():
             return
+        is_last = is_last or (self._is_refused and self.expect_100_continue and not self._num_body)
         lines = [STATUS_LINE[response.status_code]]
         for name, value in (*self.server_state.default_headers, *response.raw_headers):
             lines += (name, b": ", value, b"\r\n")
+        if is_last:
+            lines.append(b"connection: close\r\n")
         self.transport.write(b"".join((*lines, b"\r\n", response.body)))
-        self.on_response_complete()
+        if not is_last:
+            self.on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        self._has_said_all = True
+        if not self._is_refused:
+            self.transport.close()
+        elif self.transport.can_write_eof():  # closed with the body on its way, it would take the answer back
+            self.transport.write_eof()
 
     def _parse(self, data: bytes) -> bytes:
         """Parses up to a head that offers an upgrade; returns that head without its offer, and what is behind it."""

@@ -7,28 +7,41 @@ find fault with is not read: its request, too, is told to come back later.
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from re import Pattern
 from time import perf_counter, time_ns
 from typing import Final
+from urllib.parse import unquote
 
+import httptools
 from fastapi import Response
-from starlette.types import Scope
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Message, Scope
 
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
 from ..calls.models import ModelTable
 from ..errors.handlers import engine_refusal
+from ..errors.tei_errors import tei_engine_error_response
 from ..middleware.auth import ApiKeys, offered_keys
-from ..middleware.exchange import RequestIds
+from ..middleware.exchange import RequestIds, canonical_path
 from ..middleware.refusal_pace import RefusalPace, longest_wait_s
 from ..observability.timing import Observer, RequestRecord
 from ..wire.json_route import JsonRoute
 from ..wire.request_limits import WITHOUT_FORWARD
 
-_TOLD_BY_THE_BODY: Final = frozenset({"/rerank", "/invocations"})
-"""Paths where the body tells which dialect an error is written in."""
-
+_TEXTS: Final = re.compile(rb'"texts"\s*:')
+_TEI_KEYS: Final[Mapping[str, Pattern[bytes]]] = {
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _TEXTS),
+    "/invocations": re.compile(rb'"(?:inputs|texts)"\s*:'),
+}
+"""Paths whose bodies tell which dialect an error is written in, and keys of TEI's. Inside of a text a quote is escaped,
+so that it is no key."""
+_LONGEST_KEY: Final = 64
 
 Answer = Callable[[Response], None]
 
@@ -43,6 +56,7 @@ class Refusal:
         error: Why.
         route: Of the request.
         scope: Of the request.
+        cors: What lets pages of other origins read the answer, if anything does.
         answer: Sends a response; None when that has happened.
         observers: Are told.
         ids: Name the request.
@@ -53,11 +67,21 @@ class Refusal:
     error: EngineError
     route: JsonRoute
     scope: Scope
+    cors: CORSMiddleware | None
     answer: Answer | None
     observers: Sequence[Observer]
     ids: RequestIds
     began_s: float = field(default_factory=perf_counter)
     began_ns: int = field(default_factory=time_ns)
+    _is_tei: bool = False
+    _seen: bytes = b""
+
+    def look(self, body: bytes) -> None:
+        """Looks for the dialect in a piece of the body."""
+        keys = _TEI_KEYS.get(self.route.path)
+        if keys is not None and not self._is_tei:
+            self._is_tei = keys.search(self._seen + body) is not None
+            self._seen = body[-_LONGEST_KEY:]
 
     def send(self) -> bool:
         """Sends it, unless that has happened; returns whether it did. Then it holds nothing of the request any more."""
@@ -69,7 +93,12 @@ class Refusal:
         request_id = name.decode("ascii")
         known = {"method": "POST", "path": path, "route": self.route, "request_id": request_id}
         record = RequestRecord({**scope, **known}, self.began_s, self.began_ns)
-        response = engine_refusal(path, self.error, request_id)
+        if self._is_tei:
+            response = tei_engine_error_response(self.error, request_id)
+        else:
+            response = engine_refusal(path, self.error, request_id)
+        if self.cors is not None:
+            _let_pages_read(response, self.cors, scope)
         response.raw_headers.append((b"x-request-id", name))
         record.begin_answer(response.status_code)
         answer(response)
@@ -80,11 +109,10 @@ class Refusal:
 
 
 class LoadShedder:
-    """Refuses what the engine has no room for. Whatever is not plain goes the long way, to the same answer.
+    """Refuses what the engine has no room for, on every route that needs it. The rest goes the long way.
 
-    Not plain are: another method than POST, an alias of a path, a request of a page in a browser (CORS), a missing key,
-    a wrong header, a body that is too large; and every request where several models are served, because the body names
-    the model.
+    The rest are requests that the application refuses for another reason: a missing key, a wrong header, a body that is
+    too large; and every request where several models are served, because the body names the model.
 
     Args:
         routes: Of the application, by their paths.
@@ -93,6 +121,7 @@ class LoadShedder:
         observers: Are told of every answer.
         pace: When answers go out.
         max_body_bytes: Of one body.
+        cors: What lets pages of other origins read answers, if anything does.
     """
 
     def __init__(
@@ -103,15 +132,15 @@ class LoadShedder:
         observers: Sequence[Observer],
         pace: RefusalPace,
         max_body_bytes: int,
+        cors: CORSMiddleware | None,
     ) -> None:
-        self._routes = {
-            path.encode(): route for path, route in routes.items() if path not in WITHOUT_FORWARD | _TOLD_BY_THE_BODY
-        }
+        self._routes = {path.encode(): route for path, route in routes.items() if path not in WITHOUT_FORWARD}
         self._models = models
         self._keys = keys
         self._observers = tuple(observers)
         self._pace = pace
         self._max_body_bytes = max_body_bytes
+        self._cors = cors
         self._ids = RequestIds()
 
     @property
@@ -121,18 +150,18 @@ class LoadShedder:
         return engine is not None and engine.is_full
 
     def refusal(self, target: bytes, scope: Scope, answer: Answer) -> Refusal | None:
-        """Refuses a POST whose head has been read, unless the engine has room or the request is not plain.
+        """Refuses a POST whose head has been read, unless the engine has room or the application is to refuse it.
 
         Args:
             target: The request target, as it was sent.
             scope: Of the request; its path is not known yet.
             answer: Sends the whole answer, later.
         """
-        engine, route, headers = self._models.only, self._routes.get(target), scope["headers"]
+        engine, route, headers = self._models.only, self._route(target), scope["headers"]
         if engine is None or route is None:
             return None
         for name, value in headers:
-            if name == b"origin" or (name == b"content-length" and int(value) > self._max_body_bytes):
+            if name == b"content-length" and int(value) > self._max_body_bytes:
                 return None
         client = self._keys.client_of(offered_keys(headers)) if self._keys.are_required else ""
         if client is None:
@@ -148,6 +177,7 @@ class LoadShedder:
                 error=error.with_traceback(None),  # it would hold this frame, and with it the refusal, in a cycle
                 route=route,
                 scope=scope,
+                cors=self._cors,
                 answer=answer,
                 observers=self._observers,
                 ids=self._ids,
@@ -155,3 +185,25 @@ class LoadShedder:
             self._pace.add(refusal.send, within_s=within_s)
             return refusal
         return None
+
+    def _route(self, target: bytes) -> JsonRoute | None:
+        route = self._routes.get(target)
+        if route is not None:
+            return route
+        try:
+            path = httptools.parse_url(target).path or b""
+        except httptools.HttpParserError:
+            return None
+        return self._routes.get(canonical_path(unquote(path.decode("latin-1"))).encode())
+
+
+def _let_pages_read(response: Response, cors: CORSMiddleware, scope: Scope) -> None:
+    """Adds the headers that the middleware adds. What it awaits is here, so that it ends without a loop."""
+    head: Message = {"type": "http.response.start", "headers": response.raw_headers}
+
+    async def take(_: Message) -> None:
+        pass
+
+    with contextlib.suppress(StopIteration):
+        cors.send(head, take, Headers(scope=scope)).send(None)
+    response.raw_headers = head["headers"]

@@ -103,6 +103,57 @@ async def test_heads_and_trailers_without_an_end(server) -> None:
     assert max(taken.values()) < 32 * MIB  # what lies in the buffers of sockets
 
 
+@pytest.mark.slow
+async def test_requests_that_are_sent_at_once(server) -> None:
+    body = json.dumps({"input": "a"})
+    requests = {
+        "GET": head(method="GET", path="/health/live"),
+        "POST": head(f"Content-Length: {len(body)}") + body.encode(),
+        "body": head("Content-Length: 60000") + b" " * 60_000,
+    }
+    async with others_are_served(server, "30 clients that send requests, and read nothing") as clients:
+
+        async def flood(unit: bytes) -> None:
+            clients.append(await asyncio.open_connection("127.0.0.1", server.port))
+            writer = clients[-1][1]
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(3):
+                    while True:
+                        writer.write(unit * max(65_536 // len(unit), 1))
+                        await writer.drain()
+
+        for unit in requests.values():
+            await asyncio.gather(*(flood(unit) for _ in range(10)))
+
+
+async def test_a_client_that_sends_no_more_is_answered(server) -> None:
+    content = json.dumps({"input": ["a longer text " * 30] * 100}).encode()
+    for num_asked in range(3):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(head(f"Content-Length: {len(content)}") + content)
+        writer.write_eof()
+        began_s = time.monotonic()
+        async with asyncio.timeout(60):
+            answer = await reader.read()
+        print(f"an answer of {len(answer)} bytes after {time.monotonic() - began_s:.1f} s")
+        assert answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200 "), num_asked
+        writer.close()
+
+
+async def test_a_client_that_closes_its_connection_ends_its_work(server) -> None:
+    content = json.dumps({"input": [f"{i} " + "a longer text " * 60 for i in range(1_000)]}).encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(head(f"Content-Length: {len(content)}") + content)
+    while not server.metric("penstock_engine_requests"):
+        await asyncio.sleep(0.05)
+    writer.close()
+    began_s = time.monotonic()
+    while server.metric("penstock_engine_requests"):
+        assert time.monotonic() < began_s + 10
+        await asyncio.sleep(0.05)
+    print(f"the engine had let go of it {time.monotonic() - began_s:.1f} s after its client left")
+
+
 async def test_odd_requests_get_an_answer_below_500(server) -> None:
     good = json.dumps({"input": "a"})
     bodies = [

@@ -20,6 +20,8 @@ from penstock.server.transport.http_server import HttpServer
 
 from ..conftest import FakeEngine
 
+SILENCE_S = 0.3
+
 
 @contextlib.asynccontextmanager
 async def running(app: Any, *, lifespan: str = "off", **options: Any) -> AsyncIterator[tuple[HttpServer, int]]:
@@ -48,9 +50,8 @@ async def exchange(port: int, *pieces: bytes) -> bytes:
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(0)
-        async with asyncio.timeout(0.3):
-            while received := await reader.read(65_536):
-                answer += received
+        while received := await asyncio.wait_for(reader.read(65_536), SILENCE_S):
+            answer += received
     writer.close()
     return answer
 
