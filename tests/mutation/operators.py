@@ -231,7 +231,7 @@ def _keyword(site: Site) -> Iterator[Edit]:
     if not isinstance(site.node, ast.Call):
         return
     for keyword in site.node.keywords:
-        if keyword.arg is None:
+        if keyword.arg in (None, "repr"):
             continue
         start, end, data = site.source.start(keyword), site.source.end(keyword), site.source.data
         before = data[:start].rstrip()

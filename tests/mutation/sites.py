@@ -1,7 +1,7 @@
 """Where a file may be changed: every node but those whose change nobody could or need notice.
 
 Left alone are docstrings, annotations, decorators, bases of classes, imports, blocks for type checkers, what the log
-says, the text of errors, `assert`, `__repr__`, and the numbers of an Enum.
+says, the text of errors, `assert`, `__repr__` and what it shows of a field, and the numbers of an Enum.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def _is_unread(node: ast.AST) -> bool:
             return any("Enum" in ast.unparse(base) for base in bases)
         case ast.Assign(targets=[ast.Name(id=name)]):
             return name in _UNREAD_NAMES
+        case ast.keyword(arg="repr"):
+            return True
         case ast.Expr(value=ast.Call(func=func)):
             return _root(func) in _LOGGERS
         case ast.Call(func=func):
