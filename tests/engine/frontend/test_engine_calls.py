@@ -170,6 +170,8 @@ async def test_late_chunking_pools_each_part_of_the_joined_text(make: Make) -> N
     (submit, (tokens,)) = core.sent[0]
     assert tokens.token_ids.tolist() == ids("a b c")
     assert (submit.params.task, submit.params.normalize) == (PoolingTask.TOKEN_EMBED, False)
+    named = await engine.embed_late(["a b", "c"], PoolingParams(normalize=False, task=PoolingTask.EMBED))
+    assert named.embeddings == pytest.approx(result.embeddings)
     lengths = np.linalg.norm((await engine.embed_late(["a b", "c"], PARAMS)).embeddings, axis=1)
     assert lengths == pytest.approx([1, 1])
     with pytest.raises(InvalidRequestError, match="input 1 has no tokens"):

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +15,36 @@ import pytest
 from penstock.engine.frontend import process_core
 from penstock.engine.frontend.process_core import Heartbeat
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Failed, Pong, Start
+from penstock.engine.protocol.messages import Failed, Pong, Ready, Start, Submit
+from penstock.engine.protocol.params import PoolingParams
+
+Run = Callable[..., process_core.ProcessCore]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Makes cores whose processes run played_worker.py."""
+    create = asyncio.create_subprocess_exec
+
+    async def created(*arguments: str, **named: Any) -> asyncio.subprocess.Process:
+        assert arguments[:-2] == (sys.executable, "-P", "-m", "penstock.engine.core.worker")
+        return await create(
+            sys.executable, "-P", str(Path(__file__).parent / "played_worker.py"), *arguments[-2:], **named
+        )
+
+    monkeypatch.setattr(process_core.asyncio, "create_subprocess_exec", created)
+
+    def made(model: str, *, hang_timeout_s: float = 60.0) -> process_core.ProcessCore:
+        start = Start(EngineConfig(model=model, hang_timeout_s=hang_timeout_s))
+        return process_core.ProcessCore(start, Mock(), Mock())
+
+    return made
+
+
+async def heard(mock: Any, num_calls: int = 1) -> None:
+    async with asyncio.timeout(30):
+        while mock.call_count < num_calls:
+            await asyncio.sleep(0.01)
 
 
 async def test_silence_is_found_once() -> None:
@@ -88,3 +122,69 @@ async def test_a_pause_of_the_one_who_asks_is_no_silence() -> None:
         loop.time = clock  # type: ignore[method-assign]
     assert not hung
     running.cancel()
+
+
+async def test_a_process_is_told_what_to_serve_and_its_messages_come_once(run: Run) -> None:
+    core = run("stays")
+    await core.start()
+    await heard(core._on_message)
+    ((told, frames),) = [call.args for call in core._on_message.call_args_list]
+    assert (told.kind, frames) == ("Start", [])
+    surroundings = json.loads(told.message)
+    assert surroundings == {"model": "stays", "leads_session": True, "has_pipe": True, "folder_mode": 0o700}
+    core.send([Submit(5, PoolingParams()), b"its frame"])
+    await heard(core._on_message, 2)
+    assert core._on_message.call_args.args == (Failed(5, "Submit", "its frame"), [])
+    folder = Path(core._outbox.LAST_ENDPOINT.decode().removeprefix("ipc://")).parent
+    await core.close()
+    await core.close()
+    assert core._process.returncode == 0  # it was asked to end, not killed
+    assert not folder.exists()
+    core._on_exit.assert_not_called()
+    assert core._on_message.call_count == 2
+
+
+async def test_closing_ends_the_heartbeat_of_a_process_that_serves(run: Run) -> None:
+    core = run("stays")
+    await core.start()
+    nothing: Any = None  # of what it tells about the model
+    core._take(Ready(nothing, nothing), [])
+    (heartbeat,) = core._tasks[1:]
+    await asyncio.sleep(0)
+    await core.close()
+    assert heartbeat.cancelled()
+    quiet = run("stays", hang_timeout_s=0.0)
+    quiet._take(Ready(nothing, nothing), [])
+    assert not quiet._tasks
+
+
+@pytest.mark.parametrize(("model", "reason"), [("ends", "exit code 3"), ("garbage", "signal 9")])
+async def test_the_end_of_a_process_has_a_reason(run: Run, model: str, reason: str) -> None:
+    core = run(model)
+    await core.start()
+    await heard(core._on_exit)
+    core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} ended with {reason}")
+    assert core._on_message.call_count == 1  # what it said before
+    await core.close()
+
+
+async def test_a_process_that_does_not_stop_is_killed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = run("deaf")
+    await core.start()
+    await heard(core._on_message)
+    monkeypatch.setattr(process_core, "_STOP_TIMEOUT_S", 0.05)
+    await core.close()
+    assert core._process.returncode == -9
+    core._on_exit.assert_not_called()
+
+
+async def test_a_process_that_does_not_answer_is_given_up_at_once(run: Run) -> None:
+    core = run("stays", hang_timeout_s=2.5)
+    await core.start()
+    await heard(core._on_message)
+    core._give_up()
+    core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} has not answered for 2.5 s")
+    assert await asyncio.wait_for(core._process.wait(), 30) == -9
+    core._give_up()
+    await core.close()
+    core._on_exit.assert_called_once()

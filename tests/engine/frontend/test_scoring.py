@@ -24,6 +24,8 @@ from .played_core import TABLE, PlayedCore, ids, info, tokenizer_pool
 PROMPTS = {"query": "query: ", "document": "document: "}
 LATE = {"tasks": (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE), "multi_vector": MultiVector()}
 SPARSE_TASKS = {"tasks": (PoolingTask.SPARSE_EMBED, PoolingTask.SCORE)}
+SPARSE = {**SPARSE_TASKS, "sparse": SparsePooling(kind=SparseKind.TOKEN_WEIGHTS)}
+CROSS_ENCODER = {"kind": ModelKind.CROSS_ENCODER, "tasks": (PoolingTask.SCORE,), "labels": ("relevant",)}
 DOCUMENTS = ["b c", "a a d", "e"]
 
 
@@ -162,7 +164,7 @@ async def test_a_dense_model_with_sparse_vectors_is_scored_by_the_dense_ones() -
 
 
 async def test_a_cross_encoder_reads_each_pair_as_one() -> None:
-    model = info(kind=ModelKind.CROSS_ENCODER, tasks=(PoolingTask.SCORE,), labels=("relevant",))
+    model = info(**CROSS_ENCODER)
     result = await (bench := Bench(model)).score(["a b"], DOCUMENTS)
     assert bench.texts() == [ids(f"a b {document}") for document in DOCUMENTS]
     assert result.scores.tolist() == [1, 1, 1]  # the first token, as the played core has it
@@ -229,3 +231,12 @@ async def test_numbers_of_texts_that_do_not_match(left: list[str], right: list[s
     with pytest.raises(InvalidRequestError, match=message) as caught:
         await Bench(info()).score(left, right)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("changes", [{}, LATE, SPARSE, CROSS_ENCODER], ids=["dense", "late", "sparse", "jointly"])
+async def test_a_text_that_is_too_long_is_of_no_field(changes: dict[str, Any], side: str) -> None:
+    texts = {"left": ["a"], "right": ["b"], side: ["a " * 30]}
+    with pytest.raises(RequestTooLongError) as caught:
+        await Bench(info(**changes)).score(**texts)
+    assert caught.value.param is None  # a pair has two fields, and who asks names them otherwise than we do

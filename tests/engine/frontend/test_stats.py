@@ -48,6 +48,11 @@ def test_histograms_of_steps_have_ranges_of_their_own() -> None:
     for histogram in (stats.step_tokens, stats.step_seqs, stats.step_seconds, stats.step_fill):
         bounds = [bound for bound, _ in histogram.cumulative()]
         assert bounds == sorted(set(bounds))
+        assert bounds[0] > 0
+    for histogram in (stats.step_tokens, stats.step_seqs):
+        assert all(bound.is_integer() and int(bound).bit_count() == 1 for bound, _ in histogram.cumulative()[:-1])
+    seconds = [bound for bound, _ in stats.step_seconds.cumulative()[:-1]]
+    assert seconds == pytest.approx([digit * 10**power for power in range(-3, 1) for digit in (1, 2, 5)])
     assert [bound for bound, count in stats.step_tokens.cumulative() if count] == pytest.approx(
         [32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, float("inf")]
     )

@@ -27,11 +27,11 @@ class Core:
 
     def __init__(self, _start: Start, on_message: OnMessage, on_exit: OnExit) -> None:
         self.on_message, self.end = on_message, on_exit
-        self.is_closed = False
+        self.is_started = self.is_closed = False
         self.made.append(self)
 
     async def start(self) -> None:
-        """Starts at once."""
+        self.is_started = True
 
     def send(self, items: list[Outgoing]) -> None:
         """Swallows all."""
@@ -43,6 +43,7 @@ class Core:
         self.on_message(LoadFailed("WeightError", message), [])
 
     def ready(self) -> None:
+        assert self.is_started
         nothing: Any = None  # of what it tells about the model
         self.on_message(Ready(nothing, nothing), [])
 
