@@ -209,10 +209,7 @@ class BatchChunks:
             if index not in self.cursors:
                 self._place(index)
             if index not in self.states:
-                state = PoolingStates.initialize(hidden_size, types, device)
-                if state.is_token_level:
-                    state.num_tokens = self.cursors[index].start
-                self.states[index] = state
+                self.states[index] = PoolingStates.initialize(hidden_size, types, device)
 
     def schedule(self, chunk_sizes: Sequence[int]) -> None:
         """Places the next chunk of every sequence, end to end in the next batch. Every sequence must have a cursor."""

@@ -1,7 +1,8 @@
 """Where a file may be changed: every node but those whose change nobody could or need notice.
 
 Left alone are docstrings, annotations, decorators, bases of classes, imports, blocks for type checkers, what the log
-says, the text of errors, `assert`, `__repr__` and what it shows of a field, and the numbers of an Enum.
+says, the text of errors, `assert` and what checks as it does (`strict=True`), `__repr__` and what it shows of a field, and
+the numbers of an Enum.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from operators import FunctionNode, Site, Source
+from operators import FunctionNode, Site, Source, is_unread_keyword
 
 _LOGGERS = {"logger", "logging", "warnings"}
 _TYPING_CALLS = {"cast", "TypeVar", "NewType", "getLogger"}
@@ -70,8 +71,8 @@ def _is_unread(node: ast.AST) -> bool:
             return any("Enum" in ast.unparse(base) for base in bases)
         case ast.Assign(targets=[ast.Name(id=name)]):
             return name in _UNREAD_NAMES
-        case ast.keyword(arg="repr"):
-            return True
+        case ast.keyword():
+            return is_unread_keyword(node)
         case ast.Expr(value=ast.Call(func=func)):
             return _root(func) in _LOGGERS
         case ast.Call(func=func):

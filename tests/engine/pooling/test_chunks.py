@@ -199,6 +199,17 @@ def test_last_with_hits_alone_is_one_kernel_call_without_states(monkeypatch: pyt
     run(sequences, [batch])
 
 
+def test_no_more_rows_leave_the_last_one_as_it_is() -> None:
+    """The last chunk came with none: what its sequence gave before is the answer."""
+    info = make_info(sequence_pooling=(PoolingType.LAST,), normalize=False)
+    hidden = torch.randn(9, HIDDEN_SIZE, generator=torch.Generator().manual_seed(4))
+    state = PoolingStates.initialize(HIDDEN_SIZE, (PoolingType.LAST,))
+    state.update(hidden[:5])
+    metadata = describe([5, 4], [resolved(info, PoolingTask.EMBED)] * 2, chunk_sizes=[0, 4], states=[state, None])
+    output = ModelPooler(info, TinyModel()).pool(ModelOutput(hidden_states=hidden[5:]), metadata)
+    np.testing.assert_allclose([output.get_embedding(0), output.get_embedding(1)], hidden[[4, 8]])
+
+
 @pytest.mark.parametrize(
     "types", [*((t,) for t in SEQUENCE_TYPES if t is not PoolingType.LAST), (PoolingType.LAST, PoolingType.MEAN)]
 )
