@@ -1,8 +1,8 @@
 """Where a file may be changed: every node but those whose change nobody could or need notice.
 
 Left alone are docstrings, annotations, decorators, bases of classes, imports, blocks for type checkers, what the log
-says, the text of errors, `assert` and what checks as it does (`strict=True`), `__repr__` and what it shows of a field, and
-the numbers of an Enum.
+says, the text of errors, `assert` and what checks as it does (`strict=True`), `__repr__` and what it shows of a field,
+and the numbers of an Enum.
 """
 
 from __future__ import annotations

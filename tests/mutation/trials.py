@@ -71,6 +71,7 @@ class Trials:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-")))
             first = stack.enter_context(closing(Copy(self._root, folder / "0")))
+            self._root = first.folder  # its tests are those that are run, whatever is written meanwhile
             self._check_unchanged(first, dict.fromkeys(mutant.key.file for mutant in mutants))
             self._free.put(first)
             for number in range(1, self._jobs):

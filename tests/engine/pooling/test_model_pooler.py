@@ -76,7 +76,7 @@ def test_uniform_params_reach_the_kernel_as_scalars(pool_all: PoolAll, kernel_ca
     assert (kernel_calls[0]["dimensions"], kernel_calls[0]["normalize"]) == (8, True)
 
 
-@pytest.mark.parametrize("head", [None, ATTENTION_HEAD])
+@pytest.mark.parametrize("head", [None, 0, ATTENTION_HEAD])
 def test_attention_pooling(
     head: int | None, pool_all: PoolAll, hidden_states: Tensor, attention_weights: Tensor
 ) -> None:
