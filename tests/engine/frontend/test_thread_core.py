@@ -1,0 +1,120 @@
+"""An engine thread: what it is handed, what it says on the event loop, and how its end is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from penstock.engine.core import core as engine_core
+from penstock.engine.frontend.thread_core import ThreadCore
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.messages import Cancel, Failed, FromCore, Start
+
+
+class Core:
+    """Echoes the numbers of what is cancelled; ends when it is stopped, or fails when it hears 13."""
+
+    def __init__(self, config: EngineConfig, send: Any, load: Any) -> None:
+        if config.model == "unmakeable":
+            raise OSError("no memory")
+        self._send = send
+        self._end = threading.Event()
+        self._has_failed = False
+
+    def run(self) -> None:
+        self._send(Failed(0, "run", threading.current_thread().name), [])
+        assert self._end.wait(30)
+        if self._has_failed:
+            raise RuntimeError("made up")
+
+    def receive(self, items: list[Cancel]) -> None:
+        for item in items:
+            self._send(Failed(item.request_id, "received", ""), [b"frame"])
+            self._has_failed = item.request_id == 13
+        if self._has_failed:
+            self._end.set()
+
+    def stop(self) -> None:
+        self._end.set()
+
+
+class Owner:
+    """Keeps what a core says, and on which thread."""
+
+    def __init__(self, model: str = "any") -> None:
+        self.heard: list[tuple[FromCore, list[Any]]] = []
+        self.threads: set[threading.Thread] = set()
+        self.on_exit = Mock()
+        self.core = ThreadCore(Start(EngineConfig(model=model)), self._hear, self.on_exit)
+
+    def _hear(self, message: FromCore, frames: list[Any]) -> None:
+        self.heard.append((message, frames))
+        self.threads.add(threading.current_thread())
+
+    async def until(self, num_messages: int) -> None:
+        async with asyncio.timeout(30):
+            while len(self.heard) < num_messages:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_core, "EngineCore", Core)
+
+
+async def test_messages_go_both_ways_and_the_thread_ends_with_its_owner() -> None:
+    owner = Owner()
+    with pytest.raises(RuntimeError, match="has not been started"):
+        owner.core.send([])
+    await owner.core.close()  # of what was never started
+    owner = Owner()
+    await owner.core.start()
+    owner.core.send([Cancel(5), Cancel(7)])
+    await owner.until(3)
+    assert (Failed(0, "run", "engine-core"), []) in owner.heard
+    told = [(message.request_id, frames) for message, frames in owner.heard if message.kind == "received"]  # type: ignore[union-attr]
+    assert told == [(5, [b"frame"]), (7, [b"frame"])]
+    assert owner.threads == {threading.current_thread()}
+    thread = owner.core._thread
+    assert thread is not None
+    assert thread.daemon  # it must not keep a process that ends
+    await owner.core.close()
+    assert not thread.is_alive()
+    await owner.core.close()
+    await asyncio.sleep(0.01)
+    owner.on_exit.assert_not_called()
+
+
+async def test_a_thread_that_fails_says_so_once() -> None:
+    owner = Owner()
+    await owner.core.start()
+    owner.core.send([Cancel(13)])
+    async with asyncio.timeout(30):
+        while not owner.on_exit.call_count:
+            await asyncio.sleep(0.001)
+    owner.on_exit.assert_called_once_with("the engine thread failed: RuntimeError('made up')")
+    await owner.core.close()
+
+
+async def test_a_thread_that_ends_unasked_says_so() -> None:
+    owner = Owner()
+    await owner.core.start()
+    assert owner.core._core is not None
+    owner.core._core.stop()
+    async with asyncio.timeout(30):
+        while not owner.on_exit.call_count:
+            await asyncio.sleep(0.001)
+    owner.on_exit.assert_called_once_with("the engine thread ended")
+
+
+async def test_a_core_that_cannot_be_made_is_no_end() -> None:
+    owner = Owner("unmakeable")
+    with pytest.raises(ModelLoadError, match="no memory"):
+        await asyncio.wait_for(owner.core.start(), 30)
+    owner.on_exit.assert_not_called()
+    await owner.core.close()
