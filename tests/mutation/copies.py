@@ -16,9 +16,8 @@ from pathlib import Path
 
 TEST_TIMEOUT_S = 60
 """Seconds that one test may take."""
-MEMORY_BYTES = 12 << 30
-"""Bytes of its own that a run may take, with the pools of its engines, of which it touches little: a loop without end must
-not take all that the machine has."""
+MEMORY_BYTES = 8 << 30
+"""Bytes that a run may hold: a loop without end must not take all that the machine has."""
 _INSIDE = Path(__file__).resolve().parent / "inside"
 _NOT_COPIED = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -33,7 +32,7 @@ class Run:
     """How a run of tests ended.
 
     Attributes:
-        code: Status of pytest; None where the time was over.
+        code: Status of pytest; None where it was stopped: the time was over, or it held too much.
         failed: The first test that failed; "" where none did.
         output: What pytest printed.
         seconds: What it took.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,7 @@ async def test_a_process_is_told_what_to_serve_and_its_messages_come_once(run: R
     await heard(core._on_message, 2)
     assert core._on_message.call_args.args == (Failed(5, "Submit", "its frame"), [])
     folder = Path(core._outbox.LAST_ENDPOINT.decode().removeprefix("ipc://")).parent
+    assert folder.name.startswith("penstock-")
     await core.close()
     await core.close()
     assert core._process.returncode == 0  # it was asked to end, not killed
@@ -165,6 +167,7 @@ async def test_the_end_of_a_process_has_a_reason(run: Run, model: str, reason: s
     await heard(core._on_exit)
     core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} ended with {reason}")
     assert core._on_message.call_count == 1  # what it said before
+    shutil.rmtree(Path(core._outbox.LAST_ENDPOINT.decode().removeprefix("ipc://")).parent)  # as a worker may do itself
     await core.close()
 
 

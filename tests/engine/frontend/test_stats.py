@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from penstock.engine.frontend.stats import DispatcherStats, StepHistogram
 from penstock.engine.protocol.messages import CacheUse, Rows, StepLoad
+
+
+def test_nothing_is_counted_before_the_first_step() -> None:
+    stats = DispatcherStats()
+    values = {name: value for name, value in asdict(stats).items() if not name.startswith("step_") or "total" in name}
+    assert values.pop("cache_use") is None
+    assert values
+    assert not any(values.values())
+    for histogram in (stats.step_tokens, stats.step_seqs, stats.step_seconds, stats.step_fill):
+        assert (histogram.total, {count for _, count in histogram.cumulative()}) == (0, {0})
 
 
 def test_a_step_is_counted() -> None:

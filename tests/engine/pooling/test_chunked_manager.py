@@ -247,3 +247,15 @@ def test_threads() -> None:
         for seq, pooled in enumerate(threads.map(one, range(32))):
             torch.testing.assert_close(pooled, rows(40, seq).mean(0), atol=1e-6, rtol=1e-6)
     assert manager.get_pending_count() == 0
+
+
+@pytest.mark.parametrize("strategy", ["last", "all"])
+def test_rows_are_pooled_on_the_device_of_the_manager(strategy: str) -> None:
+    """The device "meta" has shapes alone, and no operation takes a tensor of another device beside one of its own."""
+    manager = ChunkedPoolingManager(WIDTH, strategy=strategy, device="meta")
+    manager.start_sequence("a", 20)
+    manager.prefetch("a", chunk := rows(15))
+    kept = manager.process_chunk("a", chunk)
+    assert kept is False or (isinstance(kept, Tensor) and (kept.device.type, kept.shape) == ("meta", (15, WIDTH)))
+    manager.process_chunk("a", rows(5).numpy())
+    assert manager.finalize("a").device.type == "meta"

@@ -63,6 +63,10 @@ def test_token_rows_take_the_params_of_their_sequence() -> None:
     assert widths == (3, 24)
     close(values[:2, :3], F.normalize(rows()[:2, :3], dim=1))
     close(values[2:], rows()[2:])
+    params = [PoolingParams(dimensions=width, normalize=False) for width in (3, 5)]
+    values, widths = EmbeddingPoolerHead()(rows(), params, (2, 4))
+    assert (widths, values.shape) == ((3, 5), (6, 5))  # no wider than the widest
+    assert EmbeddingPoolerHead()(rows(2), params)[0].shape == (2, 5)
 
 
 @pytest.mark.parametrize("widths", [(32,), (32, 8)])

@@ -108,6 +108,12 @@ def test_missing_attention_weights_are_an_error(hidden_states: Tensor) -> None:
     metadata = describe(LENGTHS, [resolved(info, PoolingTask.EMBED)] * len(LENGTHS))
     with pytest.raises(ValueError, match="needs the attention weights"):
         ModelPooler(info, TinyModel()).pool(ModelOutput(hidden_states=hidden_states), metadata)
+    params = [resolved(info, PoolingTask.EMBED)] * 2
+    for chunk_sizes in ([3, 5], [3, 2]):  # whole sequences beside a chunk, and chunks alone
+        metadata = describe([3, 9], params, chunk_sizes=chunk_sizes)
+        rows = hidden_states[: sum(chunk_sizes)]
+        with pytest.raises(ValueError, match="needs the attention weights"):
+            ModelPooler(info, TinyModel()).pool(ModelOutput(hidden_states=rows), metadata)
 
 
 @pytest.mark.parametrize("kind", [ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER])

@@ -121,3 +121,16 @@ def test_one_sequence_may_have_several_outputs(hidden_states: Tensor) -> None:
             np.testing.assert_allclose(own["embedding"], alone.get_embedding(i), atol=1e-6)
             assert ("token_embeddings" in own) == (params[i] is both)
             assert len(own.get("token_embeddings", range(LENGTHS[i]))) == LENGTHS[i]
+
+
+def test_a_model_with_vectors_of_its_own_has_none_for_the_first_token(hidden_states: Tensor) -> None:
+    info = make_info(normalize=False)
+    pooler = ModelPooler(info, TinyModel(), maps=TokenMaps(vectors=lambda rows: 2 * rows[:, :7]))
+    params = PoolingParams().resolved(PoolingTask.TOKEN_EMBED, info)
+    arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), describe(LENGTHS, [params] * NUM_SEQS)).to_numpy()
+    for own, rows in zip(arrays, hidden_states.split(LENGTHS), strict=True):
+        np.testing.assert_allclose(own["token_embeddings"], 2 * rows[1:, :7])
+    metadata = describe((2, 0, 3), [params] * 3)  # a sequence without rows has no first one
+    arrays = pooler.pool(ModelOutput(hidden_states=hidden_states[:5]), metadata).to_numpy()
+    assert [len(own["token_embeddings"]) for own in arrays] == [1, 0, 2]
+    np.testing.assert_allclose(arrays[2]["token_embeddings"], 2 * hidden_states[3:5, :7])
