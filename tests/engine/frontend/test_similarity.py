@@ -30,6 +30,14 @@ def test_paired_cosine_takes_one_to_many_and_pairs(rows: int) -> None:
     assert paired_cosine(left, right) == pytest.approx(expected, abs=1e-6)
 
 
+def test_no_rounding_takes_a_cosine_past_1() -> None:
+    vectors = rng.normal(size=(2000, 7)).astype(np.float32)
+    for sign in (1, -1):
+        cosines = paired_cosine(vectors, sign * vectors)
+        assert cosines == pytest.approx(sign, abs=1e-6)
+        assert np.abs(cosines).max() == 1
+
+
 def test_a_zero_vector_scores_zero() -> None:
     assert paired_cosine(np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)) == [0.0]
 

@@ -13,7 +13,7 @@ def test_a_whole_sequence() -> None:
 
 def test_chunks() -> None:
     cursor = PoolingCursor(5, 2)
-    assert not cursor.is_whole
+    assert (cursor.start, cursor.chunk_start, cursor.global_start, cursor.is_whole) == (0, 0, 0, False)
     cursor.advance(2)
     assert (cursor.start, cursor.num_scheduled, cursor.remaining, cursor.is_complete) == (2, 0, 3, False)
     cursor.schedule(3, row=10)

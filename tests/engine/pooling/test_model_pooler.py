@@ -103,6 +103,14 @@ def test_attention_head_is_checked_at_construction() -> None:
         ModelPooler(info, TinyModel())
 
 
+def test_a_head_that_the_weights_lack_is_an_error(hidden_states: Tensor, attention_weights: Tensor) -> None:
+    info = make_info(sequence_pooling=(PoolingType.ATTENTION,), attention_head=NUM_HEADS - 1)
+    metadata = describe(LENGTHS, [resolved(info, PoolingTask.EMBED)] * len(LENGTHS))
+    output = ModelOutput(hidden_states=hidden_states, attention_weights=attention_weights[:, :2])
+    with pytest.raises(ValueError, match="attention_head is 3; the model has 2 heads"):
+        ModelPooler(info, TinyModel()).pool(output, metadata)
+
+
 def test_missing_attention_weights_are_an_error(hidden_states: Tensor) -> None:
     info = make_info(sequence_pooling=(PoolingType.ATTENTION,))
     metadata = describe(LENGTHS, [resolved(info, PoolingTask.EMBED)] * len(LENGTHS))
@@ -241,6 +249,16 @@ def test_mixed_tasks_and_params_equal_alone(info: ModelInfo, dense: list[torch.n
 
 
 # Off the device --------------------------------------------------------------------------------------------------
+
+
+def test_what_lies_on_the_host_is_not_copied(pool_all: PoolAll) -> None:
+    info = make_info()
+    tasks = [PoolingTask.EMBED, PoolingTask.TOKEN_EMBED] * 3
+    for params in ([resolved(info, task) for task in tasks], [resolved(info, PoolingTask.EMBED)] * len(LENGTHS)):
+        output = pool_all(ModelPooler(info, TinyModel()), params)
+        blocks = {block.name: block.values.numpy() for block in output.blocks}
+        for arrays in output.to_numpy():
+            assert all(np.shares_memory(array, blocks[name]) for name, array in arrays.items())
 
 
 @pytest.mark.gpu

@@ -24,11 +24,13 @@ def token_ids() -> Tensor:
     return ids
 
 
-def make_pooler(*, skips_queries: bool = False) -> tuple[ModelPooler, PoolingParams]:
+def make_pooler(
+    *, skips_queries: bool = False, skip_ids: tuple[int, ...] = SKIP_IDS
+) -> tuple[ModelPooler, PoolingParams]:
     recipe = MultiVector(skip_words=("x",), skips_queries=skips_queries)
     info = make_info(sequence_pooling=(), multi_vector=recipe, embedding_size=HIDDEN_SIZE, normalize=True)
     params = PoolingParams().resolved(PoolingTask.TOKEN_EMBED, info)
-    return ModelPooler(info, TinyModel(), maps=TokenMaps(skip_ids=SKIP_IDS)), params
+    return ModelPooler(info, TinyModel(), maps=TokenMaps(skip_ids=skip_ids)), params
 
 
 def kept_rows(hidden_states: Tensor, token_ids: Tensor) -> list[Tensor]:
@@ -134,3 +136,23 @@ def test_a_model_with_vectors_of_its_own_has_none_for_the_first_token(hidden_sta
     arrays = pooler.pool(ModelOutput(hidden_states=hidden_states[:5]), metadata).to_numpy()
     assert [len(own["token_embeddings"]) for own in arrays] == [1, 0, 2]
     np.testing.assert_allclose(arrays[2]["token_embeddings"], 2 * hidden_states[3:5, :7])
+
+
+@pytest.mark.parametrize("skip_ids", [(), (3,)])
+@pytest.mark.parametrize("skips_queries", [False, True])
+def test_few_tokens_may_be_left_out_or_none(
+    hidden_states: Tensor, token_ids: Tensor, skip_ids: tuple[int, ...], skips_queries: bool
+) -> None:
+    pooler, document = make_pooler(skips_queries=skips_queries, skip_ids=skip_ids)
+    params = [document, document.clone(is_query=True)] * (NUM_SEQS // 2)
+    metadata = describe(LENGTHS, params, token_ids=token_ids)
+    arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
+    for p, own, ids in zip(params, arrays, token_ids.split(LENGTHS), strict=True):
+        num_left_out = sum(int(i) in skip_ids for i in ids) if skips_queries or not p.is_query else 0
+        assert len(own["token_embeddings"]) == len(ids) - num_left_out
+    bare = describe(LENGTHS, [document] * NUM_SEQS)
+    if skip_ids:
+        with pytest.raises(ValueError, match="needs the token ids of the batch"):
+            pooler.pool(ModelOutput(hidden_states=hidden_states), bare)
+    else:
+        assert len(pooler.pool(ModelOutput(hidden_states=hidden_states), bare).to_numpy()) == NUM_SEQS

@@ -41,6 +41,8 @@ def test_a_bounded_text_is_an_end_of_it_cut_between_words(text: str, num_chars: 
     [
         ("one two\nthree", False, "one two"),
         ("one two\nthree", True, "\nthree"),
+        ("one two a\nb c", True, " a\nb c"),
+        ("one two\na b c", True, "\na b c"),
         ("one\ntwo three", False, "one\ntwo"),
         ("onetwothreefour", False, "onetwothr"),
         ("onetwothreefour", True, "threefour"),
