@@ -226,18 +226,12 @@ def _returned(site: Site) -> Iterator[Edit]:
         yield site.replace("return", value, "None")
 
 
-def is_unread_keyword(node: ast.keyword) -> bool:
-    """Whether an argument changes nothing but what is shown, or checks what holds as `assert` does."""
-    is_check = node.arg == "strict" and isinstance(node.value, ast.Constant) and node.value.value is True
-    return node.arg == "repr" or is_check
-
-
 def _keyword(site: Site) -> Iterator[Edit]:
-    """An argument that is left to its default."""
+    """An argument that is left to its default; what is shown and what is checked is left alone, as in sites.py."""
     if not isinstance(site.node, ast.Call):
         return
     for keyword in site.node.keywords:
-        if keyword.arg is None or is_unread_keyword(keyword):
+        if keyword.arg in (None, "repr", "strict"):
             continue
         start, end, data = site.source.start(keyword), site.source.end(keyword), site.source.data
         before = data[:start].rstrip()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from operators import FunctionNode, Site, Source, is_unread_keyword
+from operators import FunctionNode, Site, Source
 
 _LOGGERS = {"logger", "logging", "warnings"}
 _TYPING_CALLS = {"cast", "TypeVar", "NewType", "getLogger"}
@@ -71,8 +71,8 @@ def _is_unread(node: ast.AST) -> bool:
             return any("Enum" in ast.unparse(base) for base in bases)
         case ast.Assign(targets=[ast.Name(id=name)]):
             return name in _UNREAD_NAMES
-        case ast.keyword():
-            return is_unread_keyword(node)
+        case ast.keyword(arg="repr") | ast.keyword(arg="strict", value=ast.Constant(value=True)):
+            return True
         case ast.Expr(value=ast.Call(func=func)):
             return _root(func) in _LOGGERS
         case ast.Call(func=func):

@@ -312,6 +312,9 @@ def test_a_packed_batch_says_where_its_chunks_begin() -> None:
     assert list(PoolingMetadata.for_batch(chunked, params).cursors) == [1, 2]
     assert not PoolingMetadata.for_batch(packed(batch[:1]), params[:1], prompt_lens=[7]).is_partial
     assert not PoolingMetadata.for_batch(packed(batch, cache=False), params).is_partial
+    bare, kept = packed([batch[0]], cache=False), PoolingStates.initialize(HIDDEN_SIZE, (PoolingType.LAST,))
+    assert list(PoolingMetadata.for_batch(bare, params[:1], prompt_lens=[9]).cursors) == [0]
+    assert list(PoolingMetadata.for_batch(bare, params[:1], states=[kept]).cursors) == [0]
     with pytest.raises(ValueError, match="prompt_lens holds 1 values for 3 sequences"):
         PoolingMetadata.for_batch(packed(batch), params, prompt_lens=[7])
 

@@ -138,3 +138,16 @@ def test_columns_are_picked_before_the_activation() -> None:
     head, logits = classifier()
     values = head(rows(), [PoolingParams()] * 2, (2, 4), (3, 0))
     close(values, logits[:, [3, 0]].softmax(dim=1))
+
+
+def test_heads_stay_on_the_device_of_their_rows() -> None:
+    """The device "meta" has shapes alone, and no operation takes a tensor of another device beside one of its own."""
+    hidden = rows().to("meta")
+    mixed = [PoolingParams(dimensions=d, normalize=n) for d, n in ((3, True), (5, False))]
+    for params, row_lens in ((mixed * 3, None), (mixed, (2, 4)), ([PoolingParams(dimensions=5)] * 6, None)):
+        values, _ = EmbeddingPoolerHead()(hidden, params, row_lens)
+        assert (values.device.type, values.shape) == ("meta", (6, 5))
+    head = ClassifierPoolerHead(make_info(ModelKind.SEQUENCE_CLASSIFIER), lambda x: x[:, :5])
+    uses = [PoolingParams(use_activation=use) for use in (True, False)]
+    scores = head(hidden, uses, (2, 4), (3, 0))
+    assert (scores.device.type, scores.shape) == ("meta", (6, 2))

@@ -190,11 +190,18 @@ def test_poolers_take_what_create_describes(strategy: str, starts: tuple[int, ..
         (([0, 2], [2, 3], 4, "mean", [1]), "chunk_sizes holds 1 values for 2 sequences"),
         (([0, 2], [2, 3], 4, "mean", [1, 0]), "chunk_sizes .1, 0. at least 1"),
         (([-1, 2], [2, 3], 4), "seq_starts .-1, 2. and seq_lens .2, 3. must be 0 or more"),
+        (([0, 2], [2, -3], 4), "seq_starts .0, 2. and seq_lens .2, -3. must be 0 or more"),
     ],
 )
 def test_create_names_what_is_wrong(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PoolingMetadata.create(*arguments)
+
+
+def test_no_sequences_are_complete() -> None:
+    for chunk_sizes in (None, []):
+        metadata = PoolingMetadata.create([], [], 4, "mean", chunk_sizes)
+        assert (metadata.num_seqs, metadata.get_incomplete_indices(), metadata.finalize_all()) == (0, [], {})
 
 
 def test_more_rows_than_remain_are_refused() -> None:
