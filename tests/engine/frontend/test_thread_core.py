@@ -24,7 +24,7 @@ class Core:
             raise OSError("no memory")
         self._send = send
         self._end = threading.Event()
-        self._has_failed = False
+        self._has_failed = self.is_stopped = False
 
     def run(self) -> None:
         self._send(Failed(0, "run", threading.current_thread().name), [])
@@ -40,6 +40,7 @@ class Core:
             self._end.set()
 
     def stop(self) -> None:
+        self.is_stopped = True
         self._end.set()
 
 
@@ -80,10 +81,12 @@ async def test_messages_go_both_ways_and_the_thread_ends_with_its_owner() -> Non
     told = [(message.request_id, frames) for message, frames in owner.heard if message.kind == "received"]  # type: ignore[union-attr]
     assert told == [(5, [b"frame"]), (7, [b"frame"])]
     assert owner.threads == {threading.current_thread()}
-    thread = owner.core._thread
+    core, thread = owner.core._core, owner.core._thread
+    assert isinstance(core, Core)
     assert thread is not None
     assert thread.daemon  # it must not keep a process that ends
     await owner.core.close()
+    assert core.is_stopped
     assert not thread.is_alive()
     await owner.core.close()
     await asyncio.sleep(0.01)

@@ -103,6 +103,7 @@ def test_select_leaves_out_rows_that_come_again() -> None:
         ({"states": [None], "chunk_starts": [0, 0]}, "states holds 1 values"),
         ({"chunk_sizes": [3, 3]}, "3 tokens at 0 do not lie in a sequence of 2"),
         ({"chunk_sizes": [2, 1], "chunk_starts": [0, 3]}, "1 tokens at 3 do not lie in a sequence of 3"),
+        ({"chunk_sizes": [3, 3], "chunk_starts": [-1, 0]}, "3 tokens at -1 do not lie in a sequence of 2"),
     ],
 )
 def test_lengths_that_do_not_fit(arguments: dict[str, list[int]], message: str) -> None:
