@@ -171,7 +171,7 @@ class ChunkedPoolingManager:
                 )
             kept = self._kept_rows(rows, token_ids) if sequence.states.is_token_level else None
             states = sequence.states.copy()
-            for part in rows.split(self._max_chunk_size or max(len(rows), 1)):
+            for part in rows.split(self._max_chunk_size or len(rows)):
                 states.update(part, weights if states.num_tokens + len(part) == end else None)
             cursor.advance(len(rows))
             sequence.states, sequence.prefetched = states, None
