@@ -19,13 +19,14 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"
 COMMANDS = ("serve", "embed", "info")
 SETTINGS = (ServerSettings, EmbedSettings, InfoSettings)
 OTHERS_FLAGS = {
-    "pip": {"--index-url"},
+    "pip": {"--index-url", "--no-deps"},
+    "penstock info": {"--json"},
     "docker": {"--build-arg", "--gpus", "--profile", "--target"},
     "make test-schema": {"--seed"},
     "benchmarks": {"--data", "--expect", "--help", "--output", "--server"},
     "mypy": {"--strict"},
 }
-"""Flags of other programs than penstock that the documents show."""
+"""Flags that are no settings: of other programs, and of one command."""
 
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 

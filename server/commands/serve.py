@@ -29,6 +29,7 @@ from ..settings import ServerSettings, UsageError, unknown_variables
 from ..transport.connection import Connection
 from ..transport.connection_limits import raise_file_limit
 from ..transport.http_server import HttpServer
+from .announcement import announcement, exposure
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +73,16 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
         failures.append(error)
         server.should_exit = True
 
+    def announce() -> None:
+        _freeze()
+        engines = app.state.context.models.engines()
+        models = [(target.engine.info, target.name) for target in engines]
+        logger.info("%s", announcement(models, settings, listener.getsockname()[1]))
+        if (warning := exposure(settings)) is not None:
+            logger.warning("%s", warning)
+
     raise_file_limit()
-    app = create_app([ServedModel(names, start)], settings, on_ready=_freeze, on_failure=give_up)
+    app = create_app([ServedModel(names, start)], settings, on_ready=announce, on_failure=give_up)
     listener = bound_socket(settings.host, settings.port)
     server = HttpServer(
         uvicorn.Config(

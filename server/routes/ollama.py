@@ -34,6 +34,7 @@ from ..schemas.ollama import (
     TextRequest,
 )
 from ..wire.json_route import JsonRoute, json_response
+from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
 from .ops import Version
 
@@ -156,7 +157,7 @@ async def _card(target: Target) -> dict[str, Any]:
         "format": "safetensors",
         "family": info.model_type,
         "families": [info.model_type],
-        "parameter_size": _short(files.num_parameters),
+        "parameter_size": short_count(files.num_parameters),
         "quantization_level": _LEVELS.get(info.dtype, info.dtype.upper()),
     }
     return {
@@ -173,11 +174,3 @@ def _digest(info: ModelInfo) -> str:
     """Returns what tells the model from another: of its configuration, in hexadecimal."""
     config = orjson.dumps([info.name, info.config], option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=str)
     return hashlib.sha256(config).hexdigest()
-
-
-def _short(count: int) -> str:
-    """Returns 22.7M for 22,713,216."""
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= size:
-            return f"{count / size:.1f}{letter}"
-    return str(count)

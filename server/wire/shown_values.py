@@ -29,3 +29,11 @@ def shown_names(names: Collection[str]) -> str:
     few = itertools.islice(names, MAX_NAMES)
     first = [name if len(name) <= MAX_CHARS else name[:MAX_CHARS] + "..." for name in few]
     return ", ".join(first if len(names) <= MAX_NAMES else [*first, "..."]) or "nothing"
+
+
+def short_count(count: int) -> str:
+    """Returns 22.7M for 22,713,216."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.1f}{letter}"
+    return str(count)

@@ -142,7 +142,7 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(run, default_model) -
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_table_is_logged_once_and_variables_are_read(launch, default_model) -> None:
+def test_what_is_served_is_logged_once_and_variables_are_read(launch, default_model) -> None:
     server = launch(
         PENSTOCK_SERVED_MODEL_NAME="one,two",
         PENSTOCK_API_KEY="secret-key",
@@ -156,7 +156,8 @@ def test_the_table_is_logged_once_and_variables_are_read(launch, default_model) 
     assert (response.status_code, response.json()["model"]) == (200, "one")
     server.stop()
     log = server.log.read_text()
-    assert log.count("max_seq_length") == 1
+    assert log.count("inputs of up to 256 tokens") == 1
+    assert log.count("data routes want an API key") == 1
     assert "PENSTOCK_PROT" in log
     assert "secret-key" not in log
     assert "some text" not in log

@@ -33,7 +33,7 @@ async def test_the_engine_is_drained_and_closed(serving, engine) -> None:
 
 
 async def test_the_resolved_table_is_logged_once(serving, engine, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG", "penstock.server")
     async with serving(engine):
         pass
     assert caplog.text.count("max_model_len") == 1

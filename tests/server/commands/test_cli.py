@@ -1,5 +1,6 @@
 """The command line, as a process: exit codes, one line on stderr, nothing heavy before a mistake is found."""
 
+import json
 import os
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_every_flag_is_in_its_settings_class() -> None:
     parser = cli._parser()
     commands = next(a for a in parser._actions if hasattr(a, "choices") and a.choices)
     for name, settings in (("serve", ServerSettings), ("embed", EmbedSettings), ("info", InfoSettings)):
-        flags = {action.dest for action in commands.choices[name]._actions} - {"help", "file"}
+        flags = {action.dest for action in commands.choices[name]._actions} - {"help", "file", "json"}
         assert flags == set(settings.model_fields)
 
 
@@ -135,3 +136,13 @@ def test_an_interruption_says_what_goes_on(
     monkeypatch.setattr("penstock.server.commands.embed.run.embed_file", interrupt)
     assert cli.main(arguments) == cli.INTERRUPTED
     assert capsys.readouterr().err == line
+
+
+def test_info_as_json() -> None:
+    done = run("info", "--json", "--max-model-len", "64")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["parameters"] == 22_713_728
+    assert answer["bytes"] > 4 * answer["parameters"]
+    assert answer["fields"]["max_model_len"] == {"value": 64, "from": "--max-model-len"}
+    assert answer["fields"]["sequence_pooling"]["value"] == ["MEAN"]

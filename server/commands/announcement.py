@@ -1,0 +1,59 @@
+"""What a person needs to know of a server that has just become ready, in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from penstock.engine import ModelInfo
+from penstock.engine.model_files.weight_files import WeightFiles
+
+from ..settings import ServerSettings
+from ..wire.shown_values import short_count
+
+_ALL_ADDRESSES: Final = ("0.0.0.0", "::", "")
+
+
+def announcement(models: Sequence[tuple[ModelInfo, str]], settings: ServerSettings, port: int) -> str:
+    """Returns what is served, where, and who may ask.
+
+    Args:
+        models: What is served, with the shown names.
+        settings: What the operator asked for.
+        port: The port that is listened on.
+    """
+    why = "auto: float32 on a CPU, bfloat16 on a GPU" if settings.dtype == "auto" else "--dtype"
+    lines = ["ready"]
+    for info, name in models:
+        lines += [
+            f"  {name}: {_sizes(info)}",
+            f"    on {info.device} in {info.dtype} ({why}); tasks: {', '.join(info.tasks)}",
+        ]
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    everywhere = settings.host in _ALL_ADDRESSES
+    host = "localhost" if everywhere else f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"{scheme}://{host}:{port}"
+    lines.append(f"  {url}/ is a playground, {url}/docs shows the routes, {url}/v1 is the base URL of OpenAI clients")
+    lines.append(f"  data routes want {'an' if _wants_key(settings) else 'no'} API key")
+    return "\n".join(lines)
+
+
+def exposure(settings: ServerSettings) -> str | None:
+    """Returns a warning where everybody who reaches the machine may ask; None where there is a key or one address."""
+    if _wants_key(settings) or settings.host not in _ALL_ADDRESSES:
+        return None
+    return "anybody who reaches this machine may use the server: close it with --api-key KEY or --host 127.0.0.1"
+
+
+def _wants_key(settings: ServerSettings) -> bool:
+    return bool(settings.api_key) or settings.api_key_file is not None
+
+
+def _sizes(info: ModelInfo) -> str:
+    count = WeightFiles.of(info.path).num_parameters
+    parts = [info.model_type, f"{short_count(count)} parameters"] if count else [info.model_type]
+    if info.embedding_size:
+        parts.append(f"{info.dimensions or info.embedding_size} dimensions")
+    if info.labels:
+        parts.append("1 class" if len(info.labels) == 1 else f"{len(info.labels)} classes")
+    return ", ".join([*parts, f"inputs of up to {info.max_model_len} tokens"])

@@ -1,0 +1,67 @@
+"""What a server says of itself when it is ready."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.engine.protocol.model_info import ModelInfo
+from penstock.server.commands.announcement import announcement, exposure
+from penstock.server.settings import ServerSettings
+
+
+@pytest.fixture
+def info(make_engine, tmp_path: Path) -> ModelInfo:
+    save_file({"a": torch.zeros(1500, 1000)}, tmp_path / "model.safetensors")
+    return make_engine(path=str(tmp_path)).info
+
+
+def said(info: ModelInfo, port: int = 8000, **settings: Any) -> list[str]:
+    return announcement([(info, "a-model")], ServerSettings(**settings), port).splitlines()
+
+
+def test_what_is_served_and_where(info: ModelInfo) -> None:
+    lines = said(info)
+    assert lines[1] == "  a-model: fake, 1.5M parameters, 8 dimensions, inputs of up to 64 tokens"
+    assert lines[2].startswith("    on cpu in float32 (auto: float32 on a CPU, bfloat16 on a GPU); tasks: embed, ")
+    assert "http://localhost:8000/docs" in lines[3]
+    assert lines[4:] == ["  data routes want no API key"]
+    assert "(--dtype)" in said(info, dtype="float32")[2]
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"), [("127.0.0.1", "http://127.0.0.1:81"), ("::1", "http://[::1]:81"), ("::", "http://localhost:81")]
+)
+def test_the_address_can_be_opened(info: ModelInfo, host: str, shown: str) -> None:
+    assert f"  {shown}/ is a playground" in said(info, 81, host=host)[3]
+
+
+def test_https_is_named(info: ModelInfo, tmp_path: Path) -> None:
+    assert "https://localhost:443/" in said(info, 443, ssl_certfile=tmp_path / "cert.pem")[3]
+
+
+def test_classes_are_counted(make_engine, tmp_path: Path) -> None:
+    info = make_engine("sequence_classifier", ("a", "b"), path=str(tmp_path), embedding_size=0).info
+    assert said(info)[1] == "  a-model: fake, 2 classes, inputs of up to 64 tokens"
+    assert ", 1 class, " in said(make_engine("cross_encoder", ("a",), path=str(tmp_path), embedding_size=0).info)[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_open"),
+    [
+        ({}, True),
+        ({"host": "::"}, True),
+        ({"host": "127.0.0.1"}, False),
+        ({"host": "10.0.0.7"}, False),
+        ({"api_key": ("k",)}, False),
+        ({"api_key_file": Path("keys")}, False),
+    ],
+)
+def test_an_open_server_warns(info: ModelInfo, settings: dict[str, Any], is_open: bool) -> None:
+    warning = exposure(ServerSettings(**settings))
+    assert (warning is not None) == is_open
+    assert warning is None or "--api-key" in warning
+    has_key = not settings.keys().isdisjoint({"api_key", "api_key_file"})
+    assert said(info, **settings)[-1] == f"  data routes want {'an' if has_key else 'no'} API key"
