@@ -1,6 +1,6 @@
 """The loop of the engine: takes requests in, forms batches while the device is busy, sends results out.
 
-Runs on one device thread, in a process of its own (worker.py) or in the client's (in_process). Knows nothing about
+Runs on one device thread, in a process of its own (worker.py) or in the frontend's (in_process). Knows nothing about
 HTTP, sockets or text. Errors belong to a request: a failing batch is halved until the culprit stands alone, and where
 memory was short a chunk of a long sequence runs again in smaller ones.
 """
@@ -57,9 +57,9 @@ class EngineCore:
 
     Args:
         config: What to serve.
-        send: Called on the device thread with each message for the client.
+        send: Called on the device thread with each message for the frontend.
         load_runner: Loads the model, on the device thread.
-        on_ready: Called on the device thread when the model is loaded, before the client is told.
+        on_ready: Called on the device thread when the model is loaded, before the frontend is told.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class EngineCore:
             pass
 
     def load(self) -> None:
-        """Loads the model and tells the client.
+        """Loads the model and tells the frontend.
 
         Raises:
             ModelLoadError: The model cannot be served.

@@ -14,7 +14,7 @@ from ..sequence_pool import block_keys
 
 
 class Intake:
-    """Knows the rules of one model. Thread-safe: it keeps nothing.
+    """Makes records of messages, by what is known of one model. Thread-safe: nothing in it changes.
 
     Args:
         info: The model.
@@ -31,7 +31,7 @@ class Intake:
         """Returns the request with one sequence per input.
 
         Args:
-            message: What the client sent.
+            message: What the frontend sent.
             inputs: Its inputs, in order.
             now_s: Seconds. Monotonic time of its arrival.
         """

@@ -1,4 +1,4 @@
-"""Runs tokenized inputs on the device. The only module above models/ and pooling/ that knows it."""
+"""Runs tokenized inputs on the device. Above models/ and pooling/ few know it: this, chunk_memory.py, device.py."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ModelRunner:
 
     Args:
         info: The model, on its device.
-        tokenizer: For clients.
+        tokenizer: For the frontend.
         model: With its weights.
         dense: The Dense modules that follow the pooling.
         config: Limits of the pool.

@@ -43,7 +43,7 @@ class Runner(Protocol):
 
     Attributes:
         info: The model, on its device.
-        tokenizer: For clients.
+        tokenizer: For the frontend.
         allocator: Memory of the sequences that run in chunks.
     """
 

@@ -62,7 +62,7 @@ class ChunkedPrefillConfig:
         chunk_size: Tokens of a chunk while memory is free.
         threshold: Tokens. Longer prompts are worth cutting; None takes `chunk_size`.
         min_chunk_size: Tokens. Chunks are not made smaller, but for the last of a prompt and where `chunk_size` is.
-        is_dynamic: Whether chunks become smaller as memory runs short.
+        is_dynamic: Whether chunks follow memory, which may run short, and the time that forwards take.
         ageing_s: Seconds of waiting that are worth one level of priority.
         token_s: Seconds by which the next chunk of a prompt is due later for every token of it that ran, so that
             others get a turn before a very long one is done; 0 runs them one after the other.

@@ -1,4 +1,4 @@
-"""Typed messages between an engine client and the engine core.
+"""Typed messages between the frontend of an engine and its core.
 
 A message is a small msgspec struct in the first frame; arrays follow as raw little-endian buffers, one frame for
 a message. Nothing is pickled. The same structs are passed by reference when the core runs in-process.
@@ -27,7 +27,7 @@ Frame = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSpec:
-    """A tokenizer that has been resolved in the engine process, for clients that must not load transformers.
+    """A tokenizer that has been resolved in the engine process, for the frontend, which must not load transformers.
 
     Attributes:
         json: Serialised tokenizer of the `tokenizers` library, without truncation and padding.
@@ -51,7 +51,7 @@ class TokenizerSpec:
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Client to core, first: load this model, and log as the client does (logs.py)."""
+    """Frontend to core, first: load this model, and log as the client does (logs.py)."""
 
     config: EngineConfig
     log_level: str = "INFO"
@@ -59,7 +59,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """Client to core: one request.
+    """Frontend to core: one request.
 
     Frame, int32: the numbers of inputs and of queries that they are compared with; length, type_boundary,
     num_prompt_tokens, num_hidden and number of the query (-1: none) of each input; rows and columns of each query; the
@@ -74,32 +74,32 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """Client to core: nobody waits for this request any more."""
+    """Frontend to core: nobody waits for this request any more."""
 
     request_id: int
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Client to core: finish the step that runs, then end."""
+    """Frontend to core: finish the step that runs, then end."""
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Client to core: answer with Pong at once, whatever runs."""
+    """Frontend to core: answer with Pong at once, whatever runs."""
 
 
 class Pong(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: the process lives."""
+    """Core to frontend: the process lives."""
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: the model is loaded."""
+    """Core to frontend: the model is loaded."""
 
     info: ModelInfo
     tokenizer: TokenizerSpec
 
 
 class LoadFailed(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: the model cannot be served. `kind` is a class name of errors.py."""
+    """Core to frontend: the model cannot be served. `kind` is a class name of errors.py."""
 
     kind: str
     message: str
@@ -192,7 +192,7 @@ class RequestTime(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Rows(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: results of one step. Frame: all arrays, flattened and concatenated, float32.
+    """Core to frontend: results of one step. Frame: all arrays, flattened and concatenated, float32.
 
     `num_tokens` and `step_s` tell what the step processed and how long it took; `cache_use` is None for models that
     run prompts whole; `ended` times the requests whose last rows these are. A step that only brings long sequences on
@@ -208,7 +208,7 @@ class Rows(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: a request failed as a whole. `kind` is a class name of errors.py."""
+    """Core to frontend: a request failed as a whole. `kind` is a class name of errors.py."""
 
     request_id: int
     kind: str

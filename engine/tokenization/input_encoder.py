@@ -24,8 +24,8 @@ from .truncation import Truncation, bounded
 
 _SPARE_TOKENS: Final = 4
 """A piece of a text may have this many tokens more by itself; pieces that must not be cut leave room for them."""
-# As E5-Mistral, Qwen3-Embedding and their kin were trained: "Instruct: find what answers the query\nQuery: ".
 _MEDIA: Final = re.compile(r"data:((?:image|audio|video)/[\w.+-]+)[;,]", re.IGNORECASE)
+# As E5-Mistral, Qwen3-Embedding and their kin were trained: "Instruct: find what answers the query\nQuery: ".
 _INSTRUCTED_PROMPT: Final = re.compile(r"(Instruct: ?)(.*)(\n+Query: ?)", re.DOTALL)
 
 

@@ -71,7 +71,7 @@ class TokenizerJobs:
         self._awaited: set[asyncio.Future[Any]] = set()
 
     async def run(self, work: Callable[[IsGone], T], num_chars: int, *, num_texts: int | None = None) -> T:
-        """Runs `work` in a worker thread, together with what else this turn of the event loop asks for.
+        """Runs `work` with what else this turn of the event loop asks for: at its end if it is little, or in a thread.
 
         Going to a thread and back takes longer than to tokenize a short text, and requests that travel together can
         run as one batch. Raises what CharAdmission.hold raises, and EngineUnavailableError after `close`.

@@ -59,7 +59,10 @@ _CACHE_COUNTERS: Final = {
         "penstock_engine_prefix_evicted_blocks",
         "Blocks that left the prefix cache because their place was needed.",
     ),
-    "chunks.preemptions": ("penstock_engine_preemptions", "Long inputs that gave up their memory for urgent ones."),
+    "chunks.preemptions": (
+        "penstock_engine_preemptions",
+        "Long inputs that gave up their memory for an earlier one.",
+    ),
     "chunks.completed_chunks": ("penstock_engine_chunks", "Chunks of long inputs that went through the model."),
     "chunks.completed_tokens": ("penstock_engine_chunk_tokens", "Tokens of these chunks."),
     "chunks.run_s": ("penstock_engine_chunk_duration_seconds", "Seconds that these chunks ran."),
