@@ -54,7 +54,8 @@ def main() -> None:
                 outbox.send_multipart([encode(message), *frames], copy=False)
 
     core = EngineCore(start.config, send, ModelRunner.load, on_ready=_freeze)
-    threading.Thread(target=_receive, args=(inbox, core, send), name="inbox", daemon=True).start()
+    receiving = threading.Thread(target=_receive, args=(inbox, core, send), name="inbox", daemon=True)
+    receiving.start()
     try:
         core.run()
     except Exception:
@@ -63,6 +64,9 @@ def main() -> None:
     with sending:
         outbox.close(linger=2000)
     context.term()  # ends the inbox thread and waits until the last messages have left
+    # It lets go of the core, and so of the weights. Where the interpreter ended meanwhile, Python would end the thread
+    # inside a tensor's destructor, and C++ takes that for a crash.
+    receiving.join()
 
 
 def _freeze() -> None:
