@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from ..protocol.messages import TokenizerSpec
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.request import TokenizedInput
+from ..protocol.tasks import PoolingTask
 from ..scheduling import Chunk, PrefillChunk, QueuedSequence, Request
 from ..sequence_pool import (
     Allocation,
@@ -37,6 +39,7 @@ from .chunk_memory import ChunkMemory, kept_of
 from .describe_pool import describe_pool
 from .device import DeviceMemory, ForwardClock, is_out_of_memory, resolve_device
 from .host import usable_cores
+from .loading.finite_weights import not_finite_error
 from .loading.token_heads_loader import load_token_maps
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, torch_dtype
@@ -44,6 +47,8 @@ from .memory_meter import MemoryMeter
 from .runner import DeviceLostError, DeviceMemoryError, ForwardTime, Outputs
 
 logger = logging.getLogger("penstock.engine")
+
+_CLASS_TASKS: Final = (PoolingTask.CLASSIFY, PoolingTask.SCORE, PoolingTask.TOKEN_CLASSIFY)
 
 
 class ModelRunner:
@@ -119,17 +124,23 @@ class ModelRunner:
         return self._clock.take()
 
     def warm_up(self) -> None:
-        """See Runner."""
+        """See Runner. All tasks run, classes as logits: an activation may hide that they are not finite."""
         tokens = TokenizedInput(np.array(self.tokenizer.sample_ids[-self.info.max_model_len :], np.int32))
-        request = Request(0, PoolingParams().resolved(self.info.tasks[0], self.info))
-        self.execute(
+        first, *others = self.info.tasks
+        requests = [
+            Request(0, PoolingParams(use_activation=False if task in _CLASS_TASKS else None).resolved(task, self.info))
+            for task in (first, first, *(task for task in others if task is not PoolingTask.SCORE))
+        ]
+        outputs = self.execute(
             [
                 PrefillChunk(
                     QueuedSequence(request_id=i, prompt=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
                 )
-                for i in range(2)
+                for i, request in enumerate(requests)
             ]
         )
+        if not all(np.isfinite(array).all() for arrays in outputs for array in arrays.values()):
+            raise not_finite_error(self.info)
 
     @torch.inference_mode()
     def _execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 import transformers
 
+from ...layers.weights import are_finite
 from ...protocol.errors import UnsupportedModelError, WeightError
 from ...protocol.model_info import ModelInfo, ModelKind
 
@@ -26,7 +27,7 @@ def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
 
     Raises:
         UnsupportedModelError: transformers does not know the model, or has no text encoder for it.
-        WeightError: A tensor is missing or has the wrong shape.
+        WeightError: A tensor is missing, has the wrong shape, or holds NaN or inf.
     """
     transformers.utils.logging.disable_progress_bar()
     _check_architecture(info, trust_remote_code=trust_remote_code)
@@ -50,6 +51,17 @@ def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
     )
     if missing:
         raise WeightError(f"The checkpoint of {info.name} has no weight {_listed(missing)}.")
+    # Of a table, a forward looks up single rows: one that is damaged costs the inputs that reach it (Weights.table).
+    tables = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    damaged = [name for name, weight in model.named_parameters() if weight not in tables and not are_finite(weight)]
+    if damaged:
+        narrow = (
+            "" if info.dtype == "float32" else f", or its values are too large for {info.dtype}: try --dtype float32"
+        )
+        raise WeightError(
+            f"The checkpoint of {info.name} holds NaN or inf in {_listed(damaged)}: its file is damaged{narrow}; "
+            "download the model again, or serve another."
+        )
     return model.eval().to(info.device)
 
 

@@ -92,7 +92,7 @@ class SsmModel(NativeModel):
         self.sum_dtype = torch.float32 if config.residual_in_fp32 else weights.dtype
         base = weights.scope_of("norm_f.weight", _PREFIXES)
         embedding = base.scope_of("weight", _EMBEDDING_NAMES)
-        self.embedding_VD = embedding.tensor("weight", config.vocab_size, D)
+        self.embedding_VD = embedding.table("weight", config.vocab_size, D)
 
         norms = replace(base, dtype=self.sum_dtype)
         eps = config.layer_norm_epsilon
