@@ -111,13 +111,13 @@ def _end_with_parent(*endpoints: str) -> None:
 
     A parent that was killed has left its sockets behind: they go too, with their folder, and nothing else in it.
     """
+    folder = Path(endpoints[0].removeprefix("ipc://")).parent.resolve()  # it may be the name of an open file
     while os.read(sys.stdin.fileno(), 1):
         pass
-    paths = [Path(endpoint.removeprefix("ipc://")) for endpoint in endpoints]
     with contextlib.suppress(OSError):  # the parent has removed them itself, as it does where it ends in peace
-        for path in paths:
-            path.unlink(missing_ok=True)
-        paths[0].parent.rmdir()
+        for endpoint in endpoints:
+            (folder / Path(endpoint).name).unlink(missing_ok=True)
+        folder.rmdir()
     os._exit(0)
 
 

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
-from ...model_files.json_files import read_object
+from ...model_files.json_files import one_line, read_object
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.messages import TokenizerSpec
 from ...protocol.model_info import ModelInfo, ModelKind
@@ -33,7 +33,7 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
         tokenizer: Any = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises no other class for a file that it cannot read
         raise UnsupportedModelError(
-            f"The tokenizer of {info.name} in {info.path} cannot be loaded: {_line(error)}"
+            f"The tokenizer of {info.name} in {info.path} cannot be loaded: {one_line(error)}"
         ) from error
     if info.multi_vector is not None:
         register_markers(tokenizer, info.multi_vector)
@@ -51,7 +51,7 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
     except Exception as error:  # as above
         path = Path(info.path) / "tokenizer.json"
         raise UnsupportedModelError(
-            f"The tokenizer of {info.name} ({path}) cannot read a text: {_line(error)}"
+            f"The tokenizer of {info.name} ({path}) cannot read a text: {one_line(error)}"
         ) from error
     if set(sample_ids) <= set(tokenizer.all_special_ids):
         raise UnsupportedModelError(
@@ -93,11 +93,6 @@ def load_tokenizer(info: ModelInfo, *, trust_remote_code: bool = False) -> Token
         chat_template=chat_template_of(tokenizer),
         marks=find_marks(tokenizer, info),
     )
-
-
-def _line(error: Exception) -> str:
-    """Returns what went wrong in one line."""
-    return " ".join(str(error).split())
 
 
 def _asks_for_end(info: ModelInfo) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...model_files.json_files import one_line
 from ...packed_batch import PackedBatch
 from ...protocol.errors import UnsupportedModelError, UnsupportedTaskError
 from ...protocol.model_info import ModelInfo, ModelKind
@@ -113,7 +114,9 @@ class TransformersModel(PackedModel):
             rows = backbone.run_padded(probe)
             is_same = _agree(score(rows[row : row + 1 or None]), pooling.run_padded(probe))
         except _CALL_ERRORS as error:
-            raise UnsupportedModelError(f"transformers cannot run {info.name}: {error!r}") from error
+            raise UnsupportedModelError(
+                f"transformers cannot run {info.name}: {type(error).__name__}: {one_line(error)}"
+            ) from error
         if is_same:
             self._network, self.sequence_head = backbone, _ScoreHead(score)
 
@@ -133,7 +136,9 @@ class TransformersModel(PackedModel):
             self._network = Network(network.base_model, gives_logits=False)
             is_same = _agree(head.logits(self._network.run_padded(probe)[-1:]), expected)
         except _CALL_ERRORS as error:
-            raise UnsupportedModelError(f"transformers cannot run {info.name}: {error!r}") from error
+            raise UnsupportedModelError(
+                f"transformers cannot run {info.name}: {type(error).__name__}: {one_line(error)}"
+            ) from error
         if not is_same:
             raise UnsupportedModelError(
                 f"{info.name} computes its logits in a way of its own, which classifier_from_token cannot read."
@@ -147,7 +152,9 @@ class TransformersModel(PackedModel):
         try:
             expected = network.run_padded(probe)
         except _CALL_ERRORS as error:
-            raise UnsupportedModelError(f"transformers cannot run {info.name}: {error!r}") from error
+            raise UnsupportedModelError(
+                f"transformers cannot run {info.name}: {type(error).__name__}: {one_line(error)}"
+            ) from error
         if not network.takes_positions:
             return "it takes no position ids"
         implementation = module.config._attn_implementation

@@ -74,7 +74,11 @@ async def test_closing_leaves_no_process_behind(minilm_folder: Path) -> None:
     assert not Path(f"/proc/{worker}").exists()
 
 
-async def test_the_worker_ends_when_its_parent_is_killed(minilm_folder: Path) -> None:
+@pytest.mark.parametrize("place", ["t", "t" * 119])
+async def test_the_worker_ends_when_its_parent_is_killed(place: str, minilm_folder: Path, tmp_path: Path) -> None:
+    """Wherever its sockets are, it takes them along."""
+    folder = tmp_path / place
+    folder.mkdir()
     script = textwrap.dedent("""
         import asyncio, sys
         from penstock.engine import AsyncEngine, EngineConfig
@@ -86,16 +90,19 @@ async def test_the_worker_ends_when_its_parent_is_killed(minilm_folder: Path) ->
 
         asyncio.run(main())
     """)
-    parent = subprocess.Popen([sys.executable, "-P", "-c", script, str(minilm_folder)], stdout=subprocess.PIPE)
+    command = [sys.executable, "-P", "-c", script, str(minilm_folder)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(folder)})
     try:
         assert parent.stdout is not None
         assert await asyncio.to_thread(parent.stdout.readline) == b"ready\n"
         (worker,) = children(parent.pid)
+        assert [len(list(made.iterdir())) for made in folder.iterdir()] == [2]
     finally:
         parent.kill()
         parent.wait()
         parent.communicate()
     await until(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text(), 10)
+    assert not list(folder.iterdir())
 
 
 async def test_messages_that_cannot_be_read_cost_the_worker_and_not_the_client(
