@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,28 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelLoadError, match=r"modules\.json cannot be read: Is a directory"):
         resolve_model(EngineConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("truncate_dim", value) for value in (0, -1, 1.5, True, "x", [1])],
+        *[("prompts", value) for value in ([1], "x", 7)],
+        *[("default_prompt_name", value) for value in ([], {}, 0, "unknown")],
+    ],
+)
+def test_settings_of_the_wrong_kind_are_named(key: str, value: object, tmp_path: Path) -> None:
+    sizes = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 50}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Transformer", "path": ""}]')
+    settings = tmp_path / "config_sentence_transformers.json"
+    settings.write_text("{}")
+    resolve_model(EngineConfig(model=str(tmp_path)))
+    settings.write_text(json.dumps({key: value}))
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_model(EngineConfig(model=str(tmp_path)))
+    assert caught.value.message.startswith(str(settings))
+    assert repr(value) in caught.value.message
 
 
 def test_the_command_line_is_read_within_the_same_bounds() -> None:
