@@ -141,7 +141,7 @@ def read_config(cls: type[ConfigT], values: Mapping[str, Any], keys: Mapping[str
 
 
 def _checked(key: str, value: Any, name: str, kinds: Sequence[str]) -> Any:
-    """Returns a value of config.json that fits its field."""
+    """Returns a value of config.json that fits its field; Any is for what the family checks itself."""
     if value is None:
         return value
     is_word = isinstance(value, str) and "str" in kinds

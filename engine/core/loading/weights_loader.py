@@ -155,11 +155,15 @@ def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
     """Opens the weights of a folder: safetensors before pytorch_model.bin, whole or in shards.
 
     Raises:
-        WeightError: There are none, or a file is missing or damaged.
+        WeightError: There are none, or a file is missing or damaged. One that is raised inside gets the folder's name.
     """
     checkpoint = Checkpoint(_find_tensors(folder))
     try:
         yield checkpoint
+    except WeightError as error:
+        if str(folder) in error.message:
+            raise
+        raise WeightError(f"{folder}: {error.message}") from error
     finally:
         checkpoint.close()
 

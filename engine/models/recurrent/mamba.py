@@ -206,7 +206,7 @@ class Mamba2Config(SsmConfig):
     state_size: int = 128
     expand: float = 2
     n_groups: int = 8
-    time_step_limit: list[Any] = field(default_factory=lambda: [0.0, float("inf")])
+    time_step_limit: Any = field(default_factory=lambda: [0.0, float("inf")])
 
     @property
     def sizes(self) -> Mamba2Sizes:

@@ -33,6 +33,7 @@ def refused(folder: Path, **config: object) -> str:
     with pytest.raises(WeightError) as caught:
         start(folder, **config)
     assert "\n" not in caught.value.message
+    assert str(folder) in caught.value.message
     return caught.value.message
 
 
