@@ -30,6 +30,7 @@ from .settings import ServerSettings
 from .transport.connection import SHEDDER
 from .transport.connection_limits import file_limit
 from .transport.load_shedding import LoadShedder
+from .wire.json_reader import JsonReader
 from .wire.json_route import JsonPaths
 from .wire.version import penstock_version
 
@@ -76,6 +77,7 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.context = context
+    app.state.json_reader = JsonReader(settings.max_json_values, settings.max_inputs_per_request)
     app.state.startup = startup
     app.router.redirect_slashes = False
     for module in (*dialects, encode, ops, playground):

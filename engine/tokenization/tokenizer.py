@@ -173,10 +173,16 @@ class TokenizerPool:
 
     async def decode(self, batches: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """Returns the text of each list of ids. Raises InvalidRequestError for an id outside the vocabulary."""
-        decode, checked = self._tokenizer.backend.decode, self._tokenizer.checked
-        return await self._jobs.run(
-            lambda _: [decode(checked(ids).tolist(), skip_special_tokens) for ids in batches], sum(map(len, batches))
-        )
+
+        def work(gone: IsGone) -> list[str]:
+            texts: list[str] = []
+            for first, last in portions([len(ids) for ids in batches], gone):
+                checked = [self._tokenizer.checked(ids).tolist() for ids in batches[first:last]]
+                # `decode` would hold the interpreter, for seconds where a list is long.
+                texts += self._tokenizer.backend.decode_batch(checked, skip_special_tokens)
+            return texts
+
+        return await self._jobs.run(work, sum(map(len, batches)))
 
     def cuts_left(self, truncation: Truncation) -> bool:
         """Whether the left side of an over-long text is cut away."""
