@@ -7,6 +7,10 @@ body would be lost; such a request is answered in HTTP/1.1 (RFC 9110, section 7.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import termios
+from array import array
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, cast
 
@@ -136,7 +140,7 @@ class Connection(HttpToolsProtocol):
         """Returns what the client has to do; None where the server has, or where the pause has a limit of its own."""
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent:
-            return Owed(Part.ANSWER, self.cycle, num_unsent)
+            return Owed(Part.ANSWER, self.cycle, num_unsent + self._num_unacknowledged())
         if self._is_refused:
             return Owed(Part.BODY, self.scope, self._num_received)
         if self.is_between_requests:
@@ -147,6 +151,16 @@ class Connection(HttpToolsProtocol):
         if self.cycle.more_body and not self.pipeline:  # where requests queue, nothing is read for a while
             return Owed(Part.BODY, self.cycle, self._num_received)
         return None
+
+    def _num_unacknowledged(self) -> int:
+        """Returns the bytes that the system holds for the client: it takes more only when a third of its own is free.
+
+        So an honest reader may take for minutes before our own buffer shrinks. 0 where the system does not tell.
+        """
+        number = array("i", [0])
+        with contextlib.suppress(OSError):  # the socket is closing, or the system is none that tells
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, number)
+        return number[0]
 
     def _shed(self) -> Refusal | None:
         """Refuses a request that there is no room for, if it is plain: nothing before it is unanswered or unread."""
