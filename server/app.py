@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from .answers.room import AnswerRoom
 from .calls.context import ServerContext
 from .calls.models import ModelTable, ServedModel, Startup
 from .errors.handlers import install_error_handlers
@@ -55,10 +56,12 @@ def create_app(
     """
     keys = ApiKeys(settings.api_key, settings.api_key_file)
     table = ModelTable()
-    context = ServerContext(settings, Metrics(table.engines), table, int(time.time()))
+    answer_room = AnswerRoom(settings.answer_memory)
+    context = ServerContext(settings, Metrics(table.engines), table, int(time.time()), answer_room)
     observers = Observers(settings, context.metrics)
     dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools)
-    json_paths = JsonPaths(route for module in (*dialects, encode) for route in module.router.routes)
+    routes = [route for module in (*dialects, encode) for route in module.router.routes]
+    json_paths = JsonPaths(routes, on_end=answer_room.leave)
     pace = RefusalPace(max_waiting=file_limit() // 2)
     shedder = LoadShedder(json_paths.routes, table, keys, observers.all, pace, settings.max_body_bytes)
     startup = Startup(models, settings, table, on_ready, on_failure)

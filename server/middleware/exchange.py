@@ -22,6 +22,7 @@ from penstock.engine.protocol.stage_times import STAGE_TIMES
 from ..errors.handlers import engine_refusal, refusal
 from ..errors.table import HIDDEN_MESSAGE
 from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
+from ..wire.json_pieces import PIECE_BYTES
 from .refusal_pace import LONGEST_S, RefusalPace, longest_wait_s
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,9 @@ class ExchangeMiddleware:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
                 if record.stage_seconds:
                     message["headers"].append((b"server-timing", server_timing(record.stage_seconds)))
+            elif len(message.get("body", b"")) > PIECE_BYTES:
+                await _send_pieces(message, send)
+                return
             await send(message)
 
         try:
@@ -99,6 +103,15 @@ class ExchangeMiddleware:
             record.end()
             for observe in self.observers:
                 observe(record)
+
+
+async def _send_pieces(message: Message, send: Send) -> None:
+    """Sends a large part of a body as its client takes it, so that one who reads slowly is seen to read."""
+    body = memoryview(message["body"])
+    for start in range(0, len(body), PIECE_BYTES):
+        end = start + PIECE_BYTES
+        is_followed = end < len(body) or message.get("more_body", False)
+        await send({"type": "http.response.body", "body": body[start:end], "more_body": is_followed})
 
 
 class PacedRefusalsMiddleware:

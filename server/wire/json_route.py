@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.engine import EngineError
 
 from .json_bodies import JsonBody, dialect_of, invalid_body, parsed
+from .json_pieces import LARGE_VALUES, PiecewiseResponse, json_pieces
 from .json_reader import JsonReader
 from .shown_values import shown
 
@@ -79,9 +80,11 @@ class JsonPaths(BaseRoute):
 
     Args:
         routes: Those of all routers; of two with one path the first answers, as in FastAPI.
+        on_end: Called with the scope of each request when its answer has gone.
     """
 
-    def __init__(self, routes: Iterable[BaseRoute]) -> None:
+    def __init__(self, routes: Iterable[BaseRoute], on_end: Callable[[Scope], None]) -> None:
+        self._on_end = on_end
         self._routes: dict[str, tuple[JsonRoute, Handler]] = {}
         for route in routes:
             if isinstance(route, JsonRoute) and route.body_field is not None:
@@ -102,8 +105,11 @@ class JsonPaths(BaseRoute):
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request that matches."""
         _, handle = self._routes[scope["path"]]
-        response = await handle(Request(scope, receive, send))
-        await response(scope, receive, send)
+        try:
+            response = await handle(Request(scope, receive, send))
+            await response(scope, receive, send)
+        finally:
+            self._on_end(scope)
 
 
 async def _json_value(request: Request, reader: JsonReader) -> Any:
@@ -136,6 +142,19 @@ def refuse_other_media(content_type: str) -> None:
     media = content_type.partition(";")[0].strip().lower()
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
         raise HTTPException(415, f"Content-Type is {shown(media)}; send application/json.")
+
+
+def sized_json_response(content: Any, num_values: int) -> Response:
+    """Returns `content` as JSON, which is written piece by piece as it goes out where it is large.
+
+    Args:
+        content: What `json_pieces` takes.
+        num_values: About how many numbers it holds.
+    """
+    pieces = json_pieces(content)
+    if num_values >= LARGE_VALUES:
+        return PiecewiseResponse(pieces, JSON_HEADERS)
+    return Response(b"".join(pieces), headers=JSON_HEADERS)
 
 
 def json_response(content: Any) -> Response:
