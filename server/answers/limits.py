@@ -6,11 +6,14 @@ from typing import Final
 
 from penstock.engine.protocol.errors import InvalidRequestError
 
+from ..wire.json_pieces import LARGE_VALUES
+
 MAX_TOKEN_VALUES: Final = 20_000_000  # Numbers in an answer with rows for every token: about 250 MB of JSON.
 
 MAX_DECODED_IDS: Final = 1_000_000  # In one request: seconds of a tokenizer thread, and a few megabytes of text.
 MAX_ANSWERED_TOKENS: Final = 500_000  # In an answer with tokens: 70 bytes of JSON each, and twice that to hold.
-BYTES_PER_NUMBER: Final = 4  # That an answer holds until it is written, piece by piece as it goes out.
+BYTES_PER_NUMBER: Final = 4  # That an answer holds where it is written piece by piece as it goes out.
+BYTES_PER_WRITTEN_NUMBER: Final = 12  # In JSON, as smaller answers hold them.
 BYTES_PER_TOKEN: Final = 200  # The same for a token with its text and its place.
 VALUES_PER_TOKEN: Final = 6  # Numbers that take as long to write as a token with its text and its place.
 MAX_TOKENIZED_CHARS: Final = 2_000_000  # In a request for tokens: one with its place is 60 bytes of JSON and more.
@@ -33,6 +36,11 @@ def check_num_tokens(num_tokens: int, param: str) -> None:
             "Send less text at once.",
             param=param,
         )
+
+
+def held_bytes(num_values: int) -> int:
+    """Returns the bytes that an answer of so many numbers holds until its client has read it."""
+    return num_values * (BYTES_PER_WRITTEN_NUMBER if num_values < LARGE_VALUES else BYTES_PER_NUMBER)
 
 
 def check_num_ids(num_ids: int, param: str) -> None:

@@ -21,7 +21,7 @@ from penstock.engine.protocol.errors import (
     RequestCancelledError,
 )
 
-from ..answers.limits import BYTES_PER_NUMBER, BYTES_PER_TOKEN, check_num_ids, check_token_values
+from ..answers.limits import BYTES_PER_TOKEN, check_num_ids, check_token_values, held_bytes
 from ..answers.room import AnswerRoom
 from ..observability.metrics import Metrics
 from ..observability.timing import REQUEST
@@ -60,7 +60,7 @@ class ServerContext:
 
     def hold_vectors(self, request: Request, num_rows: int, width: int) -> None:
         """Holds room for an answer of one vector for each input; see AnswerRoom.take."""
-        self.answer_room.take(request.scope, BYTES_PER_NUMBER * num_rows * width)
+        self.answer_room.take(request.scope, held_bytes(num_rows * width))
 
     def hold_tokens(self, request: Request, num_tokens: int) -> None:
         """Holds room for an answer of tokens with their texts; see AnswerRoom.take."""
@@ -80,7 +80,7 @@ class ServerContext:
 
         def check(num_rows: int, width: int) -> None:
             check_token_values(num_rows, width, param)
-            num_bytes = BYTES_PER_NUMBER * num_rows * width
+            num_bytes = held_bytes(num_rows * width)
             if names_tokens:
                 check_num_ids(num_rows, param)
                 num_bytes += BYTES_PER_TOKEN * num_rows

@@ -85,6 +85,8 @@ async def test_a_large_answer_has_the_bytes_of_a_small_one(
     if is_matrix:
         rows = [rows[:1], rows[1:2_500], rows[2_500:]]
     encoding = {"x": Encoding(format=form, quantization=kind, dtype=dtype)}
+    monkeypatch.setattr("penstock.server.answers.vectors.LARGE_VALUES", 1)
+    monkeypatch.setattr("penstock.server.wire.json_route.LARGE_VALUES", 1)
     large = vectors_response(HEAD, rows, encoding, name="pooling")
     monkeypatch.setattr("penstock.server.answers.vectors.LARGE_VALUES", 10**9)
     small = vectors_response(HEAD, rows, encoding, name="pooling")
@@ -124,7 +126,7 @@ async def test_room_is_held_until_the_answer_has_gone(serving, engine) -> None:
         room = client._transport.app.state.context.answer_room
         first = asyncio.create_task(client.post("/embed_all", json=texts))
         await engine.entered.wait()
-        assert room.num_bytes == 4 * 62_000 * 8
+        assert room.num_bytes == 12 * 62_000 * 8
         num_calls = len(engine.calls)
         refused = await client.post("/embed_all", json=texts)
         assert refused.status_code == 429
