@@ -87,6 +87,7 @@ class FakeEngine:
         self.entered = asyncio.Event()
         self.was_cancelled = False
         self.is_closed = False
+        self.num_chars_read = 0
 
     @property
     def is_full(self) -> bool:
@@ -197,9 +198,10 @@ class FakeEngine:
         return [renderer.render(conversation, options) for conversation in conversations]
 
     async def tokenize(self, texts, *, add_special_tokens=True, on_count=None):
+        self.num_chars_read += sum(map(len, texts))
         if on_count is not None:
             on_count(sum(len(text.split()) for text in texts))
-        return [[zlib.crc32(word.encode()) % VOCAB_SIZE for word in text.split()] for text in texts]
+        return [[zlib.crc32(w.encode()) % VOCAB_SIZE for w in text.split()] for text in texts]
 
     async def tokenize_details(self, texts, *, add_special_tokens=True, on_count=None):
         await self._enter("tokenize_details", texts, add_special_tokens)

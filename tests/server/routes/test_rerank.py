@@ -176,3 +176,12 @@ async def test_the_query_is_cut_first_where_a_request_says_so(client: httpx.Asyn
     assert (await client.post("/rerank", json=body)).status_code == 200
     (query,), documents = engine.calls[-1][1][:2]
     assert [len(text.split()) for text in (query, *documents)] == [2, 1, 1]
+
+
+async def test_of_enormous_texts_that_are_to_be_cut_a_part_is_read(client: httpx.AsyncClient, engine) -> None:
+    body = {"query": "a " * 200_000, "documents": ["b " * 200_000, "c"]}
+    answer = await client.post("/rerank", json={**body, "max_tokens_per_query": 3, "max_tokens_per_doc": 5})
+    assert answer.status_code == 200
+    _, (queries, documents, *_) = engine.calls[-1]
+    assert (len(queries[0].split()), len(documents[0].split()), documents[1]) == (3, 5, "c")
+    assert engine.num_chars_read < 150_000
