@@ -108,6 +108,11 @@ def filled(start: bytes, unit: bytes, end: bytes, num_bytes: int = LARGEST) -> b
     return start + (unit * ((num_bytes - len(start) - len(end)) // len(unit))).rstrip(b",") + end
 
 
+def nested(unit: bytes, number: int) -> bytes:
+    """An ignored list in a list, so that its entries are not counted, with nearly as many as are taken."""
+    return IGNORED + b"[[" + (unit * number).rstrip(b",") + b"]]}"
+
+
 def keys(width: int, num_bytes: int) -> bytes:
     """An object of as many keys."""
     return b'{"input":"a",' + b",".join(b'"%0*d":1' % (width, i) for i in range(num_bytes // (width + 5))) + b"}"
@@ -163,6 +168,20 @@ SHAPES: dict[str, tuple[str, Callable[[], bytes]]] = {
         lambda: json.dumps({"tokens": [1000 + i % 20_000 for i in range(900_000)]}).encode(),
     ),
     "chats": ("/v1/embeddings", lambda: filled(b'{"messages":[[', b'{"role":"user","content":"a"},', b"]]}", 16 * MIB)),
+    "let in: lists": ("/v1/embeddings", lambda: nested(b"[],", 220_000)),
+    "let in: objects": ("/v1/embeddings", lambda: nested(b'{"a":1},', 105_000)),
+    "let in: texts": ("/v1/embeddings", lambda: nested(b'"a",', 220_000)),
+    "let in: words": ("/v1/embeddings", lambda: nested(b"null,", 1_990_000)),
+    "let in: floats": ("/v1/embeddings", lambda: nested(b"1.7976931348623157e-300,", 1_990_000)),
+    "let in: keys": (
+        "/score",
+        lambda: b'{"text_1":"a","text_2":"b","chat_template_kwargs":' + keys(7, 2_000_000) + b"}",
+    ),
+    "let in: chats": (
+        "/v1/embeddings",
+        lambda: b'{"messages":[[' + b",".join([b'{"role":"user","content":"a"}'] * 45_000) + b"]]}",
+    ),
+    "let in: ids with floats": ("/v1/embeddings", lambda: b'{"input":[' + b",".join([b"[5.0,6,7.0]"] * 4_000) + b"]}"),
     "no end": ("/v1/embeddings", lambda: filled(b'{"input":[', b'"' + PROSE * 190 + b'",', b"")),
     "no JSON": ("/v1/embeddings", lambda: b"x" * LARGEST),
 }
