@@ -72,11 +72,13 @@ class Marks:
         positions: [M] bytes before each mark.
         kinds: [M] uint8: the marks themselves.
         levels: [M] int16: in how many lists and objects each stands, the one that it opens or closes included.
+        num_values: Numbers and words; what else there is counts for WEIGHT of them.
     """
 
     positions: Positions
     kinds: NDArray[np.uint8]
     levels: NDArray[np.int16]
+    num_values: int = 0
 
     @cached_property
     def by_level(self) -> list[Level]:
@@ -132,7 +134,8 @@ def find_marks(
     if not found:
         return Marks(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.int16))
     all_positions, all_kinds, all_levels = zip(*found, strict=True)
-    return Marks(np.concatenate(all_positions), np.concatenate(all_kinds), np.concatenate(all_levels))
+    positions, kinds, all_depths = map(np.concatenate, (all_positions, all_kinds, all_levels))
+    return Marks(positions, kinds, all_depths, num_values)
 
 
 def _part(view: memoryview, start: int, slice_bytes: int) -> bytes:

@@ -7,6 +7,7 @@ what a large body holds is counted before it is parsed, and it is parsed in slic
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Final
 
 import orjson
@@ -17,6 +18,10 @@ from starlette.types import Receive
 from .json_marks import SLICE_BYTES, WEIGHT, InvalidJsonError, TooManyValuesError, find_marks
 from .json_slices import Steps, T, build
 
+BODY_ROOM: Final = "penstock.body_room"
+"""Where the scope of a request has what holds room for its body: a function of bytes, until its answer has gone."""
+_BYTES_PER_VALUE: Final = 8
+"""What a list, an object or a text takes, by the WEIGHT that it has."""
 _MOST_PER_BYTE: Final = 3
 """Values that a byte of valid JSON can count for: of `"",` each has three."""
 
@@ -35,8 +40,12 @@ class JsonReader:
         # One large body after the other: what they take while they are parsed does not add up.
         self._turn = asyncio.Lock()
 
-    async def read(self, receive: Receive) -> Any:
+    async def read(self, receive: Receive, hold: Callable[[int], None] = lambda _: None) -> Any:
         """Returns the value of a body.
+
+        Args:
+            receive: Gives the body.
+            hold: Told how many bytes the values of a large body take, before there are any; see BODY_ROOM.
 
         Raises:
             RequestValidationError: There is none, or it is not valid JSON.
@@ -50,7 +59,7 @@ class JsonReader:
             if len(body) <= SLICE_BYTES and _MOST_PER_BYTE * len(body) <= self._max_values:
                 return orjson.loads(body)
             async with self._turn:
-                return await self._parse_large(body)
+                return await self._parse_large(body, hold)
         except orjson.JSONDecodeError as error:
             raise _invalid(error.msg, error.pos) from error
         except InvalidJsonError as error:
@@ -85,8 +94,9 @@ class JsonReader:
             told = f"has {len(entries)} entries; the limit is {self._max_entries}"
             raise RequestValidationError([{"type": "value_error", "loc": place, "msg": told, "input": None}])
 
-    async def _parse_large(self, body: bytes | bytearray) -> Any:
+    async def _parse_large(self, body: bytes | bytearray, hold: Callable[[int], None]) -> Any:
         marks = await _in_turns(find_marks(body, self._max_values))
+        hold(_BYTES_PER_VALUE * marks.num_values)
         return await _in_turns(build(body, marks))
 
     def _too_many(self) -> str:

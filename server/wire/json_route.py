@@ -21,7 +21,7 @@ from penstock.engine import EngineError
 
 from .json_bodies import JsonBody, dialect_of, invalid_body, parsed
 from .json_pieces import LARGE_VALUES, PiecewiseResponse, json_pieces
-from .json_reader import JsonReader
+from .json_reader import BODY_ROOM, JsonReader
 from .shown_values import shown
 
 JSON_HEADERS: Final = {"content-type": "application/json"}
@@ -129,7 +129,9 @@ async def _json_value(request: Request, reader: JsonReader) -> Any:
     if media and media != b"application/json":
         refuse_other_media(media.decode("latin-1"))
     try:
-        return await reader.read(request.receive)
+        if (hold := request.scope.get(BODY_ROOM)) is None:
+            return await reader.read(request.receive)
+        return await reader.read(request.receive, hold)
     except RequestValidationError:
         named = coding.decode("latin-1").strip().lower()
         if named not in ("", "identity"):

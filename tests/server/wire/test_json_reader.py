@@ -196,3 +196,13 @@ async def test_many_unknown_keys_are_counted_and_few_are_worded(client: httpx.As
     answer = await client.post("/score", json={"text_1": "a", "text_2": "b", "chat_template_kwargs": {"a": 1, "b": 2}})
     assert answer.status_code == 400
     assert "a, b" in answer.text
+
+
+async def test_what_is_made_of_large_bodies_is_held_with_their_bytes(serving, engine) -> None:
+    body = b'{"input":"a","user":[[' + b",".join([b"[]"] * 100_000) + b"]]}"
+    async with serving(engine, max_body_bytes=310_000) as client:
+        answer = await client.post("/v1/embeddings", content=body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert not engine.calls
+    async with serving(engine, max_body_bytes=2_000_000) as client:
+        assert (await client.post("/v1/embeddings", content=body)).status_code == 200
