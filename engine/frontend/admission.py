@@ -18,8 +18,8 @@ _RATE_MEMORY: Final = 0.8
 """What an older forward weighs in the drain rate, of the next one's weight."""
 _LARGE: Final = 1 / 8
 """Share of the bound in time from which on a request is large, and for which it counts at most."""
-_FEW_LARGE: Final = 4
-"""Fewer large requests are never refused for the time that they take: those of few clients may wait for each other."""
+_FEW_LARGE: Final = 2
+"""Fewer large requests are never a reason to refuse another one: those of two clients may wait for each other."""
 
 
 class Admission:

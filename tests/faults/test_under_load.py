@@ -255,7 +255,7 @@ def test_clients_that_come_back_at_once(small_queue, num_clients: int) -> None:
 @pytest.mark.timeout(600)
 def test_what_is_let_in_is_answered_soon(launch) -> None:
     """Three times the requests that the server answers at its peak, with its own bound; the queue begins full."""
-    server = launch()
+    server = launch("--num-threads", "1")
 
     async def run() -> None:
         before, load, after = (Load(server.port, BODY) for _ in range(3))
