@@ -26,7 +26,7 @@ class ChunkStateError(ValueError):
 class ChunkQueue(Generic[R]):
     """The prompts that are being read, and whose chunk runs next. Not thread-safe: its owner holds a lock.
 
-    The chunk that is due first runs first: at the turn of its prompt, and `token_s` later for every token that ran.
+    The chunk that is due first runs first: at the turn of its prompt, and later for every token that ran.
     Whoever comes late enough comes behind, so that nobody starves.
     Invariants: the chunks of a prompt cover it without gap or overlap; they run in order, one at a time.
 
@@ -42,11 +42,7 @@ class ChunkQueue(Generic[R]):
         self._clock = clock
 
     def add(self, request: R) -> None:
-        """Takes in a prompt, whose chunks may run from now on.
-
-        Raises:
-            InvalidRequestError: The name is in use, or the prompt is empty.
-        """
+        """Takes in a prompt, whose chunks may run from now on. InvalidRequestError if it is empty, or known by name."""
         if request.request_id in self.requests:
             raise InvalidRequestError(f"request {request.request_id!r} is in chunks already.", param="request_id")
         if request.num_tokens < 1:
@@ -59,19 +55,15 @@ class ChunkQueue(Generic[R]):
         threshold = self.config.threshold
         return token_count > (self.config.chunk_size if threshold is None else threshold)
 
-    def due_s(self, request: R) -> float:
-        """Returns the time at which the next chunk of a prompt is due: its turn, later for every token that ran."""
-        return request.turn_s + (request.num_done - request.num_cached) * self.config.token_s
-
     def is_due(self, request: R, max_tokens: int) -> bool:
         """Whether a prompt should be added now: the next chunks of the others leave room, or are due later."""
         others = self.requests.values()
         left = sum(min(other.num_tokens - other.num_done, self.config.chunk_size) for other in others)
-        return left < max_tokens or all(self.due_s(request) < self.due_s(other) for other in others)
+        return left < max_tokens or all(request.due_s < other.due_s for other in others)
 
     def peek(self) -> R | None:
         """Returns the prompt whose chunk is due first, or None where no chunk may run."""
-        return min((r for r in self.requests.values() if r.is_ready), key=self.due_s, default=None)
+        return min((r for r in self.requests.values() if r.is_ready), key=lambda r: r.due_s, default=None)
 
     def schedule_chunk(self, max_tokens: int | None = None, *, memory_pressure: float = 0.0) -> PrefillChunk[R] | None:
         """Cuts the chunk that is due first.
@@ -82,10 +74,7 @@ class ChunkQueue(Generic[R]):
 
         Returns:
             The chunk, or None where none may run or the next needs more room: but for the end of a prompt, chunks are
-            not cut below the smallest size.
-
-        Raises:
-            InvalidRequestError: `memory_pressure` is out of range.
+            not cut below the smallest size. InvalidRequestError if `memory_pressure` is out of range.
         """
         request = self.peek()
         if request is None:
@@ -103,20 +92,18 @@ class ChunkQueue(Generic[R]):
         return chunk
 
     def complete_chunk(self, chunk_id: ChunkId, output: Any = None, kv_cache: Any = None) -> bool:
-        """Records that a running chunk is done, and returns whether its whole prompt is.
+        """Records that a running chunk is done, and returns whether its whole prompt is. ChunkStateError if none runs.
 
         Args:
             chunk_id: The chunk.
             output: What it gave, for `merge_chunks`.
             kv_cache: Whatever holds the keys and values up to here; kept as the prompt's `kv_cache`.
-
-        Raises:
-            ChunkStateError: It does not run.
         """
         chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
         request = chunk.sequence
         chunk.state, chunk.output = ChunkState.COMPLETED, output
         request.chunk, request.num_done = None, chunk.end
+        request.due_s += chunk.num_tokens * self.config.token_s
         request.num_chunks += 1
         request.num_failures, request.error = 0, None
         request.completed += [] if output is None else [chunk]
@@ -130,10 +117,7 @@ class ChunkQueue(Generic[R]):
     def fail_chunk(self, chunk_id: ChunkId, error: str | BaseException) -> bool:
         """Records that a chunk failed, and returns whether its prompt is tried again after the last completed chunk.
 
-        After `max_retries` tries more it has failed as a whole.
-
-        Raises:
-            ChunkStateError: The chunk is not under way.
+        After `max_retries` tries more it has failed as a whole. ChunkStateError if the chunk is not under way.
         """
         chunk = self._find_chunk(chunk_id, ChunkState.SCHEDULED, ChunkState.RUNNING)
         request = chunk.sequence
@@ -148,13 +132,12 @@ class ChunkQueue(Generic[R]):
     def preempt(self, request_id: Hashable) -> None:
         """Sets a prompt back to its first token: what was done of it is lost, and what its chunk still gives is too.
 
-        Raises:
-            ChunkStateError: The prompt is unknown, complete or has failed.
+        Raises ChunkStateError where it is unknown, complete or has failed.
         """
         request = self._find_unfinished(request_id, "preempted")
         request.drop_chunk(ChunkState.PENDING)
         request.num_done = request.num_cached = request.num_chunks = 0
-        request.completed, request.kv_cache = [], None
+        request.completed, request.kv_cache, request.due_s = [], None, request.turn_s
         self._metrics.preemptions += 1
 
     def skip_cached(self, request_id: Hashable, num_cached_tokens: int) -> None:

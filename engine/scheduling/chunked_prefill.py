@@ -82,7 +82,9 @@ class ChunkedPrefillManager(ChunkQueue[R]):
         prompt = range(prompt_tokens) if isinstance(prompt_tokens, int) else prompt_tokens
         bounds = self.compute_chunk_boundaries(len(prompt), chunk_size, memory_pressure)
         turn_s = (self._clock() if arrival_s is None else arrival_s) + priority * self.config.ageing_s
-        request = cast("R", ChunkedRequest(request_id, prompt, len(prompt), turn_s, bounds[0][1] if bounds else 0))
+        request = cast(
+            "R", ChunkedRequest(request_id, prompt, len(prompt), turn_s, turn_s, bounds[0][1] if bounds else 0)
+        )
         self.add(request)
         return [PrefillChunk(request, start, end, index) for index, (start, end) in enumerate(bounds)]
 
@@ -99,8 +101,7 @@ class ChunkedPrefillManager(ChunkQueue[R]):
     ) -> list[tuple[int, int]]:
         """Returns where each chunk of a prompt begins and ends (not included); the last may be shorter.
 
-        Raises:
-            InvalidRequestError: An argument is out of range; see `create_chunks` for what they are.
+        Raises InvalidRequestError where an argument is out of range; see `create_chunks` for what they are.
         """
         if total_tokens < 0:
             raise InvalidRequestError(f"total_tokens is {total_tokens}; it must be 0 or more.", param="total_tokens")
@@ -110,8 +111,7 @@ class ChunkedPrefillManager(ChunkQueue[R]):
     def iterate_chunks(self, request_id: Hashable) -> Iterator[PrefillChunk[R]]:
         """Yields the chunks of one prompt in order, each started, until it is complete or removed.
 
-        Raises:
-            ChunkStateError: The prompt is unknown or has failed, or the last chunk was neither completed nor failed.
+        Raises ChunkStateError where it is unknown or has failed, or the last chunk was neither completed nor failed.
         """
         request = self._find(request_id)
         while request.status is Status.RUNNING and not request.is_complete:
@@ -123,8 +123,7 @@ class ChunkedPrefillManager(ChunkQueue[R]):
     def merge_chunks(self, request_id: Hashable) -> Any:
         """Returns the outputs of all chunks in order: lists and arrays joined to one, others as a list.
 
-        Raises:
-            ChunkStateError: The prompt is unknown or not complete, or some of its chunks have an output but not all.
+        Raises ChunkStateError where the prompt is unknown or not complete, or some of its chunks gave none.
         """
         request = self._find(request_id)
         if not request.is_complete:

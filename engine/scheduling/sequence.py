@@ -45,7 +45,8 @@ class ChunkedRequest:
     request_id: Hashable  # of a QueuedSequence: the number of its request, and its place there
     prompt: Any = field(repr=False)  # ids, or a range of places; of a QueuedSequence: the TokenizedInput
     num_tokens: int  # its whole length
-    turn_s: float = 0.0  # Seconds, monotonic; lower goes first. Set once, before it waits
+    turn_s: float = 0.0  # Seconds, monotonic; lower goes first. Set once, before it is in line
+    due_s: float = 0.0  # Seconds, monotonic: of its next chunk, while it runs in chunks
     chunk_size: int = 0  # tokens of a chunk while memory is free; 0 takes the manager's
     status: Status = Status.WAITING
     num_done: int = 0  # tokens at the start that need not run any more: what later ones read of them is there
@@ -135,9 +136,16 @@ class QueuedSequence(ChunkedRequest):
     block_keys: Sequence[bytes] = ()  # keys of its full blocks in the prefix cache; none where it takes no part
     is_long: bool = False  # runs in chunks, and holds memory for all of its length meanwhile
     order: int = 0  # of arrival, among all sequences
+    is_first: bool = True  # of its request, among its short or its long ones
+    before: QueuedSequence | None = field(default=None, repr=False)  # the last of these that waits before it
+    behind: QueuedSequence | None = field(default=None, repr=False)  # the next that waits
     num_pooled: int = 0  # tokens that were pooled; they count even if what was done is lost, and they run again
     allocation: Allocation | None = None  # what it holds in the pool
     kept: Any = None  # what the model runner keeps of it between two chunks
+
+    def turn_for(self, client: str) -> float:
+        """Returns its turn as a client sees it: where they are told apart, another's priority counts for nothing."""
+        return self.turn_s if client == self.request.client else self.turn_s - self.request.lead_s
 
 
 Chunk: TypeAlias = PrefillChunk[QueuedSequence]
@@ -157,6 +165,7 @@ class Request:
     sequences: list[QueuedSequence] = field(default_factory=list)  # one for each input, in order
     num_left: int = 0  # of these, that have not ended
     started_s: float | None = None  # Seconds, monotonic: its first forward began
+    lead_s: float = 0.0  # Seconds that its priority is worth: turns are later by them
 
 
 @dataclass(slots=True)
