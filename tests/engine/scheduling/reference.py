@@ -267,7 +267,7 @@ class Reference:
                 return live
 
     def _in_order(self, window: list[Item], now_s: float) -> list[Item]:
-        overdue = [place for place, i in enumerate(window) if now_s - i.turn_s > self.config.max_wait_s]
+        overdue = [place for place, i in enumerate(window) if i.turn_s < now_s - self.config.max_wait_s]
         end = max([0, *overdue]) + 1
         rest = sorted(window[end:], key=lambda i: (abs(i.num_tokens - window[0].num_tokens), i.order))
         return window[:end] + rest
