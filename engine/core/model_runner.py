@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
 
 import numpy as np
 import torch
 
 from ..layers.dense import Dense
+from ..model_files.json_files import as_load_error, one_line
 from ..model_files.resolve import resolve_model, with_device
 from ..models.base import PackedModel
 from ..packed_batch import PackedBatch
@@ -20,6 +23,7 @@ from ..protocol.messages import TokenizerSpec
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.request import TokenizedInput
+from ..protocol.tasks import PoolingTask
 from ..scheduling import Chunk, PrefillChunk, QueuedSequence, Request
 from ..sequence_pool import (
     Allocation,
@@ -37,6 +41,7 @@ from .chunk_memory import ChunkMemory, kept_of
 from .describe_pool import describe_pool
 from .device import DeviceMemory, ForwardClock, is_out_of_memory, resolve_device
 from .host import usable_cores
+from .loading.finite_weights import not_finite_error
 from .loading.token_heads_loader import load_token_maps
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, torch_dtype
@@ -44,6 +49,8 @@ from .memory_meter import MemoryMeter
 from .runner import DeviceLostError, DeviceMemoryError, ForwardTime, Outputs
 
 logger = logging.getLogger("penstock.engine")
+
+_CLASS_TASKS: Final = (PoolingTask.CLASSIFY, PoolingTask.SCORE, PoolingTask.TOKEN_CLASSIFY)
 
 
 class ModelRunner:
@@ -90,9 +97,12 @@ class ModelRunner:
         """
         torch.set_num_threads(config.num_threads or usable_cores())
         info = with_device(resolve_model(config), *resolve_device(config))
-        tokenizer = load_tokenizer(info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template)
-        model = load_model(info, trust_remote_code=config.trust_remote_code)
-        return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
+        with _load_errors(info):
+            tokenizer = load_tokenizer(
+                info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
+            )
+            model = load_model(info, trust_remote_code=config.trust_remote_code)
+            return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
 
     def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
         """See Runner. On CUDA the batch is packed while the last forward may still run."""
@@ -119,17 +129,23 @@ class ModelRunner:
         return self._clock.take()
 
     def warm_up(self) -> None:
-        """See Runner."""
+        """See Runner. All tasks run, classes as logits: an activation may hide that they are not finite."""
         tokens = TokenizedInput(np.array(self.tokenizer.sample_ids[-self.info.max_model_len :], np.int32))
-        request = Request(0, PoolingParams().resolved(self.info.tasks[0], self.info))
-        self.execute(
-            [
-                PrefillChunk(
-                    QueuedSequence(request_id=i, prompt=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
-                )
-                for i in range(2)
-            ]
-        )
+        first, *others = self.info.tasks
+        requests = [
+            Request(0, PoolingParams(use_activation=False if task in _CLASS_TASKS else None).resolved(task, self.info))
+            for task in (first, first, *(task for task in others if task is not PoolingTask.SCORE))
+        ]
+        chunks = [
+            PrefillChunk(
+                QueuedSequence(request_id=i, prompt=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
+            )
+            for i, request in enumerate(requests)
+        ]
+        with _load_errors(self.info):
+            outputs = self.execute(chunks)
+        if not all(np.isfinite(array).all() for arrays in outputs for array in arrays.values()):
+            raise not_finite_error(self.info)
 
     @torch.inference_mode()
     def _execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
@@ -199,6 +215,27 @@ class ModelRunner:
         logger.info("%s", describe_pool(self.allocator, config.scheduler, plan.bytes))
 
 
+@contextmanager
+def _load_errors(info: ModelInfo) -> Iterator[None]:
+    """Says in one line, as a ModelLoadError, why a model cannot be built, or why it cannot run."""
+    with as_load_error(f"{info.name} cannot be built from {info.path}, its config.json and its weights"):
+        try:
+            yield
+        except DeviceMemoryError as error:
+            raise _too_little_memory(info, error) from error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise _too_little_memory(info, error) from error
+
+
+def _too_little_memory(info: ModelInfo, error: Exception) -> ModelLoadError:
+    return ModelLoadError(
+        f"There is too little memory on {info.device} for {info.name} in {info.dtype} ({one_line(error)}): free some, "
+        "or take a narrower --dtype or a smaller model."
+    )
+
+
 def _allocator(plan: PoolPlan, block_size: int, *, enable_prefix_caching: bool) -> SequenceAllocator:
     pool = SequencePool(
         kv=KvCachePool(plan.num_blocks, block_size) if plan.num_blocks else None,
@@ -209,5 +246,6 @@ def _allocator(plan: PoolPlan, block_size: int, *, enable_prefix_caching: bool) 
 
 def _token_bytes(info: ModelInfo) -> int:
     """Bytes that a token of a forward is taken to need before one was measured: rows of a layer, and of its MLP."""
-    width = 8 * info.hidden_size + 4 * int(info.config.get("intermediate_size") or 4 * info.hidden_size)
+    inner = info.config.get("intermediate_size")  # a list where layers differ
+    width = 8 * info.hidden_size + 4 * (inner if isinstance(inner, int) and inner > 0 else 4 * info.hidden_size)
     return width * torch_dtype(info.dtype).itemsize

@@ -52,7 +52,11 @@ class Runner(Protocol):
     allocator: Allocator
 
     def warm_up(self) -> None:
-        """Runs one small batch, so that the first request does not pay for what happens once."""
+        """Runs one small batch, so that the first request does not pay for what happens once.
+
+        Raises:
+            ModelLoadError: The model gives what is no answer: NaN or inf.
+        """
 
     def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
         """Runs one forward and pools it. One that fails leaves no trace in what sequences keep.

@@ -54,7 +54,8 @@ def main() -> None:
                 outbox.send_multipart([encode(message), *frames], copy=False)
 
     core = EngineCore(start.config, send, ModelRunner.load, on_ready=_freeze)
-    threading.Thread(target=_receive, args=(inbox, core, send), name="inbox", daemon=True).start()
+    receiving = threading.Thread(target=_receive, args=(inbox, core, send), name="inbox", daemon=True)
+    receiving.start()
     try:
         core.run()
     except Exception:
@@ -63,6 +64,9 @@ def main() -> None:
     with sending:
         outbox.close(linger=2000)
     context.term()  # ends the inbox thread and waits until the last messages have left
+    # It lets go of the core, and so of the weights. Where the interpreter ended meanwhile, Python would end the thread
+    # inside a tensor's destructor, and C++ takes that for a crash.
+    receiving.join()
 
 
 def _freeze() -> None:
@@ -107,13 +111,13 @@ def _end_with_parent(*endpoints: str) -> None:
 
     A parent that was killed has left its sockets behind: they go too, with their folder, and nothing else in it.
     """
+    folder = Path(endpoints[0].removeprefix("ipc://")).parent.resolve()  # it may be the name of an open file
     while os.read(sys.stdin.fileno(), 1):
         pass
-    paths = [Path(endpoint.removeprefix("ipc://")) for endpoint in endpoints]
     with contextlib.suppress(OSError):  # the parent has removed them itself, as it does where it ends in peace
-        for path in paths:
-            path.unlink(missing_ok=True)
-        paths[0].parent.rmdir()
+        for endpoint in endpoints:
+            (folder / Path(endpoint).name).unlink(missing_ok=True)
+        folder.rmdir()
     os._exit(0)
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from typing import Final
 
@@ -27,6 +25,7 @@ from ..protocol.messages import (
     decode_from_core,
     encode,
 )
+from .socket_folder import socket_folder
 
 logger = logging.getLogger("penstock.engine")
 
@@ -94,9 +93,8 @@ class ProcessCore:
 
     async def start(self) -> None:
         """Starts the core; Ready or LoadFailed follows as a message. Raises OSError if no process can be started."""
-        folder = tempfile.mkdtemp(prefix="penstock-")  # mode 0700: only this user reaches the sockets
-        self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
-        inbox, outbox = (f"ipc://{folder}/{name}" for name in ("inbox", "outbox"))
+        folder = self._resources.enter_context(socket_folder())
+        inbox, outbox = (f"ipc://{folder.path}/{name}" for name in ("inbox", "outbox"))
         context = zmq.Context()
         self._resources.callback(context.destroy, linger=0)
         self._inbox = context.socket(zmq.PUSH)
@@ -108,6 +106,7 @@ class ProcessCore:
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "penstock.engine.core.worker", inbox, outbox),
             stdin=asyncio.subprocess.PIPE,
+            pass_fds=folder.descriptors,
             start_new_session=True,  # Ctrl-C in a terminal is for the server, which then stops the core
         )
         self._inbox.send(encode(self._start), flags=zmq.NOBLOCK)

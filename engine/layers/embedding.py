@@ -31,10 +31,10 @@ class BertEmbedding:
     def __init__(
         self, weights: Weights, *, vocab_size: int, num_positions: int, num_token_types: int, size: int, eps: float
     ) -> None:
-        self.word_VE = weights.tensor("word_embeddings.weight", vocab_size, size)
-        table = weights.tensor("position_embeddings.weight", num_positions, size, dtype=torch.float32)
+        self.word_VE = weights.table("word_embeddings.weight", vocab_size, size)
+        table = weights.table("position_embeddings.weight", num_positions, size, dtype=torch.float32)
         if num_token_types:
-            type_YE = weights.tensor("token_type_embeddings.weight", num_token_types, size, dtype=torch.float32)
+            type_YE = weights.table("token_type_embeddings.weight", num_token_types, size, dtype=torch.float32)
             table = (type_YE[:, None] + table[None]).flatten(0, 1)
         self.position_type_QE = table
         self.num_positions = num_positions

@@ -24,6 +24,13 @@ class TensorSource(Protocol):
         ...
 
 
+def are_finite(values: Tensor) -> bool:
+    """Whether a tensor of any type holds neither NaN nor inf. Nearly always its sum alone tells, which is quick."""
+    if values.is_floating_point() and values.itemsize == 1:
+        values = values.float()  # torch sums no float8
+    return bool(torch.isfinite(values.sum()) or torch.isfinite(values).all())
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """A view of a checkpoint below one prefix.
@@ -73,13 +80,25 @@ class Weights:
             A copy, on the device, that does not depend on the file.
 
         Raises:
-            WeightError: It is missing or has another shape.
+            WeightError: It is missing, has another shape, or holds NaN or inf.
+        """
+        stored = self._stored(name, shape)
+        self._check_finite(name, stored)
+        return stored.to(self.device, dtype or self.dtype, copy=True)
+
+    def table(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Reads a table of which a forward looks up single rows; arguments are those of `tensor`, and errors.
+
+        NaN and inf are let pass: they cost the inputs that read their row alone, and rows that no text reaches are
+        known to hold some.
         """
         return self._stored(name, shape).to(self.device, dtype or self.dtype, copy=True)
 
     def rows(self, name: str, indices: Sequence[int], *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Reads some rows of a tensor; arguments and errors are those of `tensor`, and `shape` that of the whole."""
-        return self._stored(name, shape)[list(indices)].to(self.device, dtype or self.dtype)
+        picked = self._stored(name, shape)[list(indices)]
+        self._check_finite(name, picked)
+        return picked.to(self.device, dtype or self.dtype)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns a tensor as it is stored, checked."""
@@ -93,3 +112,11 @@ class Weights:
                 f"the configuration asks for {list(shape)}."
             )
         return stored
+
+    def _check_finite(self, name: str, stored: Tensor) -> None:
+        """Refuses NaN and inf. A forward need not show them: attention, tanh and softmax make numbers of them."""
+        if not are_finite(stored):
+            raise WeightError(
+                f"The weight {self.prefix + name!r} holds NaN or inf: its file is damaged, or was saved by a training "
+                "that failed; download the model again, or serve another."
+            )

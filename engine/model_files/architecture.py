@@ -26,6 +26,12 @@ DECODER_MODEL_TYPES: Final = frozenset((
     "starcoder2", "xglm", "zamba", "zamba2",
 ))
 # fmt: on
+# fmt: off
+_LAYER_KEYS: Final = (
+    "num_hidden_layers", "n_layers", "n_layer", "num_layers", "encoder_layers", "num_hidden_groups", "inner_group_num",
+)
+# fmt: on
+_MOST_LAYERS: Final = 10_000
 _ACTIVATIONS: Final = {"Sigmoid": Activation.SIGMOID, "Softmax": Activation.SOFTMAX, "Identity": Activation.IDENTITY}
 _PROBLEM_ACTIVATIONS: Final = {
     "regression": Activation.IDENTITY,
@@ -51,6 +57,10 @@ def resolve_architecture(draft: ModelDraft) -> None:
     if not isinstance(model_type, str) or not model_type:
         raise UnsupportedModelError(f"The config.json of {draft.name} has no model_type; its architecture is unknown.")
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) and name for name in architectures):
+        raise ModelLoadError(
+            f"{draft.source_of('architectures')} of {draft.name} is {architectures!r}; it must be a list of names."
+        )
     architecture = architectures[0] if architectures else "AutoModel"
     is_made_causal = bool(config.get("is_decoder")) and model_type not in DECODER_MODEL_TYPES
     native = model_type in NATIVE_MODEL_TYPES and not is_made_causal
@@ -67,7 +77,10 @@ def resolve_architecture(draft: ModelDraft) -> None:
                 f"The config.json of {draft.name} has {name} {value!r}; it must be a positive integer."
             )
         draft.set(name, value, source)
+    _check_layers(draft)
     heads, source = draft.lookup("num_attention_heads")
+    if native and heads is not None and (type(heads) is not int or heads < 1):
+        raise ModelLoadError(f"{source} of {draft.name} is {heads!r}; it must be a positive integer.")
     draft.set("num_attention_heads", heads if type(heads) is int else 0, source or "default")
     draft.set("is_causal", *_causality(draft, architecture, model_type))
 
@@ -87,6 +100,18 @@ def resolve_architecture(draft: ModelDraft) -> None:
     scores_rows = native and model_type in DECODER_MODEL_TYPES and architecture.endswith("ForSequenceClassification")
     by_token = (PoolingTask.TOKEN_CLASSIFY,) if scores_rows and draft.answers is None and not pools else ()
     draft.set("tasks", (*_TASKS[kind], *by_token), "kind")
+
+
+def _check_layers(draft: ModelDraft) -> None:
+    """Refuses a number of layers that no model has: libraries that read it make lists of that length."""
+    text_config = draft.config.get("text_config")
+    for part in (draft.config, text_config if isinstance(text_config, dict) else {}):
+        for key in _LAYER_KEYS:
+            value = part.get(key)
+            if isinstance(value, int | float) and not 0 < value <= _MOST_LAYERS:
+                raise ModelLoadError(
+                    f"{draft.source_of(key)} of {draft.name} is {value!r}; it must be from 1 to {_MOST_LAYERS}."
+                )
 
 
 def _causality(draft: ModelDraft, architecture: str, model_type: str) -> tuple[bool, str]:

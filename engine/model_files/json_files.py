@@ -1,26 +1,49 @@
-"""JSON files of a model's folder."""
+"""JSON files of a model's folder, and errors of what stands in them."""
 
 from __future__ import annotations
 
-import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from ..protocol.errors import ModelLoadError
+from ..protocol.errors import EngineError, ModelLoadError
+from ..protocol.json_text import parse_json
+
+logger = logging.getLogger("penstock.engine")
+
+_MAX_SHOWN: Final = 400
+# What a value of a wrong kind, or of an absurd size, raises where it is used.
+_VALUE_ERRORS: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def read_json(path: Path) -> Any:
     """Returns the content of a JSON file; None where there is no such file.
 
     Raises:
-        ModelLoadError: The file is not valid JSON or cannot be read.
+        ModelLoadError: The file cannot be read, or is not JSON within bounds; see parse_json.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ModelLoadError(f"{path} cannot be read: it is not UTF-8 text ({error.reason}).") from error
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}.") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -35,3 +58,31 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must hold a JSON object, not {type(value).__name__}.")
     return value
+
+
+@contextmanager
+def as_load_error(found: str) -> Iterator[None]:
+    """Makes a ModelLoadError of one line out of what a broken file leads to where no check has foreseen it.
+
+    Args:
+        found: What cannot be done, with the file or folder at fault.
+
+    Raises:
+        ModelLoadError: See above; --log-level debug shows where it comes from.
+    """
+    try:
+        yield
+    except EngineError:
+        raise
+    except _VALUE_ERRORS as error:
+        logger.debug("%s", found, exc_info=True)
+        raise ModelLoadError(
+            f"{found} ({type(error).__name__}: {one_line(error)}): a value there is damaged or of the wrong kind; "
+            "download the model again, or see --log-level debug for the place."
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """Returns what an error of another library says, as the part of a line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + " ..."

@@ -107,6 +107,11 @@ def _position_limit(config: dict[str, Any]) -> tuple[int | None, int | None, str
                     limit = _stretched_limit(part, rows)
                     return rows, limit, f"config.json: {key}{', stretched by its rope_type' * (limit > rows)}"
                 pad_token_id = part.get("pad_token_id")
+                if pad_token_id is not None and (type(pad_token_id) is not int or not 0 <= pad_token_id < rows - 1):
+                    raise ModelLoadError(
+                        f"config.json: pad_token_id is {pad_token_id!r}; positions begin after it, so that it must be "
+                        f"from 0 to {rows - 2} ({key} is {rows})."
+                    )
                 offset = (1 if pad_token_id is None else pad_token_id) + 1
                 return rows, rows - offset, f"config.json: {key} - {offset}"
     return None, None, ""
@@ -114,6 +119,9 @@ def _position_limit(config: dict[str, Any]) -> tuple[int | None, int | None, str
 
 def _stretched_limit(config: dict[str, Any], positions: int) -> int:
     """Returns the tokens that rotary positions serve: some scalings are set to reach past max_position_embeddings."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key), dict | None):
+            raise ModelLoadError(f"config.json: {key} is {config[key]!r}; it must be an object.")
     values = config.get("rope_scaling") or config.get("rope_parameters") or {}
     factor = values.get("factor")
     rope_type = values.get("rope_type") or values.get("type")

@@ -79,14 +79,21 @@ def _read_settings(root: Path, files: SentenceTransformersFiles) -> None:
     """Fills in what config_sentence_transformers.json says."""
     config = read_object(root / SETTINGS_FILE)
     prompts = config.get("prompts") or {}
+    if not isinstance(prompts, dict):
+        raise ModelLoadError(f"{root / SETTINGS_FILE}: prompts is {prompts!r}; it must be an object of texts by name.")
     files.prompts = {name: text for name, text in prompts.items() if isinstance(text, str)}
     files.default_prompt_name = config.get("default_prompt_name")
-    if files.default_prompt_name is not None and files.default_prompt_name not in prompts:
+    is_name = isinstance(files.default_prompt_name, str) and files.default_prompt_name in prompts
+    if files.default_prompt_name is not None and not is_name:
         raise ModelLoadError(
             f"{root / SETTINGS_FILE} names the default prompt {files.default_prompt_name!r}, but its prompts are "
             f"{', '.join(prompts) or 'none'}."
         )
     files.truncate_dim = config.get("truncate_dim")
+    if files.truncate_dim is not None and (type(files.truncate_dim) is not int or files.truncate_dim < 1):
+        raise ModelLoadError(
+            f"{root / SETTINGS_FILE}: truncate_dim is {files.truncate_dim!r}; it must be a positive integer."
+        )
     files.activation_fn = config.get("activation_fn")
     files.is_pylate = config.get("model_type") == "ColBERT" or "query_prefix" in config
 

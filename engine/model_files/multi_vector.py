@@ -49,7 +49,8 @@ def read_stanford_modules(root: Path) -> SentenceTransformersFiles | None:
     Its projection lies among the model's weights.
     """
     config = read_object(root / "config.json")
-    if _STANFORD not in (config.get("architectures") or ()):
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or _STANFORD not in architectures:
         return None
     dense = DenseSpec(
         folder="",

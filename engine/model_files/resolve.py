@@ -8,6 +8,7 @@ config.json, defaults.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Final
 
 from ..protocol.config import EngineConfig
@@ -19,7 +20,7 @@ from ..protocol.vectors import MultiVector, SparsePooling, TokenHeads
 from .architecture import DECODER_MODEL_TYPES, resolve_architecture, resolve_classes
 from .draft import ModelDraft, merged
 from .hub import locate_model
-from .json_files import read_object
+from .json_files import as_load_error, read_object
 from .limits import resolve_long_text, resolve_max_model_len
 from .modules import read_modules
 from .multi_vector import read_stanford_modules, resolve_multi_vector
@@ -60,6 +61,11 @@ def resolve_model(config: EngineConfig) -> ModelInfo:
         ModelLoadError: The model is not found, a file is broken, or a setting does not fit the model.
     """
     root = locate_model(config.model, config.revision)
+    with as_load_error(f"The JSON files of {root} cannot be used"):
+        return _resolve(root, config)
+
+
+def _resolve(root: Path, config: EngineConfig) -> ModelInfo:
     files = read_modules(root) or read_stanford_modules(root)
     path = root / (files.transformer_folder if files else "")
     if not (path / "config.json").is_file():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+from .json_text import parse_json
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType, listed
 
 
@@ -135,10 +135,7 @@ def check_least(config: object, least: int, *names: str) -> None:
 def json_object(value: object) -> dict[str, Any]:
     """Returns a JSON object, parsed where it is a text. Raises ValueError where it is none."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not valid JSON: {error}") from error
+        value = parse_json(value)
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, not {type(value).__name__}")
     return value

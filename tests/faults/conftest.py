@@ -33,6 +33,10 @@ POISONED_ID = 5_000
 """The token of `small_bert` whose weights are NaN."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ends", type=int, default=10, help="how often test_ends starts and ends each command")
+
+
 @dataclass
 class Server:
     """A running `penstock serve`.

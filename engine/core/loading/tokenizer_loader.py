@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
-from ...model_files.json_files import read_object
+from ...model_files.json_files import one_line, read_object
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.messages import TokenizerSpec
 from ...protocol.model_info import ModelInfo, ModelKind
@@ -40,7 +40,7 @@ def load_tokenizer(
         tokenizer: Any = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises no other class for a file that it cannot read
         raise UnsupportedModelError(
-            f"The tokenizer of {info.name} in {info.path} cannot be loaded: {_line(error)}"
+            f"The tokenizer of {info.name} in {info.path} cannot be loaded: {one_line(error)}"
         ) from error
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -60,7 +60,7 @@ def load_tokenizer(
     except Exception as error:  # as above
         path = Path(info.path) / "tokenizer.json"
         raise UnsupportedModelError(
-            f"The tokenizer of {info.name} ({path}) cannot read a text: {_line(error)}"
+            f"The tokenizer of {info.name} ({path}) cannot read a text: {one_line(error)}"
         ) from error
     if set(sample_ids) <= set(tokenizer.all_special_ids):
         raise UnsupportedModelError(
@@ -109,11 +109,6 @@ def _end_id(tokenizer: Any, vocab_size: int) -> int | None:
     """Returns the token that ends a text, or pads or begins one, where the model has an embedding of it."""
     ids = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id)
     return next((token_id for token_id in ids if token_id is not None and 0 <= token_id < vocab_size), None)
-
-
-def _line(error: Exception) -> str:
-    """Returns what went wrong in one line."""
-    return " ".join(str(error).split())
 
 
 def _asks_for_end(info: ModelInfo) -> bool:

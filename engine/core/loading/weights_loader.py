@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import zipfile
@@ -18,16 +17,18 @@ from torch import Tensor
 from ...layers.dense import Dense
 from ...layers.rows import limit_kept_kernels
 from ...layers.weights import Weights
+from ...model_files.json_files import read_object
 from ...model_files.registry import has_own_code
 from ...models import find_model_class
 from ...models.base import PackedModel
 from ...models.encoders.masked_lm import VocabularyHead
-from ...protocol.errors import WeightError
+from ...protocol.errors import ModelLoadError, WeightError
 from ...protocol.model_info import ModelInfo
 from ...protocol.vectors import SparseKind
 
 logger = logging.getLogger("penstock.engine")
 
+_WEIGHT_FILES: Final = ("model.safetensors", "pytorch_model.bin")
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # A mapped file is let go after this many bytes, so that pages already converted leave memory.
 _REMAP_BYTES: Final = 32 << 20
@@ -50,6 +51,9 @@ def load_model(info: ModelInfo, *, trust_remote_code: bool = False) -> PackedMod
     if not info.native or (trust_remote_code and has_own_code(info.architecture, info.config)):
         from ...models.fallback.model import TransformersModel
 
+        for name in _WEIGHT_FILES:  # transformers follows an index wherever it leads
+            if (index := Path(info.path) / f"{name}.index.json").is_file():
+                _indexed_files(index)
         return TransformersModel(info, trust_remote_code=trust_remote_code)
     model_class = find_model_class(info.architecture, info.model_type, info.config)
     with open_checkpoint(Path(info.path)) as checkpoint, torch.no_grad():
@@ -151,18 +155,22 @@ def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
     """Opens the weights of a folder: safetensors before pytorch_model.bin, whole or in shards.
 
     Raises:
-        WeightError: There are none, or a file is missing or damaged.
+        WeightError: There are none, or a file is missing or damaged. One that is raised inside gets the folder's name.
     """
     checkpoint = Checkpoint(_find_tensors(folder))
     try:
         yield checkpoint
+    except WeightError as error:
+        if str(folder) in error.message:
+            raise
+        raise WeightError(f"{folder}: {error.message}") from error
     finally:
         checkpoint.close()
 
 
 def _find_tensors(folder: Path) -> dict[str, Path]:
     """Returns the file of every tensor in the folder."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
+    for name in _WEIGHT_FILES:
         path, index = folder / name, folder / f"{name}.index.json"
         if path.is_file():
             return dict.fromkeys(_open_tensors(path).keys(), path)
@@ -175,15 +183,38 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
 
 def _read_index(index: Path) -> dict[str, Path]:
     """Returns the file of every tensor that an index of shards lists."""
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise WeightError(f"{index} is damaged: {error!r}.") from error
-    files = {tensor: index.parent / file for tensor, file in weight_map.items()}
-    missing = sorted({path.name for path in files.values() if not path.is_file()})
+    files = _indexed_files(index)
+    missing = sorted(file for file in set(files.values()) if not _is_file(index.parent / file))
     if missing:
         raise WeightError(f"{index} lists files that are not there: {', '.join(missing)}.")
+    return {tensor: index.parent / file for tensor, file in files.items()}
+
+
+def _indexed_files(index: Path) -> dict[str, str]:
+    """Returns the names of files in an index of shards, by tensor; none leads out of the folder.
+
+    Names are judged, and not where they lead: the files of a hub's snapshot are links to a folder beside it.
+    """
+    try:
+        files = read_object(index).get("weight_map")
+    except ModelLoadError as error:
+        raise WeightError(error.message) from error
+    if not isinstance(files, dict) or not files:
+        raise WeightError(f"{index} is damaged: its weight_map must be an object that names a file for each tensor.")
+    for tensor, file in files.items():
+        if not isinstance(file, str) or not file or Path(file).is_absolute() or ".." in Path(file).parts:
+            raise WeightError(
+                f"{index} puts the tensor {tensor!r} into the file {file!r}, which is not inside the model's folder; "
+                "files must be named relative to it."
+            )
     return files
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for any file
+        return False
 
 
 def _open_tensors(path: Path) -> Any:

@@ -90,7 +90,7 @@ class DecoderModel(NativeModel):
         config = self.config_class.read(info.config)
         self.hidden_size = D = config.hidden_size
         base = weights.scope_of(_EMBEDDING, ("model", ""))
-        self.embedding_VD = base.tensor(_EMBEDDING, config.vocab_size, D)
+        self.embedding_VD = base.table(_EMBEDDING, config.vocab_size, D)
         if config.has_scaled_embedding:
             # transformers rounds the factor to the model's type before it multiplies.
             self.embedding_VD *= torch.tensor(D**0.5, dtype=weights.dtype, device=weights.device)

@@ -109,7 +109,7 @@ class DistilBertConfig(EncoderConfig):
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
         """See EncoderConfig."""
-        return read_config(cls, {name: values.get(key) for name, key in _DISTILBERT_KEYS.items()})
+        return read_config(cls, values, _DISTILBERT_KEYS)
 
 
 class DistilBertModel(PostNormEncoder):

@@ -109,7 +109,7 @@ class ModernBertModel(NativeModel):
         config = read_config(ModernBertConfig, info.config)
         self.hidden_size = D = config.hidden_size
         base = weights.scope_of("embeddings.tok_embeddings.weight", ("model", ""))
-        self.embedding_VD = base.tensor("embeddings.tok_embeddings.weight", config.vocab_size, D)
+        self.embedding_VD = base.table("embeddings.tok_embeddings.weight", config.vocab_size, D)
         self.embedding_norm = _load_norm(base, "embeddings.norm", config)
         self.layers = [ModernBertLayer(base.scope(f"layers.{i}"), config, i) for i in range(config.num_hidden_layers)]
         self.layer_of_type = {layer.type: layer for layer in self.layers}

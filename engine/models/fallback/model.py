@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...model_files.json_files import one_line
 from ...packed_batch import PackedBatch
 from ...protocol.errors import UnsupportedModelError, UnsupportedTaskError
 from ...protocol.model_info import ModelInfo, ModelKind
@@ -17,7 +19,7 @@ from ...protocol.request import TokenizedInput
 from ...protocol.tasks import PoolingType
 from ..base import ModelOutput, PackedModel
 from ..heads import TokenHead
-from .network import Network, in_float32
+from .network import Network, Sharing, in_float32
 from .packed_attention import NAME, NotPackableError, register
 from .pretrained import load_pretrained
 
@@ -29,6 +31,10 @@ _PROBE_LENGTHS: Final = (5, 11)
 _PAST_WINDOW: Final = 8
 # Tokens beyond which a probe would make the start slow.
 _MAX_PROBE_LENGTH: Final = 1100
+# Of sequences that share a forward; the last one passes the limits beyond which models attend to parts of a text.
+_SHARED_LENGTHS: Final = (10, 60, 250, _MAX_PROBE_LENGTH)
+# Parameters up to which the last one takes seconds on a CPU.
+_SMALL: Final = 200_000_000
 # What a model may raise when it is called in a way that it was not written for.
 _CALL_ERRORS: Final = (
     NotPackableError,
@@ -77,12 +83,13 @@ class TransformersModel(PackedModel):
                 self._separate_head(info)
             pools = self._network.gives_logits
             packing = "its classification head pools by itself" if pools else self._try_packing(info)
-        self._position_offset = packing if isinstance(packing, int) else None
+            self._position_offset = packing if isinstance(packing, int) else None
+            sharing = self._try_sharing(info) if self._position_offset is None else ""
         architecture = type(self._network.module).__name__
         if self._position_offset is not None:
             logger.info("%s runs packed through transformers (%s).", info.name, architecture)
         else:
-            logger.warning("%s runs padded through transformers (%s): %s.", info.name, architecture, packing)
+            logger.warning("%s runs padded through transformers (%s): %s%s.", info.name, architecture, packing, sharing)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
@@ -113,7 +120,7 @@ class TransformersModel(PackedModel):
             rows = backbone.run_padded(probe)
             is_same = _agree(score(rows[row : row + 1 or None]), pooling.run_padded(probe))
         except _CALL_ERRORS as error:
-            raise UnsupportedModelError(f"transformers cannot run {info.name}: {error!r}") from error
+            raise _cannot_run(info, error) from error
         if is_same:
             self._network, self.sequence_head = backbone, _ScoreHead(score)
 
@@ -133,7 +140,7 @@ class TransformersModel(PackedModel):
             self._network = Network(network.base_model, gives_logits=False)
             is_same = _agree(head.logits(self._network.run_padded(probe)[-1:]), expected)
         except _CALL_ERRORS as error:
-            raise UnsupportedModelError(f"transformers cannot run {info.name}: {error!r}") from error
+            raise _cannot_run(info, error) from error
         if not is_same:
             raise UnsupportedModelError(
                 f"{info.name} computes its logits in a way of its own, which classifier_from_token cannot read."
@@ -147,7 +154,7 @@ class TransformersModel(PackedModel):
         try:
             expected = network.run_padded(probe)
         except _CALL_ERRORS as error:
-            raise UnsupportedModelError(f"transformers cannot run {info.name}: {error!r}") from error
+            raise _cannot_run(info, error) from error
         if not network.takes_positions:
             return "it takes no position ids"
         implementation = module.config._attn_implementation
@@ -165,6 +172,37 @@ class TransformersModel(PackedModel):
             reason = str(error).rstrip(".") or repr(error)
         module.set_attn_implementation(implementation)
         return reason
+
+    def _try_sharing(self, info: ModelInfo) -> str:
+        """Decides by trial which sequences may share a padded forward; returns what is to be said of that."""
+        try:
+            while not self._run_as_if_alone(info):
+                # Convolutions read the padding beside a text; experts of limited size leave out tokens of full batches.
+                is_equal = self._network.sharing is Sharing.EQUAL
+                self._network.sharing = Sharing.NONE if is_equal else Sharing.EQUAL
+        except _CALL_ERRORS as error:
+            raise _cannot_run(info, error) from error
+        return self._network.sharing.consequence
+
+    def _run_as_if_alone(self, info: ModelInfo) -> bool:
+        """Whether sequences that share a forward give what each of them gives alone."""
+        network, sharing = self._network, self._network.sharing
+        if sharing is Sharing.NONE:
+            return True
+        is_small = sum(weight.numel() for weight in network.module.parameters()) <= _SMALL
+        lengths = _SHARED_LENGTHS if is_small or self._device.type != "cpu" else _SHARED_LENGTHS[:-1]
+        for length in lengths:
+            if length > info.max_model_len:
+                break
+            shortest = math.ceil(length / sharing.stretch)
+            probe = self._probe((shortest, (shortest + length) // 2, length), info)
+            together = network.run_padded(probe)
+            network.sharing = Sharing.NONE
+            alone = network.run_padded(probe)
+            network.sharing = sharing
+            if not _agree(together, alone):
+                return False
+        return True
 
     def _holds_past_window(self, window: int, offset: int, info: ModelInfo, implementation: str) -> bool:
         """Probes local attention with a sequence that its window does not cover."""
@@ -207,6 +245,12 @@ class _ScoreHead:
         """Returns [N, num_labels] float32."""
         logits: Tensor = self._score(pooled_ND.to(self._score.weight.dtype))
         return logits.float()
+
+
+def _cannot_run(info: ModelInfo, error: Exception) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"transformers cannot run {info.name} ({info.path}): {type(error).__name__}: {one_line(error)}"
+    )
 
 
 def _identity(logits: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,22 @@ from ...layers.rows import Rows
 from ...packed_batch import PackedBatch
 from .packed_attention import PackedRow, packed_row
 
-# Sequences share a padded forward while the longest is at most this much longer than the shortest.
-_MAX_STRETCH: Final = 1.25
+
+class Sharing(Enum):
+    """Which sequences may share a padded forward, so that none changes what another gives.
+
+    Attributes:
+        stretch: How much longer the longest may be than the shortest; 0 for none at all.
+        consequence: What is said of it in the log.
+    """
+
+    LIKE = 1.25, ""
+    EQUAL = 1.0, "; padding changes its results, so that sequences of equal length alone share a forward"
+    NONE = 0.0, "; others in a batch would change its results, so that each sequence runs alone"
+
+    def __init__(self, stretch: float, consequence: str) -> None:
+        self.stretch = stretch
+        self.consequence = consequence
 
 
 class Network:
@@ -26,6 +41,7 @@ class Network:
         module: The network.
         gives_logits: Whether it pools by itself: it then gives logits [N, num_labels] instead of rows [T, D].
         pad_token_id: Of its config; None where it has none.
+        sharing: How sequences are grouped where they are padded.
 
     Args:
         module: See the attribute.
@@ -37,6 +53,9 @@ class Network:
         self.gives_logits = gives_logits
         self.pad_token_id: int | None = self.text_config.pad_token_id
         self._accepted = _argument_names(module)
+        pools_at_marker = gives_logits and (module.config.is_encoder_decoder or self.pad_token_id is None)
+        can_share = "attention_mask" in self._accepted and not pools_at_marker
+        self.sharing = Sharing.LIKE if can_share else Sharing.NONE
 
     @property
     def text_config(self) -> Any:
@@ -66,7 +85,7 @@ class Network:
             return rows.trim(self._call(arguments)[0]), row
 
     def run_padded(self, batch: PackedBatch) -> Tensor:
-        """Runs sequences of similar length together, padded on the right; returns [T, D], or [N, num_labels]."""
+        """Runs sequences that may share together, padded on the right; returns [T, D], or [N, num_labels]."""
         parts = []
         for first, last in self._groups(batch.seq_lens):
             lengths = batch.seq_lens[first:last]
@@ -82,13 +101,11 @@ class Network:
         return torch.cat(parts)
 
     def _groups(self, seq_lens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Cuts a batch into runs of similar length; into single sequences where padding would show in the result."""
-        pools_at_marker = self.gives_logits and (self.module.config.is_encoder_decoder or self.pad_token_id is None)
-        can_share = "attention_mask" in self._accepted and not pools_at_marker
+        """Cuts a batch into runs of sequences that may share."""
         first = 0
         for last in range(1, len(seq_lens) + 1):
             members = seq_lens[first : last + 1]
-            if last == len(seq_lens) or not can_share or max(members) > _MAX_STRETCH * min(members):
+            if last == len(seq_lens) or max(members) > self.sharing.stretch * min(members):
                 yield first, last
                 first = last
 

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
+from ...layers.weights import are_finite
+from ...model_files.json_files import one_line, read_object
 from ...protocol.errors import UnsupportedModelError, WeightError
 from ...protocol.model_info import ModelInfo, ModelKind
 
-_LOAD_ERRORS: Final = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+_LOAD_ERRORS: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    UnpicklingError,
+    ValueError,
+)
 _AUTO_CLASSES: Final = {
     ModelKind.SEQUENCE_CLASSIFIER: "AutoModelForSequenceClassification",
     ModelKind.CROSS_ENCODER: "AutoModelForSequenceClassification",
@@ -26,7 +42,7 @@ def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
 
     Raises:
         UnsupportedModelError: transformers does not know the model, or has no text encoder for it.
-        WeightError: A tensor is missing or has the wrong shape.
+        WeightError: A tensor is missing, has the wrong shape, or holds NaN or inf.
     """
     transformers.utils.logging.disable_progress_bar()
     _check_architecture(info, trust_remote_code=trust_remote_code)
@@ -43,13 +59,26 @@ def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
         )
     except _LOAD_ERRORS as error:
         raise UnsupportedModelError(
-            f"transformers cannot load {info.name} ({info.architecture}, model_type {info.model_type!r}): {error}"
+            f"transformers cannot load {info.name} from {info.path} ({info.architecture}, "
+            f"model_type {info.model_type!r}): "
+            f"{one_line(error)}"
         ) from error
     missing = sorted(
         name for name in report["missing_keys"] if info.kind is not ModelKind.EMBEDDING or "pooler" not in name
     )
     if missing:
         raise WeightError(f"The checkpoint of {info.name} has no weight {_listed(missing)}.")
+    # Of a table, a forward looks up single rows: one that is damaged costs the inputs that reach it (Weights.table).
+    tables = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    damaged = [name for name, weight in model.named_parameters() if weight not in tables and not are_finite(weight)]
+    if damaged:
+        narrow = (
+            "" if info.dtype == "float32" else f", or its values are too large for {info.dtype}: try --dtype float32"
+        )
+        raise WeightError(
+            f"The checkpoint of {info.name} holds NaN or inf in {_listed(damaged)}: its file is damaged{narrow}; "
+            "download the model again, or serve another."
+        )
     return model.eval().to(info.device)
 
 
@@ -74,7 +103,7 @@ def _check_architecture(info: ModelInfo, *, trust_remote_code: bool) -> None:
 
 def _overrides(info: ModelInfo) -> dict[str, Any]:
     """Returns what the operator laid over config.json."""
-    stored = json.loads((Path(info.path) / "config.json").read_text("utf-8"))
+    stored = read_object(Path(info.path) / "config.json")
     return {key: value for key, value in info.config.items() if key not in stored or stored[key] != value}
 
 

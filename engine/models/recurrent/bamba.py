@@ -37,7 +37,7 @@ class Mamba2HybridConfig(HybridConfig):
     mamba_d_head: int | str = "auto"
     mamba_n_groups: int = 1
     mamba_d_state: int = 256
-    time_step_limit: list[Any] = field(default_factory=lambda: [0.0, float("inf")])
+    time_step_limit: Any = field(default_factory=lambda: [0.0, float("inf")])
 
     reads_bias: ClassVar[bool] = True
 

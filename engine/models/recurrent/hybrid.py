@@ -178,7 +178,7 @@ class HybridModel(NativeModel):
         config = self.config_class.read(info.config)
         self.hidden_size = D = config.hidden_size
         base = weights.scope_of(_EMBEDDING, ("model", ""))
-        self.embedding_VD = base.tensor(_EMBEDDING, config.vocab_size, D)
+        self.embedding_VD = base.table(_EMBEDDING, config.vocab_size, D)
         self.embedding_scale = config.embedding_scale
         attentions: list[AttentionMixer] = []
         recurrences: list[SsmMixer] = []

@@ -92,7 +92,7 @@ class SsmModel(NativeModel):
         self.sum_dtype = torch.float32 if config.residual_in_fp32 else weights.dtype
         base = weights.scope_of("norm_f.weight", _PREFIXES)
         embedding = base.scope_of("weight", _EMBEDDING_NAMES)
-        self.embedding_VD = embedding.tensor("weight", config.vocab_size, D)
+        self.embedding_VD = embedding.table("weight", config.vocab_size, D)
 
         norms = replace(base, dtype=self.sum_dtype)
         eps = config.layer_norm_epsilon
@@ -207,7 +207,7 @@ class Mamba2Config(SsmConfig):
     state_size: int = 128
     expand: float = 2
     n_groups: int = 8
-    time_step_limit: list[Any] = field(default_factory=lambda: [0.0, float("inf")])
+    time_step_limit: Any = field(default_factory=lambda: [0.0, float("inf")])
 
     @property
     def sizes(self) -> Mamba2Sizes:

@@ -132,20 +132,34 @@ class ParquetRows(InputFile):
         return sum(1 for _ in self._read([self.field]))
 
     def _read(self, columns: list[str] | None) -> Iterator[Row]:
-        from pyarrow import parquet
+        number = 0
+        for records in self._batches(columns):
+            for record in records:
+                number += 1
+                text = record[self.field]
+                if not isinstance(text, str):
+                    raise self.bad_row(number, f"the column {self.field!r} holds no text")
+                yield Row(number, text, record)
 
-        with parquet.ParquetFile(self.path) as file:
-            names = file.schema_arrow.names
-            if self.field not in names:
-                raise BadRowError(f"{self.path}: no column {self.field!r}; it has {', '.join(names)}; see --field")
-            number = 0
-            for batch in file.iter_batches(PARQUET_ROWS_AT_ONCE, columns=columns):
-                for record in batch.to_pylist():
-                    number += 1
-                    text = record[self.field]
-                    if not isinstance(text, str):
-                        raise self.bad_row(number, f"the column {self.field!r} holds no text")
-                    yield Row(number, text, record)
+    def _batches(self, columns: list[str] | None) -> Iterator[list[dict[str, Any]]]:
+        """Yields some rows at a time. Raises BadRowError where the file is no Parquet, or a damaged one."""
+        from pyarrow import ArrowException, parquet
+
+        num_rows = 0
+        try:
+            with parquet.ParquetFile(self.path) as file:
+                names = file.schema_arrow.names
+                if self.field not in names:
+                    raise BadRowError(f"{self.path}: no column {self.field!r}; it has {', '.join(names)}; see --field")
+                for batch in file.iter_batches(PARQUET_ROWS_AT_ONCE, columns=columns):
+                    yield batch.to_pylist()
+                    num_rows += batch.num_rows
+        except (ArrowException, OSError, OverflowError, ValueError) as error:
+            place = f", {self.unit} {num_rows + 1} or one soon after it" if num_rows else ""
+            raise BadRowError(
+                f"{self.path}{place}: it cannot be read as Parquet ({' '.join(str(error).split())}); it is damaged, "
+                "holds values that Python has no type for, or is another kind of file: write it again"
+            ) from error
 
 
 def blocks(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:

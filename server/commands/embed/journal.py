@@ -34,23 +34,27 @@ class Journal:
     Args:
         output: The file that is to be written in the end.
         identity: Everything that decides the rows: input, model, options. A run goes on only where all of it is equal.
+        most_rows: Rows that there will be in the end, where that is known.
 
     Attributes:
         num_rows: Rows that are on disk.
     """
 
-    def __init__(self, output: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, output: Path, identity: Mapping[str, Any], most_rows: int | None = None) -> None:
         self.folder = output.with_name(output.name + ".partial")
         self.num_rows = 0
         self._identity = dict(identity)
+        self._most_rows = most_rows
         self._width = 0
 
     def __enter__(self) -> Journal:
         """Takes the lock and reads what an earlier run left.
 
         Raises:
-            JournalError: Another run left it, another process holds it, or it cannot be written.
+            JournalError: Another run left it, it is damaged, another process holds it, or it cannot be written.
         """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise JournalError(f"{self.folder} is a file, but the work that is done is kept there: move it away")
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / "lock").open("w")
@@ -86,6 +90,8 @@ class Journal:
         Raises:
             JournalError: They cannot be written; those of earlier calls are safe.
         """
+        if self.num_rows and vectors.shape[1] != self._width:
+            raise self._damaged(self._job_path, f"width is {self._width}, and the model gives {vectors.shape[1]}")
         with self._writing():
             self._file.write(np.ascontiguousarray(vectors, np.float32).data)
             self._file.flush()
@@ -111,8 +117,8 @@ class Journal:
         return self.folder / "job.json"
 
     def _resume(self) -> None:
-        if self._job_path.is_file():
-            job = json.loads(self._job_path.read_text())
+        if self._job_path.exists():
+            job = self._read_job()
             differing = [key for key, value in self._identity.items() if job["identity"].get(key) != value]
             if differing:
                 raise JournalError(
@@ -128,6 +134,35 @@ class Journal:
             file.close()
             raise
         self._file = file
+
+    def _read_job(self) -> dict[str, Any]:
+        """Returns what an earlier run has written, if it can have.
+
+        Raises:
+            JournalError: It is damaged.
+        """
+        try:
+            job = json.loads(self._job_path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise self._damaged(self._job_path, " ".join(str(error).split())) from error
+        if not isinstance(job, dict) or not isinstance(job.get("identity"), dict):
+            raise self._damaged(self._job_path, "it holds no job")
+        for name in ("num_rows", "width"):
+            if type(job.get(name)) is not int or job[name] < 0:
+                raise self._damaged(self._job_path, f"{name} is {job.get(name)!r}")
+        if self._most_rows is not None and job["num_rows"] > self._most_rows:
+            raise self._damaged(self._job_path, f"num_rows is {job['num_rows']}, of {self._most_rows}")
+        num_bytes = self._vectors_path.stat().st_size if self._vectors_path.exists() else 0
+        if num_bytes < job["num_rows"] * job["width"] * ITEM_BYTES:
+            raise self._damaged(
+                self._vectors_path, f"it holds {num_bytes} bytes, fewer than {job['num_rows']} rows of {job['width']}"
+            )
+        return job
+
+    def _damaged(self, path: Path, reason: str) -> JournalError:
+        return JournalError(
+            f"{path} of an interrupted run is damaged ({reason}); delete the folder {self.folder} to start over"
+        )
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

@@ -51,7 +51,7 @@ def write_output(output: Path, write: Writer, source: InputFile, vectors: Vector
         vectors: [N, D] float32, a row for each of the input.
 
     Raises:
-        CommandError: The disk refuses; the message says what to do.
+        CommandError: The disk refuses, or the format; the message says what to do.
     """
     temporary = output.with_name(f".{output.name}.tmp")
     try:
@@ -63,6 +63,13 @@ def write_output(output: Path, write: Writer, source: InputFile, vectors: Vector
         raise CommandError(
             f"{output} cannot be written: {error.strerror or error}; all {len(vectors)} rows are done and kept: "
             "give the same command again when it can"
+        ) from error
+    except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+        raise CommandError(
+            f"{output} cannot be written: its format cannot hold the columns of {source.path} "
+            f"({' '.join(str(error).split())}). All embeddings are done and kept: rename the folder "
+            f"{output.name}.partial to {output.stem}.npy.partial, and give the same command with an output "
+            f"{output.stem}.npy"
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -45,13 +45,13 @@ def embed_file(file: str, settings: EmbedSettings, model: str) -> None:
         CommandError: The work could not be finished; the message says why, and what is done is kept.
     """
     configure_logging(settings.log_level, settings.log_format)
-    source, output = open_input(Path(file), settings.field), Path(settings.output)
-    write = writer_for(output)
-    if output.is_dir():
-        raise UsageError(f"--output: {output} is a folder; name a file")
-    if output.exists() and not settings.overwrite:
-        raise UsageError(f"--output: {output} exists; give --overwrite to replace it")
     try:
+        source, output = open_input(Path(file), settings.field), Path(settings.output)
+        write = writer_for(output)
+        if output.is_dir():
+            raise UsageError(f"--output: {output} is a folder; name a file")
+        if output.exists() and not settings.overwrite:
+            raise UsageError(f"--output: {output} exists; give --overwrite to replace it")
         asyncio.run(_run(source, output, write, settings, model))
     except (EngineError, OSError) as error:
         raise CommandError(str(error)) from error
@@ -67,7 +67,7 @@ async def _run(source: InputFile, output: Path, write: Writer, settings: EmbedSe
         _check_options(settings, engine.info)
         options = {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
         identity = {"input": source.digest(), "model": _model_digest(engine.info), **options}
-        with Journal(output, identity) as journal:
+        with Journal(output, identity, num_rows) as journal:
             with tqdm(total=num_rows, initial=journal.num_rows, unit=" rows", dynamic_ncols=True) as progress:
                 await _embed_rows(engine, source, journal, progress, settings)
             write_output(output, write, source, journal.vectors())

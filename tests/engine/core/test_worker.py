@@ -13,13 +13,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import zmq
 
 from penstock.engine import AsyncEngine
 from penstock.engine.frontend import process_core
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Frame, Rows, Start
+from penstock.engine.protocol.messages import Frame, LoadFailed, Rows, Start, decode_from_core, encode
 from penstock.engine.protocol.params import PoolingParams
 
 PARAMS = PoolingParams()
@@ -73,7 +74,11 @@ async def test_closing_leaves_no_process_behind(minilm_folder: Path) -> None:
     assert not Path(f"/proc/{worker}").exists()
 
 
-async def test_the_worker_ends_when_its_parent_is_killed(minilm_folder: Path) -> None:
+@pytest.mark.parametrize("place", ["t", "t" * 119])
+async def test_the_worker_ends_when_its_parent_is_killed(place: str, minilm_folder: Path, tmp_path: Path) -> None:
+    """Wherever its sockets are, it takes them along."""
+    folder = tmp_path / place
+    folder.mkdir()
     script = textwrap.dedent("""
         import asyncio, sys
         from penstock.engine import AsyncEngine, EngineConfig
@@ -85,16 +90,19 @@ async def test_the_worker_ends_when_its_parent_is_killed(minilm_folder: Path) ->
 
         asyncio.run(main())
     """)
-    parent = subprocess.Popen([sys.executable, "-P", "-c", script, str(minilm_folder)], stdout=subprocess.PIPE)
+    command = [sys.executable, "-P", "-c", script, str(minilm_folder)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(folder)})
     try:
         assert parent.stdout is not None
         assert await asyncio.to_thread(parent.stdout.readline) == b"ready\n"
         (worker,) = children(parent.pid)
+        assert [len(list(made.iterdir())) for made in folder.iterdir()] == [2]
     finally:
         parent.kill()
         parent.wait()
         parent.communicate()
     await until(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text(), 10)
+    assert not list(folder.iterdir())
 
 
 async def test_messages_that_cannot_be_read_cost_the_worker_and_not_the_client(
@@ -145,3 +153,37 @@ async def test_a_process_that_a_kill_does_not_end_holds_nobody_up(
     await asyncio.wait_for(core.close(), 10)
     process.kill.assert_called_once()
     assert "7 was killed and does not end" in caplog.text
+
+
+def test_no_thread_that_knows_the_core_outlives_main(tmp_path: Path) -> None:
+    """What such a thread frees while the interpreter ends, tensors above all, aborts the process."""
+    script = textwrap.dedent("""
+        import sys, threading, time
+        from penstock.engine.core import worker
+
+        receive = worker._receive
+
+        def let_go_slowly(*arguments):
+            receive(*arguments)
+            time.sleep(0.5)
+
+        worker._receive = let_go_slowly
+        worker.main()
+        print(*sorted(thread.name for thread in threading.enumerate()))
+    """)
+    endpoints = [f"ipc://{tmp_path}/{name}" for name in ("in", "out")]
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    try:
+        inbox.connect(endpoints[0])
+        outbox.bind(endpoints[1])
+        inbox.send(encode(Start(EngineConfig(model=str(tmp_path)))))
+        command = [sys.executable, "-P", "-c", script, *endpoints]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            left = process.stdout.readline().split()
+        assert isinstance(decode_from_core(outbox.recv()), LoadFailed)
+    finally:
+        context.destroy(linger=0)
+    assert left == ["MainThread", "parent-watch"]
+    assert process.returncode == 0

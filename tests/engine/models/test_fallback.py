@@ -3,11 +3,13 @@
 import json
 import logging
 
+import numpy as np
 import pytest
 import torch
 
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.models.fallback.model import TransformersModel
+from penstock.engine.models.fallback.network import Network
 from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError, WeightError
 
 from .parity import assert_close, rows_of
@@ -57,6 +59,59 @@ def test_hidden_states_equal_transformers(class_name, config, is_packed, save_mo
     assert ((together - alone) / together.norm(dim=1, keepdim=True)).abs().max() <= 1e-6
     with pytest.raises(UnsupportedTaskError):
         model.forward(pack(sequences), need_attention=True)
+
+
+CONVBERT = SIZES | {"embedding_size": 48, "head_ratio": 2, "conv_kernel_size": 5}
+LIKE, EQUAL, ALONE = "", "sequences of equal length alone share a forward", "each sequence runs alone"
+
+
+@pytest.mark.parametrize(
+    ("class_name", "config", "note"),
+    [
+        pytest.param("ConvBertModel", CONVBERT, EQUAL, id="convbert-convolution"),
+        pytest.param("ConvBertForSequenceClassification", CONVBERT, EQUAL, id="convbert-head"),
+        pytest.param("ConvBertForTokenClassification", CONVBERT, EQUAL, id="convbert-tokens"),
+        pytest.param("DebertaV2Model", DEBERTA, LIKE, id="deberta"),
+        pytest.param("DebertaV2Model", DEBERTA | {"conv_kernel_size": 3}, LIKE, id="deberta-convolution"),
+        pytest.param("DebertaV2ForSequenceClassification", DEBERTA, LIKE, id="deberta-head"),
+        pytest.param("T5EncoderModel", T5, LIKE, id="t5"),
+        pytest.param("FNetModel", SIZES, ALONE, id="fnet-without-mask"),
+    ],
+)
+def test_sequences_give_alone_what_they_give_in_a_batch(class_name, config, note, save_model, resolve, pack, caplog):
+    folder, _ = save_model(class_name, **config)
+    model = load_model(resolve(folder))
+    assert note in caplog.text
+    assert (EQUAL in caplog.text, ALONE in caplog.text) == (note == EQUAL, note == ALONE)
+    numbers = np.random.default_rng(1)
+    sequences = [numbers.integers(3, 200, n).tolist() for n in (4, 5, 5, 9, 10, 10, 11, 70, 72, 72, 80, 90, 125, 130)]
+
+    def answer(output):
+        return output.hidden_states if output.logits is None else output.logits
+
+    together = answer(model.forward(pack(sequences)))
+    alone = torch.cat([answer(model.forward(pack([s]))) for s in sequences])
+    assert ((together - alone) / alone.norm(dim=1, keepdim=True)).abs().max() <= 1e-5
+
+
+def test_a_network_that_mixes_its_batch_runs_each_sequence_alone(save_model, resolve, pack, monkeypatch, caplog):
+    folder, _ = save_model("T5EncoderModel", **T5)
+    call = Network._call
+    monkeypatch.setattr(Network, "_call", lambda self, a: call(self, a) + 0.01 * len(a["input_ids"]))
+    model = load_model(resolve(folder))
+    assert ALONE in caplog.text
+    rows = model.forward(pack([[5, 6], [5, 6]])).hidden_states
+    torch.testing.assert_close(rows[:2], model.forward(pack([[5, 6]])).hidden_states, rtol=0, atol=1e-6)
+
+
+def test_sequences_of_equal_length_share_a_forward(save_model, resolve, pack, monkeypatch):
+    folder, _ = save_model("ConvBertModel", **CONVBERT)
+    model = load_model(resolve(folder))
+    shapes = []
+    call = model._network._call
+    monkeypatch.setattr(model._network, "_call", lambda a: shapes.append(tuple(a["input_ids"].shape)) or call(a))
+    model.forward(pack([[5] * n for n in (8, 8, 8, 9, 10, 10)]))
+    assert shapes == [(3, 8), (1, 9), (2, 10)]
 
 
 def test_token_types_reach_the_model(save_model, resolve, pack, sequences):

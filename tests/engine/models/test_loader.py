@@ -56,7 +56,7 @@ def as_shards(folder, tensors, suffix):
         else:
             torch.save(part, folder / file)
         weight_map |= dict.fromkeys(part, file)
-    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 @pytest.mark.parametrize("form", ["safetensors", "safetensors-shards", "bin", "bin-shards", "old-bin"])
@@ -190,6 +190,15 @@ def test_missing_shard_is_named(tensors, resolve):
         load_model(resolve(folder))
 
 
+def test_shard_with_a_name_that_no_file_can_have_is_named(tensors, resolve):
+    folder, values, _, _ = tensors
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys(values, "a" * 5000)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WeightError, match=r"not there: aaaa"):
+        load_model(resolve(folder))
+
+
 def test_index_that_lists_a_tensor_of_no_shard_is_named(tensors, resolve):
     folder, values, _, _ = tensors
     (folder / "model.safetensors").unlink()
@@ -203,6 +212,51 @@ def test_index_that_lists_a_tensor_of_no_shard_is_named(tensors, resolve):
         pytest.skip("the tensor happens to lie in the first shard")
     assert files
     with pytest.raises(WeightError, match=r"model-00001-of-00003.safetensors.*bert.encoder.layer.0.output.dense.bias"):
+        load_model(resolve(folder))
+
+
+@pytest.mark.parametrize("file", ["../elsewhere/part", "/etc/part", "a/../../part", "", 7, None, ["part"]])
+def test_index_that_leads_out_of_the_folder_is_refused(file, tensors, resolve):
+    folder, values, _, _ = tensors
+    (folder / "model.safetensors").unlink()
+    outside = folder.parent / "elsewhere"
+    outside.mkdir()
+    save_file(values, outside / "part")
+    index = {"weight_map": dict.fromkeys(values, file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WeightError, match=r"index\.json puts the tensor .* not inside the model's folder"):
+        load_model(resolve(folder))
+
+
+def test_index_that_leads_out_of_the_folder_does_not_reach_transformers(save_model, resolve):
+    folder, model = save_model("AlbertModel", **SIZES, embedding_size=16)
+    (folder / "model.safetensors").rename(folder.parent / "part")
+    index = {"weight_map": dict.fromkeys(model.state_dict(), "../part"), "metadata": {}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WeightError, match=r"'../part', which is not inside the model's folder"):
+        load_model(resolve(folder))
+
+
+@pytest.mark.parametrize("class_name", ["BertModel", "AlbertModel"])
+def test_snapshot_of_a_hub_loads_through_its_links(class_name, save_model, resolve, pack):
+    folder, reference = save_model(class_name, **SIZES, **({"embedding_size": 32} if "Albert" in class_name else {}))
+    as_shards(folder, load_file(folder / "model.safetensors"), "safetensors")
+    (folder / "model.safetensors").unlink()
+    snapshot, blobs = folder.parent / "snapshots" / "main", folder.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(folder.iterdir()):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert_close(hidden_states(load_model(resolve(snapshot)), pack), rows_of(reference, SEQUENCES))
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000])
+def test_damaged_index_is_named(content, tensors, resolve):
+    folder = tensors[0]
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(WeightError, match=r"index\.json"):
         load_model(resolve(folder))
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from penstock.server.commands.embed import run as module
+from penstock.server.commands.embed import output as output_module, run as module
 from penstock.server.commands.embed.journal import Journal
 from penstock.server.commands.embed.run import embed_file
 from penstock.server.commands.flags import load
@@ -179,6 +179,55 @@ def _run_and_stop(lines, output, engine) -> None:
     del engine.embed
 
 
+DAMAGED_JOBS = [
+    b"",
+    b"\xff\xfe\x00",
+    b"{",
+    b"[" * 100_000,
+    b"[]",
+    b"{}",
+    b'{"identity": []}',
+    {"num_rows": -1},
+    {"num_rows": "5"},
+    {"num_rows": 10**6},
+    {"num_rows": None},
+    {"width": 2.5},
+    {"width": 5},
+    {"width": 10**12},
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED_JOBS, ids=lambda damage: str(damage)[:30])
+def test_a_damaged_job_is_named_with_the_way_out(damage, lines, fake, tmp_path) -> None:
+    output, folder = tmp_path / "out.npy", tmp_path / "out.npy.partial"
+    _run_and_stop(lines, output, fake)
+    job = folder / "job.json"
+    job.write_bytes(damage if isinstance(damage, bytes) else json.dumps(json.loads(job.read_bytes()) | damage).encode())
+    with pytest.raises(CommandError) as error:
+        run(lines, output)
+    message = str(error.value)
+    assert "\n" not in message
+    assert "of an interrupted run is damaged (" in message
+    assert f"delete the folder {folder} to start over" in message
+    (folder / "vectors.f32").unlink()
+    job.unlink()
+    run(lines, output)
+    np.testing.assert_allclose(np.load(output), expected(fake), atol=1e-6)
+
+
+def test_a_file_in_the_place_of_the_journal_is_named(lines, tmp_path) -> None:
+    (tmp_path / "out.npy.partial").write_text("mine")
+    with pytest.raises(CommandError, match=r"out\.npy\.partial is a file, .* move it away"):
+        run(lines, tmp_path / "out.npy")
+
+
+def test_vectors_that_are_missing_are_named(lines, fake, tmp_path) -> None:
+    _run_and_stop(lines, tmp_path / "out.npy", fake)
+    (tmp_path / "out.npy.partial" / "vectors.f32").write_bytes(b"")
+    with pytest.raises(CommandError, match=r"vectors\.f32 of an interrupted run is damaged \(it holds 0 bytes"):
+        run(lines, tmp_path / "out.npy")
+
+
 def test_two_processes_do_not_write_one_output(lines, tmp_path) -> None:
     with Journal(tmp_path / "out.npy", {}), pytest.raises(CommandError, match="another process"):
         run(lines, tmp_path / "out.npy")
@@ -206,6 +255,65 @@ def test_bad_rows_are_named_before_any_work(name: str, content: bytes, part: str
     assert error.value.exit_code == 1
     assert not fake.calls
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def parquet_bytes(damage: str) -> bytes:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    sink = pyarrow.BufferOutputStream()
+    texts = pyarrow.array(["a", "b"] * 2000)
+    if damage == "not UTF-8":
+        offsets = pyarrow.py_buffer(np.array([0, 1, 2], np.int32))
+        texts = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(b"a\xff")])
+    parquet.write_table(pyarrow.table({"text": texts}), sink, use_dictionary=False)
+    whole = sink.getvalue().to_pybytes()
+    noise = np.random.default_rng(0).bytes(300)
+    return {
+        "empty": b"",
+        "garbage": noise,
+        "marks alone": b"PAR1\0\0\0\0PAR1",
+        "cut": whole[:-40],
+        "damaged rows": whole[:40] + noise + whole[340:],
+        "damaged footer": whole[:-200] + noise[:180] + whole[-20:],
+        "not UTF-8": whole,
+    }[damage]
+
+
+@pytest.mark.parametrize(
+    "damage", ["empty", "garbage", "marks alone", "cut", "damaged rows", "damaged footer", "not UTF-8"]
+)
+def test_a_damaged_parquet_is_named(damage: str, fake, tmp_path) -> None:
+    (tmp_path / "in.parquet").write_bytes(parquet_bytes(damage))
+    with pytest.raises(CommandError) as error:
+        run(tmp_path / "in.parquet", tmp_path / "out.npy")
+    assert str(error.value).startswith(f"{tmp_path / 'in.parquet'}: it cannot be read as Parquet (")
+    assert "\n" not in str(error.value)
+    assert not fake.calls
+
+
+def test_columns_that_the_output_cannot_hold_do_not_lose_the_embeddings(fake, tmp_path, monkeypatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def refuse(*_: object) -> None:
+        raise pyarrow.ArrowNotImplementedError("no such type")
+
+    parquet.write_table(pyarrow.table({"text": ["a", "b"]}), tmp_path / "in.parquet")
+    monkeypatch.setattr(output_module, "_parquet_schema", refuse)
+    with pytest.raises(CommandError, match=r"rename the folder out\.parquet\.partial to out\.npy\.partial"):
+        run(tmp_path / "in.parquet", tmp_path / "out.parquet")
+    (tmp_path / "out.parquet.partial").rename(tmp_path / "out.npy.partial")
+    fake.calls.clear()
+    run(tmp_path / "in.parquet", tmp_path / "out.npy")
+    assert not fake.calls
+    assert len(np.load(tmp_path / "out.npy")) == 2
+
+
+@pytest.mark.parametrize(("source", "output"), [("a" * 300 + ".txt", "out.npy"), ("in.txt", "a" * 300 + ".npy")])
+def test_names_that_no_file_can_have_are_one_line(source: str, output: str, lines, tmp_path) -> None:
+    with pytest.raises(CommandError, match=r"File name too long: .*aaaa"):
+        run(tmp_path / source, tmp_path / output)
 
 
 def test_a_parquet_null_is_named(tmp_path) -> None:

@@ -1,0 +1,47 @@
+"""Whole models, tiny and random, as a folder that `penstock serve` takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+WORDS = ["<pad>", "<unk>", "<s>", "One", "short", "text", "to", "begin", "with", "."]
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 40,
+    "pad_token_id": 0,
+}
+
+SaveFolder = Callable[..., Path]
+
+
+@pytest.fixture
+def save_folder(tmp_path: Path) -> SaveFolder:
+    """Save a random model of transformers with a tokenizer of words: `save_folder("BertModel", num_labels=3)`."""
+
+    def save(class_name: str = "BertModel", **config: object) -> Path:
+        torch.manual_seed(0)
+        model_class = getattr(transformers, class_name)
+        folder = tmp_path / class_name
+        model_class(model_class.config_class(**{**SIZES, **config})).save_pretrained(folder)
+        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 2)]
+        )
+        tokenizer.save(str(folder / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "unk_token": "<unk>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        return folder
+
+    return save
