@@ -35,7 +35,7 @@ from .protocol.tasks import PoolingTask
 from .protocol.templates import ChatOptions, Conversation
 from .tokenization.input_encoder import InputEncoder
 from .tokenization.jobs import CharAdmission
-from .tokenization.tokenizer import TokenizerPool
+from .tokenization.tokenizer import OnCount, TokenizerPool
 
 
 class AsyncEngine:
@@ -211,10 +211,11 @@ class AsyncEngine:
         params = params.resolved(PoolingTask.TOKEN_CLASSIFY, self.info)
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
+            token_ids = [tokens.token_ids.tolist() for tokens in tokenized]
+            if params.step_tag_id is not None:
+                token_ids = [[i for i in ids if i == params.step_tag_id] for ids in token_ids]
+            options.tell_rows(sum(map(len, token_ids)), len(params.returned_token_ids or self.info.labels))
             outputs = await request.run(tokenized, params)
-        token_ids = [tokens.token_ids.tolist() for tokens in tokenized]
-        if params.step_tag_id is not None:
-            token_ids = [[i for i in ids if i == params.step_tag_id] for ids in token_ids]
         rows = [output["token_scores"] for output in outputs]
         return TokenResult(rows, token_ids, [len(tokens) for tokens in tokenized], self.info.labels)
 
@@ -292,13 +293,17 @@ class AsyncEngine:
         """
         return await self._tokenizer.render_chats(conversations, options or ChatOptions())
 
-    async def tokenize(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Returns the token ids of each text, uncut."""
-        return await self._tokenizer.token_ids(texts, add_special_tokens=add_special_tokens)
+    async def tokenize(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, on_count: OnCount | None = None
+    ) -> list[list[int]]:
+        """Returns the token ids of each text, uncut; see TokenizerPool.token_details."""
+        return await self._tokenizer.token_ids(texts, add_special_tokens=add_special_tokens, on_count=on_count)
 
-    async def tokenize_details(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[TokenizedText]:
-        """Returns the tokens of each text with their places in it, uncut."""
-        return await self._tokenizer.token_details(texts, add_special_tokens=add_special_tokens)
+    async def tokenize_details(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, on_count: OnCount | None = None
+    ) -> list[TokenizedText]:
+        """Returns the tokens of each text with their places in it, uncut; see TokenizerPool.token_details."""
+        return await self._tokenizer.token_details(texts, add_special_tokens=add_special_tokens, on_count=on_count)
 
     async def detokenize(self, batches: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
         """Returns the text of each list of token ids. Raises InvalidRequestError for an id outside the vocabulary."""

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from .answers.room import AnswerRoom
 from .calls.context import ServerContext
 from .calls.models import ModelTable, ServedModel, Startup
 from .errors.handlers import install_error_handlers
@@ -44,6 +45,7 @@ from .settings import ServerSettings
 from .transport.connection import SHEDDER
 from .transport.connection_limits import file_limit
 from .transport.load_shedding import LoadShedder
+from .wire.json_reader import JsonReader
 from .wire.json_route import JsonPaths
 from .wire.version import penstock_version
 
@@ -68,10 +70,12 @@ def create_app(
     """
     keys = ApiKeys(settings.api_key, settings.api_key_file)
     table = ModelTable()
-    context = ServerContext(settings, Metrics(table.engines), table, int(time.time()))
+    answer_room = AnswerRoom(settings.answer_memory)
+    context = ServerContext(settings, Metrics(table.engines), table, int(time.time()), answer_room)
     observers = Observers(settings, context.metrics)
     dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools, ollama)
-    json_paths = JsonPaths(route for module in (*dialects, encode) for route in module.router.routes)
+    routes = [route for module in (*dialects, encode) for route in module.router.routes]
+    json_paths = JsonPaths(routes, on_end=answer_room.leave)
     pace = RefusalPace(max_waiting=file_limit() // 2)
     cors: dict[str, Any] = {
         "allow_origins": settings.cors_origins,
@@ -104,6 +108,7 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.context = context
+    app.state.json_reader = JsonReader(settings.max_json_values, settings.max_inputs_per_request)
     app.state.startup = startup
     app.router.redirect_slashes = False
     for module in (*dialects, encode, ops, playground):

@@ -239,6 +239,19 @@ class ServerSettings(EngineSettings):
         None, description="PEM file of its private key, without a password; default: in --ssl-certfile."
     )
     max_body_bytes: PositiveInt = Field(64 * 1024 * 1024, description="Bytes. Largest request body.")
+    max_json_values: PositiveInt = Field(
+        2_000_000,
+        description=(
+            "Numbers and words, such as token ids, in one request body; a text, list, object or key counts as 8."
+        ),
+    )
+    answer_memory: Bytes = Field(
+        ByteSize(512 * 1024 * 1024),
+        description=(
+            "Memory of all answers under way, such as 2GiB; while slow readers fill it, requests for large answers are "
+            "refused with 429 before the model runs."
+        ),
+    )
     max_inputs_per_request: PositiveInt = Field(4096, description="Texts, documents or pairs in one request.")
     request_timeout_s: Seconds = Field(
         600.0, description="Seconds after which a request is given up with 504; 0: never."

@@ -67,15 +67,22 @@ class CombinedEmbedder:
         async with self._dispatcher.open(options) as request:
             whole = params.clone(task=PoolingTask.TOKEN_EMBED)  # not in windows: only embeddings can be averaged
             tokenized = await self._encoder.encode(inputs, whole, options)
+            token_ids = self._token_ids(tokenized, params) if PoolingTask.TOKEN_EMBED in wanted else None
+            if token_ids is not None:
+                options.tell_rows(sum(map(len, token_ids)), params.dimensions or self._width)
             outputs = await request.run(tokenized, params)
-        has_vectors = PoolingTask.TOKEN_EMBED in wanted
         return CombinedResult(
             num_tokens=[len(tokens) for tokens in tokenized],
             embeddings=np.stack([o["embedding"] for o in outputs]) if PoolingTask.EMBED in wanted else None,
             sparse=[SparseVector.of(o["sparse"]) for o in outputs] if PoolingTask.SPARSE_EMBED in wanted else None,
-            vectors=[o["token_embeddings"] for o in outputs] if has_vectors else None,
-            token_ids=self._token_ids(tokenized, params) if has_vectors else None,
+            vectors=None if token_ids is None else [o["token_embeddings"] for o in outputs],
+            token_ids=token_ids,
         )
+
+    @property
+    def _width(self) -> int:
+        """Width of the vector of a token, where the request asks for no other."""
+        return self._info.dimensions or self._info.embedding_size or self._info.hidden_size
 
     def _with_side(self, params: PoolingParams, options: RequestOptions) -> PoolingParams:
         """Says which side of a multi-vector model's recipe the inputs are read by."""

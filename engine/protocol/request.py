@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -59,6 +59,8 @@ class RequestOptions:
             cuts it to fit, as `params` say.
         is_query: For models with a vector per token: the inputs are queries, or they are documents; None leaves that to
             the prompt, and without one they are documents.
+        on_rows: Told how many rows for tokens the answer will have, and their width, before the model runs; what it
+            raises refuses the request.
     """
 
     timeout_s: float | None = None
@@ -70,6 +72,12 @@ class RequestOptions:
     add_special_tokens: bool = True
     max_pieces: int = 1
     is_query: bool | None = None
+    on_rows: Callable[[int, int], None] | None = None
+
+    def tell_rows(self, num_rows: int, width: int) -> None:
+        """Tells `on_rows`, if there is one. Raises what it raises."""
+        if self.on_rows is not None:
+            self.on_rows(num_rows, width)
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()

@@ -6,8 +6,8 @@ the engine process (tokenizer_loader.py) and arrives as a TokenizerSpec.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,13 @@ from .truncation import Truncation
 
 if TYPE_CHECKING:
     from .chat_renderer import ChatRenderer
+
+_PROBE_CHARS: Final = 250_000
+"""Characters of a part of a long text whose tokens are counted before all of it is tokenized."""
+_SPARE_TOKENS: Final = 64
+"""A part may have this many tokens more than it has within its text: it may begin and end within a word."""
+OnCount = Callable[[int], None]
+"""Told of a number of tokens; what it raises ends the work."""
 
 
 class TokenizerPool:
@@ -155,30 +162,46 @@ class TokenizerPool:
 
         return await self._jobs.run(work, LONG_JOB + 1)
 
-    async def token_ids(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Returns the ids of each text, uncut."""
+    async def token_ids(
+        self, texts: Sequence[str], *, add_special_tokens: bool, on_count: OnCount | None = None
+    ) -> list[list[int]]:
+        """Returns the ids of each text, uncut; see `token_details`."""
         return await self._jobs.run(
-            lambda gone: [encoding.ids for encoding in self._uncut(texts, add_special_tokens, gone)],
+            lambda gone: [encoding.ids for encoding in self._uncut(texts, add_special_tokens, gone, on_count)],
             sum(map(len, texts)),
         )
 
-    async def token_details(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[TokenizedText]:
-        """Returns the tokens of each text with their places in it, uncut."""
+    async def token_details(
+        self, texts: Sequence[str], *, add_special_tokens: bool, on_count: OnCount | None = None
+    ) -> list[TokenizedText]:
+        """Returns the tokens of each text with their places in it, uncut.
+
+        Args:
+            texts: Texts.
+            add_special_tokens: Put the tokenizer's special tokens around every text.
+            on_count: Told of the tokens so far, in a worker thread, before much is made of them.
+        """
 
         def work(gone: IsGone) -> list[TokenizedText]:
             return [
                 TokenizedText(e.ids, e.tokens, e.offsets, [mask == 1 for mask in e.special_tokens_mask])
-                for e in self._uncut(texts, add_special_tokens, gone)
+                for e in self._uncut(texts, add_special_tokens, gone, on_count)
             ]
 
         return await self._jobs.run(work, sum(map(len, texts)))
 
     async def decode(self, batches: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """Returns the text of each list of ids. Raises InvalidRequestError for an id outside the vocabulary."""
-        decode, checked = self._tokenizer.backend.decode, self._tokenizer.checked
-        return await self._jobs.run(
-            lambda _: [decode(checked(ids).tolist(), skip_special_tokens) for ids in batches], sum(map(len, batches))
-        )
+
+        def work(gone: IsGone) -> list[str]:
+            texts: list[str] = []
+            for first, last in portions([len(ids) for ids in batches], gone):
+                checked = [self._tokenizer.checked(ids).tolist() for ids in batches[first:last]]
+                # `decode` would hold the interpreter, for seconds where a list is long.
+                texts += self._tokenizer.backend.decode_batch(checked, skip_special_tokens)
+            return texts
+
+        return await self._jobs.run(work, sum(map(len, batches)))
 
     def cuts_left(self, truncation: Truncation) -> bool:
         """Whether the left side of an over-long text is cut away."""
@@ -202,8 +225,27 @@ class TokenizerPool:
             self._chat_renderer = ChatRenderer(self._chat_template)
         return self._chat_renderer
 
-    def _uncut(self, texts: Sequence[str], specials: bool, gone: IsGone) -> Iterator[Encoding]:
+    def _uncut(
+        self, texts: Sequence[str], specials: bool, gone: IsGone, on_count: OnCount | None
+    ) -> Iterator[Encoding]:
         """Encodes texts with all that is known of their tokens; for a worker thread."""
+        num_tokens = 0
         for first, last in portions([len(text) for text in texts], gone):
             cased = self._tokenizer.cased(texts[first:last])
-            yield from self._tokenizer.backend.encode_batch(cased, add_special_tokens=specials)
+            if on_count is not None and len(cased[0]) > _PROBE_CHARS:
+                self._probe(cased[0], num_tokens, on_count, gone)
+            encodings = self._tokenizer.backend.encode_batch(cased, add_special_tokens=specials)
+            num_tokens += sum(map(len, encodings))
+            if on_count is not None:
+                on_count(num_tokens)
+            yield from encodings
+
+    def _probe(self, text: str, num_tokens: int, on_count: OnCount, gone: IsGone) -> None:
+        """Counts the tokens of a long text part by part: all at once they take a gigabyte where there are millions."""
+        for start in range(0, len(text), _PROBE_CHARS):
+            if gone():
+                raise RequestCancelledError("The caller has gone.")
+            part = text[start : start + _PROBE_CHARS]
+            (encoding,) = self._tokenizer.backend.encode_batch_fast([part], add_special_tokens=False)
+            num_tokens += max(len(encoding) - _SPARE_TOKENS, 0)
+            on_count(num_tokens)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.engine import ClassResult, TokenResult
 
@@ -45,26 +48,27 @@ def cohere_rows(
     return rows
 
 
-def token_rows(result: TokenResult, pieces: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns a row per input with the class of every token.
+def token_rows(result: TokenResult, texts: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    """Returns a row per input with the class of every token, made while they are written.
 
     Args:
         result: Scores and ids of the tokens.
-        pieces: The text of every token, all inputs in one list.
+        texts: The text of every id.
     """
-    texts = iter(pieces)
-    rows = []
     for i, (scores, ids) in enumerate(zip(result.rows, result.token_ids, strict=True)):
-        best = scores.argmax(axis=1).tolist()
-        tokens = [
-            {
-                "token": next(texts),
-                "token_id": token_id,
-                "label": result.labels[best[k]],
-                "score": scores[k, best[k]],
-                "probs": scores[k],
-            }
-            for k, token_id in enumerate(ids)
-        ]
-        rows.append({"index": i, "tokens": tokens, "num_classes": scores.shape[1]})
-    return rows
+        tokens = _tokens(scores, ids, result.labels, texts)
+        yield {"index": i, "tokens": tokens, "num_classes": scores.shape[1]}
+
+
+def _tokens(
+    scores: NDArray[np.float32], ids: Sequence[int], labels: Sequence[str], texts: Mapping[int, str]
+) -> Iterator[dict[str, Any]]:
+    for own, token_id in zip(np.ascontiguousarray(scores), ids, strict=True):
+        best = int(own.argmax())
+        yield {
+            "token": texts[token_id],
+            "token_id": token_id,
+            "label": labels[best],
+            "score": own[best],
+            "probs": own,
+        }

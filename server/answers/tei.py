@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
 from penstock.engine.protocol.vectors import SparseVector
 
-from ..wire.json_route import json_response
+from ..wire.json_route import json_response, sized_json_response
 
 Scores = NDArray[np.float32]
 
@@ -69,15 +69,16 @@ def rank_rows(scores: Scores, texts: Sequence[str] | None, top_n: int | None) ->
     return rows
 
 
-def sparse_rows(vectors: Sequence[SparseVector]) -> list[list[dict[str, Any]]]:
-    """Returns the entries of sparse vectors that are not zero."""
-    return [
-        [{"index": i, "value": value} for i, value in zip(vector.indices.tolist(), vector.values, strict=True)]
-        for vector in vectors
-    ]
+def sparse_rows(vectors: Sequence[SparseVector]) -> Iterator[Iterator[dict[str, Any]]]:
+    """Returns the entries of sparse vectors that are not zero, made while they are written."""
+    for vector in vectors:
+        entries = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
+        yield ({"index": i, "value": value} for i, value in entries)
 
 
-def tei_response(content: Any, model: ModelInfo, began_s: float, *, num_chars: int, num_tokens: int) -> Response:
+def tei_response(
+    content: Any, model: ModelInfo, began_s: float, *, num_chars: int, num_tokens: int, num_values: int = 0
+) -> Response:
     """Returns an answer with TEI's headers.
 
     Args:
@@ -86,11 +87,12 @@ def tei_response(content: Any, model: ModelInfo, began_s: float, *, num_chars: i
         began_s: time.perf_counter() at the start.
         num_chars: Characters of the inputs.
         num_tokens: Tokens of the inputs.
+        num_values: About how many numbers the answer holds.
     """
     compute_ms = _elapsed_ms(began_s)
     times = STAGE_TIMES.get()
     stages = {} if times is None else times.seconds()
-    response = json_response(content)
+    response = sized_json_response(content, num_values) if num_values else json_response(content)
     response.headers["x-compute-type"] = "cpu" if model.device == "cpu" else "gpu"
     response.headers["x-compute-time"] = compute_ms
     response.headers["x-compute-characters"] = str(num_chars)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 from fastapi import Response
 
 from penstock.engine import ModelInfo, PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..wire.encoding import Encoding, EncodingFormat, Rows, encode_rows, wire_rows
-from ..wire.json_route import json_response
+from ..wire.encoding import Encoding, EncodingFormat, Rows, encode_rows, wire_rows, wire_shape, written_rows
+from ..wire.json_pieces import LARGE_VALUES, PiecewiseResponse
+from ..wire.json_route import json_response, sized_json_response
 from ..wire.quantization import check_width
 
 MAX_METADATA_ROWS: Final = 512  # A header of 64 KiB is the most that Python's http.client takes; a row is about 110 B.
@@ -42,16 +44,20 @@ def vectors_response(
         name: The `object` of a row; its field too, but for "pooling", whose field is `data`.
     """
     (first, *others) = encodings.values()
+    num_values = len(encodings) * (rows.size if isinstance(rows, np.ndarray) else sum(row.size for row in rows))
+    is_large = num_values >= LARGE_VALUES
     if first.is_bytes:
-        return _bytes_response(head, rows, first)
+        return (_large_bytes_response if is_large else _bytes_response)(head, rows, first)
+    encode = written_rows if is_large else encode_rows
     if others:
-        columns = [encode_rows(rows, encoding) for encoding in encodings.values()]
+        columns = [encode(rows, encoding) for encoding in encodings.values()]
         values: list[Any] = [dict(zip(encodings, row, strict=True)) for row in zip(*columns, strict=True)]
     else:
-        values = encode_rows(rows, first)
+        values = list(encode(rows, first))
     field = "data" if name == "pooling" else name
     data = [{"object": name, "index": i, field: value} for i, value in enumerate(values)]
-    return json_response({**head, "data": data})
+    content = {**head, "data": data}
+    return sized_json_response(content, num_values) if is_large else json_response(content)
 
 
 def check_bytes(encoding: Encoding, num_rows: int) -> None:
@@ -79,21 +85,41 @@ def check_encodings(
     for encoding in encodings.values():
         check_bytes(encoding, num_rows)
         if encoding.quantization is not None:
-            width = params.dimensions or model.dimensions or model.embedding_size
-            check_width(width, encoding.quantization, param=quantized_by)
+            check_width(vector_width(model, params), encoding.quantization, param=quantized_by)
+
+
+def vector_width(model: ModelInfo, params: PoolingParams) -> int:
+    """Returns the width of the embeddings that a request asks for."""
+    return params.dimensions or model.dimensions or model.embedding_size
 
 
 def _bytes_response(head: Mapping[str, Any], rows: Rows, encoding: Encoding) -> Response:
     arrays = wire_rows(rows, encoding)
-    body = b"".join([array.data for array in arrays])
+    headers = _bytes_headers(head, [(array.shape, array.nbytes) for array in arrays], encoding)
+    return Response(b"".join([array.data for array in arrays]), headers=headers)
+
+
+def _large_bytes_response(head: Mapping[str, Any], rows: Rows, encoding: Encoding) -> Response:
+    shapes = [wire_shape(row, encoding) for row in rows]
+    headers = _bytes_headers(head, shapes, encoding)
+    headers["content-length"] = str(sum(num_bytes for _, num_bytes in shapes))
+    pieces = (piece for row in written_rows(rows, encoding) for piece in row.pieces())
+    return PiecewiseResponse(pieces, headers)
+
+
+def _bytes_headers(
+    head: Mapping[str, Any], shapes: Sequence[tuple[tuple[int, ...], int]], encoding: Encoding
+) -> dict[str, str]:
+    """Returns the headers of an answer in bytes, given the shape of each row and its number of bytes."""
+    headers = {"content-type": "application/octet-stream"}
     if encoding.format is EncodingFormat.BYTES_ONLY:
-        return Response(body, media_type="application/octet-stream")
+        return headers
     data, start = [], 0
-    for i, array in enumerate(arrays):
-        place = {"start": start, "end": start + array.nbytes, "shape": array.shape}
+    for i, (shape, num_bytes) in enumerate(shapes):
+        place = {"start": start, "end": start + num_bytes, "shape": shape}
         data.append({"index": i, "embed_dtype": encoding.element, "endianness": encoding.endianness, **place})
-        start += array.nbytes
+        start += num_bytes
     metadata = {"id": head["id"], "created": head["created"], "model": head["model"], "data": data}
     # In ASCII: the id and the model's name may hold letters that a header cannot.
     line = json.dumps({**metadata, "usage": head["usage"]}, separators=(",", ":"))
-    return Response(body, media_type="application/octet-stream", headers={"metadata": line})
+    return {**headers, "metadata": line}

@@ -21,6 +21,8 @@ from penstock.engine.protocol.errors import (
     RequestCancelledError,
 )
 
+from ..answers.limits import BYTES_PER_TOKEN, check_num_ids, check_token_values, held_bytes
+from ..answers.room import AnswerRoom
 from ..observability.metrics import Metrics
 from ..observability.timing import REQUEST
 from ..schemas.fields.options import RequestBody
@@ -44,18 +46,50 @@ class ServerContext:
         metrics: Counters of this application.
         models: Served names to engines.
         started_s: Unix time of the start.
+        answer_room: Shared by the answers under way.
     """
 
     settings: ServerSettings
     metrics: Metrics
     models: ModelTable
     started_s: int
+    answer_room: AnswerRoom
 
     def check_count(self, inputs: Sized, param: str) -> None:
         """Raises InvalidRequestError if a request holds more inputs than the server takes."""
         limit = self.settings.max_inputs_per_request
         if len(inputs) > limit:
             raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
+
+    def hold_vectors(self, request: Request, num_rows: int, width: int) -> None:
+        """Holds room for an answer of one vector for each input; see AnswerRoom.take."""
+        self.answer_room.take(request.scope, held_bytes(num_rows * width))
+
+    def hold_tokens(self, request: Request, num_tokens: int) -> None:
+        """Holds room for an answer of tokens with their texts; see AnswerRoom.take."""
+        self.answer_room.take(request.scope, BYTES_PER_TOKEN * num_tokens)
+
+    def with_rows(
+        self, request: Request, options: RequestOptions, *, param: str = "input", names_tokens: bool = False
+    ) -> RequestOptions:
+        """Returns options by which an answer with rows for tokens is let in or refused before the model runs.
+
+        Args:
+            request: That is answered.
+            options: Of its call.
+            param: The request field that holds the inputs.
+            names_tokens: The answer has the text of every token, too.
+        """
+
+        def check(num_rows: int, width: int) -> None:
+            check_token_values(num_rows, width, param)
+            num_bytes = held_bytes(num_rows * width)
+            if names_tokens:
+                check_num_ids(num_rows, param)
+                num_bytes += BYTES_PER_TOKEN * num_rows
+            self.answer_room.take(request.scope, num_bytes)
+
+        return replace(options, on_rows=check)
 
     def options(
         self,

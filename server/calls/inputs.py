@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from penstock.engine import AsyncEngine, RequestOptions
 
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.fields.texts import Text
 from .context import ServerContext
+
+_MOST_CHARS_PER_TOKEN: Final = 64
+_FEWEST_CHARS: Final = 65_536
+"""Characters that are read of a text, however few of its tokens are kept: it may begin with blanks."""
+_TEXTS_TOGETHER: Final = 32
 
 
 def check_inputs(context: ServerContext, body: InputFields) -> None:
@@ -48,12 +54,18 @@ async def cut_texts(engine: AsyncEngine, texts: Sequence[str], max_num_tokens: i
     Args:
         engine: Knows the tokens.
         texts: Texts.
-        max_num_tokens: Tokens, special ones aside; None or 0 leaves the texts as they are.
+        max_num_tokens: Tokens, special ones aside; None or 0 leaves the texts as they are. More characters than that
+            many tokens have in any real text are not read.
     """
     if not max_num_tokens or max_num_tokens >= engine.info.max_model_len:
         return list(texts)
-    token_ids = await engine.tokenize(texts, add_special_tokens=False)
+    most_chars = max(_MOST_CHARS_PER_TOKEN * max_num_tokens, _FEWEST_CHARS)
+    read = [text[:most_chars] for text in texts]
+    token_ids: list[list[int]] = []
+    for start in range(0, len(read), _TEXTS_TOGETHER):  # all ids of all texts would take ten times their memory
+        some = await engine.tokenize(read[start : start + _TEXTS_TOGETHER], add_special_tokens=False)
+        token_ids += [ids[: max_num_tokens + 1] for ids in some]
     too_long = [i for i, ids in enumerate(token_ids) if len(ids) > max_num_tokens]
     cut = await engine.detokenize([token_ids[i][:max_num_tokens] for i in too_long])
     replaced = dict(zip(too_long, cut, strict=True))
-    return [replaced.get(i, text) for i, text in enumerate(texts)]
+    return [replaced.get(i, text) for i, text in enumerate(read)]

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Collection, Sequence
+from typing import Any
 
-from ..wire.json_bodies import TAGS
+from ..wire.json_bodies import MAX_SHOWN_ERRORS, TAGS
 from ..wire.shown_values import shown, shown_names
 
-MAX_SHOWN_ERRORS: Final = 3
 
-
-def explain(errors: Sequence[Any], body: object) -> tuple[str, str | None]:
+def explain(errors: Sequence[Any], given: Collection[str] | None) -> tuple[str, str | None]:
     """Returns the message for the errors of one body, and the name of the first field at fault.
 
     Args:
         errors: pydantic's error dictionaries.
-        body: The parsed body, or its text where it could not be parsed.
+        given: The keys that the body has; None where it could not be parsed.
     """
-    messages = [_sentence(error, body) for error in errors[:MAX_SHOWN_ERRORS]]
+    messages = [_sentence(error, given or ()) for error in errors[:MAX_SHOWN_ERRORS]]
     more = len(errors) - len(messages)
     if more > 0:
         messages.append(f"and {more} more.")
     return " ".join(messages), _field(_untagged(errors[0]["loc"])[:2]) or None
 
 
-def _sentence(error: dict[str, Any], body: object) -> str:
+def _sentence(error: dict[str, Any], given: Collection[str]) -> str:
     kind, field = error["type"], _field(_untagged(error["loc"]))
     if kind == "json_invalid":
         return f"The body is not valid JSON: {error['ctx']['error']} (byte {error['loc'][-1]})."
@@ -34,7 +32,6 @@ def _sentence(error: dict[str, Any], body: object) -> str:
             return "The body is empty; send a JSON object."
         return f"The body must be a JSON object, not {shown(error['input'])}."
     if kind == "missing":
-        given = [name for name, value in body.items() if value is not None] if isinstance(body, dict) else ()
         return f"{field} is missing; the body has {shown_names(given)}."
     reason = error["msg"].removeprefix("Value error, ").rstrip(".")
     if kind in ("value_error", "unknown_key", "empty_text"):

@@ -22,6 +22,8 @@ from penstock.engine.protocol.stage_times import STAGE_TIMES
 from ..errors.handlers import engine_refusal, refusal
 from ..errors.table import HIDDEN_MESSAGE
 from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
+from ..wire.json_pieces import PIECE_BYTES
+from ..wire.json_reader import BODY_ROOM
 from .refusal_pace import LONGEST_S, RefusalPace, longest_wait_s
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,9 @@ class ExchangeMiddleware:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
                 if record.stage_seconds:
                     message["headers"].append((b"server-timing", server_timing(record.stage_seconds)))
+            elif len(message.get("body", b"")) > PIECE_BYTES:
+                await _send_pieces(message, send)
+                return
             await send(message)
 
         try:
@@ -105,6 +110,15 @@ class ExchangeMiddleware:
             record.end()
             for observe in self.observers:
                 observe(record)
+
+
+async def _send_pieces(message: Message, send: Send) -> None:
+    """Sends a large part of a body as its client takes it, so that one who reads slowly is seen to read."""
+    body = memoryview(message["body"])
+    for start in range(0, len(body), PIECE_BYTES):
+        end = start + PIECE_BYTES
+        is_followed = end < len(body) or message.get("more_body", False)
+        await send({"type": "http.response.body", "body": body[start:end], "more_body": is_followed})
 
 
 class PacedRefusalsMiddleware:
@@ -219,25 +233,31 @@ class BodyLimitMiddleware:
             await self.app(scope, receive, send)
 
     async def _run_counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
+        num_bytes = num_held = 0
+
+        def hold(num_more: int) -> None:
+            nonlocal num_held
+            num_held += num_more
+            self._num_held += num_more
+            if self._num_held > _NUM_LARGEST * self.max_body_bytes:
+                message_text = "The bodies of other requests fill the server's memory. Please try again later."
+                raise HTTPException(503, message_text, {"connection": "close", "retry-after": "1"})
 
         async def receive_and_count() -> Message:
             nonlocal num_bytes
             message = await receive()
             num_new = len(message.get("body", b""))
             num_bytes += num_new
-            self._num_held += num_new
             if num_bytes > self.max_body_bytes:
                 raise HTTPException(413, self._too_large(), {"connection": "close"})
-            if self._num_held > _NUM_LARGEST * self.max_body_bytes:
-                message_text = "The bodies of other requests fill the server's memory. Please try again later."
-                raise HTTPException(503, message_text, {"connection": "close", "retry-after": "1"})
+            hold(num_new)
             return message
 
+        scope[BODY_ROOM] = hold
         try:
             await self.app(scope, receive_and_count, send)
         finally:
-            self._num_held -= num_bytes
+            self._num_held -= num_held
 
     def _too_large(self) -> str:
         return f"The body is larger than this server takes ({self.max_body_bytes} bytes); send fewer inputs at once."

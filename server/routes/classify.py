@@ -9,7 +9,6 @@ from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTask
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 
 from ..answers.classes import cohere_rows, token_rows, vllm_rows
-from ..answers.limits import check_num_ids, check_token_values
 from ..answers.tei import prediction_rows
 from ..calls.context import ClientWatch, ServerContext, context_of
 from ..calls.inputs import check_inputs, engine_inputs
@@ -22,7 +21,7 @@ from ..schemas.classify import (
 )
 from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.fields.texts import Text
-from ..wire.json_route import JsonRoute, json_response
+from ..wire.json_route import JsonRoute, json_response, sized_json_response
 
 router = APIRouter(route_class=JsonRoute, tags=["classify"], responses=ERROR_RESPONSES)
 
@@ -112,13 +111,13 @@ async def _classify_tokens(
             f"{name} classifies tokens: send texts as input, without labels and examples.", param="input"
         )
     options = context.options(request, priority=body.priority)
+    options = context.with_rows(request, options, names_tokens=True)
     with ClientWatch(request):
         texts, options = await engine_inputs(engine, body, options)
         result = await engine.token_classify(texts, body.pooling_params(), options)
-    check_num_ids(sum(map(len, result.token_ids)), "input")
-    check_token_values(result.rows, sum(result.num_tokens), "input")
     head = context.answer_head(request, "classify", name, PoolingTask.TOKEN_CLASSIFY, result.num_tokens)
-    pieces = await engine.detokenize(
-        [[token_id] for ids in result.token_ids for token_id in ids], skip_special_tokens=False
-    )
-    return json_response({**head, "labels": result.labels, "data": token_rows(result, pieces)})
+    ids = sorted({token_id for own in result.token_ids for token_id in own})
+    words = await engine.detokenize([[token_id] for token_id in ids], skip_special_tokens=False)
+    rows = token_rows(result, dict(zip(ids, words, strict=True)))
+    num_values = sum(scores.size + 4 * len(scores) for scores in result.rows)
+    return sized_json_response({**head, "labels": result.labels, "data": rows}, num_values)

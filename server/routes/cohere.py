@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from penstock.engine import ModelInfo, PoolingTask
 
-from ..answers.limits import check_num_chars, check_num_ids
+from ..answers.limits import check_num_chars, check_num_ids, check_num_tokens
+from ..answers.vectors import vector_width
 from ..calls.context import ClientWatch, context_of
 from ..schemas.cohere import (
     CohereDetokenizeRequest,
@@ -24,7 +25,7 @@ from ..schemas.cohere import (
 from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.fields.encodings import QUANTIZATIONS, EmbeddingType
 from ..wire.encoding import base64_row
-from ..wire.json_route import JsonRoute, json_response
+from ..wire.json_route import JsonRoute, json_response, sized_json_response
 from ..wire.quantization import check_width, quantize
 
 router = APIRouter(route_class=JsonRoute, tags=["cohere"], responses=ERROR_RESPONSES)
@@ -50,13 +51,15 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     context.check_count(texts, "texts" if body.texts is not None else "inputs")
     _check_widths(body, engine.info)
     options = context.embed_options(request, engine.info, body, priority=body.priority)
+    params = body.pooling_params(engine.info)
+    context.hold_vectors(request, len(texts), vector_width(engine.info, params))
     with ClientWatch(request):
-        result = await engine.embed(texts, body.pooling_params(engine.info), options)
+        result = await engine.embed(texts, params, options)
     num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)
     is_by_type = version != "1" or bool(body.embedding_types)
     types: list[EmbeddingType] = body.embedding_types or ["float"]
     rows = np.ascontiguousarray(result.embeddings)
-    return json_response(
+    return sized_json_response(
         {
             "response_type": "embeddings_by_type" if is_by_type else "embeddings_floats",
             "id": f"embed-{request.scope['request_id']}",
@@ -66,19 +69,28 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
                 "api_version": {"version": version},
                 "billed_units": {"input_tokens": num_tokens, "image_tokens": 0},
             },
-        }
+        },
+        rows.size * len(types),
     )
 
 
 @router.post("/v1/tokenize", response_model=CohereTokenizeResponse)
 async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
     """Returns the tokens of a text, without the special ones that the model puts around it."""
-    engine, _ = context_of(request).models.find(body.model)
+    context = context_of(request)
+    engine, _ = context.models.find(body.model)
     check_num_chars(len(body.text), "text")
     with ClientWatch(request, is_timed=False):
-        (token_ids,) = await engine.tokenize([body.text], add_special_tokens=False)
-    pieces = await engine.detokenize([[token_id] for token_id in token_ids], skip_special_tokens=False)
-    return json_response({"tokens": token_ids, "token_strings": pieces, "meta": _version_meta()})
+        (token_ids,) = await engine.tokenize(
+            [body.text], add_special_tokens=False, on_count=lambda num_tokens: check_num_tokens(num_tokens, "text")
+        )
+        context.hold_tokens(request, len(token_ids))
+        known = sorted(set(token_ids))
+        words = await engine.detokenize([[token_id] for token_id in known], skip_special_tokens=False)
+    texts = dict(zip(known, words, strict=True))
+    strings = (texts[token_id] for token_id in token_ids)
+    content = {"tokens": token_ids, "token_strings": strings, "meta": _version_meta()}
+    return sized_json_response(content, 2 * len(token_ids))
 
 
 @router.post("/v1/detokenize", response_model=CohereDetokenizeResponse)

@@ -6,14 +6,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from ..answers.limits import check_token_values
-from ..answers.vectors import check_encodings
+from penstock.engine import PoolingTask
+
+from ..answers.vectors import check_encodings, vector_width
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import check_inputs, engine_inputs
 from ..schemas.encode import TASKS, EncodeRequest, EncodeResponse
 from ..schemas.errors import ERROR_RESPONSES
-from ..wire.encoding import encode_rows
-from ..wire.json_route import JsonRoute, json_response
+from ..wire.encoding import written_rows
+from ..wire.json_route import JsonRoute, sized_json_response
 
 router = APIRouter(route_class=JsonRoute, tags=["penstock"], responses=ERROR_RESPONSES)
 
@@ -29,20 +30,26 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
     options = context.embed_options(request, engine.info, body, priority=body.priority)
     wanted = body.wanted(engine.info)
     tasks = [TASKS[output] for output in wanted]
+    if PoolingTask.EMBED in tasks:
+        context.hold_vectors(request, body.num_inputs(), vector_width(engine.info, params))
+    options = context.with_rows(request, options)
     with ClientWatch(request):
         texts, options = await engine_inputs(engine, body, options)
         result = await engine.embed_combined(texts, tasks, params, options)
     columns: dict[str, list[Any]] = {}
+    num_values = 0
     if result.embeddings is not None:
-        columns["dense"] = encode_rows(result.embeddings, encoding)
+        columns["dense"] = written_rows(result.embeddings, encoding)
+        num_values += result.embeddings.size
     if result.sparse is not None:
         columns["sparse"] = [{"indices": vector.indices, "values": vector.values} for vector in result.sparse]
+        num_values += 2 * sum(vector.values.size for vector in result.sparse)
     if result.vectors is not None:
-        check_token_values(result.vectors, sum(result.num_tokens), "input")
-        columns["multi_vector"] = encode_rows(result.vectors, encoding)
+        columns["multi_vector"] = written_rows(result.vectors, encoding)
+        num_values += sum(rows.size for rows in result.vectors)
     data = [
         {"object": "encoding", "index": i, **{output: columns[output][i] for output in wanted}}
         for i in range(len(result.num_tokens))
     ]
     head = context.answer_head(request, "encode", name, "+".join(tasks), result.num_tokens)
-    return json_response({**head, "data": data})
+    return sized_json_response({**head, "data": data}, num_values)

@@ -18,6 +18,7 @@ from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.model_files.weight_files import WeightFiles
 from penstock.engine.protocol.errors import UnsupportedTaskError
 
+from ..answers.vectors import vector_width
 from ..calls.context import ClientWatch, context_of
 from ..calls.models import Target
 from ..schemas.errors import TEXT_ERROR_RESPONSES
@@ -51,8 +52,10 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     engine, _ = context.models.find(body.served_name())
     context.check_count(body.input, "input")
     options = context.options(request, context.settings.default_prompt_name)
+    params = body.pooling_params(engine.info)
+    context.hold_vectors(request, len(body.input), vector_width(engine.info, params))
     with ClientWatch(request):
-        result = await engine.embed(body.input, body.pooling_params(engine.info), options)
+        result = await engine.embed(body.input, params, options)
     return json_response(
         {
             "model": body.model or engine.info.name,
@@ -60,7 +63,8 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
             "total_duration": round((time.perf_counter() - began_s) * 1e9),
             "load_duration": 0,
             "prompt_eval_count": context.metrics.count(PoolingTask.EMBED, result.num_tokens),
-        }
+        },
+        result.embeddings.size,
     )
 
 

@@ -9,8 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.engine import AsyncEngine, PoolingParams, PoolingTask, RequestOptions
 
-from ..answers.limits import check_token_values
-from ..answers.vectors import BYTES_RESPONSE, check_encodings, vectors_response
+from ..answers.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
 from ..calls.context import ClientWatch, ServerContext, context_of
 from ..calls.inputs import check_inputs, engine_inputs
 from ..calls.models import Target
@@ -37,6 +36,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     context = context_of(request)
     engine, name = context.models.find(body.model)
     params, encodings, options = _checked(body, request, context, engine)
+    context.hold_vectors(request, body.num_inputs(), vector_width(engine.info, params))
     embed = engine.embed_late if body.late_chunking else engine.embed
     with ClientWatch(request):
         texts, options = await engine_inputs(engine, body, options)
@@ -55,10 +55,10 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     context = context_of(request)
     engine, name = context.models.find(body.model)
     params, encodings, options = _checked(body, request, context, engine)
+    options = context.with_rows(request, options)
     with ClientWatch(request):
         texts, options = await engine_inputs(engine, body, options)
         result = await engine.token_embed(texts, params, options)
-    check_token_values(result.rows, sum(result.num_tokens), "input")
     head = context.answer_head(request, "embd", name, PoolingTask.TOKEN_EMBED, result.num_tokens)
     return vectors_response(head, result.rows, encodings, name="embeddings")
 

@@ -42,6 +42,8 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     engine, name = context.models.find(body.model)
     context.check_count(body.documents, "documents")
     texts = body.texts()
+    if not body.return_documents:
+        body.documents[:] = texts  # objects may hold much that nobody reads: it need not wait with the request
     options = replace(
         context.options(request, instruction=body.wanted_instruction(), priority=body.priority),
         max_pieces=body.max_chunks_per_doc or 1,

@@ -14,8 +14,8 @@ from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOption
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelKind
 
-from ..answers.limits import check_token_values
 from ..answers.tei import TEI_HEADERS, prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
+from ..answers.vectors import vector_width
 from ..calls.context import ClientWatch, context_of
 from ..schemas.cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
 from ..schemas.errors import TEI_ERROR_RESPONSES
@@ -29,6 +29,7 @@ from ..schemas.tei import (
     TeiTokenEmbedRequest,
 )
 from ..wire.json_bodies import COHERE, TEI, embed_dialect
+from ..wire.json_pieces import json_array
 from ..wire.json_route import JsonRoute
 from . import cohere
 
@@ -57,12 +58,16 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     began_s, context = time.perf_counter(), context_of(request)
     engine, _ = context.models.find(body.model)
     context.check_count(body.inputs, "inputs")
+    params = body.pooling_params()
     options = context.options(request, body.prompt_name or context.settings.default_prompt_name, priority=body.priority)
+    context.hold_vectors(request, len(body.inputs), vector_width(engine.info, params))
     with ClientWatch(request):
-        result = await engine.embed(body.inputs, body.pooling_params(), options)
+        result = await engine.embed(body.inputs, params, options)
     num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)
-    rows = np.ascontiguousarray(result.embeddings)
-    return tei_response(rows, engine.info, began_s, num_chars=sum(map(len, body.inputs)), num_tokens=num_tokens)
+    rows, num_chars = np.ascontiguousarray(result.embeddings), sum(map(len, body.inputs))
+    return tei_response(
+        rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens, num_values=result.embeddings.size
+    )
 
 
 @router.post("/embed_all", response_model=list[list[list[float]]], responses=TEI_HEADERS)
@@ -78,12 +83,15 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     if info.multi_vector is None and info.token_heads is None:
         params = params.clone(normalize=False)
     options = context.options(request, body.prompt_name or context.settings.default_prompt_name, priority=body.priority)
+    options = context.with_rows(request, options)
     with ClientWatch(request):
         result = await engine.token_embed(body.inputs, params, options)
     num_tokens = context.metrics.count(PoolingTask.TOKEN_EMBED, result.num_tokens)
-    check_token_values(result.rows, num_tokens, "inputs")
-    rows = [np.ascontiguousarray(rows) for rows in result.rows]
-    return tei_response(rows, engine.info, began_s, num_chars=sum(map(len, body.inputs)), num_tokens=num_tokens)
+    rows, num_chars = [json_array(rows) for rows in result.rows], sum(map(len, body.inputs))
+    num_values = sum(rows.size for rows in result.rows)
+    return tei_response(
+        rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens, num_values=max(num_values, 1)
+    )
 
 
 @router.post("/embed_sparse", response_model=list[list[TeiSparseValue]], responses=TEI_HEADERS)
@@ -96,8 +104,11 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
     with ClientWatch(request):
         result = await engine.sparse_embed(body.inputs, body.pooling_params(), options)
     num_tokens = context.metrics.count(PoolingTask.SPARSE_EMBED, result.num_tokens)
-    rows = sparse_rows(result.vectors)
-    return tei_response(rows, engine.info, began_s, num_chars=sum(map(len, body.inputs)), num_tokens=num_tokens)
+    rows, num_chars = sparse_rows(result.vectors), sum(map(len, body.inputs))
+    num_values = 2 * sum(vector.values.size for vector in result.vectors)
+    return tei_response(
+        rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens, num_values=max(num_values, 1)
+    )
 
 
 @router.post("/similarity", response_model=list[float], responses=TEI_HEADERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Body, Request, Response
@@ -10,7 +11,7 @@ from penstock.engine import PoolingTask, SchedulerConfig, TokenizedText
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 
-from ..answers.limits import check_num_chars, check_num_ids
+from ..answers.limits import VALUES_PER_TOKEN, check_num_chars, check_num_ids, check_num_tokens
 from ..calls.context import ClientWatch, context_of
 from ..schemas.errors import TEI_ERROR_RESPONSES
 from ..schemas.tei import (
@@ -23,7 +24,7 @@ from ..schemas.tei import (
     TeiTokenEmbedRequest,
     TeiTokenizeRequest,
 )
-from ..wire.json_route import JsonRoute, json_response, passed_on
+from ..wire.json_route import JsonRoute, json_response, passed_on, sized_json_response
 from ..wire.shown_values import shown
 from ..wire.version import penstock_version
 from .tei import embed, embed_sparse, predict, rerank_texts, similarity
@@ -82,8 +83,15 @@ async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response
     texts = [prompt + text for text in body.inputs]
     check_num_chars(sum(map(len, texts)), "inputs")
     with ClientWatch(request, is_timed=False):
-        tokenized = await engine.tokenize_details(texts, add_special_tokens=body.add_special_tokens is not False)
-    return json_response([_tokens(text, tokens) for text, tokens in zip(texts, tokenized, strict=True)])
+        tokenized = await engine.tokenize_details(
+            texts,
+            add_special_tokens=body.add_special_tokens is not False,
+            on_count=lambda num_tokens: check_num_tokens(num_tokens, "inputs"),
+        )
+    num_tokens = sum(len(tokens.token_ids) for tokens in tokenized)
+    context.hold_tokens(request, num_tokens)
+    rows = (_tokens(text, tokens) for text, tokens in zip(texts, tokenized, strict=True))
+    return sized_json_response(rows, VALUES_PER_TOKEN * num_tokens)
 
 
 @router.post("/", include_in_schema=False)
@@ -127,11 +135,12 @@ def _prompt(model: ModelInfo, name: str | None) -> str:
     return model.prompts[name]
 
 
-def _tokens(text: str, tokenized: TokenizedText) -> list[dict[str, Any]]:
+def _tokens(text: str, tokenized: TokenizedText) -> Iterator[dict[str, Any]]:
+    """Returns the tokens of a text, made while they are written."""
     places = zip(tokenized.token_ids, tokenized.tokens, tokenized.offsets, tokenized.is_special, strict=True)
-    return [
-        {"id": token_id, "text": token, "special": True, "start": None, "stop": None}
-        if is_special
-        else {"id": token_id, "text": text[start:stop], "special": False, "start": start, "stop": stop}
-        for token_id, token, (start, stop), is_special in places
-    ]
+    for token_id, token, (start, stop), is_special in places:
+        yield (
+            {"id": token_id, "text": token, "special": True, "start": None, "stop": None}
+            if is_special
+            else {"id": token_id, "text": text[start:stop], "special": False, "start": start, "stop": stop}
+        )

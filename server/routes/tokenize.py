@@ -9,7 +9,7 @@ from pydantic import Tag
 
 from penstock.engine import AsyncEngine
 
-from ..answers.limits import check_num_chars, check_num_ids
+from ..answers.limits import check_num_chars, check_num_ids, check_num_tokens
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import check_messages
 from ..errors.tei_errors import answered_as_tei
@@ -18,7 +18,7 @@ from ..schemas.errors import SHARED_ERROR_RESPONSES
 from ..schemas.tei import TeiToken, TeiTokenizeRequest
 from ..schemas.vllm import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from ..wire.json_bodies import COHERE, OWN, TEI, by_keys
-from ..wire.json_route import JsonRoute, answered, json_response
+from ..wire.json_route import JsonRoute, answered, json_response, sized_json_response
 from . import cohere, tei_tools
 
 router = APIRouter(route_class=JsonRoute, tags=["tokenize"], responses=SHARED_ERROR_RESPONSES)
@@ -45,9 +45,9 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     check_messages(context, body)
     with ClientWatch(request, is_timed=False):
         ids, strings = await _tokens(engine, body)
-    return json_response(
-        {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids, "token_strs": strings}
-    )
+    context.hold_tokens(request, len(ids))
+    content = {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids, "token_strs": strings}
+    return sized_json_response(content, len(ids) * (1 if strings is None else 2))
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
@@ -68,9 +68,14 @@ async def _tokens(engine: AsyncEngine, body: TokenizeRequest) -> tuple[list[int]
     if body.messages is not None:
         (text,) = await engine.render_chats(body.messages, body.chat_options())
         adds_special = bool(body.add_special_tokens)
-    check_num_chars(len(text), "prompt" if body.messages is None else "messages")
+    param = "prompt" if body.messages is None else "messages"
+    check_num_chars(len(text), param)
+
+    def check(num_tokens: int) -> None:
+        check_num_tokens(num_tokens, param)
+
     if not body.return_token_strs:
-        (ids,) = await engine.tokenize([text], add_special_tokens=adds_special)
+        (ids,) = await engine.tokenize([text], add_special_tokens=adds_special, on_count=check)
         return ids, None
-    (details,) = await engine.tokenize_details([text], add_special_tokens=adds_special)
+    (details,) = await engine.tokenize_details([text], add_special_tokens=adds_special, on_count=check)
     return details.token_ids, details.tokens

@@ -18,8 +18,7 @@ from penstock.engine import (
 )
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..answers.limits import check_token_values
-from ..answers.vectors import BYTES_RESPONSE, check_bytes, vectors_response
+from ..answers.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors_response
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import check_inputs, engine_inputs
 from ..schemas.errors import ERROR_RESPONSES
@@ -44,19 +43,21 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
     engine, name = context.models.find(body.model)
     check_inputs(context, body)
     task, encoding, params = body.pooling_task(engine.info.tasks), body.encoding(), body.pooling_params()
-    _check_encoding(encoding, task, params.dimensions or engine.info.dimensions or engine.info.embedding_size)
+    _check_encoding(encoding, task, vector_width(engine.info, params))
     check_bytes(encoding, body.num_inputs())
     options = context.options(request, priority=body.priority)
     if task in _EMBEDS:
         options = context.embed_options(request, engine.info, body, priority=body.priority)
     else:
         body.check_prompt(task)
+    if task in (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY):
+        options = context.with_rows(request, options)
+    elif task is PoolingTask.EMBED:
+        context.hold_vectors(request, body.num_inputs(), vector_width(engine.info, params))
     call = _calls(engine)[task]
     with ClientWatch(request):
         texts, options = await engine_inputs(engine, body, options)
         result = await call(texts, params, options)
-    if isinstance(result, TokenResult):
-        check_token_values(result.rows, sum(result.num_tokens), "input")
     head = context.answer_head(request, "pooling", name, task, result.num_tokens)
     return vectors_response(head, _rows(result), {"data": encoding}, name="pooling")
 

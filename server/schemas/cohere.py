@@ -18,9 +18,9 @@ from ..wire.json_bodies import COHERE
 from ..wire.json_schema import documented
 from .fields.contents import Contents
 from .fields.encodings import EmbeddingTypes
-from .fields.options import PRIORITY, Count, Listed, Priority, RequestBody, Width
+from .fields.options import PRIORITY, Count, Priority, RequestBody, Width
 from .fields.passed_keys import let_pass
-from .fields.texts import Texts
+from .fields.texts import SomeTokenIds, Texts
 from .fields.truncation import CohereTruncate
 from .rerank import VersionMeta
 
@@ -169,7 +169,7 @@ class CohereDetokenizeRequest(CohereBody):
     own_names: ClassVar = {"input": "tokens"}
     model_config = documented({"tokens": [7592, 2088]})
 
-    tokens: Listed[Count] = Field(description="Token ids of the served model.", min_length=1)
+    tokens: SomeTokenIds = Field(description="Token ids of the served model.")
 
 
 class CohereTokenizeResponse(BaseModel):

@@ -15,6 +15,7 @@ from .chat import ChatFields, InputFields
 from .fields.encodings import EncodingOptions
 from .fields.options import Count, EmbeddingBody, Flag, ListAnswer, Listed, RequestBody
 from .fields.passed_keys import let_pass
+from .fields.texts import TokenIds
 
 _EXAMPLE_CHAT: Final[list[JsonValue]] = [{"role": "user", "content": "What holds back the water?"}]
 
@@ -138,7 +139,7 @@ class DetokenizeRequest(RequestBody):
     own_names: ClassVar = {"input": "tokens"}
     passed_keys: ClassVar = let_pass("vllm")
 
-    tokens: Listed[Count] = Field(description="Token ids of the served model.")
+    tokens: TokenIds = Field(description="Token ids of the served model.")
 
 
 class DetokenizeResponse(BaseModel):

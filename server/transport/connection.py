@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..calls.context import CONNECTION_LOST
 from .half_close import ASK_AFTER_S, INTERIM, HalfClose
+from .kernel_buffer import num_unacknowledged
 from .load_shedding import LoadShedder, Refusal
 from .reading import PIECE_BYTES, ReadAhead
 
@@ -225,7 +226,7 @@ class Connection(HttpToolsProtocol):
         """Returns what the client has to do; None where the server has, or where the pause has a limit of its own."""
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent:
-            return Owed(Part.ANSWER, self.cycle, num_unsent)
+            return Owed(Part.ANSWER, self.cycle, num_unsent + num_unacknowledged(self.transport))
         if self._is_refused:
             return Owed(Part.BODY, self.scope, self._num_received)
         if self.is_between_requests:

@@ -7,15 +7,17 @@ names another `embed_dtype` or `endianness`.
 from __future__ import annotations
 
 import binascii
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .json_pieces import WrittenRows, json_array
 from .quantization import Quantization, quantize
 
 Rows = NDArray[np.float32] | Sequence[NDArray[np.float32]]
@@ -100,6 +102,33 @@ def encode_rows(rows: Rows, encoding: Encoding) -> list[Any]:
     if encoding.quantization is None:
         return [np.ascontiguousarray(row) for row in rows]
     return list(_quantized(rows, encoding.quantization))
+
+
+def written_rows(rows: Rows, encoding: Encoding) -> list[WrittenRows]:
+    """Returns the same as `encode_rows`, or bytes, to be written piece by piece. [N, D] float32, or N arrays."""
+    if encoding.is_bytes:
+        return [WrittenRows(row, lambda part: wire_rows([part], encoding)[0].tobytes()) for row in rows]
+    if encoding.format is EncodingFormat.BASE64:
+        return [WrittenRows(row, lambda part: _base64(part, encoding), start=b'"', end=b'"') for row in rows]
+    if (kind := encoding.quantization) is None:
+        return [json_array(row) for row in rows]
+    convert = partial(_quantized_part, kind=kind)
+    return [json_array(row, convert) for row in rows]
+
+
+def _quantized_part(part: NDArray[np.float32], *, kind: Quantization) -> NDArray[Any]:
+    return _quantized([part], kind)[0]
+
+
+def _base64(part: NDArray[np.float32], encoding: Encoding) -> bytes:
+    return binascii.b2a_base64(wire_rows([part], encoding)[0].data, newline=False)
+
+
+def wire_shape(row: NDArray[np.float32], encoding: Encoding) -> tuple[tuple[int, ...], int]:
+    """Returns the shape of a row in base64 or bytes, and how many bytes it is."""
+    (sample,) = wire_rows([row[:1] if row.ndim > 1 else row], encoding)
+    shape = (*row.shape[:-1], *sample.shape[-1:])
+    return shape, math.prod(shape) * sample.itemsize
 
 
 def base64_row(row: NDArray[Any]) -> str:

@@ -8,7 +8,7 @@ Body = Annotated[
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
 from fastapi.exceptions import RequestValidationError
@@ -21,6 +21,9 @@ from .shown_values import shown_names
 OWN: Final = "<own>"
 TEI: Final = "<tei>"
 COHERE: Final = "<cohere>"
+
+MAX_SHOWN_ERRORS: Final = 3
+"""Errors of one body that its client is told."""
 
 TAGS: Final = frozenset({OWN, TEI, COHERE})
 """Tags are no field names: pydantic puts them into the place of an error, and messages leave them out."""
@@ -50,14 +53,20 @@ class JsonBody(BaseModel):
         return None
 
     def check_keys(self) -> None:
-        """Raises RequestValidationError for keys that are no field, neither null nor let pass. Others need not ask."""
-        errors = [
-            {"type": "unknown_key", "loc": ("body", self.tag, shown_names((name,))), "msg": self._told(name)}
-            for name, value in (self.model_extra or {}).items()
-            if value is not None and name not in self.passed_keys
-        ]
-        if errors:
-            raise RequestValidationError(errors)
+        """Raises RequestValidationError for keys that are no field, neither null nor let pass. Others need not ask.
+
+        What is let pass is dropped: it need not wait with the request.
+        """
+        extra = self.model_extra or {}
+        names = [name for name, value in extra.items() if value is not None and name not in self.passed_keys]
+        if names:
+            errors = [
+                {"type": "unknown_key", "loc": ("body", self.tag, shown_names((name,))), "msg": self._told(name)}
+                for name in names[:MAX_SHOWN_ERRORS]
+            ]
+            # The others are counted, but to word each of a million would take minutes.
+            raise RequestValidationError(errors + errors[-1:] * (len(names) - len(errors)))
+        extra.clear()
 
     @classmethod
     def _told(cls, name: str) -> str:
@@ -95,7 +104,17 @@ def parsed(schema: type[Body], body: object) -> Body:
 def invalid_body(error: ValidationError, body: object) -> RequestValidationError:
     """Returns what FastAPI raises for the bodies that it checks itself."""
     errors = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors(include_url=False)]
-    return RequestValidationError(errors, body=body)
+    given = [name for name, value in body.items() if value is not None] if isinstance(body, dict) else []
+    return RequestValidationError(errors, body=given)
+
+
+def dialect_of(schema: Any) -> Callable[[Any], str]:
+    """Returns what gives the tag of a body by its annotation: its discriminator, or OWN for all."""
+    for mark in getattr(schema, "__metadata__", ()):
+        if isinstance(mark, Discriminator) and callable(mark.discriminator):
+            tag_of: Callable[[Any], str] = mark.discriminator  # type: ignore[assignment]  # ours give names
+            return tag_of
+    return lambda _: OWN
 
 
 def embed_dialect(body: Any) -> str:

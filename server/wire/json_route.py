@@ -6,7 +6,6 @@ fixed paths whose functions take a body and the request: one lookup and one chec
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final, get_type_hints
 
@@ -20,11 +19,12 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.engine import EngineError
 
-from .json_bodies import JsonBody, invalid_body, parsed
+from .json_bodies import JsonBody, dialect_of, invalid_body, parsed
+from .json_pieces import LARGE_VALUES, PiecewiseResponse, json_pieces
+from .json_reader import BODY_ROOM, JsonReader
 from .shown_values import shown
 
 JSON_HEADERS: Final = {"content-type": "application/json"}
-_LARGE_BYTES: Final = 1_000_000
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 Endpoint = Callable[..., Coroutine[Any, Any, Response]]
@@ -41,15 +41,19 @@ class JsonRoute(APIRoute):
         if self.body_field is None:
             return super().get_route_handler()
         answer = self.endpoint
-        adapter = TypeAdapter[Any](get_type_hints(answer, include_extras=True)["body"])
+        schema = get_type_hints(answer, include_extras=True)["body"]
+        adapter, tag_of = TypeAdapter[Any](schema), dialect_of(schema)
         validate, has_schema = adapter.validator.validate_python, adapter.core_schema["type"] != "dict"
 
         async def handle_json(request: Request) -> Response:
-            value = await _json_value(request)
+            reader: JsonReader = request.app.state.json_reader
+            value = await _json_value(request, reader)
+            reader.check_entries(value, tag_of(value))
             try:
                 body = validate(value)
             except ValidationError as error:
                 raise invalid_body(error, value) from error
+            del value  # what is no field of the body need not wait with it
             if has_schema and body.__pydantic_extra__:
                 body.check_keys()
             return await answered(answer, body, request) if has_schema else await answer(body=body, request=request)
@@ -78,9 +82,11 @@ class JsonPaths(BaseRoute):
 
     Args:
         routes: Those of all routers; of two with one path the first answers, as in FastAPI.
+        on_end: Called with the scope of each request when its answer has gone.
     """
 
-    def __init__(self, routes: Iterable[BaseRoute]) -> None:
+    def __init__(self, routes: Iterable[BaseRoute], on_end: Callable[[Scope], None]) -> None:
+        self._on_end = on_end
         self._routes: dict[str, tuple[JsonRoute, Handler]] = {}
         for route in routes:
             if isinstance(route, JsonRoute) and route.body_field is not None:
@@ -101,16 +107,20 @@ class JsonPaths(BaseRoute):
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request that matches."""
         _, handle = self._routes[scope["path"]]
-        response = await handle(Request(scope, receive, send))
-        await response(scope, receive, send)
+        try:
+            response = await handle(Request(scope, receive, send))
+            await response(scope, receive, send)
+        finally:
+            self._on_end(scope)
 
 
-async def _json_value(request: Request) -> Any:
+async def _json_value(request: Request, reader: JsonReader) -> Any:
     """Returns the parsed body.
 
     Raises:
         RequestValidationError: There is none, or it is not valid JSON.
-        HTTPException: 415, it is something else, or compressed; 400, the client has gone.
+        HTTPException: 415, it is something else, or compressed; 413, it holds too many values; 400, the client has
+            gone.
     """
     media = coding = b""
     for name, value in request.scope["headers"]:
@@ -120,38 +130,15 @@ async def _json_value(request: Request) -> Any:
             coding = value
     if media and media != b"application/json":
         refuse_other_media(media.decode("latin-1"))
-    body = await _read(request.receive)
-    if not body:
-        raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
     try:
-        return orjson.loads(body) if len(body) < _LARGE_BYTES else _parse_large(body)
-    except orjson.JSONDecodeError as error:
+        if (hold := request.scope.get(BODY_ROOM)) is None:
+            return await reader.read(request.receive)
+        return await reader.read(request.receive, hold)
+    except RequestValidationError:
         named = coding.decode("latin-1").strip().lower()
         if named not in ("", "identity"):
             raise HTTPException(415, f"Content-Encoding is {shown(named)}; send the body uncompressed.") from None
-        detail = {"type": "json_invalid", "loc": ("body", error.pos), "input": {}, "ctx": {"error": error.msg}}
-        raise RequestValidationError([detail], body=error.doc) from error
-
-
-async def _read(receive: Receive) -> bytes:
-    """Returns a whole body, which mostly comes in one piece."""
-    pieces: list[bytes] = []
-    while (message := await receive())["type"] == "http.request":
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    raise HTTPException(400, "The body has not come whole.")
-
-
-def _parse_large(body: bytes) -> Any:
-    """Parses a body without the collector, which would walk millions of new lists again and again."""
-    if not gc.isenabled():
-        return orjson.loads(body)
-    gc.disable()
-    try:
-        return orjson.loads(body)
-    finally:
-        gc.enable()
+        raise
 
 
 def refuse_other_media(content_type: str) -> None:
@@ -159,6 +146,19 @@ def refuse_other_media(content_type: str) -> None:
     media = content_type.partition(";")[0].strip().lower()
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
         raise HTTPException(415, f"Content-Type is {shown(media)}; send application/json.")
+
+
+def sized_json_response(content: Any, num_values: int) -> Response:
+    """Returns `content` as JSON, which is written piece by piece as it goes out where it is large.
+
+    Args:
+        content: What `json_pieces` takes.
+        num_values: About how many numbers it holds.
+    """
+    pieces = json_pieces(content)
+    if num_values >= LARGE_VALUES:
+        return PiecewiseResponse(pieces, JSON_HEADERS)
+    return Response(b"".join(pieces), headers=JSON_HEADERS)
 
 
 def json_response(content: Any) -> Response:

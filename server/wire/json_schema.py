@@ -36,6 +36,7 @@ TEXTS: Final = list_of(_STRING, _TEXT_OBJECT)
 TEXT_OR_TEXTS: Final = one_of(_STRING, _TEXT_OBJECT, TEXTS)
 TOKEN_ID: Final[JsonSchema] = {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER}
 TOKEN_IDS: Final = list_of(TOKEN_ID)
+ANY_TOKEN_IDS: Final[JsonSchema] = {"type": "array", "items": TOKEN_ID}
 WIDTH: Final[JsonSchema] = {"type": "integer", "minimum": 1, "maximum": MAX_INTEGER}
 TOKEN_LIMIT: Final = one_of(WIDTH, {"const": -1})
 INPUTS: Final = one_of(_STRING, list_of(_STRING, _TEXT_OBJECT, TOKEN_IDS), TOKEN_IDS)

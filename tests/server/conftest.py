@@ -89,6 +89,7 @@ class FakeEngine:
         self.entered = asyncio.Event()
         self.was_cancelled = False
         self.is_closed = False
+        self.num_chars_read = 0
 
     @property
     def is_full(self) -> bool:
@@ -152,16 +153,18 @@ class FakeEngine:
 
     async def token_classify(self, inputs, params, options=DEFAULTS):
         params = params.resolved(PoolingTask.TOKEN_CLASSIFY, self.info)
-        await self._enter("token_classify", inputs, params, options)
         ids = [[1, *(len(word) for word in text.split()), 2] for text in inputs]
         width = len(self.info.labels)
+        options.tell_rows(sum(map(len, ids)), width)
+        await self._enter("token_classify", inputs, params, options)
         rows = [np.eye(width, dtype=np.float32)[np.array(row) % width] for row in ids]
         return TokenResult(rows, ids, [len(row) for row in ids], self.info.labels)
 
     async def token_embed(self, inputs, params, options=DEFAULTS):
         params = params.resolved(PoolingTask.TOKEN_EMBED, self.info)
-        await self._enter("token_embed", inputs, params, options)
         counts = self._counts(inputs, params)
+        options.tell_rows(sum(counts), WIDTH)
+        await self._enter("token_embed", inputs, params, options)
         rows = [np.resize(self._vector(item), (n, WIDTH)) for item, n in zip(inputs, counts, strict=True)]
         return TokenResult([row.astype(np.float32) for row in rows], [[1] * n for n in counts], counts)
 
@@ -173,8 +176,10 @@ class FakeEngine:
     async def embed_combined(self, inputs, tasks, params, options=DEFAULTS):
         for task in tasks:
             (PoolingParams() if task is PoolingTask.SPARSE_EMBED else params).verify(task, self.info)
-        await self._enter("embed_combined", inputs, tuple(tasks), params, options)
         counts = self._counts(inputs, params)
+        if PoolingTask.TOKEN_EMBED in tasks:
+            options.tell_rows(sum(counts), WIDTH)
+        await self._enter("embed_combined", inputs, tuple(tasks), params, options)
         vectors = [np.resize(self._vector(item), (n, WIDTH)) for item, n in zip(inputs, counts, strict=True)]
         return CombinedResult(
             counts,
@@ -194,12 +199,15 @@ class FakeEngine:
         renderer = ChatRenderer(ChatTemplate(source=self.chat_template))
         return [renderer.render(conversation, options) for conversation in conversations]
 
-    async def tokenize(self, texts, *, add_special_tokens=True):
-        return [[zlib.crc32(word.encode()) % VOCAB_SIZE for word in text.split()] for text in texts]
+    async def tokenize(self, texts, *, add_special_tokens=True, on_count=None):
+        self.num_chars_read += sum(map(len, texts))
+        if on_count is not None:
+            on_count(sum(len(text.split()) for text in texts))
+        return [[zlib.crc32(w.encode()) % VOCAB_SIZE for w in text.split()] for text in texts]
 
-    async def tokenize_details(self, texts, *, add_special_tokens=True):
+    async def tokenize_details(self, texts, *, add_special_tokens=True, on_count=None):
         await self._enter("tokenize_details", texts, add_special_tokens)
-        batches = await self.tokenize(texts, add_special_tokens=add_special_tokens)
+        batches = await self.tokenize(texts, add_special_tokens=add_special_tokens, on_count=on_count)
         return [
             TokenizedText(
                 ids,

@@ -14,7 +14,7 @@ from penstock.engine import PoolingParams
 from ...wire import json_schema
 from ...wire.json_bodies import JsonBody
 from ...wire.request_limits import MAX_PRIORITY
-from ...wire.shown_values import shown
+from ...wire.shown_values import shown, shown_names
 
 Entry = TypeVar("Entry")
 Listed = Annotated[list[Entry], Field(fail_fast=True)]
@@ -117,7 +117,17 @@ class EmbeddingBody(PoolingBody):
         return super().pooling_params().clone(dimensions=self.dimensions, normalize=self.normalize)
 
 
-InstructionKwargs = dict[Literal["instruction"], str | None]
+def _only_one(value: Any) -> Any:
+    """Refuses an object of many keys, of which pydantic would make an error each."""
+    if isinstance(value, dict) and len(value) > 1:
+        raise ValueError(f"may hold instruction alone; it has {shown_names(value)}")
+    return value
+
+
+InstructionKwargs = Annotated[
+    dict[Literal["instruction"], str | None],
+    BeforeValidator(_only_one, json_schema_input_type=dict[Literal["instruction"], str | None]),
+]
 
 
 class PairBody(PoolingBody):

@@ -13,7 +13,7 @@ from ...wire import json_schema
 
 Text = str | list[int]
 MAX_ENTRIES: Final = 1_000_000
-"""Texts or lists of ids in a body, whatever `--max-inputs-per-request` says."""
+"""Texts or lists of ids in a body, or ids in a list, whatever the settings say."""
 
 
 def parse_inputs(value: Any) -> list[Text]:
@@ -27,6 +27,7 @@ def parse_inputs(value: Any) -> list[Text]:
         raise ValueError(f"must be a text, a list of texts or token ids, not {_kind(value)}")
     if not value:
         raise ValueError("is an empty list; give at least one text")
+    check_length(value)
     kinds = set(map(type, value))
     if kinds == {str}:
         return value
@@ -35,8 +36,7 @@ def parse_inputs(value: Any) -> list[Text]:
         kinds = set(map(type, value))
     if kinds == {int}:
         return [_checked_ids(value)]
-    if dict in kinds or list in kinds:
-        check_length(value)
+    if (dict in kinds or list in kinds) and kinds <= {str, dict, list}:
         value = [whole_numbers(entry) if type(entry) is list else parse_text(entry) for entry in value]
     inputs: list[Text] = value
     for i, entry in enumerate(value):
@@ -69,6 +69,26 @@ def whole_numbers(values: list[Any]) -> list[Any]:
     if float not in set(map(type, values)):
         return values
     return [int(value) if type(value) is float and value.is_integer() else value for value in values]
+
+
+def parse_token_ids(value: Any) -> list[int]:
+    """Returns the ids of one list, which may be empty; millions are looked at in no time."""
+    if not isinstance(value, list):
+        raise ValueError(f"must be a list of token ids, not {_kind(value)}")
+    check_length(value)
+    value = whole_numbers(value)
+    if value and set(map(type, value)) != {int}:
+        i, odd = next((i, entry) for i, entry in enumerate(value) if type(entry) is not int)
+        raise ValueError(f"must hold token ids, whole numbers; entry {i} is {_kind(odd)}")
+    return _checked_ids(value) if value else []
+
+
+def parse_some_token_ids(value: Any) -> list[int]:
+    """Returns the ids of one list, which may not be empty."""
+    ids = parse_token_ids(value)
+    if not ids:
+        raise ValueError("is an empty list, []; give at least one token id")
+    return ids
 
 
 def parse_text(value: Any) -> Any:
@@ -111,6 +131,8 @@ def _kind(value: Any) -> str:
 
 
 Inputs = Annotated[list[Text], PlainValidator(parse_inputs), WithJsonSchema(json_schema.INPUTS)]
+TokenIds = Annotated[list[int], PlainValidator(parse_token_ids), WithJsonSchema(json_schema.ANY_TOKEN_IDS)]
+SomeTokenIds = Annotated[list[int], PlainValidator(parse_some_token_ids), WithJsonSchema(json_schema.TOKEN_IDS)]
 TextOrObject = Annotated[str, BeforeValidator(parse_text), WithJsonSchema(json_schema.TEXT)]
 Texts = Annotated[list[str], PlainValidator(parse_texts), WithJsonSchema(json_schema.TEXTS)]
 TextOrTexts = Annotated[list[str], PlainValidator(parse_text_or_texts), WithJsonSchema(json_schema.TEXT_OR_TEXTS)]

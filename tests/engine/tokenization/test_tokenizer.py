@@ -205,3 +205,30 @@ async def test_tokens_know_their_places_in_the_text(pool: TokenizerPool) -> None
     assert [i for i, special in zip(whole.token_ids, whole.is_special, strict=True) if not special] == bare.token_ids
     assert not any(bare.is_special)
     assert len(whole.tokens) == len(whole.offsets) == len(whole.token_ids)
+
+
+async def test_tokens_are_counted_before_anything_is_made_of_them(pool: TokenizerPool) -> None:
+    seen: list[int] = []
+
+    def count(num_tokens: int) -> None:
+        seen.append(num_tokens)
+        if num_tokens > 3:
+            raise InvalidRequestError("too many tokens")
+
+    await pool.token_ids(["the quick", "fox"], add_special_tokens=False, on_count=count)
+    with pytest.raises(InvalidRequestError, match="too many tokens"):
+        await pool.token_details(["the quick", "fox"], add_special_tokens=True, on_count=count)
+    assert seen == [3, 7]
+
+
+async def test_long_texts_are_counted_part_by_part(pool: TokenizerPool) -> None:
+    seen: list[int] = []
+
+    def count(num_tokens: int) -> None:
+        seen.append(num_tokens)
+        if num_tokens > 400_000:
+            raise InvalidRequestError("too many tokens")
+
+    with pytest.raises(InvalidRequestError, match="too many tokens"):
+        await pool.token_ids(["the fox", "!" * 2_000_000], add_special_tokens=False, on_count=count)
+    assert seen == [2, 2 + 250_000 - 64, 2 + 2 * (250_000 - 64)]

@@ -4,6 +4,7 @@ import pytest
 from fastapi import Request
 
 from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.server.answers.room import AnswerRoom
 from penstock.server.calls.context import ModelTable, ServerContext
 from penstock.server.schemas.openai import EmbeddingRequest
 from penstock.server.settings import ServerSettings
@@ -55,7 +56,7 @@ def body(**fields: str) -> EmbeddingRequest:
 
 
 def context(**settings: object) -> ServerContext:
-    return ServerContext(ServerSettings(**settings), None, ModelTable(), 0)
+    return ServerContext(ServerSettings(**settings), None, ModelTable(), 0, AnswerRoom(1))
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])

@@ -3,6 +3,8 @@
 import httpx
 import pytest
 
+from penstock.server.schemas.rerank import RerankRequest
+
 DOCUMENTS = ["one red", "one two three red", "blue", "one two red"]
 QUERY = "one two three red"
 BEST_FIRST = [1, 3, 0, 2]
@@ -178,3 +180,26 @@ async def test_the_query_is_cut_first_where_a_request_says_so(client: httpx.Asyn
     assert (await client.post("/rerank", json=body)).status_code == 200
     (query,), documents = engine.calls[-1][1][:2]
     assert [len(text.split()) for text in (query, *documents)] == [2, 1, 1]
+
+
+async def test_of_enormous_texts_that_are_to_be_cut_a_part_is_read(client: httpx.AsyncClient, engine) -> None:
+    body = {"query": "a " * 200_000, "documents": ["b " * 200_000, "c"]}
+    answer = await client.post("/rerank", json={**body, "max_tokens_per_query": 3, "max_tokens_per_doc": 5})
+    assert answer.status_code == 200
+    _, (queries, documents, *_) = engine.calls[-1]
+    assert (len(queries[0].split()), len(documents[0].split()), documents[1]) == (3, 5, "c")
+    assert engine.num_chars_read < 150_000
+
+
+@pytest.mark.parametrize("returns", [False, True])
+async def test_what_documents_hold_beside_their_text_waits_only_where_it_is_sent_back(
+    client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch, returns: bool
+) -> None:
+    held: list[object] = []
+    texts = RerankRequest.texts
+    monkeypatch.setattr(RerankRequest, "texts", lambda body: (held.append(body), texts(body))[1])
+    document = {"text": "red gate", "more": [[1]]}
+    body = {"query": "red", "documents": [document, "blue"], "return_documents": returns}
+    answer = (await client.post("/rerank", json=body)).json()
+    assert held[0].documents == [document if returns else "red gate", "blue"]
+    assert [row.get("document") for row in answer["results"]][:1] == [document if returns else None]

@@ -171,6 +171,27 @@ async def test_what_a_client_owes() -> None:
         client.close()
 
 
+async def test_a_slow_reader_is_seen_to_read() -> None:
+    async def answer_much(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"z" * 50_000_000})
+
+    async with running(answer_much) as (server, port):
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.sleep(0.1)
+            (connection,) = server.server_state.connections
+            seen = set()
+            for _ in range(8):
+                owed = connection.owed()  # type: ignore[union-attr]
+                assert owed is not None
+                seen.add(owed.progress)
+                for _ in range(4):
+                    client.recv(65_536)
+                await asyncio.sleep(0.05)
+            assert len(seen) > 4, "2 MB were read, and the server saw nothing of it"
+
+
 async def test_bodies_that_are_held_are_bounded_together() -> None:
     largest = 100_000
     app = BodyLimitMiddleware(echo, largest)

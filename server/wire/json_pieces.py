@@ -1,0 +1,179 @@
+"""Large answers, written piece by piece as their client takes them.
+
+orjson holds the interpreter for a value as a whole, and the JSON of vectors takes three times the memory that they do.
+So a large answer is written while it goes out: between two pieces others are served, and of one whose client reads
+slowly no more is there than the arrays that it is made from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+import orjson
+from fastapi import Response
+from numpy.typing import NDArray
+from starlette.types import Receive, Scope, Send
+
+PIECE_BYTES: Final = 64 * 1024
+LARGE_VALUES: Final = 500_000
+"""Numbers from which on an answer goes out in pieces: 6 MB of JSON, which take 50 ms to write at once."""
+_PIECE_VALUES: Final = 8_192
+"""Numbers that are written at once."""
+_TOGETHER: Final = 64
+"""Entries of a list of texts or numbers that are written at once."""
+
+
+class WrittenRows:
+    """Rows of an array that are written some at a time.
+
+    Args:
+        rows: [N, D], or [D] to be written as a whole.
+        write: Returns the bytes of some of the rows, [n, D] or [D].
+        start: Written before the first.
+        between: Written between two parts.
+        end: Written after the last.
+    """
+
+    def __init__(
+        self,
+        rows: NDArray[np.float32],
+        write: Callable[[NDArray[np.float32]], bytes],
+        *,
+        start: bytes = b"",
+        between: bytes = b"",
+        end: bytes = b"",
+    ) -> None:
+        self._rows = rows
+        self._write = write
+        self._start, self._between, self._end = start, between, end
+
+    def pieces(self) -> Iterator[bytes]:
+        """Returns what is written, in parts."""
+        yield self._start
+        if self._rows.ndim < 2:
+            yield self._write(self._rows)
+        else:
+            # Three rows, or twice three, ... are whole groups of base64, whatever their width.
+            step = 3 * max(_PIECE_VALUES // (3 * max(self._rows.shape[1], 1)), 1)
+            for first in range(0, len(self._rows), step):
+                if first:
+                    yield self._between
+                yield self._write(self._rows[first : first + step])
+        yield self._end
+
+
+def json_array(rows: NDArray[Any], convert: Callable[[NDArray[Any]], NDArray[Any]] | None = None) -> WrittenRows:
+    """Returns an array as JSON numbers.
+
+    Args:
+        rows: [N, D] or [D].
+        convert: Makes what is written of some rows.
+    """
+
+    def write(part: NDArray[Any]) -> bytes:
+        values = np.ascontiguousarray(part if convert is None else convert(part))
+        written = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
+        return written if rows.ndim < 2 else written[1:-1]
+
+    return WrittenRows(rows, write) if rows.ndim < 2 else WrittenRows(rows, write, start=b"[", between=b",", end=b"]")
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """Returns the JSON of a value in parts that are small, where its texts and its innermost lists are.
+
+    Args:
+        value: What orjson takes; in its objects and lists arrays and WrittenRows, and iterators for lists.
+    """
+    if isinstance(value, dict):
+        opening = b"{"
+        for key, entry in value.items():
+            yield opening + orjson.dumps(key) + b":"
+            yield from json_pieces(entry)
+            opening = b","
+        yield b"{}" if opening == b"{" else b"}"
+    elif isinstance(value, list) and len(value) > _TOGETHER and isinstance(value[0], int | str):
+        for start in range(0, len(value), _TOGETHER):
+            yield (b"," if start else b"[") + orjson.dumps(
+                value[start : start + _TOGETHER], option=orjson.OPT_SERIALIZE_NUMPY
+            )[1:-1]
+        yield b"]"
+    elif isinstance(value, list | tuple | Iterator):
+        opening = b"["
+        for entry in value:
+            yield opening
+            yield from _entry(entry)
+            opening = b","
+        yield b"[]" if opening == b"[" else b"]"
+    elif isinstance(value, WrittenRows):
+        yield from value.pieces()
+    elif isinstance(value, np.ndarray) and value.size > _PIECE_VALUES:
+        yield from json_array(value).pieces()
+    else:
+        yield orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _entry(value: Any) -> Iterator[bytes]:
+    """Returns an entry of a list: one call for most objects, which are small and many."""
+    if isinstance(value, dict) and not any(isinstance(each, _NESTED) for each in value.values()):
+        yield orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    else:
+        yield from json_pieces(value)
+
+
+_NESTED: Final = (dict, list, tuple, Iterator, WrittenRows, np.ndarray)
+
+
+class PiecewiseResponse(Response):
+    """An answer whose body is made while it goes out.
+
+    Args:
+        pieces: The body, in parts of any size.
+        headers: Of the answer.
+    """
+
+    def __init__(self, pieces: Iterator[bytes], headers: Mapping[str, str]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._pieces = pieces
+        self.init_headers(headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends it; ends early where its client has gone."""
+        if scope.get("http_version") == "1.0":  # it takes no chunks
+            await Response(b"".join(self._pieces), headers=self.headers)(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        leaving = asyncio.create_task(_hang_up(receive))
+        try:
+            for piece in _gathered(self._pieces):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await asyncio.sleep(0)
+                if leaving.done():
+                    return
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            leaving.cancel()
+
+
+async def _hang_up(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Returns the same bytes in pieces of about PIECE_BYTES."""
+    waiting: list[bytes] = []
+    num_bytes = 0
+    for piece in pieces:
+        waiting.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= PIECE_BYTES:
+            yield b"".join(waiting)
+            waiting.clear()
+            num_bytes = 0
+    if waiting:
+        yield b"".join(waiting)

@@ -1,0 +1,132 @@
+"""Answers that are large: refused before the model runs, written as they are read, and held within one budget.
+
+`pytest tests/faults/test_large_answers.py -m slow -s` prints what each costs: the longest wait of a GET /health/live
+meanwhile, how much of it the event loop worked, and what the memory of the server grew by.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from .conftest import MIB, Launch, Server
+from .test_dense_bodies import MAX_STALL_S, report, watching
+
+pytestmark = pytest.mark.slow
+SLOW_S = 100
+"""How long an honest reader takes: much longer than anybody may be silent."""
+
+
+@pytest.fixture(scope="module")
+def small_server(launch: Launch, small_bert: object) -> Server:
+    """A model that costs nothing, and that gives 64 numbers for each token."""
+    return launch(model=small_bert)
+
+
+def ask(server: Server, path: str, body: object) -> socket.socket:
+    """Send a request; nobody has read of its answer yet."""
+    content = json.dumps(body).encode()
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=300)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
+    client.sendall(head.encode() + content)
+    return client
+
+
+def read(client: socket.socket) -> tuple[int, int]:
+    """Read an answer to its end; return its status and its bytes."""
+    status = num_bytes = 0
+    with client:
+        while received := client.recv(MIB):
+            status = status or int(received[9:12])
+            num_bytes += len(received)
+    return status, num_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "body"),
+    [
+        ("2 MB of ! for TEI", "/tokenize", {"inputs": "!" * 2_000_000}),
+        ("2 MB of ! for vLLM", "/tokenize", {"prompt": "!" * 2_000_000, "return_token_strs": True}),
+        ("2 MB of ! for Cohere", "/v1/tokenize", {"text": "!" * 2_000_000}),
+        ("2 MB of prose for TEI", "/tokenize", {"inputs": "The gate holds the water back. " * 64_000}),
+        ("500,000 ! for TEI", "/tokenize", {"inputs": "!" * 499_000}),
+        ("20 million numbers", "/embed_all", {"inputs": ["a " * 500] * 600}),
+        (
+            "20 million numbers in fp8",
+            "/pooling",
+            {
+                "input": ["a " * 500] * 600,
+                "task": "token_embed",
+                "encoding_format": "base64",
+                "embed_dtype": "fp8_e4m3",
+            },
+        ),
+        ("30 million numbers", "/embed_all", {"inputs": ["a " * 500] * 1_000}),
+        ("4,096 vectors", "/embed", {"inputs": ["a"] * 4_096}),
+    ],
+)
+def test_nobody_waits_long_beside_a_large_answer(small_server: Server, name: str, path: str, body: object) -> None:
+    num_tokens = small_server.metric("penstock_tokens_total")
+    with watching(small_server) as seen:
+        began_s = time.monotonic()
+        status, num_bytes = read(ask(small_server, path, body))
+        took_s = time.monotonic() - began_s
+    report(name, seen, max(num_bytes, MIB), f"{status} after {took_s:.1f} s, {num_bytes / MIB:.1f} MiB")
+    assert status in (200, 400, 422)
+    assert seen.busiest_s < MAX_STALL_S
+    if name == "30 million numbers":
+        assert status == 422
+        assert small_server.metric("penstock_tokens_total") == num_tokens
+
+
+def test_sixteen_slow_readers_of_large_answers(launch: Launch, small_bert: object) -> None:
+    server = launch("--answer-memory", "200MB", model=small_bert)
+    body = {"inputs": ["a " * 500] * 600}  # 77 MB of numbers, 230 MB of JSON
+    with watching(server) as seen:
+        clients = [ask(server, "/embed_all", body) for _ in range(16)]
+        statuses = []
+        for client in clients:
+            status = int(client.recv(12)[9:])
+            statuses.append(status)
+        httpx.post(f"{server.url}/embed", json={"inputs": "a"}, timeout=60).raise_for_status()
+        time.sleep(5)
+        for client in clients:
+            client.close()
+    report("sixteen slow readers", seen, 16 * 230 * MIB, f"{statuses.count(200)} answered, {statuses.count(429)} told")
+    assert statuses.count(200) >= 2
+    assert statuses.count(200) + statuses.count(429) == 16
+    assert seen.grown < 600 * MIB
+    deadline_s = time.monotonic() + 30
+    while read(ask(server, "/embed_all", body))[0] != 200:
+        assert time.monotonic() < deadline_s, "the room was not given back"
+        time.sleep(0.5)
+
+
+@pytest.mark.timeout(400)
+def test_an_honest_slow_reader_is_kept_and_a_silent_one_is_not(small_server: Server) -> None:
+    body = {"inputs": ["a " * 500] * 60}
+    silent, slow = ask(small_server, "/embed_all", body), ask(small_server, "/embed_all", body)
+    seen: list[int] = []
+
+    def trickle() -> None:
+        end_s = time.monotonic() + SLOW_S
+        while time.monotonic() < end_s:
+            seen.append(len(slow.recv(10_000)))
+            time.sleep(1)
+        with slow:
+            while received := slow.recv(MIB):
+                seen.append(len(received))
+
+    reader = threading.Thread(target=trickle)
+    reader.start()
+    reader.join()
+    print(f"\n{sum(seen) / MIB:.1f} MiB at 10 kB/s for {SLOW_S} s, and then the rest")
+    assert sum(seen) > 15 * MIB
+    assert read(silent)[1] < 15 * MIB, "a client that did not read was waited for"
+    assert "1 for the answer" in small_server.log.read_text()

@@ -1,0 +1,179 @@
+"""Large answers are written in pieces, with the same bytes as small ones."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+import pytest
+
+from penstock.server.answers.vectors import vectors_response
+from penstock.server.wire.encoding import EmbedDtype, Encoding, EncodingFormat
+from penstock.server.wire.json_pieces import LARGE_VALUES, PIECE_BYTES, PiecewiseResponse, json_array, json_pieces
+from penstock.server.wire.json_route import json_response, sized_json_response
+
+HEAD = {"id": "i", "object": "list", "created": 1, "model": "m", "usage": {"prompt_tokens": 1, "total_tokens": 1}}
+FORMATS = [EncodingFormat.FLOAT, EncodingFormat.BASE64, EncodingFormat.BYTES, EncodingFormat.BYTES_ONLY]
+
+
+async def sent(
+    response: Any, *, version: str = "1.1", gone_after: int | None = None
+) -> tuple[dict[str, str], list[bytes]]:
+    """Return the headers and the pieces of an answer; the client hangs up after some of them."""
+    headers: dict[str, str] = {}
+    pieces: list[bytes] = []
+    gone = asyncio.Event()
+
+    async def send(message: dict[str, Any]) -> None:
+        headers.update({name.decode(): value.decode() for name, value in message.get("headers", ())})
+        if message.get("body"):
+            pieces.append(bytes(message["body"]))
+        if len(pieces) == gone_after:
+            gone.set()
+
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    await response({"type": "http", "http_version": version}, receive, send)
+    return headers, pieces
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({}, [], {"a": []}, [[]], {"a": {}, "b": [1, "x", None, {"c": [True]}]}, "text", 1.5, None),
+        *(list(range(1000)), ["x"] * 1000, [{"a": 1}] * 1000, [None, 1], [[1, 2], [3]], {"": [{"b": {"c": [1]}}]}),
+    ],
+)
+def test_pieces_are_the_json_of_a_value(value: Any) -> None:
+    assert b"".join(json_pieces(value)) == orjson.dumps(value)
+
+
+def test_iterators_are_lists() -> None:
+    rows = ({"i": i, "tokens": iter([{"t": 1}] * i)} for i in range(3))
+    assert orjson.loads(b"".join(json_pieces({"data": rows, "none": iter(())}))) == {
+        "data": [{"i": i, "tokens": [{"t": 1}] * i} for i in range(3)],
+        "none": [],
+    }
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (1, 4), (5_000, 7), (3, 20_000), (9_000,), (0,)])
+def test_arrays_are_written_by_their_rows(shape: tuple[int, ...]) -> None:
+    rows = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    whole = orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)
+    assert b"".join(json_array(rows).pieces()) == whole
+    assert b"".join(json_pieces(rows)) == whole
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, EmbedDtype.FLOAT32) for kind in (None, "int8", "ubinary")),
+        *((None, dtype) for dtype in (EmbedDtype.BFLOAT16, EmbedDtype.FP8_E4M3)),
+    ],
+)
+@pytest.mark.parametrize("is_matrix", [False, True])
+async def test_a_large_answer_has_the_bytes_of_a_small_one(
+    monkeypatch: pytest.MonkeyPatch, form: EncodingFormat, kind: Any, dtype: EmbedDtype, is_matrix: bool
+) -> None:
+    rows: Any = np.random.default_rng(1).normal(size=(3_000, 64)).astype(np.float32)
+    if is_matrix:
+        rows = [rows[:1], rows[1:2_500], rows[2_500:]]
+    encoding = {"x": Encoding(format=form, quantization=kind, dtype=dtype)}
+    monkeypatch.setattr("penstock.server.answers.vectors.LARGE_VALUES", 1)
+    monkeypatch.setattr("penstock.server.wire.json_route.LARGE_VALUES", 1)
+    large = vectors_response(HEAD, rows, encoding, name="pooling")
+    monkeypatch.setattr("penstock.server.answers.vectors.LARGE_VALUES", 10**9)
+    small = vectors_response(HEAD, rows, encoding, name="pooling")
+    assert isinstance(large, PiecewiseResponse)
+    assert not isinstance(small, PiecewiseResponse)
+    headers, pieces = await sent(large)
+    small_headers, (body,) = await sent(small)
+    assert b"".join(pieces) == body
+    assert max(map(len, pieces)) < 4 * PIECE_BYTES
+    assert headers["content-type"] == small_headers["content-type"]
+    assert headers.get("metadata") == small_headers.get("metadata")
+
+
+async def test_clients_of_http_1_0_get_a_length() -> None:
+    headers, pieces = await sent(sized_json_response([1.5] * LARGE_VALUES, LARGE_VALUES), version="1.0")
+    assert int(headers["content-length"]) == len(b"".join(pieces))
+
+
+async def test_nothing_is_written_for_a_client_that_has_gone() -> None:
+    def pieces() -> Any:
+        for _ in range(1_000):
+            yield b"x" * PIECE_BYTES
+
+    _, seen = await sent(PiecewiseResponse(pieces(), {}), gone_after=3)
+    assert len(seen) < 6
+
+
+def test_small_answers_are_written_at_once() -> None:
+    assert sized_json_response(iter([1, 2]), 2).body == b"[1,2]"
+    assert json_response([1]).body == b"[1]"
+
+
+async def test_room_is_held_until_the_answer_has_gone(serving, engine) -> None:
+    engine.gate = asyncio.Event()
+    texts = {"inputs": ["word " * 60] * 1_000}
+    async with serving(engine, answer_memory=3_000_000) as client:
+        room = client._transport.app.state.context.answer_room
+        first = asyncio.create_task(client.post("/embed_all", json=texts))
+        await engine.entered.wait()
+        assert room.num_bytes == 12 * 62_000 * 8
+        num_calls = len(engine.calls)
+        refused = await client.post("/embed_all", json=texts)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "Answers that clients are reading" in refused.json()["message"]
+        assert len(engine.calls) == num_calls, "it was refused after the model ran"
+        engine.gate.set()
+        assert (await first).status_code == 200
+        assert room.num_bytes == 0
+        assert (await client.post("/embed_all", json=texts)).status_code == 200
+        assert (await client.post("/embed_all", json={"inputs": "a"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/multi-vector", {"input": ["a b"]}),
+        ("/v1/embeddings", {"input": ["a b"], "return_multivector": True}),
+        ("/pooling", {"input": ["a b"], "task": "token_embed"}),
+        ("/embed_all", {"inputs": ["a b"]}),
+        ("/v1/encode", {"input": ["a b"], "outputs": ["dense", "multi_vector"]}),
+    ],
+)
+async def test_too_large_an_answer_is_refused_before_the_model_runs(
+    client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict
+) -> None:
+    monkeypatch.setattr("penstock.server.answers.limits.MAX_TOKEN_VALUES", 10)
+    answer = await client.post(path, json=body)
+    assert answer.status_code in (400, 422)
+    assert "the limit is 10" in answer.text
+    assert not engine.calls
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "a b c"}, "prompt"),
+        ("/tokenize", {"prompt": "a b c", "return_token_strs": True}, "prompt"),
+        ("/tokenize", {"inputs": ["a", "b", "c"]}, "inputs"),
+        ("/v1/tokenize", {"text": "a b c"}, "text"),
+    ],
+)
+async def test_tokens_are_counted_before_they_are_an_answer(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, body: dict, param: str
+) -> None:
+    assert (await client.post(path, json=body)).status_code == 200
+    monkeypatch.setattr("penstock.server.answers.limits.MAX_ANSWERED_TOKENS", 2)
+    answer = await client.post(path, json=body)
+    assert answer.status_code in (400, 422)
+    assert f"{param} has 3 tokens or more; an answer holds at most 2" in answer.json()["message"]
