@@ -35,11 +35,8 @@ class ChunkedPrefillManager(ChunkQueue[R]):
     Args:
         config: How prompts are cut; None takes the defaults.
         tokenize_fn: Text to token ids, for `create_chunks_from_prompt`.
-        chunk_size: Tokens of a chunk; in place of `config` where this is all there is to say.
+        chunk_size: Tokens of a chunk, where this is all there is to say. ValueError beside `config`, or if below 1.
         clock: Seconds. Monotonic time.
-
-    Raises:
-        ValueError: Both `config` and `chunk_size` are given, or `chunk_size` is less than 1.
     """
 
     def __init__(
@@ -68,6 +65,8 @@ class ChunkedPrefillManager(ChunkQueue[R]):
     ) -> list[PrefillChunk[R]]:
         """Takes in a prompt and returns its chunks as they would be now; each is cut when its turn comes.
 
+        Raises InvalidRequestError where the name is in use, the prompt is empty, or an argument is out of range.
+
         Args:
             request_id: Its name.
             prompt_tokens: Token ids, which are not copied, or their number.
@@ -75,16 +74,12 @@ class ChunkedPrefillManager(ChunkQueue[R]):
             chunk_size: Tokens of a chunk while memory is free; None takes the config's.
             memory_pressure: Share of a full chunk for which there is no memory, 0 to 1.
             arrival_s: Seconds. Time of its arrival by the manager's clock; None takes now.
-
-        Raises:
-            InvalidRequestError: The name is in use, the prompt is empty, or an argument is out of range.
         """
         prompt = range(prompt_tokens) if isinstance(prompt_tokens, int) else prompt_tokens
         bounds = self.compute_chunk_boundaries(len(prompt), chunk_size, memory_pressure)
         turn_s = (self._clock() if arrival_s is None else arrival_s) + priority * self.config.ageing_s
-        request = cast(
-            "R", ChunkedRequest(request_id, prompt, len(prompt), turn_s, turn_s, bounds[0][1] if bounds else 0)
-        )
+        size = bounds[0][1] if bounds else 0
+        request = cast("R", ChunkedRequest(request_id, prompt, len(prompt), turn_s, turn_s, size))
         self.add(request)
         return [PrefillChunk(request, start, end, index) for index, (start, end) in enumerate(bounds)]
 

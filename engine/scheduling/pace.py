@@ -24,11 +24,7 @@ _ROUND_TO: Final = 16
 
 
 class ChunkPace:
-    """Turns the time of past forwards into an allowance for the next.
-
-    Args:
-        max_tokens: Tokens. Never more of long prompts in one forward.
-    """
+    """Turns the time of past forwards into an allowance for the next: never more than `max_tokens` of long prompts."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -64,7 +60,7 @@ class ChunkPace:
             return
         others_s = whole_tokens * (self._whole_token_s or 0.0)
         # NOTE: never less than half of an even share: the time of whole sequences is an estimate.
-        chunk_s = max(step_s - others_s, step_s * chunk_tokens / (2 * (chunk_tokens + whole_tokens)))
+        chunk_s = max(step_s - others_s, step_s * chunk_tokens / (2 * num_tokens))
         self._chunk_token_s = _mean(self._chunk_token_s, max(chunk_s / chunk_tokens, 1e-9))
 
 

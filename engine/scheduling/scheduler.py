@@ -1,9 +1,9 @@
 """Decides what runs in the next forward, and keeps the one book of what waits and runs. Plain Python without torch.
 
-The order is start-time fair (Goyal, Vin, Cheng, 1997): a sequence's turn comes at its arrival, or when those before it
-in its request have run and had their time, so that large requests and small ones share the device. A level of priority
-is worth a fixed time of waiting. Nobody starves: turns never move, and later arrivals have later ones. Where clients
-are told apart, this holds within each of them, and those that wait get the same number of tokens.
+The order is start-time fair (see waiting.py): a sequence's turn comes at its arrival, or when those before it in its
+request have run and had their time, so that large requests and small ones share the device. A level of priority is
+worth a fixed time of waiting. Nobody starves: turns never move, and later arrivals have later ones. Where clients are
+told apart, this holds within each of them, and those that wait get the same number of tokens.
 
 Short sequences of similar length whose turn is near go together (attention over equal lengths is one product), unless
 one has waited for too long. Long ones run in chunks, which take a share of each forward; whole sequences take the rest.
@@ -158,12 +158,10 @@ class Scheduler:
     def retry(self, chunk: Chunk, error: Exception) -> bool:
         """Lets tokens for which memory was short run again in smaller chunks; False where that cannot help."""
         sequence = chunk.sequence
-        if sequence.chunk is not chunk or chunk.num_tokens == 1:
+        if sequence.chunk is not chunk or chunk.num_tokens == 1 or not self._allocator.can_hold(sequence.num_tokens):
             return False
         if sequence.is_long:
             return self.prefill.fail_chunk(chunk.chunk_id, error)
-        if not self._allocator.can_hold(sequence.num_tokens):
-            return False
         self._wait_again(sequence)
         return True
 
@@ -203,8 +201,7 @@ class Scheduler:
         device = 0.0 if free_tokens is None else 1 - min(free_tokens / self.prefill.config.chunk_size, 1.0)
         self.memory_pressure = max(device, pool, 1 - self.token_budget / self._full_budget)
         while room.num_tokens > 0 and room.num_seqs > 0:
-            chunk = self.prefill.schedule_chunk(room.num_tokens, memory_pressure=self.memory_pressure)
-            if chunk is None:
+            if (chunk := self.prefill.schedule_chunk(room.num_tokens, memory_pressure=self.memory_pressure)) is None:
                 break
             batch.chunks.append(self.prefill.start_chunk(chunk.chunk_id))
             room.add(chunk.num_tokens)
@@ -268,8 +265,7 @@ class Scheduler:
 
     def _whole_chunk(self, sequence: QueuedSequence, budget: PrefillBudget) -> Chunk | None:
         """Starts a short sequence, after what the prefix cache holds of it; None where there is no room."""
-        num_tokens, keys = sequence.num_tokens, sequence.block_keys
-        num_cached = 0
+        num_tokens, num_cached, keys = sequence.num_tokens, 0, sequence.block_keys
         if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and self._allocator.can_hold(num_tokens):
             if budget.has_room(num_tokens - self._allocator.find(keys, num_tokens - 1)):
                 sequence.allocation = self._allocate(sequence)

@@ -1,11 +1,7 @@
 """The records of scheduling: a request, its sequences, the chunks that run of them, and a batch. Plain Python.
 
 A sequence is WAITING, then RUNNING, then ENDED; one that loses its memory to another waits again. What a forward runs
-of it is a chunk: the whole of a short one, a part of a long one. The states of a chunk:
-
-    PENDING --schedule--> SCHEDULED --start--> RUNNING --complete--> COMPLETED
-       ^                      |                   |
-       +--- preempt, fail ----+-------------------+---- too many failures ---> FAILED
+of it is a chunk: the whole of a short one, a part of a long one.
 """
 
 from __future__ import annotations
@@ -30,12 +26,12 @@ class Status(StrEnum):
 class ChunkState(StrEnum):
     """Where a chunk, or a prompt in chunks as a whole, stands."""
 
-    PENDING = "pending"
-    SCHEDULED = "scheduled"
+    PENDING = "pending"  # not cut yet; or it failed, or lost its memory, and its tokens are cut again
+    SCHEDULED = "scheduled"  # cut, and not started; the scheduler starts it at once
     RUNNING = "running"
     COMPLETED = "completed"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
+    FAILED = "failed"  # too often to be tried again
+    CANCELLED = "cancelled"  # its prompt was removed
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +105,7 @@ class PrefillChunk(Generic[R]):
     @property
     def chunk_id(self) -> tuple[Hashable, int]:
         """Its name: that of its prompt, and its first token."""
-        return self.sequence.request_id, self.start
+        return self.request_id, self.start
 
     @property
     def num_tokens(self) -> int:

@@ -32,12 +32,8 @@ class _Client:
 
     tokens: int
     number: int
-    lines: tuple[_Heap, ...] = field(default_factory=lambda: ([], [], [], []))  # see `line`; some wait no more
+    lines: tuple[_Heap, ...] = field(default_factory=lambda: ([], [], [], []))  # see `_line`; some wait no more
     num_seqs: int = 0  # that wait
-
-    def line(self, sequence: QueuedSequence) -> _Heap:
-        """Returns the line of a sequence: of the short or the long ones, those whose request began, or the firsts."""
-        return self.lines[2 * sequence.is_long + sequence.is_first]
 
     def copies(self, *, is_long: bool) -> tuple[_Heap, _Heap]:
         """Returns copies of the lines of what began and of the firsts. All of the one wait, and the other's top."""
@@ -78,18 +74,17 @@ class WaitingQueue:
 
     def take(self, sequence: QueuedSequence) -> None:
         """Removes a sequence of a window for good; its client is charged for what it has yet to get."""
-        client = self._clients[sequence.request.client]
-        line, before, behind = client.line(sequence), sequence.before, sequence.behind
+        before, behind = sequence.before, sequence.behind
         if before is not None:
             before.behind = behind
-        elif line[0][2] is sequence:  # it may come back
+        elif (line := self._line(sequence))[0][2] is sequence:  # it may come back
             heapq.heappop(line)
         if behind is not None:
             behind.before = before
             if before is None:
                 self._push(behind)
         sequence.before = sequence.behind = None
-        client.tokens += sequence.num_tokens - sequence.num_pooled
+        self._clients[sequence.request.client].tokens += sequence.num_tokens - sequence.num_pooled
         self._count(sequence, -1)
 
     def return_charge(self, sequence: QueuedSequence) -> None:
@@ -98,7 +93,7 @@ class WaitingQueue:
 
     def remove(self, sequence: QueuedSequence) -> None:
         """Leaves out a sequence that waited and has ended with its request; its entry stays until it comes up."""
-        line = self._clients[sequence.request.client].line(sequence)
+        line = self._line(sequence)
         self._count(sequence, -1)
         if len(line) > 2 * self.num_seqs + 64:
             line[:] = [entry for entry in line if _waits(entry, is_long=sequence.is_long)]
@@ -138,20 +133,21 @@ class WaitingQueue:
         lines = [client.copies(is_long=True)[1] for client in self._clients.values()] if self.num_long else []
         return min((line[0][2].turn_for("") for line in lines if line), default=math.inf)
 
+    def _line(self, sequence: QueuedSequence) -> _Heap:
+        """Returns the line of a sequence: of the short or the long ones, those whose request began, or the firsts."""
+        return self._clients[sequence.request.client].lines[2 * sequence.is_long + sequence.is_first]
+
     def _push(self, sequence: QueuedSequence) -> None:
-        line = self._clients[sequence.request.client].line(sequence)
-        heapq.heappush(line, (sequence.turn_s, sequence.order, sequence))
+        heapq.heappush(self._line(sequence), (sequence.turn_s, sequence.order, sequence))
 
     def _count(self, sequence: QueuedSequence, step: int) -> None:
         self.num_seqs += step
         self.num_long += step * sequence.is_long
         self.num_tokens += step * sequence.num_tokens
-        name = sequence.request.client
-        client = self._clients[name]
+        client = self._clients[sequence.request.client]
         client.num_seqs += step
         if not client.num_seqs:
-            del self._clients[name]
-            self._ahead[name] = client.tokens
+            self._ahead[sequence.request.client] = self._clients.pop(sequence.request.client).tokens
             self._last_tokens = max(self._last_tokens, client.tokens)
 
 
@@ -170,12 +166,8 @@ def _cleared(line: _Heap, *, is_long: bool) -> _Heap:
 def in_running_order(window: list[QueuedSequence], overdue_s: float) -> list[QueuedSequence]:
     """Returns short sequences in the order in which they run: up to the last overdue, then by likeness to the first.
 
-    Those before an overdue one go before it: of another client, it may be overdue and yet have its share.
-
-    Args:
-        window: In the order of their turn.
-        overdue_s: Seconds. Those with an earlier turn are overdue.
+    `window` is in the order of turns; overdue are those of before `overdue_s` (Seconds, monotonic). What stands before
+    an overdue one goes before it: of another client, it may be overdue and yet have its share.
     """
     end = 1 + max((place for place, sequence in enumerate(window) if sequence.turn_s < overdue_s), default=0)
-    rest = sorted(window[end:], key=lambda s: (abs(s.num_tokens - window[0].num_tokens), s.order))
-    return [*window[:end], *rest]
+    return [*window[:end], *sorted(window[end:], key=lambda s: (abs(s.num_tokens - window[0].num_tokens), s.order))]
