@@ -145,10 +145,10 @@ class EngineSettings(BaseSettings):
         description="Tokens that wait or run, from which on requests are refused with 429. No request may have more.",
     )
     max_queue_s: Seconds = Field(
-        60.0,
+        6.0,
         description=(
-            "Seconds that what waits or runs takes, from which on requests are refused with 429, unless there are "
-            "fewer than 16; 0: never."
+            "Seconds that what waits or runs takes, from which on requests are refused with 429; a request counts for "
+            "an eighth of them at most, and two larger ones are taken. For bulk use more, such as 600; 0: never."
         ),
     )
     max_queued_chars: PositiveInt = Field(

@@ -258,7 +258,8 @@ class EngineCore:
     def _step_load(self, num_seqs: int, num_left: int) -> StepLoad:
         """Figures of a step and of the queue behind it. The caller holds the lock."""
         waiting = self._scheduler.waiting
-        return StepLoad(num_seqs, self._scheduler.token_budget, waiting.num_seqs, waiting.num_tokens, num_left)
+        budget = self._scheduler.pace.budget(self._scheduler.token_budget)
+        return StepLoad(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_left)
 
     def _cache_use(self, batch: Batch) -> CacheUse | None:
         """Figures of the memory of sequences that run in chunks, and of their chunks. The caller holds the lock."""

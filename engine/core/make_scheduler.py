@@ -49,7 +49,6 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, allocator: Allocator) 
         threshold=None if is_cut else info.max_model_len,
         min_chunk_size=max(min(_LEAST_CHUNK, budget // LEAST_SHARE), 1),  # there is always room for it
         is_dynamic=chunk_size is None,
-        token_s=limits.max_wait_s / budget,
         max_retries=_MAX_RETRIES,
     )
     scheduler = Scheduler(

@@ -1,7 +1,8 @@
 """Who is let in: nobody before the engine is ready, or while too much is under way, in tokens or in their time.
 
 What is under way decides, not what a request brings: so a request can be refused before it has been tokenized, when
-refusing it costs almost nothing, and a large one is not kept out for ever by small ones that still fit.
+refusing it costs almost nothing, and a large one is not kept out for ever by small ones that still fit. In time, a
+large request counts for a part of what it takes: the scheduler lets others run beside it. Only large ones wait for it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from .stats import DispatcherStats
 
 _RATE_MEMORY: Final = 0.8
 """What an older forward weighs in the drain rate, of the next one's weight."""
-_FEW_REQUESTS: Final = 16
-"""Fewer requests are never refused for the time that they take: large ones of few clients may wait for each other."""
+_LARGE: Final = 1 / 8
+"""Share of the bound in time from which on a request is large, and for which it counts at most."""
+_FEW_LARGE: Final = 2
+"""Fewer large requests are never a reason to refuse another one: those of two clients may wait for each other."""
 
 
 class Admission:
@@ -28,7 +31,7 @@ class Admission:
     Args:
         stats: Where it keeps `num_requests`, `num_tokens` and `num_refused_total`.
         max_tokens: Tokens under way from which on requests are refused; a single request may have no more.
-        max_queue_s: Seconds that the tokens under way take, from which on requests are refused.
+        max_queue_s: Seconds that the tokens under way take, from which on requests are refused; see `_LARGE`.
     """
 
     def __init__(self, stats: DispatcherStats, max_tokens: int, max_queue_s: float) -> None:
@@ -38,12 +41,14 @@ class Admission:
         self._max_queue_s = max_queue_s
         # Of past forwards. Their sums make the rate, not the mean of their rates: slow ones take most of the time.
         self._past_tokens = self._past_s = 0.0
-        self._tokens_of: Counter[str] = Counter()  # under way, by client
+        self._under_way: Counter[tuple[str, int]] = Counter()  # requests by client and tokens
 
     @property
     def is_full(self) -> bool:
         """Whether the engine works, and has so much to do that `check` refuses every client."""
-        return self.closed_because is None and self._stats.num_tokens >= self._limit
+        limit, largest = self._bounds()
+        is_much = self._stats.num_tokens >= limit  # large ones count for less
+        return self.closed_because is None and is_much and self._num_tokens(largest) >= limit
 
     @property
     def queue_s(self) -> float:
@@ -74,18 +79,18 @@ class Admission:
                 "Split it into smaller requests.",
                 param="input",
             )
-        self._check_room(client)
+        self._check_room(client, num_tokens)
         self._stats.num_requests += 1
         self._stats.num_tokens += num_tokens
-        self._tokens_of[client] += num_tokens
+        self._under_way[client, num_tokens] += 1
 
     def leave(self, num_tokens: int, client: str = "") -> None:
         """Counts a request no more."""
         self._stats.num_requests -= 1
         self._stats.num_tokens -= num_tokens
-        self._tokens_of[client] -= num_tokens
-        if not self._tokens_of[client]:
-            del self._tokens_of[client]
+        self._under_way[client, num_tokens] -= 1
+        if not self._under_way[client, num_tokens]:
+            del self._under_way[client, num_tokens]
         if not self._stats.num_requests:
             self._stats.num_waiting = self._stats.num_waiting_tokens = 0  # no step may follow that would say so
 
@@ -94,9 +99,10 @@ class Admission:
         self._past_tokens = _RATE_MEMORY * self._past_tokens + num_tokens
         self._past_s = _RATE_MEMORY * self._past_s + max(seconds, 1e-6)
 
-    def _check_room(self, client: str) -> None:
+    def _check_room(self, client: str, num_new: int = 0) -> None:
         """Refuses where there is no room. Where clients are told apart, none may take more than it leaves free."""
-        num_tokens, limit = self._stats.num_tokens, self._limit
+        limit, largest = self._bounds()
+        num_tokens = self._num_tokens(largest)
         num_free = limit - num_tokens
         if num_free <= 0:
             raise self._refusal(
@@ -106,21 +112,38 @@ class Admission:
                 else f"The server has {num_tokens} tokens under way and takes no request from {limit} on.",
                 1 - num_free,
             )
-        num_own = self._tokens_of[client] if client else 0
+        num_own = self._num_tokens(largest, client) if client else 0
         if num_own >= num_free:
             raise self._refusal(
                 f"Your requests under way have {num_own} tokens and leave {num_free} to other clients, who are to have "
                 "at least as many.",
                 num_own - num_free + 1,
             )
+        if num_new > largest and self._stats.num_tokens >= limit:
+            larges = sorted(
+                size for (_, size), count in self._under_way.items() if size > largest for _ in range(count)
+            )
+            if len(larges) >= _FEW_LARGE:
+                raise self._refusal(
+                    f"Requests of more than {largest} tokens, such as yours of {num_new}, run beside few others: "
+                    f"{len(larges)} are under way. Split it into smaller ones, or wait.",
+                    larges[0],
+                )
 
-    @property
-    def _limit(self) -> int:
-        """Tokens under way from which on everybody is refused."""
+    def _bounds(self) -> tuple[int, int]:
+        """Returns the tokens under way from which on everybody is refused, and as how many a request counts at most."""
         # What two forwards can hold never waits for many others, and tells no rate either.
         stats, in_time = self._stats, self._max_queue_s * self._tokens_per_s  # nan, which is never less, without a rate
-        is_queue = stats.num_requests >= _FEW_REQUESTS and stats.num_tokens > 2 * stats.token_budget
-        return math.ceil(in_time) if is_queue and in_time < self._max_tokens else self._max_tokens
+        if stats.num_tokens > 2 * stats.token_budget and in_time < self._max_tokens:
+            return math.ceil(in_time), math.ceil(in_time * _LARGE)
+        return self._max_tokens, self._max_tokens
+
+    def _num_tokens(self, largest: int, client: str | None = None) -> int:
+        """Tokens under way, of all or of a client, with requests that are larger than `largest` counted as that."""
+        if client is None and largest == self._max_tokens:
+            return self._stats.num_tokens
+        entries = self._under_way.items()
+        return sum(min(size, largest) * count for (name, size), count in entries if client is None or name == client)
 
     @property
     def _tokens_per_s(self) -> float:

@@ -3,17 +3,7 @@
 from .chunk_queue import ChunkStateError
 from .chunked_prefill import ChunkedPrefillManager, chunk_prompt, create_prefill_manager
 from .scheduler import Scheduler
-from .sequence import (
-    Batch,
-    Chunk,
-    ChunkedRequest,
-    ChunkState,
-    PrefillBudget,
-    PrefillChunk,
-    QueuedSequence,
-    Request,
-    Status,
-)
+from .sequence import Batch, Chunk, ChunkedRequest, ChunkState, PrefillChunk, QueuedSequence, Request, Status
 
 __all__ = [
     "Batch",
@@ -22,7 +12,6 @@ __all__ = [
     "ChunkStateError",
     "ChunkedPrefillManager",
     "ChunkedRequest",
-    "PrefillBudget",
     "PrefillChunk",
     "QueuedSequence",
     "Request",

@@ -26,7 +26,7 @@ class ChunkStateError(ValueError):
 class ChunkQueue(Generic[R]):
     """The prompts that are being read, and whose chunk runs next. Not thread-safe: its owner holds a lock.
 
-    The chunk that is due first runs first: at the turn of its prompt, and `token_s` later for every token that ran.
+    The chunk that is due first runs first: at the turn of its prompt, and later for every token that ran.
     Whoever comes late enough comes behind, so that nobody starves.
     Invariants: the chunks of a prompt cover it without gap or overlap; they run in order, one at a time.
 
@@ -42,11 +42,7 @@ class ChunkQueue(Generic[R]):
         self._clock = clock
 
     def add(self, request: R) -> None:
-        """Takes in a prompt, whose chunks may run from now on.
-
-        Raises:
-            InvalidRequestError: The name is in use, or the prompt is empty.
-        """
+        """Takes in a prompt, whose chunks may run from now on. InvalidRequestError if it is empty, or known by name."""
         if request.request_id in self.requests:
             raise InvalidRequestError(f"request {request.request_id!r} is in chunks already.", param="request_id")
         if request.num_tokens < 1:
@@ -59,36 +55,24 @@ class ChunkQueue(Generic[R]):
         threshold = self.config.threshold
         return token_count > (self.config.chunk_size if threshold is None else threshold)
 
-    def due_s(self, request: R) -> float:
-        """Returns the time at which the next chunk of a prompt is due: its turn, later for every token that ran."""
-        return request.turn_s + (request.num_done - request.num_cached) * self.config.token_s
-
     def is_due(self, request: R, max_tokens: int) -> bool:
         """Whether a prompt should be added now: the next chunks of the others leave room, or are due later."""
         others = self.requests.values()
         left = sum(min(other.num_tokens - other.num_done, self.config.chunk_size) for other in others)
-        return left < max_tokens or all(self.due_s(request) < self.due_s(other) for other in others)
+        return left < max_tokens or all(request.due_s < other.due_s for other in others)
 
     def peek(self) -> R | None:
         """Returns the prompt whose chunk is due first, or None where no chunk may run."""
-        return min((r for r in self.requests.values() if r.is_ready), key=self.due_s, default=None)
+        return min((r for r in self.requests.values() if r.is_ready), key=lambda r: r.due_s, default=None)
 
     def schedule_chunk(self, max_tokens: int | None = None, *, memory_pressure: float = 0.0) -> PrefillChunk[R] | None:
-        """Cuts the chunk that is due first.
+        """Cuts and returns the chunk that is due first; None where none may run, or the next needs more room.
 
         Args:
-            max_tokens: Tokens that there is room for.
-            memory_pressure: Share of a full chunk for which there is no memory, 0 to 1.
-
-        Returns:
-            The chunk, or None where none may run or the next needs more room: but for the end of a prompt, chunks are
-            not cut below the smallest size.
-
-        Raises:
-            InvalidRequestError: `memory_pressure` is out of range.
+            max_tokens: Tokens that there is room for; but for the end of a prompt, none is cut below the smallest size.
+            memory_pressure: Share of a full chunk for which there is no memory, 0 to 1; else InvalidRequestError.
         """
-        request = self.peek()
-        if request is None:
+        if (request := self.peek()) is None:
             return None
         num_left = request.num_tokens - request.num_done
         size = min(self.config.sized(request.chunk_size or self.config.chunk_size, memory_pressure), num_left)
@@ -103,20 +87,15 @@ class ChunkQueue(Generic[R]):
         return chunk
 
     def complete_chunk(self, chunk_id: ChunkId, output: Any = None, kv_cache: Any = None) -> bool:
-        """Records that a running chunk is done, and returns whether its whole prompt is.
+        """Records that a running chunk is done, and returns whether its whole prompt is. ChunkStateError if none runs.
 
-        Args:
-            chunk_id: The chunk.
-            output: What it gave, for `merge_chunks`.
-            kv_cache: Whatever holds the keys and values up to here; kept as the prompt's `kv_cache`.
-
-        Raises:
-            ChunkStateError: It does not run.
+        Kept are `output`, what it gave, for `merge_chunks`, and `kv_cache`, what holds the keys and values up to here.
         """
         chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
         request = chunk.sequence
         chunk.state, chunk.output = ChunkState.COMPLETED, output
         request.chunk, request.num_done = None, chunk.end
+        request.due_s += chunk.num_tokens * self.config.token_s
         request.num_chunks += 1
         request.num_failures, request.error = 0, None
         request.completed += [] if output is None else [chunk]
@@ -130,10 +109,7 @@ class ChunkQueue(Generic[R]):
     def fail_chunk(self, chunk_id: ChunkId, error: str | BaseException) -> bool:
         """Records that a chunk failed, and returns whether its prompt is tried again after the last completed chunk.
 
-        After `max_retries` tries more it has failed as a whole.
-
-        Raises:
-            ChunkStateError: The chunk is not under way.
+        After `max_retries` tries more it has failed as a whole. ChunkStateError if the chunk is not under way.
         """
         chunk = self._find_chunk(chunk_id, ChunkState.SCHEDULED, ChunkState.RUNNING)
         request = chunk.sequence
@@ -148,30 +124,26 @@ class ChunkQueue(Generic[R]):
     def preempt(self, request_id: Hashable) -> None:
         """Sets a prompt back to its first token: what was done of it is lost, and what its chunk still gives is too.
 
-        Raises:
-            ChunkStateError: The prompt is unknown, complete or has failed.
+        Raises ChunkStateError where it is unknown, complete or has failed.
         """
         request = self._find_unfinished(request_id, "preempted")
         request.drop_chunk(ChunkState.PENDING)
         request.num_done = request.num_cached = request.num_chunks = 0
-        request.completed, request.kv_cache = [], None
+        request.completed, request.kv_cache, request.due_s = [], None, request.turn_s
         self._metrics.preemptions += 1
 
     def skip_cached(self, request_id: Hashable, num_cached_tokens: int) -> None:
         """Counts tokens at the start of a prompt as done, since what later ones read of them was found in a cache.
 
-        Raises:
-            ChunkStateError: The prompt is unknown, complete or has failed, or a chunk of it is under way.
-            InvalidRequestError: They are all tokens of the prompt: the last one must run.
+        Raises ChunkStateError where the prompt is unknown, complete or has failed, or a chunk of it is under way;
+        InvalidRequestError where they are all tokens of the prompt: the last one must run.
         """
         request = self._find_unfinished(request_id, "skipped over")
         self._ensure_idle(request)
         if num_cached_tokens >= request.num_tokens:
-            raise InvalidRequestError(
-                f"request {request_id!r} has {request.num_tokens} tokens; {num_cached_tokens} cannot be skipped, "
-                "since the last one must run.",
-                param="num_cached_tokens",
-            )
+            reason = f"{num_cached_tokens} cannot be skipped, since the last one must run."
+            message = f"request {request_id!r} has {request.num_tokens} tokens; {reason}"
+            raise InvalidRequestError(message, param="num_cached_tokens")
         num_skipped = max(num_cached_tokens - request.num_done, 0)
         request.num_done += num_skipped
         request.num_cached += num_skipped
@@ -179,12 +151,10 @@ class ChunkQueue(Generic[R]):
 
     def remove_request(self, request_id: Hashable) -> bool:
         """Forgets a prompt wherever it stands, with its chunk, and returns whether it was known."""
-        request = self.requests.pop(request_id, None)
-        if request is None:
-            return False
-        request.status = Status.ENDED
-        request.drop_chunk(ChunkState.CANCELLED)
-        return True
+        if (request := self.requests.pop(request_id, None)) is not None:
+            request.status = Status.ENDED
+            request.drop_chunk(ChunkState.CANCELLED)
+        return request is not None
 
     def cancel_request(self, request_id: Hashable) -> bool:
         """Ends a prompt and forgets it; returns whether it was known. See `remove_request`."""
@@ -198,14 +168,12 @@ class ChunkQueue(Generic[R]):
         return msgspec.structs.replace(self._metrics, num_requests=len(self.requests), num_running_chunks=num_running)
 
     def _cut(self, request: R, size: int) -> PrefillChunk[R]:
-        start = request.num_done
-        end = min(start + size, request.num_tokens)
-        request.chunk = PrefillChunk(request, start, end, request.num_chunks, ChunkState.SCHEDULED)
+        end = min(request.num_done + size, request.num_tokens)
+        request.chunk = PrefillChunk(request, request.num_done, end, request.num_chunks, ChunkState.SCHEDULED)
         return request.chunk
 
     def _find(self, request_id: Hashable) -> R:
-        request = self.requests.get(request_id)
-        if request is None:
+        if (request := self.requests.get(request_id)) is None:
             raise ChunkStateError(f"request {request_id!r} is unknown; it may have been cancelled or removed.")
         return request
 
@@ -218,17 +186,15 @@ class ChunkQueue(Generic[R]):
     def _find_chunk(self, chunk_id: ChunkId, *states: ChunkState) -> PrefillChunk[R]:
         request_id, start = chunk_id
         request = self._find(request_id)
-        chunk = request.chunk
-        if chunk is not None and chunk.start == start:
-            if chunk.state in states:
+        if (chunk := request.chunk) is not None and chunk.start == start:
+            if (found := chunk.state) in states:
                 return chunk
-            found = chunk.state
+        elif start < request.num_done:
+            found = ChunkState.COMPLETED
         else:
-            waiting = ChunkState.FAILED if request.has_failed else ChunkState.PENDING
-            found = ChunkState.COMPLETED if start < request.num_done else waiting
-        raise ChunkStateError(
-            f"chunk {chunk_id} of request {request_id!r} is {found}; it must be {' or '.join(states)}."
-        )
+            found = ChunkState.FAILED if request.has_failed else ChunkState.PENDING
+        needed = " or ".join(states)
+        raise ChunkStateError(f"chunk {chunk_id} of request {request_id!r} is {found}; it must be {needed}.")
 
     def _ensure_idle(self, request: R) -> None:
         if (chunk := request.chunk) is not None:

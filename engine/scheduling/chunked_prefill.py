@@ -35,11 +35,8 @@ class ChunkedPrefillManager(ChunkQueue[R]):
     Args:
         config: How prompts are cut; None takes the defaults.
         tokenize_fn: Text to token ids, for `create_chunks_from_prompt`.
-        chunk_size: Tokens of a chunk; in place of `config` where this is all there is to say.
+        chunk_size: Tokens of a chunk, where this is all there is to say. ValueError beside `config`, or if below 1.
         clock: Seconds. Monotonic time.
-
-    Raises:
-        ValueError: Both `config` and `chunk_size` are given, or `chunk_size` is less than 1.
     """
 
     def __init__(
@@ -68,6 +65,8 @@ class ChunkedPrefillManager(ChunkQueue[R]):
     ) -> list[PrefillChunk[R]]:
         """Takes in a prompt and returns its chunks as they would be now; each is cut when its turn comes.
 
+        Raises InvalidRequestError where the name is in use, the prompt is empty, or an argument is out of range.
+
         Args:
             request_id: Its name.
             prompt_tokens: Token ids, which are not copied, or their number.
@@ -75,14 +74,12 @@ class ChunkedPrefillManager(ChunkQueue[R]):
             chunk_size: Tokens of a chunk while memory is free; None takes the config's.
             memory_pressure: Share of a full chunk for which there is no memory, 0 to 1.
             arrival_s: Seconds. Time of its arrival by the manager's clock; None takes now.
-
-        Raises:
-            InvalidRequestError: The name is in use, the prompt is empty, or an argument is out of range.
         """
         prompt = range(prompt_tokens) if isinstance(prompt_tokens, int) else prompt_tokens
         bounds = self.compute_chunk_boundaries(len(prompt), chunk_size, memory_pressure)
         turn_s = (self._clock() if arrival_s is None else arrival_s) + priority * self.config.ageing_s
-        request = cast("R", ChunkedRequest(request_id, prompt, len(prompt), turn_s, bounds[0][1] if bounds else 0))
+        size = bounds[0][1] if bounds else 0
+        request = cast("R", ChunkedRequest(request_id, prompt, len(prompt), turn_s, turn_s, size))
         self.add(request)
         return [PrefillChunk(request, start, end, index) for index, (start, end) in enumerate(bounds)]
 
@@ -99,8 +96,7 @@ class ChunkedPrefillManager(ChunkQueue[R]):
     ) -> list[tuple[int, int]]:
         """Returns where each chunk of a prompt begins and ends (not included); the last may be shorter.
 
-        Raises:
-            InvalidRequestError: An argument is out of range; see `create_chunks` for what they are.
+        Raises InvalidRequestError where an argument is out of range; see `create_chunks` for what they are.
         """
         if total_tokens < 0:
             raise InvalidRequestError(f"total_tokens is {total_tokens}; it must be 0 or more.", param="total_tokens")
@@ -110,8 +106,7 @@ class ChunkedPrefillManager(ChunkQueue[R]):
     def iterate_chunks(self, request_id: Hashable) -> Iterator[PrefillChunk[R]]:
         """Yields the chunks of one prompt in order, each started, until it is complete or removed.
 
-        Raises:
-            ChunkStateError: The prompt is unknown or has failed, or the last chunk was neither completed nor failed.
+        Raises ChunkStateError where it is unknown or has failed, or the last chunk was neither completed nor failed.
         """
         request = self._find(request_id)
         while request.status is Status.RUNNING and not request.is_complete:
@@ -123,8 +118,7 @@ class ChunkedPrefillManager(ChunkQueue[R]):
     def merge_chunks(self, request_id: Hashable) -> Any:
         """Returns the outputs of all chunks in order: lists and arrays joined to one, others as a list.
 
-        Raises:
-            ChunkStateError: The prompt is unknown or not complete, or some of its chunks have an output but not all.
+        Raises ChunkStateError where the prompt is unknown or not complete, or some of its chunks gave none.
         """
         request = self._find(request_id)
         if not request.is_complete:

@@ -1,4 +1,4 @@
-"""How many tokens of long prompts go into the next forward: as many as take about a fixed time.
+"""How many tokens go into the next forward, and how many of long prompts: as many as take about a fixed time.
 
 The cost of a token grows with what it looks back on, and from machine to machine, so the number follows the time that
 the last forwards took. While others wait it is small, so that they need not; alone it is larger, so that little is
@@ -24,16 +24,13 @@ _ROUND_TO: Final = 16
 
 
 class ChunkPace:
-    """Turns the time of past forwards into an allowance for the next.
-
-    Args:
-        max_tokens: Tokens. Never more in one forward.
-    """
+    """Turns the time of past forwards into an allowance for the next: never more than `max_tokens` of long prompts."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._chunk_token_s: float | None = None  # of a token in a chunk
         self._whole_token_s: float | None = None  # of a token in a sequence that runs whole
+        self.token_s: float | None = None  # Seconds of a token in a forward that is at least half full
 
     def allowance(self, *, others_wait: bool) -> int:
         """Returns the tokens that chunks may have in the next forward, at least 1."""
@@ -49,14 +46,21 @@ class ChunkPace:
         num_tokens = self.allowance(others_wait=others_wait) if config.is_dynamic else fixed
         return min(max(num_tokens, config.min_chunk_size), token_budget)
 
+    def budget(self, token_budget: int) -> int:
+        """Returns the tokens of the next forward: on a slow device fewer than it may have, since others wait for it."""
+        return min(max(int(_IDLE_STEP_S / (self.token_s or _IDLE_STEP_S)), _IDLE_MIN_TOKENS), token_budget)
+
     def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
         """Records a forward of so many tokens in chunks and in whole sequences."""
+        num_tokens = chunk_tokens + whole_tokens
+        if 2 * num_tokens >= self.budget(self._max_tokens):
+            self.token_s = _mean(self.token_s, max(step_s / num_tokens, 1e-9))
         if not chunk_tokens:
             self._whole_token_s = _mean(self._whole_token_s, step_s / max(whole_tokens, 1))
             return
         others_s = whole_tokens * (self._whole_token_s or 0.0)
         # NOTE: never less than half of an even share: the time of whole sequences is an estimate.
-        chunk_s = max(step_s - others_s, step_s * chunk_tokens / (2 * (chunk_tokens + whole_tokens)))
+        chunk_s = max(step_s - others_s, step_s * chunk_tokens / (2 * num_tokens))
         self._chunk_token_s = _mean(self._chunk_token_s, max(chunk_s / chunk_tokens, 1e-9))
 
 

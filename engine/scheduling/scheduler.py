@@ -1,9 +1,9 @@
 """Decides what runs in the next forward, and keeps the one book of what waits and runs. Plain Python without torch.
 
-The order is start-time fair (Goyal, Vin, Cheng, 1997): a sequence's turn comes at its arrival plus the time that the
-tokens ahead of it in its own request would take, so that large requests and small ones share the device. A level of
-priority is worth a fixed time of waiting. Nobody starves: turns never move, and later arrivals have later ones. Where
-clients are told apart, this holds within each of them, and those that wait get the same number of tokens.
+The order is start-time fair (see waiting.py): a sequence's turn comes at its arrival, or when those before it in its
+request have run and had their time, so that large requests and small ones share the device. A level of priority is
+worth a fixed time of waiting. Nobody starves: turns never move, and later arrivals have later ones. Where clients are
+told apart, this holds within each of them, and those that wait get the same number of tokens.
 
 Short sequences of similar length whose turn is near go together (attention over equal lengths is one product), unless
 one has waited for too long. Long ones run in chunks, which take a share of each forward; whole sequences take the rest.
@@ -69,6 +69,7 @@ class Scheduler:
         self._last_num_whole = 0  # whole sequences in the last batch
         self._waits_for_memory = False  # the next long sequence does
         self._orders = count()
+        self._token_s = self._front_s = 0.0  # of this batch: time of a token, and when who has not begun is due
         self.requests: dict[int, Request] = {}  # the book: every request that has not ended, by its number
         self.waiting = WaitingQueue()  # the sequences that have not started
         self.prefill: ChunkedPrefillManager[QueuedSequence] = ChunkedPrefillManager(prefill)  # long ones that have
@@ -88,16 +89,16 @@ class Scheduler:
                 raise ValueError(f"a sequence has {num_tokens} tokens; it must have 1 to {self._max_seq_len}.")
         self.requests[request.request_id] = request
         request.num_left = len(request.sequences)
-        first_s = request.arrival_s + request.priority * self.prefill.config.ageing_s
-        tokens_ahead = 0
+        request.lead_s = request.priority * self.prefill.config.ageing_s
+        last: dict[bool, QueuedSequence] = {}  # of the short ones, and of the long ones
         for sequence in request.sequences:
             num_tokens = sequence.num_tokens
-            sequence.turn_s = first_s + self._max_wait_s * tokens_ahead / self._full_budget
+            sequence.turn_s = request.arrival_s + request.lead_s  # of the first of each; the others get theirs in line
             sequence.order = next(self._orders)
             is_cut = self.prefill.should_chunk(num_tokens) or num_tokens > self.token_budget
             sequence.is_long = is_cut and self._allocator.can_hold(num_tokens)  # what can never be held runs whole
-            self.waiting.add(sequence)
-            tokens_ahead += num_tokens
+            self.waiting.add(sequence, last.get(sequence.is_long))
+            last[sequence.is_long] = sequence
 
     def cancel(self, request_id: int, *, forget: bool = False) -> Request | None:
         """Ends a request, whatever of it waits or runs, and returns it; None where it is not in the book.
@@ -116,7 +117,8 @@ class Scheduler:
             now_s: Seconds. Monotonic time, as in Request.arrival_s.
             free_tokens: Tokens of a forward that the device has memory for now; None where that is not known.
         """
-        batch, budget = Batch(), PrefillBudget(self.token_budget, self._max_num_seqs)
+        self._token_s = self.pace.token_s or self._max_wait_s / self._full_budget
+        batch, budget = Batch(), PrefillBudget(self.pace.budget(self.token_budget), self._max_num_seqs)
         if free_tokens is not None and self.prefill.config.is_dynamic:
             budget.num_tokens = min(budget.num_tokens, max(free_tokens, self.prefill.config.min_chunk_size))
         self._expire(self.prefill.requests.values(), now_s, batch)
@@ -137,6 +139,9 @@ class Scheduler:
                 continue  # cancelled, or to be tried again
             if sequence.is_long:
                 self.prefill.complete_chunk(chunk.chunk_id)
+                client = sequence.request.client  # where clients are told apart, the prompts of each share its part
+                num_own = sum(s.request.client == client for s in self.prefill.requests.values()) if client else 1
+                sequence.due_s = max(sequence.due_s + chunk.num_tokens * self._token_s * num_own, self._front_s)
             else:
                 sequence.num_done = chunk.end
             sequence.num_pooled = max(sequence.num_pooled, chunk.end)
@@ -153,12 +158,10 @@ class Scheduler:
     def retry(self, chunk: Chunk, error: Exception) -> bool:
         """Lets tokens for which memory was short run again in smaller chunks; False where that cannot help."""
         sequence = chunk.sequence
-        if sequence.chunk is not chunk or chunk.num_tokens == 1:
+        if sequence.chunk is not chunk or chunk.num_tokens == 1 or not self._allocator.can_hold(sequence.num_tokens):
             return False
         if sequence.is_long:
             return self.prefill.fail_chunk(chunk.chunk_id, error)
-        if not self._allocator.can_hold(sequence.num_tokens):
-            return False
         self._wait_again(sequence)
         return True
 
@@ -171,7 +174,7 @@ class Scheduler:
     def _lift_short(self, now_s: float, batch: Batch) -> list[QueuedSequence]:
         """Returns the short sequences whose turn is near and whose deadline has not passed."""
         max_tokens, max_seqs = _WINDOW * self.token_budget, max(_WINDOW // 2 * self._max_num_seqs, 1)
-        while window := self.waiting.window(max_tokens, max_seqs):
+        while window := self.waiting.window(max_tokens, max_seqs, now_s, self._token_s):
             self._expire(window, now_s, batch)
             if live := [sequence for sequence in window if sequence.status is Status.WAITING]:
                 return live
@@ -185,20 +188,20 @@ class Scheduler:
         if room.num_tokens < 1 or room.num_seqs < 1:
             return
         self._waits_for_memory = False
-        while lifted := self.waiting.window(1, 1, is_long=True):
+        while lifted := self.waiting.window(1, 1, now_s, self._token_s, is_long=True):
             self._expire(lifted, now_s, batch)
             (sequence,) = lifted
+            sequence.due_s = sequence.turn_for("")
             if sequence.status is Status.WAITING and not (
                 self.prefill.is_due(sequence, room.num_tokens) and self._start(sequence, batch)
             ):
-                self.waiting.put_back(lifted)
                 break  # those behind it wait too, or it might never find enough memory
+        self._front_s = min(self.waiting.first_long_s(), now_s)
         pool = _POOL_PRESSURE * self._allocator.usage if self._waits_for_memory else 0.0
         device = 0.0 if free_tokens is None else 1 - min(free_tokens / self.prefill.config.chunk_size, 1.0)
         self.memory_pressure = max(device, pool, 1 - self.token_budget / self._full_budget)
         while room.num_tokens > 0 and room.num_seqs > 0:
-            chunk = self.prefill.schedule_chunk(room.num_tokens, memory_pressure=self.memory_pressure)
-            if chunk is None:
+            if (chunk := self.prefill.schedule_chunk(room.num_tokens, memory_pressure=self.memory_pressure)) is None:
                 break
             batch.chunks.append(self.prefill.start_chunk(chunk.chunk_id))
             room.add(chunk.num_tokens)
@@ -235,8 +238,9 @@ class Scheduler:
         What was pooled of them counts; their keys and values stay in the prefix cache as long as nobody needs the
         blocks, and are computed again where they are lost.
         """
-        running = self.prefill.requests.values()
-        later = sorted((s for s in running if s.turn_s > sequence.turn_s), key=lambda s: (s.turn_s, s.order))
+        client, running = sequence.request.client, self.prefill.requests.values()
+        later = [s for s in running if s.turn_for(client) > sequence.turn_for(s.request.client)]
+        later.sort(key=lambda s: (s.turn_s, s.order))
         victims: list[tuple[QueuedSequence, Allocation]] = []
         while not self._allocator.has_room(sequence.num_tokens, after=[held for _, held in victims]):
             if not later:
@@ -251,19 +255,17 @@ class Scheduler:
         return True
 
     def _add_whole(self, window: list[QueuedSequence], batch: Batch, budget: PrefillBudget, now_s: float) -> None:
-        """Adds the whole sequences that run and puts the others back."""
+        """Adds the whole sequences that run."""
         num_chunks = len(batch.chunks)
         for sequence in in_running_order(window, now_s - self._max_wait_s):
             if (chunk := self._whole_chunk(sequence, budget)) is None:
                 break
             batch.chunks.append(chunk)
-        self.waiting.put_back(window)
         self._last_num_whole = len(batch.chunks) - num_chunks
 
     def _whole_chunk(self, sequence: QueuedSequence, budget: PrefillBudget) -> Chunk | None:
         """Starts a short sequence, after what the prefix cache holds of it; None where there is no room."""
-        num_tokens, keys = sequence.num_tokens, sequence.block_keys
-        num_cached = 0
+        num_tokens, num_cached, keys = sequence.num_tokens, 0, sequence.block_keys
         if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and self._allocator.can_hold(num_tokens):
             if budget.has_room(num_tokens - self._allocator.find(keys, num_tokens - 1)):
                 sequence.allocation = self._allocate(sequence)

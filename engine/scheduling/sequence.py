@@ -1,11 +1,7 @@
 """The records of scheduling: a request, its sequences, the chunks that run of them, and a batch. Plain Python.
 
 A sequence is WAITING, then RUNNING, then ENDED; one that loses its memory to another waits again. What a forward runs
-of it is a chunk: the whole of a short one, a part of a long one. The states of a chunk:
-
-    PENDING --schedule--> SCHEDULED --start--> RUNNING --complete--> COMPLETED
-       ^                      |                   |
-       +--- preempt, fail ----+-------------------+---- too many failures ---> FAILED
+of it is a chunk: the whole of a short one, a part of a long one.
 """
 
 from __future__ import annotations
@@ -30,12 +26,12 @@ class Status(StrEnum):
 class ChunkState(StrEnum):
     """Where a chunk, or a prompt in chunks as a whole, stands."""
 
-    PENDING = "pending"
-    SCHEDULED = "scheduled"
+    PENDING = "pending"  # not cut yet; or it failed, or lost its memory, and its tokens are cut again
+    SCHEDULED = "scheduled"  # cut, and not started; the scheduler starts it at once
     RUNNING = "running"
     COMPLETED = "completed"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
+    FAILED = "failed"  # too often to be tried again
+    CANCELLED = "cancelled"  # its prompt was removed
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +41,8 @@ class ChunkedRequest:
     request_id: Hashable  # of a QueuedSequence: the number of its request, and its place there
     prompt: Any = field(repr=False)  # ids, or a range of places; of a QueuedSequence: the TokenizedInput
     num_tokens: int  # its whole length
-    turn_s: float = 0.0  # Seconds, monotonic; lower goes first. Set once, before it waits
+    turn_s: float = 0.0  # Seconds, monotonic; lower goes first. Set once, before it is in line
+    due_s: float = 0.0  # Seconds, monotonic: of its next chunk, while it runs in chunks
     chunk_size: int = 0  # tokens of a chunk while memory is free; 0 takes the manager's
     status: Status = Status.WAITING
     num_done: int = 0  # tokens at the start that need not run any more: what later ones read of them is there
@@ -108,7 +105,7 @@ class PrefillChunk(Generic[R]):
     @property
     def chunk_id(self) -> tuple[Hashable, int]:
         """Its name: that of its prompt, and its first token."""
-        return self.sequence.request_id, self.start
+        return self.request_id, self.start
 
     @property
     def num_tokens(self) -> int:
@@ -135,9 +132,16 @@ class QueuedSequence(ChunkedRequest):
     block_keys: Sequence[bytes] = ()  # keys of its full blocks in the prefix cache; none where it takes no part
     is_long: bool = False  # runs in chunks, and holds memory for all of its length meanwhile
     order: int = 0  # of arrival, among all sequences
+    is_first: bool = True  # of its request, among its short or its long ones
+    before: QueuedSequence | None = field(default=None, repr=False)  # the last of these that waits before it
+    behind: QueuedSequence | None = field(default=None, repr=False)  # the next that waits
     num_pooled: int = 0  # tokens that were pooled; they count even if what was done is lost, and they run again
     allocation: Allocation | None = None  # what it holds in the pool
     kept: Any = None  # what the model runner keeps of it between two chunks
+
+    def turn_for(self, client: str) -> float:
+        """Returns its turn as a client sees it: where they are told apart, another's priority counts for nothing."""
+        return self.turn_s if client == self.request.client else self.turn_s - self.request.lead_s
 
 
 Chunk: TypeAlias = PrefillChunk[QueuedSequence]
@@ -157,6 +161,7 @@ class Request:
     sequences: list[QueuedSequence] = field(default_factory=list)  # one for each input, in order
     num_left: int = 0  # of these, that have not ended
     started_s: float | None = None  # Seconds, monotonic: its first forward began
+    lead_s: float = 0.0  # Seconds that its priority is worth: turns are later by them
 
 
 @dataclass(slots=True)

@@ -3,33 +3,48 @@
 Between clients the order is start-time fair (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996), with
 tokens for service: whoever has had the fewest goes first, and one that comes after a pause stands with those that wait,
 neither punished for what it had before nor paid for what it did not take. Within a client the turn decides.
+
+Of each request one short sequence is in line, and one long one. The next gets its turn when that is taken: later by
+the time that it takes in the share which requests that have begun claim, and no earlier than the first one that has
+not. So nobody holds turns of a time when others were not there, on a device of any speed.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass, field
+from typing import Final
 
 from .sequence import QueuedSequence, Status
 
 _Heap = list[tuple[float, int, QueuedSequence]]
 """Turn, order of arrival, sequence."""
 
+BEGUN_SHARE: Final = 0.5
+"""Of the device, which requests that have begun claim together while others wait to begin."""
+
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A client that waits: its tokens so far, its number among those that came to wait, and its sequences."""
+    """A client that waits: its tokens so far, its number among those that came to wait, and its sequences in line."""
 
     tokens: int
     number: int
-    heaps: tuple[_Heap, _Heap] = field(default_factory=lambda: ([], []))  # short and long; some in them have ended
+    lines: tuple[_Heap, ...] = field(default_factory=lambda: ([], [], [], []))  # see `_line`; some wait no more
     num_seqs: int = 0  # that wait
+
+    def copies(self, *, is_long: bool) -> tuple[_Heap, _Heap]:
+        """Returns copies of the lines of what began and of the firsts. All of the one wait, and the other's top."""
+        begun, firsts = self.lines[2 * is_long : 2 * is_long + 2]
+        begun[:] = [entry for entry in begun if _waits(entry, is_long=is_long)]
+        heapq.heapify(begun)
+        return begun.copy(), _cleared(firsts, is_long=is_long).copy()
 
 
 class WaitingQueue:
-    """Two heaps of sequences, short and long, for each client that waits. Not thread-safe: its owner holds a lock.
+    """The lines of sequences, short and long, of each client that waits. Not thread-safe: its owner holds a lock.
 
     Invariants: the counts are of what was neither taken nor removed. Among clients that wait without a pause, tokens
     differ by no more than the largest window and batch.
@@ -44,18 +59,31 @@ class WaitingQueue:
         self._last_tokens = 0  # of the last client that had waited, for those that come when nobody does
         self._numbers = itertools.count()
 
-    def add(self, sequence: QueuedSequence) -> None:
-        """Queues a sequence of its client, at its turn."""
+    def add(self, sequence: QueuedSequence, before: QueuedSequence | None = None) -> None:
+        """Queues a sequence of its client: in line at its turn, or behind another one of its request."""
         name = sequence.request.client
         if name not in self._clients:
             least = min((client.tokens for client in self._clients.values()), default=self._last_tokens)
             self._ahead = {other: tokens for other, tokens in self._ahead.items() if tokens > least}
             self._clients[name] = _Client(self._ahead.pop(name, least), next(self._numbers))
-        self._push(sequence)
+        if before is None:
+            self._push(sequence)
+        else:
+            before.behind, sequence.before, sequence.is_first = sequence, before, False
         self._count(sequence, +1)
 
     def take(self, sequence: QueuedSequence) -> None:
-        """Removes a lifted sequence for good; its client is charged for what it has yet to get."""
+        """Removes a sequence of a window for good; its client is charged for what it has yet to get."""
+        before, behind = sequence.before, sequence.behind
+        if before is not None:
+            before.behind = behind
+        elif (line := self._line(sequence))[0][2] is sequence:  # it may come back
+            heapq.heappop(line)
+        if behind is not None:
+            behind.before = before
+            if before is None:
+                self._push(behind)
+        sequence.before = sequence.behind = None
         self._clients[sequence.request.client].tokens += sequence.num_tokens - sequence.num_pooled
         self._count(sequence, -1)
 
@@ -64,69 +92,82 @@ class WaitingQueue:
         self._clients[sequence.request.client].tokens -= sequence.num_tokens - sequence.num_pooled
 
     def remove(self, sequence: QueuedSequence) -> None:
-        """Leaves out a sequence that waited and has ended; its entry stays until it comes up."""
-        heap = self._heap_of(sequence)
+        """Leaves out a sequence that waited and has ended with its request; its entry stays until it comes up."""
+        line = self._line(sequence)
         self._count(sequence, -1)
-        if len(heap) > 2 * self.num_seqs + 64:
-            heap[:] = [entry for entry in heap if entry[2].status is Status.WAITING]
-            heapq.heapify(heap)
+        if len(line) > 2 * self.num_seqs + 64:
+            line[:] = [entry for entry in line if _waits(entry, is_long=sequence.is_long)]
+            heapq.heapify(line)
 
-    def window(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[QueuedSequence]:
-        """Lifts the sequences whose turn is next, clients in turn, until a limit is reached; at least one if any waits.
+    def window(
+        self, max_tokens: int, max_seqs: int, now_s: float, token_s: float, *, is_long: bool = False
+    ) -> list[QueuedSequence]:
+        """Returns the sequences whose turn is next, clients in turn, up to a limit; at least one if any waits.
 
-        They still count as waiting: each must be taken (`take`) or put back (`put_back`), unless it ends.
+        Those behind others get the turn that is theirs if these are taken. `token_s`: Seconds that a token takes.
         """
         sequences: list[QueuedSequence] = []
         num_tokens = 0
-        places = [(client.tokens, -client.number, client.heaps[is_long]) for client in self._clients.values()]
+        places = [(c.tokens, -c.number, *c.copies(is_long=is_long)) for c in self._clients.values()]
+        token_s *= max(sum(len(begun) for _, _, begun, _ in places), 1) / BEGUN_SHARE  # they share it
         heapq.heapify(places)
         while places and num_tokens < max_tokens and len(sequences) < max_seqs:
-            tokens, number, heap = places[0]
-            while heap and heap[0][2].status is not Status.WAITING:
-                heapq.heappop(heap)
-            if not heap:
+            tokens, number, begun, firsts = places[0]
+            if not (begun or firsts):
                 heapq.heappop(places)
                 continue
-            sequence = heapq.heappop(heap)[2]
+            sequence = heapq.heappop(min(line for line in (begun, firsts) if line))[2]
+            _cleared(firsts, is_long=is_long)
+            if (behind := sequence.behind) is not None:
+                first_s = min(firsts[0][0], now_s) if firsts else now_s
+                least_s = first_s + min(sequence.request.lead_s, 0.0)  # a head start is kept
+                behind.turn_s = max(sequence.turn_s + sequence.num_tokens * token_s, least_s)
+                heapq.heappush(begun, (behind.turn_s, behind.order, behind))
             sequences.append(sequence)
             num_tokens += sequence.num_tokens
-            heapq.heapreplace(places, (tokens + sequence.num_tokens, number, heap))
+            heapq.heapreplace(places, (tokens + sequence.num_tokens, number, begun, firsts))
         return sequences
 
-    def put_back(self, sequences: Iterable[QueuedSequence]) -> None:
-        """Returns lifted sequences to their places, those that still wait."""
-        for sequence in sequences:
-            if sequence.status is Status.WAITING:
-                self._push(sequence)
+    def first_long_s(self) -> float:
+        """Returns the earliest turn, among all, of a long sequence whose request has not begun one; inf without any."""
+        lines = [client.copies(is_long=True)[1] for client in self._clients.values()] if self.num_long else []
+        return min((line[0][2].turn_for("") for line in lines if line), default=math.inf)
+
+    def _line(self, sequence: QueuedSequence) -> _Heap:
+        """Returns the line of a sequence: of the short or the long ones, those whose request began, or the firsts."""
+        return self._clients[sequence.request.client].lines[2 * sequence.is_long + sequence.is_first]
 
     def _push(self, sequence: QueuedSequence) -> None:
-        heapq.heappush(self._heap_of(sequence), (sequence.turn_s, sequence.order, sequence))
-
-    def _heap_of(self, sequence: QueuedSequence) -> _Heap:
-        return self._clients[sequence.request.client].heaps[sequence.is_long]
+        heapq.heappush(self._line(sequence), (sequence.turn_s, sequence.order, sequence))
 
     def _count(self, sequence: QueuedSequence, step: int) -> None:
         self.num_seqs += step
         self.num_long += step * sequence.is_long
         self.num_tokens += step * sequence.num_tokens
-        name = sequence.request.client
-        client = self._clients[name]
+        client = self._clients[sequence.request.client]
         client.num_seqs += step
         if not client.num_seqs:
-            del self._clients[name]
-            self._ahead[name] = client.tokens
+            self._ahead[sequence.request.client] = self._clients.pop(sequence.request.client).tokens
             self._last_tokens = max(self._last_tokens, client.tokens)
+
+
+def _waits(entry: tuple[float, int, QueuedSequence], *, is_long: bool) -> bool:
+    """Whether an entry counts: a short sequence may have run, and wait again as a long one."""
+    return entry[2].status is Status.WAITING and entry[2].is_long is is_long
+
+
+def _cleared(line: _Heap, *, is_long: bool) -> _Heap:
+    """Drops what does not count from the top of a line."""
+    while line and not _waits(line[0], is_long=is_long):
+        heapq.heappop(line)
+    return line
 
 
 def in_running_order(window: list[QueuedSequence], overdue_s: float) -> list[QueuedSequence]:
     """Returns short sequences in the order in which they run: up to the last overdue, then by likeness to the first.
 
-    Those before an overdue one go before it: of another client, it may be overdue and yet have its share.
-
-    Args:
-        window: In the order of their turn.
-        overdue_s: Seconds. Those with an earlier turn are overdue.
+    `window` is in the order of turns; overdue are those of before `overdue_s` (Seconds, monotonic). What stands before
+    an overdue one goes before it: of another client, it may be overdue and yet have its share.
     """
     end = 1 + max((place for place, sequence in enumerate(window) if sequence.turn_s < overdue_s), default=0)
-    rest = sorted(window[end:], key=lambda s: (abs(s.num_tokens - window[0].num_tokens), s.order))
-    return [*window[:end], *rest]
+    return [*window[:end], *sorted(window[end:], key=lambda s: (abs(s.num_tokens - window[0].num_tokens), s.order))]

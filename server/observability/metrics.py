@@ -26,7 +26,10 @@ _ENGINE_GAUGES: Final = {
     "num_tokens": ("penstock_engine_queued_tokens", "Tokens under way in the engine, waiting or running."),
     "num_waiting": ("penstock_engine_waiting_inputs", "Inputs that no forward had begun when the last one ended."),
     "num_waiting_tokens": ("penstock_engine_waiting_tokens", "Tokens of these inputs."),
-    "token_budget": ("penstock_engine_token_budget", "The most tokens in one forward; lowered when memory is short."),
+    "token_budget": (
+        "penstock_engine_token_budget",
+        "The most tokens in one forward; lowered where it is slow or memory short.",
+    ),
 }
 _ENGINE_COUNTERS: Final = {
     "num_batched_tokens_total": ("penstock_engine_batched_tokens", "Tokens that went through the model."),

@@ -147,6 +147,8 @@ BODY = request({"input": ["word " * 60] * TEXTS})
 ENOUGH_CLIENTS = 12
 """Keep the queue filled without a refusal."""
 PEAK_S = 20.0
+SLOWEST_S = 12.0
+"""Of an answer, under overload and with the server's own bound."""
 
 
 @pytest.fixture(scope="module")
@@ -245,5 +247,30 @@ def test_clients_that_come_back_at_once(small_queue, num_clients: int) -> None:
         assert len(load.seen.seconds[429]) < PEAK_S * (PER_TICK / TICK_S + num_clients / LONGEST_S) * 1.1
         for each in (load, after):
             each.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_is_let_in_is_answered_soon(launch) -> None:
+    """Three times the requests that the server answers at its peak, with its own bound; the queue begins full."""
+    server = launch("--num-threads", "1")
+
+    async def run() -> None:
+        before, load, after = (Load(server.port, BODY) for _ in range(3))
+        peaks = [await before.closed_loop(ENOUGH_CLIENTS, PEAK_S)]
+        goodput = await load.open_loop(3 * peaks[0], 40, num_first=round(20 * peaks[0]))
+        peaks.append(await after.closed_loop(ENOUGH_CLIENTS, PEAK_S))
+        answered, refused = load.seen.seconds[200], load.seen.seconds[429]
+        print(
+            f"goodput {goodput:.1f} requests/s: {goodput / np.mean(peaks):.1%} of the peak ({peaks[0]:.1f} before, "
+            f"{peaks[1]:.1f} after); answered after {np.median(answered):.1f} s, up to {max(answered):.1f} s; "
+            f"{len(refused)} refused; Retry-After up to {max(load.seen.waits_s, default=0)} s"
+        )
+        for each in (before, load, after):
+            each.close()
+        assert refused
+        assert max(answered) <= SLOWEST_S
 
     asyncio.run(run())

@@ -70,13 +70,15 @@ def test_a_refusal_says_when_there_will_be_room() -> None:
     assert refusal(books).retry_after_s == pytest.approx(500 * 3.8 / 280)
 
 
-def test_many_requests_are_refused_when_they_would_take_too_long() -> None:
+def test_requests_are_refused_when_what_is_under_way_takes_too_long() -> None:
     books, stats = admission(1_000_000, max_queue_s=10.0)
-    for _ in range(15):
-        books.enter(1_000)
     books.follow(1_000, 1.0)
-    books.check()  # 15 s, but few requests
-    books.enter(1_000)
+    for _ in range(9):
+        books.enter(1_000)
+    books.check()
+    for _ in range(7):  # they came before
+        books._under_way["", 1_000] += 1
+        stats.num_tokens += 1_000
     error = refusal(books)
     assert "takes about 16 s; it takes no request from 10 s on" in error.message
     assert error.retry_after_s == pytest.approx(6.0, abs=0.01)
@@ -87,6 +89,40 @@ def test_many_requests_are_refused_when_they_would_take_too_long() -> None:
     for _ in range(6):
         books.follow(1_000_000, 0.01)  # it has become faster
     books.check()
+
+
+def test_large_requests_take_turns_with_others_and_leave_them_room() -> None:
+    books, stats = admission(1_000_000, max_queue_s=8.0)
+    books.follow(1_000, 1.0)
+    books.enter(100_000)  # nothing else is under way
+    books.check()
+    books.enter(1_000)
+    books.enter(25_000)
+    with pytest.raises(EngineOverloadedError, match=r"1000 tokens, such as yours of 1001, .* 2 are") as refused:
+        books.enter(1_001)
+    assert refused.value.retry_after_s == pytest.approx(25.0)
+    assert not books.is_full
+    for _ in range(5):  # the large ones count for 2 s, the others for 6
+        books.enter(1_000)
+    assert books.is_full
+    assert "takes about 8 s" in refusal(books).message
+    books.leave(1_000)
+    books.check()
+    books.leave(25_000)
+    books.enter(30_000)
+    assert stats.num_tokens == 100_000 + 30_000 + 5_000
+
+
+def test_a_client_beside_its_own_large_request() -> None:
+    books, _ = admission(1_000_000, max_queue_s=8.0)
+    books.follow(1_000, 1.0)
+    books.enter(100_000, "a")
+    for _ in range(3):
+        books.enter(900, "a")
+    books.check("a")
+    books.enter(900, "a")
+    assert "4600 tokens and leave 3400" in refusal(books, "a").message
+    books.check("b")
 
 
 def test_no_client_leaves_less_to_others_than_it_has() -> None:
@@ -108,7 +144,8 @@ def test_no_client_leaves_less_to_others_than_it_has() -> None:
     for _ in range(20):
         books.enter(25, "greedy")
     assert "500 tokens and leave 500" in refusal(books, "greedy").message  # of the 1,000 that 10 s are
-    books.enter(500, "modest")
+    for client in "abcde":
+        books.enter(100, client)
     assert "takes about 10 s" in refusal(books, "third").message
     books, _ = admission()
     for _ in range(10):
@@ -121,7 +158,7 @@ def test_no_client_leaves_less_to_others_than_it_has() -> None:
     ("num_greedy", "others", "who", "excess"),
     [
         (400, [1] * 600, "new", 1),
-        (400, [*[1] * 599, 200], "new", 200),
+        (400, [*[1] * 599, 120], "new", 120),
         (400, [1] * 300, "greedy", 101),
         (500, [], "greedy", 1),
         (400, [1] * 500, "greedy", 301),
@@ -167,10 +204,10 @@ def test_nothing_is_kept_of_clients_that_have_gone() -> None:
     chance.shuffle(under_way)
     while under_way:
         books.leave(*under_way.pop())
-        assert set(books._tokens_of) == {client for _, client in under_way}
-    assert not books._tokens_of
+        assert books._under_way == Counter((client, num_tokens) for num_tokens, client in under_way)
+    assert not books._under_way
     books.check("new")
-    assert not books._tokens_of
+    assert not books._under_way
 
 
 def test_what_was_told_of_the_queue_is_forgotten_when_all_have_gone() -> None:

@@ -34,7 +34,6 @@ class House:
     budget: int = 32
     max_num_seqs: int = 6
     chunk_size: int | None = None
-    token_s: float = MAX_WAIT_S / 32
 
     def allocator(self) -> Allocator:
         if not self.num_blocks and not self.num_slots:
@@ -50,7 +49,6 @@ class House:
             min_chunk_size=self.budget // 32,
             is_dynamic=self.chunk_size is None,
             ageing_s=0.3,
-            token_s=self.token_s,
         )
 
 

@@ -16,6 +16,7 @@ from penstock.engine.sequence_pool import Allocation, Allocator
 WINDOW = 4
 GOOD_STEPS = 32
 LEAST_SHARE = 32
+BEGUN_SHARE = 0.5
 
 Span = tuple[Hashable, int, int]
 """Sequence, first token, token after the last."""
@@ -29,11 +30,16 @@ class Item:
     num_tokens: int
     client: str
     turn_s: float
+    lead_s: float
     order: int
     deadline_s: float | None
     needs_last_row: bool
     keys: tuple[bytes, ...]
     is_long: bool = False
+    is_first: bool = False  # of the short or the long ones of its request
+    in_line: bool = False  # none of these waits before it
+    stands_alone: bool = False  # it ran, and waits again: the others do not wait for it
+    due_s: float = 0.0
     done: int = 0
     cached: int = 0
     pooled: int = 0
@@ -44,6 +50,11 @@ class Item:
     @property
     def left(self) -> int:
         return self.num_tokens - self.done
+
+    @property
+    def rank_s(self) -> float:
+        """Where its client counts as well: without its priority, if clients are told apart."""
+        return self.turn_s - self.lead_s if self.client else self.turn_s
 
 
 @dataclass
@@ -97,6 +108,8 @@ class Reference:
         self.pace = ChunkPace(prefill.chunk_size)
         self.pressure = 0.0
         self.room = 0  # of this batch, in tokens
+        self.token_s = 0.0  # that a token takes
+        self.front_s = 0.0  # when the first long one is due of which nothing has begun
         self.waiting: list[Item] = []
         self.running: list[Item] = []  # long ones, in the order in which they started
         self.short: list[Item] = []  # that run now
@@ -110,17 +123,17 @@ class Reference:
     # What happens to requests
 
     def add(self, request: Request) -> None:
-        ahead = 0
+        lead_s = request.priority * self.prefill.ageing_s
+        kinds: set[bool] = set()
         for sequence in request.sequences:
             num_tokens, keys = sequence.num_tokens, tuple(sequence.block_keys)
-            first_s = request.arrival_s + request.priority * self.prefill.ageing_s
-            turn_s = first_s + self.config.max_wait_s * ahead / self.full
             name = (request.request_id, sequence.index)
             item = Item(
                 name,
                 num_tokens,
                 request.client,
-                turn_s,
+                request.arrival_s + lead_s,
+                lead_s,
                 self.num_added,
                 request.deadline_s,
                 request.needs_last_row,
@@ -128,8 +141,9 @@ class Reference:
             )
             threshold = self.prefill.chunk_size if self.prefill.threshold is None else self.prefill.threshold
             item.is_long = num_tokens > min(threshold, self.budget) and self.allocator.can_hold(num_tokens)
+            item.is_first = item.in_line = item.is_long not in kinds
+            kinds.add(item.is_long)
             self.num_added += 1
-            ahead += num_tokens
             self._wait(item)
 
     def of(self, number: int) -> list[Item]:
@@ -168,7 +182,10 @@ class Reference:
         for item in self.batch:
             if item.span is None:
                 continue
+            num_tokens = item.span[1] - item.span[0]
             item.done, item.span, item.failures = item.span[1], None, 0
+            num_own = sum(i.client == item.client for i in self.running) if item.client else 1
+            item.due_s = max(item.due_s + num_tokens * self.token_s * num_own, self.front_s)
             item.pooled = max(item.pooled, item.done)
             if item.allocation is not None:
                 self.allocator.commit(item.allocation, item.done)
@@ -185,7 +202,8 @@ class Reference:
 
     def schedule(self, now_s: float, free_tokens: int | None) -> Made:
         made = Made()
-        self.room = self.budget
+        self.token_s = self.pace.token_s or self.config.max_wait_s / self.full
+        self.room = self.pace.budget(self.budget)
         if free_tokens is not None and self.prefill.is_dynamic:
             self.room = min(self.room, max(free_tokens, self.prefill.min_chunk_size))
         self._expire(self.running, now_s, made)
@@ -218,29 +236,38 @@ class Reference:
         item.span = (item.done, item.num_tokens)
         return True
 
-    def window(self, max_tokens: int, max_seqs: int, *, is_long: bool) -> list[Item]:
+    def window(self, max_tokens: int, max_seqs: int, now_s: float, *, is_long: bool) -> list[Item]:
         """The next to come: always of the client that has had the fewest tokens with what is in the window already."""
         found: list[Item] = []
+        next_ones: list[Item] = []  # that are in line once those before them have been found
         had = dict(self.clients.had)
-        left = sorted((i for i in self.waiting if i.is_long is is_long), key=lambda i: (i.turn_s, i.order))
+        left = [i for i in self.waiting if i.is_long is is_long]
+        begun = [i for i in left if i.in_line and not i.is_first]
+        token_s = self.token_s * max(len(begun), 1) / BEGUN_SHARE
         while left and sum(i.num_tokens for i in found) < max_tokens and len(found) < max_seqs:
             client = min({i.client for i in left}, key=lambda name: (had[name], -self.clients.numbers[name]))
-            item = next(i for i in left if i.client == client)
+            line = [i for i in left if i.client == client and (i.in_line or i in next_ones)]
+            item = min(line, key=lambda i: (i.turn_s, i.order))
             left.remove(item)
             found.append(item)
             had[client] += item.num_tokens
+            behind = [i for i in left if i.name[0] == item.name[0] and not i.in_line and i not in next_ones]
+            if behind and (item in next_ones or not item.stands_alone):
+                front_s = min([now_s, *(i.turn_s for i in line if i.is_first and i is not item)])
+                behind[0].turn_s = max(item.turn_s + item.num_tokens * token_s, front_s + min(item.lead_s, 0))
+                next_ones.append(behind[0])
         return found
 
     def _short_window(self, now_s: float, made: Made) -> list[Item]:
         while True:
-            found = self.window(WINDOW * self.budget, WINDOW // 2 * self.config.max_num_seqs, is_long=False)
+            found = self.window(WINDOW * self.budget, WINDOW // 2 * self.config.max_num_seqs, now_s, is_long=False)
             self._expire(found, now_s, made)
             live = [item for item in found if item in self.waiting]
             if live or not found:
                 return live
 
     def _in_order(self, window: list[Item], now_s: float) -> list[Item]:
-        overdue = [place for place, i in enumerate(window) if now_s - i.turn_s > self.config.max_wait_s]
+        overdue = [place for place, i in enumerate(window) if i.turn_s < now_s - self.config.max_wait_s]
         end = max([0, *overdue]) + 1
         rest = sorted(window[end:], key=lambda i: (abs(i.num_tokens - window[0].num_tokens), i.order))
         return window[:end] + rest
@@ -258,12 +285,16 @@ class Reference:
         if room < 1 or places < 1:
             return []
         self._start_long(room, now_s, made)
+        firsts = [i for i in self.waiting if i.is_long and i.is_first]
+        firsts.sort(key=lambda i: (i.turn_s, i.order))
+        nexts = {i.client: i.rank_s for i in reversed(firsts)}
+        self.front_s = min([now_s, *nexts.values()])
         free = 1.0 if free_tokens is None else min(free_tokens / self.prefill.chunk_size, 1.0)
         pool = self.allocator.usage / 2 if self.waits_for_memory else 0.0
         self.pressure = max(1 - free, 1 - self.budget / self.full, pool)
         cut: list[Item] = []
         while room and places and (ready := [i for i in self.running if i.span is None]):
-            item = min(ready, key=self._due_s)
+            item = min(ready, key=lambda i: i.due_s)
             size = min(self._size(), item.left)
             if room < min(self.prefill.min_chunk_size, size):
                 break
@@ -282,16 +313,18 @@ class Reference:
 
     def _start_long(self, room: int, now_s: float, made: Made) -> None:
         self.waits_for_memory = False
-        while found := self.window(1, 1, is_long=True):
+        while found := self.window(1, 1, now_s, is_long=True):
             self._expire(found, now_s, made)
             (item,) = found
             if item not in self.waiting:
                 continue
+            item.due_s = item.rank_s
             planned = sum(min(i.left, self.prefill.chunk_size) for i in self.running)
-            if planned >= room and not all(item.turn_s < self._due_s(i) for i in self.running):
+            if planned >= room and not all(item.due_s < i.due_s for i in self.running):
                 return
             if not self._allocate(item):
-                later = sorted((i for i in self.running if i.turn_s > item.turn_s), key=lambda i: (i.turn_s, i.order))
+                later = [i for i in self.running if _is_later(i, item)]
+                later.sort(key=lambda i: (i.turn_s, i.order))
                 for count in range(1, len(later) + 1):
                     victims = later[-count:][::-1]
                     held = [i.allocation for i in victims if i.allocation is not None]
@@ -308,9 +341,6 @@ class Reference:
             assert item.allocation is not None
             item.done = item.cached = item.allocation.num_cached_tokens if item.allocation.block_ids else item.pooled
             self.running.append(item)
-
-    def _due_s(self, item: Item) -> float:
-        return item.turn_s + (item.done - item.cached) * self.prefill.token_s
 
     def _allocate(self, item: Item) -> bool:
         readable = item.num_tokens - 1 if item.needs_last_row else item.pooled
@@ -329,12 +359,18 @@ class Reference:
 
     def _leave_waiting(self, item: Item) -> None:
         self.waiting.remove(item)
+        behind = [i for i in self.waiting if i.name[0] == item.name[0] and i.is_long is item.is_long]
+        if item.in_line and not item.stands_alone and not any(i.in_line and not i.stands_alone for i in behind):
+            for other in behind:
+                if not other.stands_alone:
+                    other.in_line = True
+                    break
         if not any(i.client == item.client for i in self.waiting):
             self.clients.go(item.client)
 
     def _wait_again(self, item: Item) -> None:
         self._release(item)
-        item.is_long = True
+        item.is_long = item.in_line = item.stands_alone = True
         item.done = item.cached = 0
         self._wait(item)
         self.clients.had[item.client] -= item.num_tokens - item.pooled
@@ -359,6 +395,12 @@ class Reference:
             if is_live and item.deadline_s is not None and item.deadline_s <= now_s:
                 self.cancel(item.name[0])
                 made.expired.append(item.name[0])
+
+
+def _is_later(item: Item, other: Item) -> bool:
+    if item.client == other.client:
+        return item.turn_s > other.turn_s
+    return item.turn_s - item.lead_s > other.turn_s - other.lead_s
 
 
 def _shown(item: Item) -> Span:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings, strategies as st
 
-from .pair import MAX_WAIT_S, House, Pair
+from .pair import House, Pair
 
 
 def houses(
@@ -21,7 +21,6 @@ def houses(
         budget=st.sampled_from([32, 32, 128]),
         max_num_seqs=st.sampled_from([6, 3, 1]),
         chunk_size=st.sampled_from([None, None, 32, 7]),
-        token_s=st.sampled_from([MAX_WAIT_S / 32, 0.0]),
     )
 
 

@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from penstock.engine.protocol.config import SchedulerConfig
+from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
 from penstock.engine.scheduling import QueuedSequence, Scheduler
 from penstock.engine.scheduling.waiting import WaitingQueue
+from penstock.engine.sequence_pool import KvCachePool, SequenceAllocator, SequencePool
 
 from .records import make_request, run
 
@@ -91,6 +92,47 @@ def test_priority_orders_within_a_client_alone(priority: int) -> None:
     assert abs(load.tokens["a"] - load.tokens["b"]) <= BUDGET
 
 
+def long_load(num_blocks: int) -> Scheduler:
+    """A scheduler whose sequences of more than 64 tokens run in chunks of 32, and hold memory meanwhile."""
+    return Scheduler(
+        SchedulerConfig(max_num_seqs=16),
+        token_budget=64,
+        max_seq_len=4000,
+        prefill=ChunkedPrefillConfig(chunk_size=32, threshold=64, min_chunk_size=16, is_dynamic=False),
+        allocator=SequenceAllocator(SequencePool(kv=KvCachePool(num_blocks, 16))),
+    )
+
+
+@pytest.mark.parametrize("num_blocks", [60, 1_000])  # enough for three of them, and for all
+@pytest.mark.parametrize("key", ["", "a"])
+def test_the_priority_of_one_key_does_not_hold_up_the_long_prompts_of_another(key: str, num_blocks: int) -> None:
+    def steps_of_the_other(priority: int) -> int:
+        scheduler = long_load(num_blocks)
+        for number in range(100):
+            scheduler.add(make_request(number, [320], 0.1 * number, priority, client=key))
+            if number == 10:
+                scheduler.add(make_request(1_000, [320], 1.0, client="b" if key else ""))
+            run(scheduler, 0.1 * number)
+            if number > 10 and 1_000 not in scheduler.requests:
+                return number - 10
+        return 100
+
+    if key:
+        assert steps_of_the_other(-999) <= steps_of_the_other(0) < 60
+    else:
+        assert steps_of_the_other(-999) == 100  # nobody is told apart: as asked for
+
+
+def test_the_priority_of_one_key_takes_no_memory_from_another() -> None:
+    scheduler = long_load(40)
+    scheduler.add(make_request(1, [320], 0.0, 5, client="a"))
+    scheduler.add(make_request(2, [320], 0.0, 5, client="b"))
+    run(scheduler, 0.1)
+    scheduler.add(make_request(3, [320], 0.2, -999, client="b"))
+    batch = run(scheduler, 0.2)
+    assert [sequence.request_id for sequence, _ in batch.preempted] == [(2, 0)]  # its own
+
+
 def test_a_pause_is_neither_paid_nor_punished() -> None:
     load = Load()
     load.send("a", [100] * 1_000)
@@ -168,7 +210,7 @@ def test_who_comes_when_nobody_waits_stands_with_the_one_that_has_had_most() -> 
         queue.take(sequence)
     add("c", 50, 50)
     add("a", 20, 20)
-    assert [sequence.request.client for sequence in queue.window(1000, 10)] == ["a", "c", "a", "c"]
+    assert [sequence.request.client for sequence in queue.window(1000, 10, 0.0, 0.0)] == ["a", "c", "a", "c"]
 
 
 def test_what_is_cancelled_while_it_waits_does_not_pile_up() -> None:
@@ -177,6 +219,6 @@ def test_what_is_cancelled_while_it_waits_does_not_pile_up() -> None:
     for number in range(1, 1_000):
         scheduler.add(make_request(number, [5]))
         scheduler.cancel(number)
-    assert len(scheduler.waiting._clients[""].heaps[False]) < 100
+    assert len(scheduler.waiting._clients[""].lines[1]) < 100
     assert scheduler.waiting.num_seqs == 1
     assert [chunk.sequence.request_id for chunk in run(scheduler).chunks] == [(0, 0)]

@@ -36,7 +36,6 @@ def make(
         threshold=chunk_size or THRESHOLD,
         min_chunk_size=1,
         is_dynamic=chunk_size is None,
-        token_s=MAX_WAIT_S / BUDGET,
         max_retries=8,
     )
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_wait_s=MAX_WAIT_S)

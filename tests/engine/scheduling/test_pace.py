@@ -82,3 +82,28 @@ def test_a_forward_without_time_is_no_error() -> None:
     pace.record(0, 0, 0.0)
     pace.record(10, 0, 0.0)
     assert pace.allowance(others_wait=True) == MAX_TOKENS
+
+
+@pytest.mark.parametrize(("rate", "budget"), [(200, 512), (1_000, 1_000), (1_500, 1_500), (5_000, 2048), (1e9, 2048)])
+def test_a_forward_takes_a_second_at_most_unless_it_were_very_small(rate: float, budget: int) -> None:
+    pace = ChunkPace(MAX_TOKENS)
+    for _ in range(40):
+        num_tokens = pace.budget(MAX_TOKENS)
+        pace.record(num_tokens // 4, num_tokens - num_tokens // 4, num_tokens / rate)
+    assert pace.token_s == pytest.approx(1 / rate, rel=0.01)
+    assert pace.budget(MAX_TOKENS) == pytest.approx(budget, rel=0.01)
+    assert pace.budget(100) == 100
+
+
+def test_the_first_forward_is_small_and_those_that_are_not_half_full_tell_no_speed() -> None:
+    pace = ChunkPace(MAX_TOKENS)
+    assert pace.budget(MAX_TOKENS) == 512
+    pace.record(0, 255, 10.0)
+    assert pace.token_s is None
+    pace.record(0, 256, 0.016)
+    assert pace.token_s == pytest.approx(0.016 / 256)
+    assert pace.budget(MAX_TOKENS) == MAX_TOKENS
+    pace.record(0, 1023, 10.0)
+    assert pace.token_s == pytest.approx(0.016 / 256)
+    pace.record(24, 1000, 0.192)
+    assert pace.token_s == pytest.approx((0.016 / 256 + 0.192 / 1024) / 2)
