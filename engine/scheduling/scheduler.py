@@ -118,9 +118,10 @@ class Scheduler:
             free_tokens: Tokens of a forward that the device has memory for now; None where that is not known.
         """
         self._token_s = self.pace.token_s or self._max_wait_s / self._full_budget
-        batch, budget = Batch(), PrefillBudget(self.pace.budget(self.token_budget), self._max_num_seqs)
-        if free_tokens is not None and self.prefill.config.is_dynamic:
-            budget.num_tokens = min(budget.num_tokens, max(free_tokens, self.prefill.config.min_chunk_size))
+        batch, budget = Batch(), PrefillBudget(self.token_budget, self._max_num_seqs)
+        if self.prefill.config.is_dynamic:
+            room = self.token_budget if free_tokens is None else max(free_tokens, self.prefill.config.min_chunk_size)
+            budget.num_tokens = min(self.pace.budget(self.token_budget), room)
         self._expire(self.prefill.requests.values(), now_s, batch)
         window = self._lift_short(now_s, batch)
         if self.has_long:
@@ -235,12 +236,12 @@ class Scheduler:
     def _preempt_for(self, sequence: QueuedSequence, batch: Batch) -> bool:
         """Takes memory from long sequences whose turn is later, the last first; none where that were not enough.
 
-        What was pooled of them counts; their keys and values stay in the prefix cache as long as nobody needs the
-        blocks, and are computed again where they are lost.
+        Later for both clients, and in the one order of all turns: else three could take it in a circle, for ever.
+        What was pooled counts; keys and values stay in the prefix cache till the blocks are needed, else run again.
         """
         client, running = sequence.request.client, self.prefill.requests.values()
-        later = [s for s in running if s.turn_for(client) > sequence.turn_for(s.request.client)]
-        later.sort(key=lambda s: (s.turn_s, s.order))
+        later = sorted((s for s in running if s.turn_s > sequence.turn_s), key=lambda s: (s.turn_s, s.order))
+        later = [s for s in later if s.turn_for(client) > sequence.turn_for(s.request.client)]
         victims: list[tuple[QueuedSequence, Allocation]] = []
         while not self._allocator.has_room(sequence.num_tokens, after=[held for _, held in victims]):
             if not later:

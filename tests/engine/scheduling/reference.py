@@ -203,7 +203,7 @@ class Reference:
     def schedule(self, now_s: float, free_tokens: int | None) -> Made:
         made = Made()
         self.token_s = self.pace.token_s or self.config.max_wait_s / self.full
-        self.room = self.pace.budget(self.budget)
+        self.room = self.pace.budget(self.budget) if self.prefill.is_dynamic else self.budget
         if free_tokens is not None and self.prefill.is_dynamic:
             self.room = min(self.room, max(free_tokens, self.prefill.min_chunk_size))
         self._expire(self.running, now_s, made)
@@ -400,7 +400,7 @@ class Reference:
 def _is_later(item: Item, other: Item) -> bool:
     if item.client == other.client:
         return item.turn_s > other.turn_s
-    return item.turn_s - item.lead_s > other.turn_s - other.lead_s
+    return item.turn_s > other.turn_s and item.turn_s - item.lead_s > other.turn_s - other.lead_s
 
 
 def _shown(item: Item) -> Span:

@@ -97,6 +97,19 @@ def test_long_ones_for_which_there_is_too_little_memory(house: House, events: li
     play(house, events)
 
 
+def test_three_do_not_take_memory_in_a_circle() -> None:
+    house = House(num_blocks=40, num_slots=0, prefixes=False, budget=32, max_num_seqs=6, chunk_size=None)
+    rushes: list[Any] = [
+        ("rush", [72], [61], False),
+        ("rush", [72, 30, 67], [34, 50, 63], True),
+        ("rush", [66], [31, 73, 56], True),
+        ("add", [57, 61, 70], -2, None, "a", True, 0),
+        ("rush", [44, 70, 66], [50, 42, 65], True),
+        ("rush", [75], [17], False),
+    ]
+    play(house, rushes)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     house=houses([12, 40], [0]),
