@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock.engine import ModelInfo
-from penstock.engine.model_files.weight_files import WeightFiles
 
+from ..calls.weight_files import WeightFiles
 from ..settings import ServerSettings
 from ..wire.shown_values import short_count
 

@@ -95,10 +95,10 @@ def _info(given: dict[str, Any]) -> int:
     settings = load(InfoSettings, given, positional=("model",))
     model, names = model_and_names(settings.model)
     from penstock.engine.model_files.resolve import resolve_model, resolved_table
-    from penstock.engine.model_files.weight_files import WeightFiles
     from penstock.engine.protocol.errors import ModelLoadError
 
     from ..calls.models import format_table
+    from ..calls.weight_files import WeightFiles
 
     try:
         info = resolve_model(settings.engine_config(model, names[0]))

@@ -15,12 +15,12 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from penstock.engine import ModelInfo, PoolingTask
-from penstock.engine.model_files.weight_files import WeightFiles
 from penstock.engine.protocol.errors import UnsupportedTaskError
 
 from ..answers.vectors import vector_width
 from ..calls.context import ClientWatch, context_of
 from ..calls.models import Target
+from ..calls.weight_files import WeightFiles
 from ..schemas.errors import TEXT_ERROR_RESPONSES
 from ..schemas.ollama import (
     OllamaEmbeddingRequest,

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from penstock.engine.model_files.weight_files import WeightFiles
+from penstock.server.calls.weight_files import WeightFiles
 
 
 def test_headers_are_counted(tmp_path: Path) -> None:
