@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as ListOf
+from collections.abc import Hashable, Sequence as ListOf
 from dataclasses import dataclass
 
 from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
 from penstock.engine.scheduling import Batch, Request, Scheduler
 from penstock.engine.sequence_pool import (
+    Allocation,
     Allocator,
     KvCachePool,
     NullAllocator,
@@ -22,6 +23,21 @@ from .reference import Made, Reference
 BLOCK = 4
 MAX_SEQ_LEN = 200
 MAX_WAIT_S = 0.5
+MAX_ASKED = 1_000
+"""Times that one batch may ask for memory: many more than there are sequences."""
+
+
+class CountingAllocator(SequenceAllocator):
+    """Fails where one batch asks for memory without end, instead of letting it go on."""
+
+    num_asked = 0  # for this batch
+
+    def allocate(
+        self, owner: Hashable, num_tokens: int, keys: ListOf[bytes] = (), readable_tokens: int = 0
+    ) -> Allocation | None:
+        self.num_asked += 1
+        assert self.num_asked < MAX_ASKED, f"{owner} and others take memory from each other for ever"
+        return super().allocate(owner, num_tokens, keys, readable_tokens)
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,7 @@ class House:
             return NullAllocator()
         kv = KvCachePool(self.num_blocks, BLOCK) if self.num_blocks else None
         ssm = SsmStatePool(self.num_slots) if self.num_slots else None
-        return SequenceAllocator(SequencePool(kv=kv, ssm=ssm), enable_prefix_caching=self.prefixes)
+        return CountingAllocator(SequencePool(kv=kv, ssm=ssm), enable_prefix_caching=self.prefixes)
 
     def prefill(self) -> ChunkedPrefillConfig:
         return ChunkedPrefillConfig(
@@ -118,6 +134,9 @@ class Pair:
         """One batch; the chunks at the places `failing` fail, the requests of those at `cancelled` are cancelled."""
         self.now_s += step_s
         num_good = len(self.reference.numbers())
+        for allocator in (self.allocator, self.reference.allocator):
+            if isinstance(allocator, CountingAllocator):
+                allocator.num_asked = 0
         batch, made = self.scheduler.schedule(self.now_s, free_tokens), self.reference.schedule(self.now_s, free_tokens)
         assert shown(batch) == made
         assert self.scheduler.memory_pressure == self.reference.pressure
@@ -143,7 +162,7 @@ class Pair:
     def run_all(self, limit: int = 2000) -> list[Batch]:
         batches: list[Batch] = []
         while self.scheduler.requests:
-            assert len(batches) < limit, "somebody waits for ever"
+            assert len(batches) < limit, f"these wait for ever: {sorted(self.scheduler.requests)}"
             batches.append(self.step())
         return batches
 

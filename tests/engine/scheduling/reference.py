@@ -398,9 +398,9 @@ class Reference:
 
 
 def _is_later(item: Item, other: Item) -> bool:
-    if item.client == other.client:
-        return item.turn_s > other.turn_s
-    return item.turn_s > other.turn_s and item.turn_s - item.lead_s > other.turn_s - other.lead_s
+    if item.client != other.client and item.turn_s - item.lead_s <= other.turn_s - other.lead_s:
+        return False
+    return item.turn_s > other.turn_s  # of all clients: an order has no circles
 
 
 def _shown(item: Item) -> Span:

@@ -63,6 +63,17 @@ def test_what_gave_way_keeps_its_turn_and_its_place_among_others() -> None:
     assert sequence.kept is None
 
 
+@pytest.mark.parametrize("budget", [32, 128])  # it would go on from batch to batch, and within one
+def test_three_of_two_clients_do_not_take_memory_from_each_other_for_ever(budget: int) -> None:
+    pair = Pair(House(prefixes=False, budget=budget, chunk_size=32))  # two of them have room
+    pair.add(70, priority=2, client="a")
+    pair.step()
+    pair.add(70, priority=2, client="b")  # came after the first
+    pair.step()
+    pair.add(70, priority=-2, client="a")  # came after the second, and is more urgent than the first
+    assert [number for batch in pair.run_all() for number in preempted(batch)] == [0, 1]
+
+
 def test_a_client_is_charged_once_for_what_gave_way() -> None:
     pair = Pair(NO_PREFIXES)
     pair.add(100, priority=1, client="a")
