@@ -34,7 +34,8 @@ def slow_bert(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def slow_server(launch, slow_bert: Path):
-    return launch("--num-threads", "1", model=slow_bert)
+    # Without a bound of the queue's time, which would refuse the third large request.
+    return launch("--num-threads", "1", "--max-queue-s", "0", model=slow_bert)
 
 
 @pytest.mark.slow
