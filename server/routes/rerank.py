@@ -42,7 +42,9 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     engine, name = context.models.find(body.model)
     context.check_count(body.documents, "documents")
     texts = body.texts()
-    if not body.return_documents:
+    path = request.scope["path"]
+    with_documents = body.wants_documents(path)
+    if not with_documents:
         body.documents[:] = texts  # objects may hold much that nobody reads: it need not wait with the request
     options = replace(
         context.options(request, instruction=body.wanted_instruction(), priority=body.priority),
@@ -53,9 +55,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         documents = await cut_texts(engine, texts, body.max_tokens_per_doc)
         result = await engine.score([query], documents, body.pooling_params(), options)
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()]
-    path = request.scope["path"]
     version = "2" if path.startswith("/v2") else "1"
-    with_documents = body.wants_documents(path)
     rows = zip(best.tolist(), result.scores[best], strict=True)
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)
     head = context.answer_head(request, "rerank", name, RERANK, result.num_tokens)

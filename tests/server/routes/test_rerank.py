@@ -103,6 +103,13 @@ async def test_query_and_documents_may_be_objects(client: httpx.AsyncClient) -> 
     assert results[1]["document"] == {"text": DOCUMENTS[3], "title": "kept"}
 
 
+@pytest.mark.parametrize("wanted", [{}, {"return_documents": True}])
+async def test_documents_come_back_as_they_were_sent(client: httpx.AsyncClient, wanted: dict) -> None:
+    document = {"text": DOCUMENTS[0], "title": "kept", "tags": ["a", 1]}
+    answer = (await client.post("/rerank", json={"query": QUERY, "documents": [document], **wanted})).json()
+    assert answer["results"][0]["document"] == document
+
+
 async def test_documents_are_cut_to_fit(client: httpx.AsyncClient, engine) -> None:
     response = await client.post("/rerank", json={"query": "a", "documents": ["word " * 500]})
     assert response.status_code == 200
