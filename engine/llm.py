@@ -178,7 +178,7 @@ class LLM:
             InvalidRequestError: `pooling_task` is none of these, or None and the model has none of them.
         """
         task = self._task(pooling_task or (pooling_params.task if pooling_params is not None else None))
-        params = replace(_params(pooling_params, truncate_prompt_tokens), task=None)
+        params = _params(pooling_params, truncate_prompt_tokens).clone(task=None)
 
         async def call(texts: list[Text]) -> list[PoolingRequestOutput[PoolingOutput]]:
             rows: Iterable[NDArray[np.float32]]
@@ -234,7 +234,7 @@ def _close(engine: AsyncEngine, loop: LoopThread) -> None:
 
 def _params(params: PoolingParams | None, truncate_prompt_tokens: int | None) -> PoolingParams:
     params = params or PoolingParams()
-    return params if truncate_prompt_tokens is None else replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
+    return params if truncate_prompt_tokens is None else params.clone(truncate_prompt_tokens=truncate_prompt_tokens)
 
 
 def _inputs(prompts: Prompt | Sequence[Prompt]) -> list[Text]:

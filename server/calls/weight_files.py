@@ -39,7 +39,10 @@ class WeightFiles(NamedTuple):
 
 
 def _num_parameters(path: Path) -> int:
-    """Returns the numbers in a safetensors file, by its header: its length in 8 bytes, then JSON."""
+    """Returns the numbers in a safetensors file, by its header: its length in 8 bytes, then JSON; 0 if it has none."""
     with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little")))
+        num_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if num_bytes > path.stat().st_size:
+            return 0
+        header = json.loads(file.read(num_bytes))
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

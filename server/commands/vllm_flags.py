@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
+from penstock.engine.protocol.json_text import parse_json
+
 from ..settings import UsageError
 
 _NO_GRAPHS: Final = "nothing is compiled or captured beforehand."
@@ -111,6 +113,6 @@ def _check(name: str, value: str, foreign: _Foreign) -> None:
 def _plain(value: str) -> Any:
     """Returns a value as JSON has it; what is none is a text."""
     try:
-        return json.loads(value)
-    except json.JSONDecodeError:
+        return parse_json(value)
+    except ValueError:
         return value

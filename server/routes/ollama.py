@@ -83,7 +83,9 @@ async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response
 @router.get("/api/tags", response_model=OllamaModels)
 async def tags(request: Request) -> Response:
     """Lists the served names."""
-    return json_response({"models": [await _card(target) for target in context_of(request).models.names()]})
+    targets = context_of(request).models.names()
+    files = {path: await _weights(path) for path in {target.engine.info.path for target in targets}}
+    return json_response({"models": [_card(target, files[target.engine.info.path]) for target in targets]})
 
 
 @router.get("/api/ps", response_model=OllamaRunningModels)
@@ -91,7 +93,8 @@ async def running(request: Request) -> Response:
     """Lists the models that are loaded: those that are served."""
     models = []
     for target in context_of(request).models.engines():
-        card, info = await _card(target), target.engine.info
+        info = target.engine.info
+        card = _card(target, await _weights(info.path))
         size_vram = 0 if info.device == "cpu" else card["size"]
         models.append({**card, "expires_at": _NEVER, "size_vram": size_vram, "context_length": info.max_model_len})
     return json_response({"models": models})
@@ -101,8 +104,9 @@ async def running(request: Request) -> Response:
 async def show(body: OllamaShowRequest, request: Request) -> Response:
     """Describes a model."""
     target = context_of(request).models.find(body.served_name())
-    info, card = target.engine.info, await _card(target)
-    files = await asyncio.to_thread(WeightFiles.of, info.path)
+    info = target.engine.info
+    files = await _weights(info.path)
+    card = _card(target, files)
     figures = {
         "general.architecture": info.model_type,
         "general.parameter_count": files.num_parameters,
@@ -152,9 +156,12 @@ async def generate(body: TextRequest, request: Request) -> Response:
     )
 
 
-async def _card(target: Target) -> dict[str, Any]:
+async def _weights(path: str) -> WeightFiles:
+    return await asyncio.to_thread(WeightFiles.of, path)
+
+
+def _card(target: Target, files: WeightFiles) -> dict[str, Any]:
     info = target.engine.info
-    files = await asyncio.to_thread(WeightFiles.of, info.path)
     modified = datetime.fromtimestamp(files.modified_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     details = {
         "parent_model": "",

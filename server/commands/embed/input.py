@@ -12,6 +12,8 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
+from penstock.engine.model_files.json_files import one_line
+
 from ...settings import CommandError, UsageError
 
 PARQUET_ROWS_AT_ONCE: Final = 1024
@@ -157,7 +159,7 @@ class ParquetRows(InputFile):
         except (ArrowException, OSError, OverflowError, ValueError) as error:
             place = f", {self.unit} {num_rows + 1} or one soon after it" if num_rows else ""
             raise BadRowError(
-                f"{self.path}{place}: it cannot be read as Parquet ({' '.join(str(error).split())}); it is damaged, "
+                f"{self.path}{place}: it cannot be read as Parquet ({one_line(error)}); it is damaged, "
                 "holds values that Python has no type for, or is another kind of file: write it again"
             ) from error
 

@@ -19,6 +19,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine.model_files.json_files import one_line
+
 from ...settings import CommandError
 
 ITEM_BYTES: Final = 4
@@ -144,7 +146,7 @@ class Journal:
         try:
             job = json.loads(self._job_path.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
-            raise self._damaged(self._job_path, " ".join(str(error).split())) from error
+            raise self._damaged(self._job_path, one_line(error)) from error
         if not isinstance(job, dict) or not isinstance(job.get("identity"), dict):
             raise self._damaged(self._job_path, "it holds no job")
         for name in ("num_rows", "width"):

@@ -12,6 +12,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from penstock.engine.model_files.json_files import one_line
+
 from ...settings import CommandError, UsageError
 from .input import InputFile, ParquetRows, blocks, require_pyarrow
 
@@ -67,7 +69,7 @@ def write_output(output: Path, write: Writer, source: InputFile, vectors: Vector
     except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         raise CommandError(
             f"{output} cannot be written: its format cannot hold the columns of {source.path} "
-            f"({' '.join(str(error).split())}). All embeddings are done and kept: rename the folder "
+            f"({one_line(error)}). All embeddings are done and kept: rename the folder "
             f"{output.name}.partial to {output.stem}.npy.partial, and give the same command with an output "
             f"{output.stem}.npy"
         ) from error

@@ -28,3 +28,10 @@ def test_other_files_have_a_size_alone(tmp_path: Path) -> None:
 def test_a_folder_without_weights(tmp_path: Path) -> None:
     files = WeightFiles.of(str(tmp_path))
     assert files == (0, 0, tmp_path.stat().st_mtime)
+
+
+def test_what_only_has_the_name_counts_nothing(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 5)}, tmp_path / "model.safetensors")
+    (tmp_path / "onnx").mkdir()
+    (tmp_path / "onnx" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert WeightFiles.of(str(tmp_path)).num_parameters == 15
