@@ -1,8 +1,7 @@
 """How many tokens go into the next forward, and how many of long prompts: as many as take about a fixed time.
 
 The cost of a token grows with what it looks back on, and from machine to machine, so the number follows the time that
-the last forwards took. While others wait it is small, so that they need not; alone it is larger, so that little is
-lost between forwards. Plain Python.
+the last forwards took: few while others wait, so that they need not; more alone, to lose little between forwards.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ _ROUND_TO: Final = 16
 class ChunkPace:
     """Turns the time of past forwards into an allowance for the next: never more than `max_tokens` of long prompts."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, *, is_dynamic: bool = True) -> None:
         self._max_tokens = max_tokens
+        self._is_dynamic = is_dynamic  # or chunks are of a fixed size, and so are forwards
         self._chunk_token_s: float | None = None  # of a token in a chunk
         self._whole_token_s: float | None = None  # of a token in a sequence that runs whole
         self.token_s: float | None = None  # Seconds of a token in a forward that is at least half full
@@ -48,7 +48,8 @@ class ChunkPace:
 
     def budget(self, token_budget: int) -> int:
         """Returns the tokens of the next forward: on a slow device fewer than it may have, since others wait for it."""
-        return min(max(int(_IDLE_STEP_S / (self.token_s or _IDLE_STEP_S)), _IDLE_MIN_TOKENS), token_budget)
+        num_tokens = max(int(_IDLE_STEP_S / (self.token_s or _IDLE_STEP_S)), _IDLE_MIN_TOKENS)
+        return min(num_tokens, token_budget) if self._is_dynamic else token_budget
 
     def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
         """Records a forward of so many tokens in chunks and in whole sequences."""

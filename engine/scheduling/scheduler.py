@@ -75,7 +75,7 @@ class Scheduler:
         self.prefill: ChunkedPrefillManager[QueuedSequence] = ChunkedPrefillManager(prefill)  # long ones that have
         self.token_budget = self._full_budget  # of a batch now
         self.memory_pressure = 0.0  # share of a full chunk for which memory was short when chunks were last cut, 0 to 1
-        self.pace = ChunkPace(self.prefill.config.chunk_size)
+        self.pace = ChunkPace(self.prefill.config.chunk_size, is_dynamic=self.prefill.config.is_dynamic)
 
     @property
     def has_long(self) -> bool:
@@ -118,10 +118,9 @@ class Scheduler:
             free_tokens: Tokens of a forward that the device has memory for now; None where that is not known.
         """
         self._token_s = self.pace.token_s or self._max_wait_s / self._full_budget
-        batch, budget = Batch(), PrefillBudget(self.token_budget, self._max_num_seqs)
-        if self.prefill.config.is_dynamic:
-            room = self.token_budget if free_tokens is None else max(free_tokens, self.prefill.config.min_chunk_size)
-            budget.num_tokens = min(self.pace.budget(self.token_budget), room)
+        batch, budget = Batch(), PrefillBudget(self.pace.budget(self.token_budget), self._max_num_seqs)
+        if free_tokens is not None and self.prefill.config.is_dynamic:
+            budget.num_tokens = min(budget.num_tokens, max(free_tokens, self.prefill.config.min_chunk_size))
         self._expire(self.prefill.requests.values(), now_s, batch)
         window = self._lift_short(now_s, batch)
         if self.has_long:

@@ -107,3 +107,12 @@ def test_the_first_forward_is_small_and_those_that_are_not_half_full_tell_no_spe
     assert pace.token_s == pytest.approx(0.016 / 256)
     pace.record(24, 1000, 0.192)
     assert pace.token_s == pytest.approx((0.016 / 256 + 0.192 / 1024) / 2)
+
+
+def test_a_forward_is_smaller_on_a_slow_device_unless_chunks_are_fixed() -> None:
+    slow, fixed = ChunkPace(MAX_TOKENS), ChunkPace(MAX_TOKENS, is_dynamic=False)
+    for pace in (slow, fixed):
+        for _ in range(20):
+            pace.record(0, MAX_TOKENS, MAX_TOKENS * 1e-3)
+    assert slow.budget(MAX_TOKENS) == pytest.approx(1000, abs=1)
+    assert fixed.budget(MAX_TOKENS) == MAX_TOKENS
