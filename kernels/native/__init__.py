@@ -1,0 +1,19 @@
+"""Whole encoders on a CPU, in C: products with packed weights, attention, norms and pooling in one call.
+
+`csrc/` is the code, `build.py` compiles it, and torch is the truth that it is tested against. Knows numpy and no torch.
+"""
+
+from .encoder import EncoderSpec, LayerSpec, MapSpec, NativeEncoder, NormSpec
+from .machine import Activation, Format, Machine, NativeError
+
+__all__ = [
+    "Activation",
+    "EncoderSpec",
+    "Format",
+    "LayerSpec",
+    "Machine",
+    "MapSpec",
+    "NativeEncoder",
+    "NativeError",
+    "NormSpec",
+]

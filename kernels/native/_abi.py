@@ -1,0 +1,121 @@
+"""The structs of csrc/types.h, and the functions of csrc/api.c, as ctypes sees them."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
+from typing import Any, Final
+
+ABI: Final = 1
+
+
+class Product(Structure):
+    """See types.h."""
+
+    _fields_ = [
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("format", c_int32),
+        ("activation", c_int32),
+        ("gated", c_int32),
+        ("unused", c_int32),
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+        ("scales", c_void_p),
+        ("sums", c_void_p),
+    ]
+
+
+class Norm(Structure):
+    """See types.h."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("rms", c_int32)]
+
+
+class Layer(Structure):
+    """See types.h."""
+
+    _fields_ = [
+        ("attention_norm", Norm),
+        ("mlp_norm", Norm),
+        ("qkv", Product),
+        ("attention_out", Product),
+        ("mlp_in", Product),
+        ("mlp_out", Product),
+        ("left", c_int64),
+        ("right", c_int64),
+        ("rotary", c_void_p),
+        ("bias", c_void_p),
+        ("bias_reach", c_int64),
+    ]
+
+
+class Encoder(Structure):
+    """See types.h."""
+
+    _fields_ = [
+        ("width", c_int64),
+        ("num_layers", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_size", c_int64),
+        ("pre_norm", c_int32),
+        ("table_is_bf16", c_int32),
+        ("words", c_void_p),
+        ("places", c_void_p),
+        ("embedding_width", c_int64),
+        ("embedding_norm", Norm),
+        ("projection", Product),
+        ("layers", POINTER(Layer)),
+        ("final_norm", Norm),
+    ]
+
+
+class Batch(Structure):
+    """See types.h."""
+
+    _fields_ = [
+        ("ids", c_void_p),
+        ("places", c_void_p),
+        ("positions", c_void_p),
+        ("starts", c_void_p),
+        ("visible", c_void_p),
+        ("num_seqs", c_int64),
+        ("hidden", c_void_p),
+        ("first_weights", c_void_p),
+    ]
+
+
+_PRODUCT, _MACHINE = POINTER(Product), c_void_p
+# Name -> (result, arguments).
+_FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
+    "penstock_abi": (c_int, ()),
+    "penstock_isa": (c_char_p, (c_char_p,)),
+    "penstock_open": (c_void_p, (c_char_p, c_int)),
+    "penstock_close": (None, (_MACHINE,)),
+    "penstock_formats": (c_int, (_MACHINE,)),
+    "penstock_panel_columns": (c_long, (_MACHINE, _PRODUCT)),
+    "penstock_packed_bytes": (c_long, (_MACHINE, _PRODUCT)),
+    "penstock_pack": (None, (_MACHINE, _PRODUCT, *(c_void_p,) * 6)),
+    "penstock_encode": (c_int, (_MACHINE, POINTER(Encoder), POINTER(Batch))),
+    "penstock_product": (None, (_MACHINE, _PRODUCT, c_void_p, c_void_p, c_long, *(c_void_p,) * 4)),
+    "penstock_pool": (
+        None,
+        (_MACHINE, c_int, c_void_p, c_long, *(c_void_p,) * 4, c_long, c_long, *(c_void_p,) * 3),
+    ),
+}
+
+
+def load(path: str) -> ctypes.CDLL:
+    """Loads the library.
+
+    Raises:
+        OSError: It cannot be loaded, or was built from other sources than these.
+    """
+    library = ctypes.CDLL(path)
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+        if name == "penstock_abi" and function() != ABI:
+            raise OSError(f"{path} was built from other sources; build it again: make native")
+    return library

@@ -1,0 +1,101 @@
+"""Compiles csrc/ into the library beside this file: `python -m penstock.kernels.native.build`.
+
+Takes `cc`, or the compiler that CC names; without one, the `ziglang` package where it is installed. A machine without
+any is served by torch, more slowly.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+SOURCES: Final = Path(__file__).with_name("csrc")
+LIBRARY: Final = Path(__file__).with_name("libpenstock_native.so")
+
+_FLAGS: Final = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
+# isa.c is compiled once for each. The names are those of cpu.c.
+_AVX512: Final = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_ISAS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "x86_64": {
+        "avx2": ("-mavx2", "-mfma"),
+        "avx512": _AVX512,
+        "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+    },
+    "aarch64": {"plain": ()},
+}
+
+
+class NoCompilerError(Exception):
+    """There is nothing here to compile with, or not for this machine."""
+
+
+def build(target: Path = LIBRARY, *, machine: str | None = None, flags: Sequence[str] = ()) -> Path:
+    """Compiles the library.
+
+    Args:
+        target: The file to write; an older one is replaced only by one that is whole.
+        machine: Architecture, as `platform.machine` names it; None is this one's.
+        flags: Added to each call of the compiler.
+
+    Returns:
+        `target`.
+
+    Raises:
+        NoCompilerError: There is no compiler, or no code for the architecture.
+        subprocess.CalledProcessError: The compiler failed; its own words are on stderr.
+    """
+    machine = machine or platform.machine()
+    if machine not in _ISAS:
+        raise NoCompilerError(f"there are no native kernels for {machine}, only for {', '.join(_ISAS)}")
+    compiler = _compiler()
+    units = [(SOURCES / "isa.c", name, (f"-DISA={name}", *more)) for name, more in _ISAS[machine].items()]
+    units += [(path, path.stem, ()) for path in sorted(SOURCES.glob("*.c")) if path.name != "isa.c"]
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        objects = [str(Path(folder) / f"{name}.o") for _, name, _ in units]
+        commands = [
+            [*compiler, *_FLAGS, *flags, *more, "-c", str(source), "-o", output]
+            for (source, _, more), output in zip(units, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(_run, commands))
+        made = Path(folder) / target.name
+        _run([*compiler, "-shared", *flags, *objects, "-o", str(made), "-lm", "-lpthread"])
+        made.replace(target)
+    return target
+
+
+def _compiler() -> list[str]:
+    if named := os.environ.get("CC"):
+        return shlex.split(named)
+    if found := shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"):
+        return [found]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "cc"]
+    raise NoCompilerError("there is no C compiler: install gcc, clang or the package ziglang")
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True)
+
+
+def main() -> int:
+    """Builds the library, or says in one line why it cannot be, and what that costs."""
+    try:
+        print(f"native kernels: {build()}")
+    except (NoCompilerError, subprocess.CalledProcessError, OSError) as error:
+        print(f"native kernels are not built ({error}); torch serves CPUs instead, at about half the speed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+/* What Python calls, through ctypes; kernels/native/_library.py declares the same. */
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "encoder.h"
+#include "isa.h"
+#include "lanes.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* A changed struct or function has another number, so that a stale library is refused. */
+#define ABI 1
+
+typedef struct {
+    const Isa *isa;
+    Lanes *lanes;
+    Scratch *scratch;
+} Machine;
+
+EXPORT int penstock_abi(void) { return ABI; }
+
+/* The name of the instruction set that is taken; "" where there is none. `wanted` NULL: the best. */
+EXPORT const char *penstock_isa(const char *wanted) {
+    const Isa *isa = find_isa(wanted);
+    return isa ? isa->name : "";
+}
+
+/* Threads and memory for forwards, one at a time; NULL where the system gives none. */
+EXPORT Machine *penstock_open(const char *wanted, int num_lanes) {
+    Machine *machine = calloc(1, sizeof *machine);
+    if (!machine) return NULL;
+    machine->isa = find_isa(wanted);
+    machine->lanes = machine->isa ? lanes_open(num_lanes) : NULL;
+    machine->scratch = machine->lanes ? calloc((size_t)num_lanes, sizeof(Scratch)) : NULL;
+    if (machine->scratch) return machine;
+    if (machine->lanes) lanes_close(machine->lanes);
+    free(machine);
+    return NULL;
+}
+
+EXPORT void penstock_close(Machine *machine) {
+    for (int i = 0; i < lanes_count(machine->lanes); i++) free(machine->scratch[i].memory);
+    free(machine->scratch);
+    lanes_close(machine->lanes);
+    free(machine);
+}
+
+EXPORT int penstock_formats(const Machine *machine) { return machine->isa->formats; }
+
+EXPORT long penstock_panel_columns(const Machine *machine, const Product *product) {
+    return machine->isa->panels(product) * machine->isa->panel;
+}
+
+EXPORT long penstock_packed_bytes(const Machine *machine, const Product *product) {
+    return machine->isa->packed_bytes(product);
+}
+
+EXPORT void penstock_pack(const Machine *machine, const Product *product, const float *weights, const float *bias,
+                          void *packed, float *packed_bias, float *scales, int32_t *sums) {
+    machine->isa->pack(product, weights, bias, packed, packed_bias, scales, sums);
+}
+
+EXPORT int penstock_encode(Machine *machine, const Encoder *encoder, const Batch *batch) {
+    return run_encoder(machine->isa, encoder, batch, machine->lanes, machine->scratch);
+}
+
+/* y = product of float32 rows, on one core: for tests, and to measure. `input` and `scales` are scratch. */
+EXPORT void penstock_product(const Machine *machine, const Product *product, const float *x, const float *add,
+                             long rows, float *y, void *input, float *scales, float *scratch) {
+    const void *in = x;
+    if (product->format == FORMAT_DOT || product->format == FORMAT_INT8) {
+        machine->isa->convert_rows(product->format, x, rows, product->in, input, scales);
+        in = input;
+    }
+    Target to = {.add = add, .out = y, .width = product->gated ? product->out / 2 : product->out};
+    machine->isa->run_product(product, in, scales, rows, 0, machine->isa->panels(product), &to, scratch);
+}
+
+/* Pools sequences [start, start + length) of hidden states [T, stride] to rows [S, width]. */
+EXPORT void penstock_pool(const Machine *machine, int pooling, const float *hidden, long stride, const float *weights,
+                          const int32_t *starts, const int32_t *lengths, const int32_t *skips, long num_seqs,
+                          long width, const int32_t *dimensions, const uint8_t *normalize, float *out) {
+    for (long s = 0; s < num_seqs; s++)
+        machine->isa->run_pooling(pooling, hidden, stride, weights, starts[s], (long)starts[s] + lengths[s],
+                                  skips ? skips[s] : 0, width, dimensions ? dimensions[s] : width,
+                                  normalize ? normalize[s] : 0, out + s * width);
+}

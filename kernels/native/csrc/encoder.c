@@ -1,0 +1,311 @@
+/* A whole encoder as one call: embeddings, layers, final norm.
+ *
+ * A forward is cut into parts of some sequences each, which lanes take one after another, each through all layers by
+ * itself. Where one sequence outweighs the others, all lanes go through the layers together instead, and meet after
+ * every step. Every result is the same to the bit either way: no sum is ever cut.
+ */
+#include "encoder.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Tokens of a part: at least so many that reading the weights does not count, at most what caches hold. */
+#define LEAST_TOKENS 48
+#define MOST_TOKENS 320
+/* Lanes go together where the heaviest sequence is so many times a lane's share. */
+#define HEAVY 1.25
+
+typedef struct {
+    long first, last; /* sequences */
+    long start, rows; /* tokens */
+    long longest;
+} Part;
+
+/* What one part needs between the steps of a layer. Bytes. */
+typedef struct {
+    float *hidden;     /* [R, D] */
+    float *sums;       /* [R, D] */
+    void *input;       /* [R, widest] in the format of a product's inputs */
+    float *scales;     /* [R] of `input` */
+    void *qkv;         /* [R, (H + 2 Hkv) K] */
+    void *attended;    /* [R, H K] */
+    void *inner;       /* [R, I] */
+} Rows;
+
+typedef struct {
+    const Isa *isa;
+    const Encoder *encoder;
+    const Batch *batch;
+    Lanes *lanes;
+    Scratch *scratch;  /* of each lane */
+    Part *parts;
+    int num_parts;
+    int together;      /* all lanes on the one part */
+    Rows rows;         /* of that part */
+    atomic_int next;
+} Forward;
+
+/* One lane of those that go through a part. */
+typedef struct {
+    Forward *forward;
+    const Part *part;
+    Rows rows;
+    int member, members;
+    char *own;          /* scratch for attention and products */
+} Team;
+
+static long inner_width(const Product *product) { return product->gated ? product->out / 2 : product->out; }
+
+static int keeps_bf16(const Product *product) { return product->format == FORMAT_DOT; }
+
+static long round_up(long bytes) { return (bytes + 63) / 64 * 64; }
+
+static int needs_copy(int format) { return format == FORMAT_DOT || format == FORMAT_INT8; }
+
+/* Lays the rows of a part out at `at`, or only measures where `at` is NULL. Returns bytes. */
+static long lay_out(const Encoder *encoder, long rows, char *at, Rows *out) {
+    const Layer *layer = encoder->layers;
+    long D = encoder->width, heads = encoder->num_heads * encoder->head_size;
+    long qkv = (encoder->num_heads + 2 * encoder->num_kv_heads) * encoder->head_size;
+    long widest = D > heads ? D : heads, inner = 0, E = encoder->embedding_width;
+    for (long i = 0; i < encoder->num_layers; i++)
+        if (inner_width(&layer[i].mlp_in) > inner) inner = inner_width(&layer[i].mlp_in);
+    widest = inner > widest ? inner : widest;
+    widest = E > widest ? E : widest;
+    inner = E > inner ? E : inner;
+    long sizes[] = {rows * D * 4, rows * D * 4, rows * widest * 4, rows * 4, rows * qkv * 4, rows * heads * 4,
+                    rows * inner * 4};
+    void **places[] = {(void **)&out->hidden, (void **)&out->sums, &out->input, (void **)&out->scales, &out->qkv,
+                       &out->attended, &out->inner};
+    long total = 0;
+    for (unsigned i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        if (at) *places[i] = at + total;
+        total += round_up(sizes[i]);
+    }
+    return total;
+}
+
+static void meet(const Team *team) {
+    if (team->members > 1) lanes_meet(team->forward->lanes);
+}
+
+/* This lane's share of `count` things. */
+static void share(const Team *team, long count, long *first, long *last) {
+    *first = count * team->member / team->members;
+    *last = count * (team->member + 1) / team->members;
+}
+
+/* A product over the rows of the part. `x` is float32, or already in the product's format where `is_ready`. */
+static void step_product(Team *team, const Product *product, const void *x, int is_ready, const Target *to) {
+    const Isa *isa = team->forward->isa;
+    long rows = team->part->rows, first, last;
+    if (needs_copy(product->format) && !is_ready) {
+        long bytes = product->format == FORMAT_DOT ? 2 : 1;
+        share(team, rows, &first, &last);
+        isa->convert_rows(product->format, (const float *)x + first * product->in, last - first, product->in,
+                          (char *)team->rows.input + first * product->in * bytes, team->rows.scales + first);
+        meet(team);
+        x = team->rows.input;
+    }
+    share(team, isa->panels(product), &first, &last);
+    isa->run_product(product, x, team->rows.scales, rows, first, last, to, (float *)team->own);
+    meet(team);
+}
+
+static void step_norm(Team *team, const Norm *norm, const float *x, long width, float *y) {
+    long first, last;
+    share(team, team->part->rows, &first, &last);
+    team->forward->isa->run_norm(norm, x + first * width, last - first, width, y + first * width);
+    meet(team);
+}
+
+static void step_attention(Team *team, const Layer *layer, int is_bf16, int is_last) {
+    const Encoder *encoder = team->forward->encoder;
+    const Batch *batch = team->forward->batch;
+    const Part *part = team->part;
+    AttentionCall call = {.layer = layer, .heads = encoder->num_heads, .kv_heads = encoder->num_kv_heads,
+                          .head_size = encoder->head_size,
+                          .dot = layer->qkv.format == FORMAT_DOT && encoder->head_size % 2 == 0,
+                          .is_bf16 = is_bf16, .qkv = team->rows.qkv, .out = team->rows.attended};
+    if (is_last && batch->first_weights) call.first_weights = batch->first_weights + part->start * encoder->num_heads;
+    long unit = 0, units = (part->last - part->first) * encoder->num_kv_heads, first, last;
+    share(team, units, &first, &last);
+    for (long s = part->first; s < part->last; s++)
+        for (long head = 0; head < encoder->num_kv_heads; head++, unit++) {
+            if (unit < first || unit >= last) continue;
+            long start = batch->starts[s], length = batch->starts[s + 1] - start;
+            team->forward->isa->run_attention(&call, start - part->start, length,
+                                              batch->visible ? batch->visible[s] : length,
+                                              batch->positions ? batch->positions + start : NULL, head, team->own);
+        }
+    meet(team);
+}
+
+static void embed(Team *team) {
+    const Encoder *encoder = team->forward->encoder;
+    const Batch *batch = team->forward->batch;
+    long E = encoder->embedding_width, first, last;
+    float *to = encoder->projection.in ? (float *)team->rows.inner : team->rows.hidden;
+    share(team, team->part->rows, &first, &last);
+    for (long r = first; r < last; r++) {
+        long token = team->part->start + r;
+        float *row = to + r * E;
+        if (encoder->table_is_bf16) {
+            const uint16_t *word = (const uint16_t *)encoder->words + batch->ids[token] * E;
+            for (long d = 0; d < E; d++) {
+                uint32_t bits = (uint32_t)word[d] << 16;
+                memcpy(row + d, &bits, 4);
+            }
+        } else {
+            memcpy(row, (const float *)encoder->words + batch->ids[token] * E, (size_t)E * 4);
+        }
+        if (encoder->places) {
+            const float *place = encoder->places + batch->places[token] * E;
+            for (long d = 0; d < E; d++) row[d] += place[d];
+        }
+    }
+    team->forward->isa->run_norm(&encoder->embedding_norm, to + first * E, last - first, E, to + first * E);
+    meet(team);
+    if (encoder->projection.in) {
+        Target target = {.out = team->rows.hidden, .width = encoder->width};
+        step_product(team, &encoder->projection, to, 0, &target);
+    }
+}
+
+static void run_layer(Team *team, const Layer *layer, int is_last) {
+    const Encoder *encoder = team->forward->encoder;
+    Rows *rows = &team->rows;
+    long D = encoder->width, heads = encoder->num_heads * encoder->head_size;
+    const float *x = rows->hidden;
+    int bf16 = keeps_bf16(&layer->qkv) && !layer->rotary;
+    Target qkv = {.out = rows->qkv, .out_is_bf16 = bf16, .width = layer->qkv.out};
+    Target attended = {.add = rows->hidden, .out = encoder->pre_norm ? rows->hidden : rows->sums, .width = D};
+    Target inner = {.out = rows->inner, .out_is_bf16 = keeps_bf16(&layer->mlp_out), .width = inner_width(&layer->mlp_in)};
+    Target out = attended;
+
+    if (encoder->pre_norm) {
+        step_norm(team, &layer->attention_norm, rows->hidden, D, rows->sums);
+        x = rows->sums;
+    }
+    step_product(team, &layer->qkv, x, 0, &qkv);
+    step_attention(team, layer, bf16, is_last);
+    (void)heads;
+    step_product(team, &layer->attention_out, rows->attended, bf16 && keeps_bf16(&layer->attention_out), &attended);
+    if (encoder->pre_norm) {
+        step_norm(team, &layer->mlp_norm, rows->hidden, D, rows->sums);
+        x = rows->sums;
+    } else {
+        step_norm(team, &layer->attention_norm, rows->sums, D, rows->hidden);
+        x = rows->hidden;
+    }
+    step_product(team, &layer->mlp_in, x, 0, &inner);
+    step_product(team, &layer->mlp_out, rows->inner, inner.out_is_bf16, &out);
+    if (!encoder->pre_norm) step_norm(team, &layer->mlp_norm, rows->sums, D, rows->hidden);
+}
+
+static void run_part(Team *team) {
+    const Encoder *encoder = team->forward->encoder;
+    embed(team);
+    for (long i = 0; i < encoder->num_layers; i++) run_layer(team, encoder->layers + i, i + 1 == encoder->num_layers);
+    float *to = team->forward->batch->hidden + team->part->start * encoder->width;
+    step_norm(team, &encoder->final_norm, team->rows.hidden, encoder->width, to);
+}
+
+/* Bytes that a lane needs for itself: packed heads, or a panel in float32. */
+static long own_bytes(const Isa *isa, const Encoder *encoder, long longest) {
+    long heads = isa->attention_bytes(longest, encoder->head_size), widest = encoder->width;
+    for (long i = 0; i < encoder->num_layers; i++) {
+        const Layer *layer = encoder->layers + i;
+        const Product *products[] = {&layer->qkv, &layer->attention_out, &layer->mlp_in, &layer->mlp_out};
+        for (int p = 0; p < 4; p++) widest = products[p]->in > widest ? products[p]->in : widest;
+    }
+    long panel = 4 * isa->panel * widest;
+    return round_up(heads > panel ? heads : panel);
+}
+
+static int grow(Scratch *scratch, long bytes) {
+    if (scratch->bytes >= bytes) return 1;
+    free(scratch->memory);
+    scratch->memory = NULL;
+    scratch->bytes = 0;
+    if (posix_memalign((void **)&scratch->memory, 64, (size_t)bytes)) return 0;
+    scratch->bytes = bytes;
+    return 1;
+}
+
+static void work(void *argument, int lane) {
+    Forward *forward = argument;
+    const Encoder *encoder = forward->encoder;
+    if (forward->together) {
+        Team team = {.forward = forward, .part = forward->parts, .rows = forward->rows, .member = lane,
+                     .members = lanes_count(forward->lanes), .own = forward->scratch[lane].memory};
+        if (lane == 0) team.own += lay_out(encoder, forward->parts->rows, NULL, &team.rows);
+        run_part(&team);
+        return;
+    }
+    for (;;) {
+        int number = atomic_fetch_add(&forward->next, 1);
+        if (number >= forward->num_parts) return;
+        const Part *part = forward->parts + (forward->num_parts - 1 - number); /* the last are the longest */
+        Team team = {.forward = forward, .part = part, .member = 0, .members = 1};
+        long bytes = lay_out(encoder, part->rows, forward->scratch[lane].memory, &team.rows);
+        team.own = forward->scratch[lane].memory + bytes;
+        run_part(&team);
+    }
+}
+
+/* Cuts the batch into parts of about `target` tokens. Returns their number. */
+static int cut(const Batch *batch, long target, Part *parts) {
+    int count = 0;
+    Part part = {0};
+    for (long s = 0; s < batch->num_seqs; s++) {
+        long start = batch->starts[s], length = batch->starts[s + 1] - start;
+        if (part.rows && part.rows + length > target) {
+            parts[count++] = part;
+            part = (Part){.first = s, .start = start};
+        }
+        part.last = s + 1;
+        part.rows += length;
+        part.longest = length > part.longest ? length : part.longest;
+    }
+    parts[count++] = part;
+    return count;
+}
+
+int run_encoder(const Isa *isa, const Encoder *encoder, const Batch *batch, Lanes *lanes, Scratch *scratch) {
+    long total = batch->starts[batch->num_seqs], longest = 0, bytes = 0;
+    int count = lanes_count(lanes), done = 0;
+    for (long s = 0; s < batch->num_seqs; s++) {
+        long length = batch->starts[s + 1] - batch->starts[s];
+        longest = length > longest ? length : longest;
+    }
+    Forward forward = {.isa = isa, .encoder = encoder, .batch = batch, .lanes = lanes, .scratch = scratch};
+    forward.parts = malloc((size_t)batch->num_seqs * sizeof(Part));
+    if (!forward.parts) return 0;
+    forward.together = count > 1 && (double)longest * count > HEAVY * (double)total;
+    if (forward.together) {
+        forward.num_parts = cut(batch, total, forward.parts);
+        bytes = lay_out(encoder, total, NULL, &forward.rows);
+    } else {
+        long target = total / count + total % count;
+        if (target > 2 * LEAST_TOKENS) target = (target + 1) / 2;
+        target = target > MOST_TOKENS ? MOST_TOKENS : target < LEAST_TOKENS ? LEAST_TOKENS : target;
+        forward.num_parts = cut(batch, target, forward.parts);
+        long most = 0;
+        for (int i = 0; i < forward.num_parts; i++)
+            most = forward.parts[i].rows > most ? forward.parts[i].rows : most;
+        bytes = lay_out(encoder, most, NULL, &forward.rows);
+    }
+    int used = forward.together ? count : forward.num_parts < count ? forward.num_parts : count;
+    long own = own_bytes(isa, encoder, longest);
+    done = 1;
+    for (int lane = 0; lane < used; lane++)
+        done = done && grow(&scratch[lane], own + (forward.together && lane ? 0 : bytes));
+    if (done) {
+        if (forward.together) lay_out(encoder, total, scratch[0].memory, &forward.rows);
+        lanes_run(lanes, used, work, &forward);
+    }
+    free(forward.parts);
+    return done;
+}

@@ -1,0 +1,36 @@
+/* Compiled once for each instruction set (see build.py); ISA names the table that the result is found under. */
+#include "attention.h"
+#include "isa.h"
+#include "norm.h"
+#include "pooling.h"
+#include "product.h"
+
+#define JOIN2(a, b) a##b
+#define JOIN(a, b) JOIN2(a, b)
+#define TEXT2(a) #a
+#define TEXT(a) TEXT2(a)
+
+static long panels(const Product *product) { return panels_of(product); }
+static long bytes(const Product *product) { return packed_bytes(product); }
+
+const Isa JOIN(isa_, ISA) = {
+    .name = TEXT(ISA),
+    .panel = PANEL,
+    .formats = 1 << FORMAT_F32 | 1 << FORMAT_BF16
+#if HAS_DOT
+               | 1 << FORMAT_DOT
+#endif
+#if HAS_INT8
+               | 1 << FORMAT_INT8
+#endif
+    ,
+    .panels = panels,
+    .packed_bytes = bytes,
+    .pack = pack,
+    .convert_rows = convert_rows,
+    .run_product = run_product,
+    .run_norm = run_norm,
+    .attention_bytes = attention_bytes,
+    .run_attention = run_attention,
+    .run_pooling = run_pooling,
+};

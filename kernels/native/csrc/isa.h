@@ -1,0 +1,25 @@
+/* The functions of one instruction set, and the choice among them. */
+#ifndef PENSTOCK_ISA_H
+#define PENSTOCK_ISA_H
+
+#include "types.h"
+
+typedef struct {
+    const char *name;
+    long panel;    /* columns of a panel of packed weights */
+    int formats;   /* bit per enum Format that it can compute */
+    long (*panels)(const Product *);
+    long (*packed_bytes)(const Product *);
+    void (*pack)(const Product *, const float *, const float *, void *, float *, float *, int32_t *);
+    void (*convert_rows)(int, const float *, long, long, void *, float *);
+    void (*run_product)(const Product *, const void *, const float *, long, long, long, const Target *, float *);
+    void (*run_norm)(const Norm *, const float *, long, long, float *);
+    long (*attention_bytes)(long, long);
+    void (*run_attention)(const AttentionCall *, long, long, long, const int32_t *, long, void *);
+    void (*run_pooling)(int, const float *, long, const float *, long, long, long, long, long, int, float *);
+} Isa;
+
+/* The widest instruction set that processor and operating system have, or the one of that name; NULL: not here. */
+const Isa *find_isa(const char *name);
+
+#endif

@@ -1,0 +1,224 @@
+/* Products with packed weights: y = epilogue(x W^T + bias).
+ *
+ * Inputs are float32 rows, or what `convert_rows` makes of them for the format of the weights: bfloat16 for
+ * FORMAT_DOT, int8 with a scale per row for FORMAT_INT8. A product of some panels can run on one core while others run
+ * on another, so a caller gives the range.
+ */
+#ifndef PENSTOCK_PRODUCT_H
+#define PENSTOCK_PRODUCT_H
+
+#include "functions.h"
+#include "tile.h"
+#include "types.h"
+
+/* Rows that share one pass over a panel: their inputs stay in the second cache. */
+#define ROW_BLOCK 192
+
+/* Bytes of a row of inputs as the format wants it, and what `convert_rows` needs beside it. */
+INLINE long input_bytes(int format) { return format == FORMAT_DOT ? 2 : format == FORMAT_INT8 ? 1 : 4; }
+
+INLINE long num_panels(long out) { return (out + PANEL - 1) / PANEL; }
+
+/* The columns that lie in panel `panel`, at `first` and, of a gated product, half of them at `second`. A gated panel
+ * holds PANEL / 2 columns of the gate, then the same of the values. */
+INLINE long column_of(const Product *product, long place) {
+    if (!product->gated) return place < product->out ? place : -1;
+    long half = PANEL / 2, width = product->out / 2, column = place / PANEL * half + place % half;
+    if (column >= width) return -1;
+    return place % PANEL < half ? column : width + column;
+}
+
+/* Panels of a product: a gated one fills its panels by halves. */
+INLINE long panels_of(const Product *product) {
+    return product->gated ? num_panels(2 * (((product->out / 2) + PANEL / 2 - 1) / (PANEL / 2)) * (PANEL / 2))
+                          : num_panels(product->out);
+}
+
+/* Bytes of the packed weights. */
+INLINE long packed_bytes(const Product *product) {
+    return panels_of(product) * PANEL * product->in * (product->format == FORMAT_F32 ? 4 : input_bytes(FORMAT_DOT)) /
+           (product->format == FORMAT_INT8 ? 2 : 1);
+}
+
+/* Packs W [N, K] float32 into `weights`, bias [N] or NULL into `bias`, and for FORMAT_INT8 scales and sums. */
+static void pack(const Product *product, const float *w, const float *b, void *weights, float *bias, float *scales,
+                 int32_t *sums) {
+    long num_in = product->in, num_places = panels_of(product) * PANEL;
+    for (long place = 0; place < num_places; place++) {
+        long column = column_of(product, place), at = place / PANEL * PANEL * num_in, c = place % PANEL;
+        const float *row = column < 0 ? NULL : w + column * num_in;
+        bias[place] = row && b ? b[column] : 0.0f;
+        float largest = 0.0f;
+        if (product->format == FORMAT_INT8) {
+            for (long k = 0; row && k < num_in; k++) {
+                float a = row[k] < 0 ? -row[k] : row[k];
+                largest = a > largest ? a : largest;
+            }
+            scales[place] = largest / 127.0f;
+            sums[place] = 0;
+        }
+        for (long k = 0; k < num_in; k++) {
+            float value = row ? row[k] : 0.0f;
+            switch (product->format) {
+                case FORMAT_F32:
+                    ((float *)weights)[at + k * PANEL + c] = value;
+                    break;
+                case FORMAT_BF16:
+                    ((uint16_t *)weights)[at + k * PANEL + c] = to_bf16(value);
+                    break;
+                case FORMAT_DOT:
+                    ((uint16_t *)weights)[at + k / 2 * 2 * PANEL + 2 * c + k % 2] = to_bf16(value);
+                    break;
+                case FORMAT_INT8: {
+                    float q = largest > 0 ? value * 127.0f / largest : 0.0f;
+                    int whole = (int)(q < 0 ? q - 0.5f : q + 0.5f);
+                    ((int8_t *)weights)[at + k / 4 * 4 * PANEL + 4 * c + k % 4] = (int8_t)whole;
+                    sums[place] += 128 * whole;
+                    break;
+                }
+            }
+        }
+    }
+}
+
+/* Rows [R, K] float32 as inputs of a format; scales [R] for FORMAT_INT8. A row with NaN has the scale NaN. */
+static void convert_rows(int format, const float *x, long rows, long width, void *out, float *scales) {
+    for (long r = 0; r < rows; r++, x += width) {
+        if (format == FORMAT_DOT || format == FORMAT_BF16) {
+            uint16_t *to = (uint16_t *)out + r * width;
+            long d = 0;
+            for (; d + WIDTH <= width; d += WIDTH) v_to_bf16(to + d, v_load(x + d));
+            for (; d < width; d++) to[d] = to_bf16(x[d]);
+        } else if (format == FORMAT_INT8) {
+            uint8_t *to = (uint8_t *)out + r * width;
+            vf most = v_zero(), total = v_zero();
+            for (long d = 0; d < width; d += WIDTH) {
+                vf a = v_abs(v_load_part(x + d, width - d));
+                most = v_max(most, a);
+                total = v_add(total, a);
+            }
+            float largest = v_largest(most), sum = v_sum(total), inverse = largest > 0 ? 127.0f / largest : 0.0f;
+            scales[r] = sum - sum == 0 ? largest / 127.0f : sum - sum; /* NaN and inf stay NaN */
+            if (sum - sum != 0) inverse = 0.0f;
+            vf scale = v_set(inverse);
+            for (long d = 0; d < width; d += WIDTH) {
+                float whole[WIDTH];
+                v_store(whole, v_add(v_round(v_mul(v_load_part(x + d, width - d), scale)), v_set(128.0f)));
+                for (long i = 0; i < WIDTH && d + i < width; i++) to[d + i] = inverse > 0 ? (uint8_t)(int)whole[i] : 128;
+            }
+        }
+    }
+}
+
+INLINE void store_result(const Target *to, long row, long column, vf y, long count) {
+    long at = row * to->width + column;
+    if (to->add) y = v_add(y, v_load_part(to->add + at, count));
+    if (!to->out_is_bf16) {
+        v_store_part((float *)to->out + at, y, count);
+    } else if (count >= WIDTH) {
+        v_to_bf16((uint16_t *)to->out + at, y);
+    } else {
+        float lanes[WIDTH];
+        v_store(lanes, y);
+        for (long i = 0; i < count; i++) ((uint16_t *)to->out)[at + i] = to_bf16(lanes[i]);
+    }
+}
+
+/* Bias, activation, gate, sum and rounding of a tile's sums [rows, PANEL], for one activation. */
+INLINE void finish_as(const Product *product, int activation, const float *sums, int rows, long panel, long first_row,
+                      const float *row_scales, const Target *to) {
+    const float *bias = product->bias + panel * PANEL;
+    const float *scales = product->format == FORMAT_INT8 ? product->scales + panel * PANEL : NULL;
+    for (int r = 0; r < rows; r++, sums += PANEL) {
+        vf y[VECS];
+        UNROLL for (int v = 0; v < VECS; v++) {
+            vf x = v_load(sums + v * WIDTH), b = v_load(bias + v * WIDTH);
+            y[v] = scales ? v_fma(v_mul(x, v_set(row_scales[r])), v_load(scales + v * WIDTH), b) : v_add(x, b);
+        }
+        if (product->gated) {
+            long column = panel * (PANEL / 2);
+            UNROLL for (int v = 0; v < VECS / 2; v++) {
+                vf gate = activate(y[v], activation);
+                long at = column + v * WIDTH;
+                if (at < to->width) store_result(to, first_row + r, at, v_mul(gate, y[v + VECS / 2]), to->width - at);
+            }
+        } else {
+            UNROLL for (int v = 0; v < VECS; v++) {
+                long at = panel * PANEL + v * WIDTH;
+                if (at < to->width)
+                    store_result(to, first_row + r, at, activate(y[v], activation), to->width - at);
+            }
+        }
+    }
+}
+
+static void finish(const Product *product, const float *sums, int rows, long panel, long first_row,
+                   const float *row_scales, const Target *to) {
+#define CASE(activation) \
+    case activation: \
+        finish_as(product, activation, sums, rows, panel, first_row, row_scales, to); \
+        break;
+    switch (product->activation) {
+        CASE(ACT_NONE)
+        CASE(ACT_GELU)
+        CASE(ACT_GELU_TANH)
+        CASE(ACT_QUICK_GELU)
+        CASE(ACT_RELU)
+        CASE(ACT_SILU)
+        CASE(ACT_TANH)
+    }
+#undef CASE
+}
+
+/* Rows [R, K] in the format of the product, times panels `first` to `last`.
+ *
+ * `scratch`: PANEL * K floats for FORMAT_BF16, 64-byte aligned. `row_scales` [R] for FORMAT_INT8.
+ */
+static void run_product(const Product *product, const void *x, const float *row_scales, long rows, long first,
+                        long last, const Target *to, float *scratch) {
+    long num_in = product->in;
+    float sums[ROWS * PANEL] __attribute__((aligned(64)));
+    for (long begin = 0; begin < rows; begin += ROW_BLOCK) {
+        long end = begin + ROW_BLOCK < rows ? begin + ROW_BLOCK : rows;
+        for (long panel = first; panel < last; panel++) {
+            long at = panel * PANEL * num_in;
+            int widen = product->format == FORMAT_BF16 && end - begin > ROWS;
+            if (widen) {
+                const uint16_t *from = (const uint16_t *)product->weights + at;
+                for (long i = 0; i < PANEL * num_in; i += WIDTH) v_store(scratch + i, v_from_bf16(from + i));
+            }
+            for (long row = begin; row < end;) {
+                int n = tile_rows(end - row);
+                switch (product->format) {
+                    case FORMAT_F32:
+                        tile_f32(n, (const float *)x + row * num_in, num_in, (const float *)product->weights + at,
+                                 num_in, sums, PANEL);
+                        break;
+                    case FORMAT_BF16:
+                        if (widen)
+                            tile_f32(n, (const float *)x + row * num_in, num_in, scratch, num_in, sums, PANEL);
+                        else
+                            tile_bf16(n, (const float *)x + row * num_in, num_in,
+                                      (const uint16_t *)product->weights + at, num_in, sums, PANEL);
+                        break;
+#if HAS_DOT
+                    case FORMAT_DOT:
+                        tile_dot(n, (const uint16_t *)x + row * num_in, num_in,
+                                 (const uint16_t *)product->weights + at, num_in, sums, PANEL);
+                        break;
+#endif
+#if HAS_INT8
+                    case FORMAT_INT8:
+                        tile_int8(n, (const uint8_t *)x + row * num_in, num_in, (const int8_t *)product->weights + at,
+                                  num_in, product->sums + panel * PANEL, sums, PANEL);
+                        break;
+#endif
+                }
+                finish(product, sums, n, panel, row, row_scales ? row_scales + row : NULL, to);
+                row += n;
+            }
+        }
+    }
+}
+
+#endif

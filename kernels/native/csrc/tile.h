@@ -1,0 +1,158 @@
+/* The innermost loop of every product: a few rows against one panel of weights, all sums in registers.
+ *
+ * A panel holds PANEL columns of the weights for all K inputs, input after input:
+ *
+ *   FORMAT_F32, _BF16   [K][PANEL]
+ *   FORMAT_DOT          [K / 2][PANEL][2]
+ *   FORMAT_INT8         [K / 4][PANEL][4]
+ *
+ * A sum runs over the inputs in their order, whatever the number of rows: a row's result is the same to the bit in any
+ * batch. Loops over `rows` unroll, because each number of rows is compiled by itself (TILE_BY_ROWS).
+ */
+#ifndef PENSTOCK_TILE_H
+#define PENSTOCK_TILE_H
+
+#include "vec.h"
+
+/* out[r][c] = sum_k x[r][k] panel[k][c]; strides in elements. */
+INLINE void tile_f32_rows(int rows, const float *x, long stride, const float *panel, long num_in, float *out,
+                          long out_stride) {
+    vf sums[ROWS][VECS];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++) sums[r][v] = v_zero();
+    for (long k = 0; k < num_in; k++) {
+        vf w[VECS];
+        UNROLL for (int v = 0; v < VECS; v++) w[v] = v_load(panel + k * PANEL + v * WIDTH);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vf input = v_set(x[r * stride + k]);
+            UNROLL for (int v = 0; v < VECS; v++) sums[r][v] = v_fma(input, w[v], sums[r][v]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++)
+        v_store(out + r * out_stride + v * WIDTH, sums[r][v]);
+}
+
+INLINE void tile_bf16_rows(int rows, const float *x, long stride, const uint16_t *panel, long num_in, float *out,
+                           long out_stride) {
+    vf sums[ROWS][VECS];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++) sums[r][v] = v_zero();
+    for (long k = 0; k < num_in; k++) {
+        vf w[VECS];
+        UNROLL for (int v = 0; v < VECS; v++) w[v] = v_from_bf16(panel + k * PANEL + v * WIDTH);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vf input = v_set(x[r * stride + k]);
+            UNROLL for (int v = 0; v < VECS; v++) sums[r][v] = v_fma(input, w[v], sums[r][v]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++)
+        v_store(out + r * out_stride + v * WIDTH, sums[r][v]);
+}
+
+#if defined(__AVX512BF16__)
+#define HAS_DOT 1
+INLINE void tile_dot_rows(int rows, const uint16_t *x, long stride, const uint16_t *panel, long num_in, float *out,
+                          long out_stride) {
+    vf sums[ROWS][VECS];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++) sums[r][v] = v_zero();
+    for (long k = 0; k < num_in; k += 2) {
+        __m512bh w[VECS];
+        UNROLL for (int v = 0; v < VECS; v++)
+            w[v] = (__m512bh)_mm512_loadu_si512((const void *)(panel + k * PANEL + v * 2 * WIDTH));
+        UNROLL for (int r = 0; r < rows; r++) {
+            int32_t pair;
+            memcpy(&pair, x + r * stride + k, sizeof pair);
+            __m512bh input = (__m512bh)_mm512_set1_epi32(pair);
+            UNROLL for (int v = 0; v < VECS; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], input, w[v]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++)
+        v_store(out + r * out_stride + v * WIDTH, sums[r][v]);
+}
+#endif
+
+#if defined(__AVX512VNNI__)
+#define HAS_INT8 1
+/* Inputs are 128 above their value, so that they have no sign; `sums_128` takes that out again. */
+INLINE void tile_int8_rows(int rows, const uint8_t *x, long stride, const int8_t *panel, long num_in,
+                           const int32_t *sums_128, float *out, long out_stride) {
+    __m512i sums[ROWS][VECS];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++) sums[r][v] = _mm512_setzero_si512();
+    for (long k = 0; k < num_in; k += 4) {
+        __m512i w[VECS];
+        UNROLL for (int v = 0; v < VECS; v++)
+            w[v] = _mm512_loadu_si512((const void *)(panel + k * PANEL + v * 4 * WIDTH));
+        UNROLL for (int r = 0; r < rows; r++) {
+            int32_t four;
+            memcpy(&four, x + r * stride + k, sizeof four);
+            __m512i input = _mm512_set1_epi32(four);
+            UNROLL for (int v = 0; v < VECS; v++) sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], input, w[v]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++) {
+        __m512i offset = _mm512_loadu_si512((const void *)(sums_128 + v * WIDTH));
+        v_store(out + r * out_stride + v * WIDTH, _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r][v], offset)));
+    }
+}
+#endif
+
+#define TILE_CASE(rows, call) \
+    case rows: \
+        call(rows); \
+        break;
+#if ROWS == 12
+#define TILE_BY_ROWS(rows, call) \
+    switch (rows) { \
+        TILE_CASE(1, call) TILE_CASE(2, call) TILE_CASE(3, call) TILE_CASE(4, call) TILE_CASE(5, call) \
+        TILE_CASE(6, call) TILE_CASE(7, call) TILE_CASE(8, call) TILE_CASE(9, call) TILE_CASE(10, call) \
+        TILE_CASE(11, call) TILE_CASE(12, call) \
+    }
+#elif ROWS == 6
+#define TILE_BY_ROWS(rows, call) \
+    switch (rows) { \
+        TILE_CASE(1, call) TILE_CASE(2, call) TILE_CASE(3, call) TILE_CASE(4, call) TILE_CASE(5, call) \
+        TILE_CASE(6, call) \
+    }
+#else
+#define TILE_BY_ROWS(rows, call) \
+    switch (rows) { TILE_CASE(1, call) TILE_CASE(2, call) TILE_CASE(3, call) }
+#endif
+
+static void tile_f32(int rows, const float *x, long stride, const float *panel, long num_in, float *out,
+                     long out_stride) {
+#define CALL(n) tile_f32_rows(n, x, stride, panel, num_in, out, out_stride)
+    TILE_BY_ROWS(rows, CALL)
+#undef CALL
+}
+
+static void tile_bf16(int rows, const float *x, long stride, const uint16_t *panel, long num_in, float *out,
+                      long out_stride) {
+#define CALL(n) tile_bf16_rows(n, x, stride, panel, num_in, out, out_stride)
+    TILE_BY_ROWS(rows, CALL)
+#undef CALL
+}
+
+#if HAS_DOT
+static void tile_dot(int rows, const uint16_t *x, long stride, const uint16_t *panel, long num_in, float *out,
+                     long out_stride) {
+#define CALL(n) tile_dot_rows(n, x, stride, panel, num_in, out, out_stride)
+    TILE_BY_ROWS(rows, CALL)
+#undef CALL
+}
+#endif
+
+#if HAS_INT8
+static void tile_int8(int rows, const uint8_t *x, long stride, const int8_t *panel, long num_in,
+                      const int32_t *sums_128, float *out, long out_stride) {
+#define CALL(n) tile_int8_rows(n, x, stride, panel, num_in, sums_128, out, out_stride)
+    TILE_BY_ROWS(rows, CALL)
+#undef CALL
+}
+#endif
+
+/* Rows of the next tile of `left` rows: as many as fit, or two even parts where one would leave a narrow rest. */
+INLINE int tile_rows(long left) {
+    if (left <= ROWS) return (int)left;
+    if (left < 2 * ROWS) return (int)((left + 1) / 2);
+    return ROWS;
+}
+
+#endif

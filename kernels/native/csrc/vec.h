@@ -1,0 +1,208 @@
+/* Vectors of floats under one set of names, for the instruction set that a file is compiled for.
+ *
+ *   vf          WIDTH floats in one register
+ *   ROWS, VECS  the tile that fills the registers: ROWS x VECS sums, VECS weights, one input (tile.h)
+ *
+ * bfloat16 is the upper half of a float32; it is rounded to nearest, ties to even, by every variant alike.
+ */
+#ifndef PENSTOCK_VEC_H
+#define PENSTOCK_VEC_H
+
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+#if defined(__AVX512F__)
+
+#include <immintrin.h>
+typedef __m512 vf;
+#define WIDTH 16
+#define ROWS 12
+#define VECS 2
+
+INLINE vf v_zero(void) { return _mm512_setzero_ps(); }
+INLINE vf v_set(float x) { return _mm512_set1_ps(x); }
+INLINE vf v_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void v_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
+INLINE vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+INLINE vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+INLINE vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+/* NaN in `b` stays: the second operand is what x86 returns where one is NaN. */
+INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
+INLINE vf v_abs(vf a) { return _mm512_abs_ps(a); }
+INLINE vf v_round(vf a) { return _mm512_roundscale_ps(a, 8); }
+INLINE vf v_copysign(vf magnitude, vf sign) {
+    const __m512i bit = _mm512_set1_epi32((int)0x80000000u);
+    __m512i m = _mm512_castps_si512(magnitude), s = _mm512_castps_si512(sign);
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_andnot_si512(bit, m), _mm512_and_si512(bit, s)));
+}
+/* x * 2^n for whole n in -126..127 */
+INLINE vf v_scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
+INLINE vf v_from_bf16(const uint16_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
+}
+INLINE void v_to_bf16(uint16_t *p, vf x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(x));
+#else
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256((void *)p, _mm512_cvtepi32_epi16(rounded));
+#endif
+}
+
+#elif defined(__AVX2__)
+
+#include <immintrin.h>
+typedef __m256 vf;
+#define WIDTH 8
+#define ROWS 6
+#define VECS 2
+
+INLINE vf v_zero(void) { return _mm256_setzero_ps(); }
+INLINE vf v_set(float x) { return _mm256_set1_ps(x); }
+INLINE vf v_load(const float *p) { return _mm256_loadu_ps(p); }
+INLINE void v_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
+INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+INLINE vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
+INLINE vf v_abs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+INLINE vf v_round(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vf v_copysign(vf magnitude, vf sign) {
+    const vf bit = _mm256_set1_ps(-0.0f);
+    return _mm256_or_ps(_mm256_andnot_ps(bit, magnitude), _mm256_and_ps(bit, sign));
+}
+INLINE vf v_scale2(vf x, vf n) {
+    __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
+}
+INLINE vf v_from_bf16(const uint16_t *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16));
+}
+INLINE void v_to_bf16(uint16_t *p, vf x) {
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+    _mm_storeu_si128((void *)p, _mm256_castsi256_si128(packed));
+}
+
+#else
+
+/* Any other machine, through the compiler's own vectors: NEON on 64-bit ARM, SSE on older x86. */
+#include <math.h>
+typedef float vf __attribute__((vector_size(16)));
+typedef int32_t vi __attribute__((vector_size(16)));
+#define WIDTH 4
+#if defined(__aarch64__)
+#define ROWS 6
+#define VECS 4
+#else
+#define ROWS 3
+#define VECS 4
+#endif
+
+INLINE vf v_zero(void) { return (vf){0, 0, 0, 0}; }
+INLINE vf v_set(float x) { return (vf){x, x, x, x}; }
+INLINE vf v_load(const float *p) {
+    vf x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+INLINE void v_store(float *p, vf x) { memcpy(p, &x, sizeof x); }
+INLINE vf v_add(vf a, vf b) { return a + b; }
+INLINE vf v_sub(vf a, vf b) { return a - b; }
+INLINE vf v_mul(vf a, vf b) { return a * b; }
+INLINE vf v_div(vf a, vf b) { return a / b; }
+#if defined(__aarch64__)
+#include <arm_neon.h>
+INLINE vf v_fma(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+#else
+INLINE vf v_fma(vf a, vf b, vf c) { return a * b + c; }
+#endif
+INLINE vf v_select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+INLINE vf v_max(vf a, vf b) { return v_select(a > b, a, b); }
+INLINE vf v_min(vf a, vf b) { return v_select(a < b, a, b); }
+INLINE vf v_abs(vf a) { return (vf)((vi)a & 0x7fffffff); }
+INLINE vf v_round(vf a) {
+    const vf big = v_set(12582912.0f); /* 1.5 * 2^23: adding it rounds |a| < 2^22 to a whole number */
+    return (a + big) - big;
+}
+INLINE vf v_copysign(vf magnitude, vf sign) {
+    return (vf)(((vi)magnitude & 0x7fffffff) | ((vi)sign & (int32_t)0x80000000u));
+}
+INLINE vf v_scale2(vf x, vf n) { return x * (vf)((__builtin_convertvector(n, vi) + 127) << 23); }
+INLINE vf v_from_bf16(const uint16_t *p) {
+    vi x = {p[0], p[1], p[2], p[3]};
+    return (vf)(x << 16);
+}
+INLINE void v_to_bf16(uint16_t *p, vf x) {
+    uint32_t bits[4];
+    memcpy(bits, &x, sizeof bits);
+    for (int i = 0; i < 4; i++) {
+        uint32_t b = bits[i];
+        p[i] = (b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+    }
+}
+
+#endif
+
+/* Columns of a panel of weights: what one tile computes side by side. */
+#define PANEL (WIDTH * VECS)
+
+/* The sum, and the largest, of the floats of a vector, in one fixed order. */
+INLINE float v_sum(vf x) {
+    float lanes[WIDTH];
+    v_store(lanes, x);
+    for (int step = WIDTH / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
+    return lanes[0];
+}
+INLINE float v_largest(vf x) {
+    float lanes[WIDTH];
+    v_store(lanes, x);
+    for (int i = 1; i < WIDTH; i++) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
+    return lanes[0];
+}
+
+/* The first `count` floats at `p`, 0 in place of the others. */
+INLINE vf v_load_part(const float *p, long count) {
+    if (count >= WIDTH) return v_load(p);
+    float lanes[WIDTH] = {0};
+    if (count > 0) memcpy(lanes, p, (size_t)count * sizeof(float));
+    return v_load(lanes);
+}
+INLINE void v_store_part(float *p, vf x, long count) {
+    if (count >= WIDTH) {
+        v_store(p, x);
+        return;
+    }
+    float lanes[WIDTH];
+    v_store(lanes, x);
+    if (count > 0) memcpy(p, lanes, (size_t)count * sizeof(float));
+}
+INLINE uint16_t to_bf16(float x) {
+    uint32_t b;
+    memcpy(&b, &x, sizeof b);
+    return (b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+}
+
+#endif

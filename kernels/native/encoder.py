@@ -1,0 +1,246 @@
+"""A whole encoder as one native call: packed tokens in, the last layer's rows out.
+
+Shape letters: T packed tokens, N sequences, D model width, E embedding width, V vocabulary, P places, H heads, I inner
+width, K head size, L longest sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _abi
+from .machine import Activation, Format, Machine, PackedProduct, aligned, at
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NormSpec:
+    """A LayerNorm, or an RMSNorm.
+
+    Attributes:
+        weight: [D] float32.
+        bias: [D] float32 or None.
+        eps: Added to the variance.
+        rms: Without the mean.
+    """
+
+    weight: Floats
+    bias: Floats | None = None
+    eps: float = 1e-12
+    rms: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MapSpec:
+    """x W^T + b.
+
+    Attributes:
+        weight: [N, D] float32; of a gated map the gate's rows above those of the values.
+        bias: [N] float32 or None.
+        activation: Of the result, or of the gate.
+        gated: The result is activation(gate) * values.
+    """
+
+    weight: Floats
+    bias: Floats | None = None
+    activation: Activation = Activation.NONE
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerSpec:
+    """One layer.
+
+    Attributes:
+        attention_norm: None: what comes is not normalised.
+        qkv: D to 3 * D, the scale of the scores in the rows of q.
+        attention_out: D to D.
+        mlp_norm: As its name says.
+        mlp_in: D to I.
+        mlp_out: I to D.
+        window: (left, right) tokens that a query sees beside its own; None sees all.
+        rotary: [L, K] float32: cosines of K / 2 angles, then sines; None for none.
+        bias: [H, 2 * L + 1] float32, added to the scores of a key by its distance to the query, -L .. L; None for none.
+    """
+
+    attention_norm: NormSpec | None
+    qkv: MapSpec
+    attention_out: MapSpec
+    mlp_norm: NormSpec
+    mlp_in: MapSpec
+    mlp_out: MapSpec
+    window: tuple[int, int] | None = None
+    rotary: Floats | None = None
+    bias: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncoderSpec:
+    """An encoder with its weights.
+
+    Attributes:
+        num_heads: H.
+        pre_norm: Norms stand before attention and MLP, not after the sums.
+        words: [V, E], float32; uint16 holds bfloat16.
+        places: [P, E] float32, added to the words' rows; None for none.
+        embedding_norm: Of the sum.
+        projection: E to D; None where they are the same.
+        layers: At least one.
+        final_norm: After the last; None for none.
+    """
+
+    num_heads: int
+    pre_norm: bool
+    words: NDArray[Any]
+    places: Floats | None
+    embedding_norm: NormSpec
+    projection: MapSpec | None
+    layers: Sequence[LayerSpec]
+    final_norm: NormSpec | None = None
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What the structs point to."""
+
+    arrays: list[Any] = field(default_factory=list)
+
+    def keep(self, array: Any) -> int | None:
+        """Returns the address of an array, which lives on."""
+        if array is None:
+            return None
+        kept = np.ascontiguousarray(array)
+        self.arrays.append(kept)
+        return at(kept)
+
+
+class NativeEncoder:
+    """An encoder, packed for one machine. Calls come from one thread.
+
+    Args:
+        machine: Runs it.
+        spec: The encoder. Its weights may be forgotten afterwards, except `words`, which are read in place.
+        format: Of the products; attention computes in bfloat16 with DOT, in float32 with the others.
+    """
+
+    def __init__(self, machine: Machine, spec: EncoderSpec, format: Format) -> None:
+        self._machine = machine
+        self._format = format
+        self._memory = _Memory()
+        self._num_words = len(spec.words)
+        self._num_places = None if spec.places is None else len(spec.places)
+        self._num_heads = spec.num_heads
+        self.hidden_size = spec.layers[0].attention_out.weight.shape[0]
+        self._layers = (_abi.Layer * len(spec.layers))(*map(self._layer, spec.layers))
+        heads = spec.layers[0].attention_out.weight.shape[1]
+        self._struct = _abi.Encoder(
+            width=self.hidden_size,
+            num_layers=len(spec.layers),
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_heads,
+            head_size=heads // spec.num_heads,
+            pre_norm=spec.pre_norm,
+            table_is_bf16=spec.words.dtype == np.uint16,
+            words=self._memory.keep(spec.words),
+            places=self._memory.keep(spec.places),
+            embedding_width=spec.words.shape[1],
+            embedding_norm=self._norm(spec.embedding_norm),
+            projection=self._product(spec.projection),
+            layers=self._layers,
+            final_norm=self._norm(spec.final_norm),
+        )
+
+    def __call__(
+        self,
+        ids_T: NDArray[np.int64],
+        places_T: NDArray[np.int64],
+        starts: NDArray[np.int32],
+        *,
+        visible_N: NDArray[np.int32] | None = None,
+        need_attention: bool = False,
+    ) -> tuple[Floats, Floats | None]:
+        """Runs a forward.
+
+        Args:
+            ids_T: [T] int64 token ids.
+            places_T: [T] int64 rows of EncoderSpec.places.
+            starts: [N + 1] int32, prefix sums of the lengths.
+            visible_N: [N] int32: so many tokens at the head of each sequence are attended to; None: all.
+            need_attention: Also return the weights.
+
+        Returns:
+            [T, D] float32, and [T, H] float32: how much the first token of each sequence attends to each of its tokens
+            in the last layer.
+
+        Raises:
+            ValueError: An id or a place has no row; array shapes do not fit.
+            MemoryError: Memory is short.
+        """
+        num_tokens = len(ids_T)
+        if num_tokens == 0 or starts[0] != 0 or starts[-1] != num_tokens or (np.diff(starts) <= 0).any():
+            raise ValueError("starts must rise from 0 to the number of tokens")
+        _check_rows("ids", ids_T, num_tokens, self._num_words)
+        if self._num_places is not None:
+            _check_rows("places", places_T, num_tokens, self._num_places)
+        hidden_TD: Floats = aligned(num_tokens * self.hidden_size, np.float32).reshape(num_tokens, -1)
+        weights_TH = np.empty((num_tokens, self._num_heads), np.float32) if need_attention else None
+        arrays = (
+            np.ascontiguousarray(ids_T, np.int64),
+            np.ascontiguousarray(places_T, np.int64),
+            np.ascontiguousarray(starts, np.int32),
+            None if visible_N is None else np.ascontiguousarray(visible_N, np.int32),
+        )
+        batch = _abi.Batch(
+            ids=at(arrays[0]),
+            places=at(arrays[1]),
+            starts=at(arrays[2]),
+            visible=at(arrays[3]),
+            num_seqs=len(starts) - 1,
+            hidden=at(hidden_TD),
+            first_weights=at(weights_TH),
+        )
+        self._machine.encode(self._struct, batch)
+        return hidden_TD, weights_TH
+
+    def _layer(self, spec: LayerSpec) -> _abi.Layer:
+        left, right = spec.window or (-1, -1)
+        return _abi.Layer(
+            attention_norm=self._norm(spec.attention_norm),
+            mlp_norm=self._norm(spec.mlp_norm),
+            qkv=self._product(spec.qkv),
+            attention_out=self._product(spec.attention_out),
+            mlp_in=self._product(spec.mlp_in),
+            mlp_out=self._product(spec.mlp_out),
+            left=left,
+            right=right,
+            rotary=self._memory.keep(spec.rotary),
+            bias=self._memory.keep(spec.bias),
+            bias_reach=0 if spec.bias is None else spec.bias.shape[1] // 2,
+        )
+
+    def _product(self, spec: MapSpec | None) -> _abi.Product:
+        if spec is None:
+            return _abi.Product()
+        packed: PackedProduct = self._machine.pack(
+            spec.weight, spec.bias, self._format, activation=spec.activation, gated=spec.gated
+        )
+        self._memory.arrays.append(packed)
+        return packed.struct
+
+    def _norm(self, spec: NormSpec | None) -> _abi.Norm:
+        if spec is None:
+            return _abi.Norm()
+        keep = self._memory.keep
+        return _abi.Norm(weight=keep(spec.weight), bias=keep(spec.bias), eps=spec.eps, rms=spec.rms)
+
+
+def _check_rows(name: str, rows_T: NDArray[Any], num_tokens: int, count: int) -> None:
+    """Refuses what has no row in a table: the library would read beyond its memory."""
+    if len(rows_T) != num_tokens or int(rows_T.min()) < 0 or int(rows_T.max()) >= count:
+        raise ValueError(f"{name} must be {num_tokens} numbers from 0 to {count - 1}")

@@ -1,0 +1,218 @@
+"""The library with its threads and its memory: one Machine runs one forward at a time, on so many cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _abi
+
+LIBRARY: Final = Path(__file__).with_name("libpenstock_native.so")
+_ALIGNMENT: Final = 64
+
+Floats = NDArray[np.float32]
+Array = NDArray[Any]
+
+
+class NativeError(Exception):
+    """The library is not there, or cannot run on this machine; the message says what to do."""
+
+
+class Format(IntEnum):
+    """How the weights of a product are kept, and in what it is computed; see csrc/types.h."""
+
+    F32 = 0
+    BF16 = 1
+    DOT = 2
+    INT8 = 3
+
+
+class Activation(IntEnum):
+    """Follows a product; see csrc/functions.h."""
+
+    NONE = 0
+    GELU = 1
+    GELU_TANH = 2
+    QUICK_GELU = 3
+    RELU = 4
+    SILU = 5
+    TANH = 6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedProduct:
+    """A product whose weights lie as one machine wants them.
+
+    Attributes:
+        struct: What the library reads.
+        arrays: The memory that it points to.
+    """
+
+    struct: _abi.Product
+    arrays: tuple[Array, ...]
+
+    @property
+    def width(self) -> int:
+        """Columns of the result."""
+        return int(self.struct.outputs) // (2 if self.struct.gated else 1)
+
+
+class Machine:
+    """Opens the library with `num_lanes` threads, of which the caller is one.
+
+    Args:
+        num_lanes: Cores that a forward may use; at least 1.
+        isa: Instruction set: "avx2", "avx512", "avx512bf16", "plain"; None takes the widest.
+        library: The file.
+
+    Raises:
+        NativeError: The library cannot be loaded, the processor lacks the instruction set, or the system gives no
+            threads.
+    """
+
+    def __init__(self, num_lanes: int, *, isa: str | None = None, library: Path = LIBRARY) -> None:
+        self._handle: int | None = None
+        if not library.is_file():
+            raise NativeError("the native kernels are not built: `make native` builds them where a C compiler is")
+        try:
+            self._library = _abi.load(str(library))
+        except (OSError, AttributeError) as error:
+            raise NativeError(str(error)) from error
+        wanted = None if isa is None else isa.encode()
+        self.isa = self._library.penstock_isa(wanted).decode()
+        if not self.isa:
+            raise NativeError(f"this processor has not {isa or 'AVX2, which the native kernels need'}")
+        self.num_lanes = num_lanes
+        self._handle = self._library.penstock_open(wanted, num_lanes)
+        if self._handle is None:
+            raise NativeError(f"the system gives no {num_lanes} threads")
+        bits = self._library.penstock_formats(self._handle)
+        self.formats = frozenset(f for f in Format if bits >> f & 1)
+
+    def __enter__(self) -> Self:
+        """Closes it at the end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads and gives the memory back. Nothing may run; a second call does nothing."""
+        if self._handle is not None:
+            self._library.penstock_close(self._handle)
+            self._handle = None
+
+    def pack(
+        self,
+        weight_ND: Floats,
+        bias_N: Floats | None,
+        format: Format,
+        *,
+        activation: Activation = Activation.NONE,
+        gated: bool = False,
+    ) -> PackedProduct:
+        """Prepares x W^T + b.
+
+        Args:
+            weight_ND: [N, D]. Of a gated product the gate's rows above those of the values.
+            bias_N: [N] or None.
+            format: One of `formats`. DOT becomes BF16, and INT8 too, where D does not divide into their groups.
+            activation: Of the result, or of the gate.
+            gated: The result is activation(gate) * values, [.., N / 2].
+        """
+        num_out, num_in = weight_ND.shape
+        if (format is Format.DOT and num_in % 2) or (format is Format.INT8 and num_in % 4):
+            format = Format.BF16
+        if format not in self.formats:
+            raise NativeError(f"{self.isa} has no products in {format.name}")
+        struct = _abi.Product(inputs=num_in, outputs=num_out, format=format, activation=activation, gated=gated)
+        places = self._library.penstock_panel_columns(self._handle, struct)
+        weights = aligned(self._library.penstock_packed_bytes(self._handle, struct), np.uint8)
+        bias, scales, sums = aligned(places, np.float32), aligned(places, np.float32), aligned(places, np.int32)
+        source = np.ascontiguousarray(weight_ND, np.float32)
+        source_bias = None if bias_N is None else np.ascontiguousarray(bias_N, np.float32)
+        self._library.penstock_pack(
+            self._handle, struct, at(source), at(source_bias), *map(at, (weights, bias, scales, sums))
+        )
+        arrays: tuple[Array, ...] = (weights, bias)
+        struct.weights, struct.bias = at(weights), at(bias)
+        if format is Format.INT8:
+            struct.scales, struct.sums = at(scales), at(sums)
+            arrays = (*arrays, scales, sums)
+        return PackedProduct(struct, arrays)
+
+    def product(self, packed: PackedProduct, x_RD: Floats, add: Floats | None = None) -> Floats:
+        """Returns the product of rows [R, D], [R, N], on one core; `add` [R, N] is added. For tests and measuring."""
+        x_RD = np.ascontiguousarray(x_RD, np.float32)
+        rows, width = x_RD.shape
+        if width != packed.struct.inputs:
+            raise ValueError(f"x must be [R, {packed.struct.inputs}], got {list(x_RD.shape)}")
+        result = np.empty((rows, packed.width), np.float32)
+        if add is not None and (add.shape != result.shape or add.dtype != np.float32 or not add.flags.c_contiguous):
+            raise ValueError(f"add must be contiguous float32 {list(result.shape)}, got {list(add.shape)}")
+        inputs, scales = aligned(rows * width * 2, np.uint8), aligned(rows, np.float32)
+        scratch = aligned(width * 64, np.float32)
+        self._library.penstock_product(
+            self._handle, packed.struct, at(x_RD), at(add), rows, *map(at, (result, inputs, scales, scratch))
+        )
+        return result
+
+    def encode(self, encoder: _abi.Encoder, batch: _abi.Batch) -> None:
+        """Runs a forward; see NativeEncoder.
+
+        Raises:
+            MemoryError: Memory is short.
+        """
+        if not self._library.penstock_encode(self._handle, encoder, batch):
+            raise MemoryError("too little memory for the rows of a forward")
+
+    def pool(
+        self,
+        hidden_TD: Floats,
+        starts_N: Array,
+        lengths_N: Array,
+        pooling: int,
+        *,
+        width: int,
+        dimensions: Array | None,
+        normalize: Array,
+        skips: Array | None,
+        weights: Array | None,
+    ) -> Floats:
+        """See penstock.kernels.pooling.pool_native."""
+        out = np.empty((len(starts_N), width), np.float32)
+        self._library.penstock_pool(
+            self._handle,
+            pooling,
+            at(hidden_TD),
+            hidden_TD.strides[0] // 4,
+            at(weights),
+            *map(at, (starts_N, lengths_N, skips)),
+            len(starts_N),
+            width,
+            *map(at, (dimensions, normalize, out)),
+        )
+        return out
+
+
+def aligned(count: int, dtype: Any) -> Array:
+    """Returns an array [count] whose memory begins at a cache line."""
+    size = count * np.dtype(dtype).itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    shift = -raw.ctypes.data % _ALIGNMENT
+    return raw[shift : shift + size].view(dtype)
+
+
+def at(array: Array | None) -> int | None:
+    """Returns the address of an array's first value."""
+    return None if array is None else int(array.ctypes.data)
+
+
