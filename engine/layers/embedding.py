@@ -41,11 +41,15 @@ class BertEmbedding:
         self.num_token_types = num_token_types
         self.norm = LayerNorm.load(weights, "LayerNorm", size, eps, dtype=torch.float32)
 
+    def places(self, positions_T: Tensor, token_type_ids_T: Tensor | None) -> Tensor:
+        """Returns the rows of `position_type_QE`, [T]. Token types are ignored by models that have only one."""
+        if token_type_ids_T is None or self.num_token_types <= 1:
+            return positions_T
+        return positions_T + token_type_ids_T * self.num_positions
+
     def __call__(self, input_ids_T: Tensor, positions_T: Tensor, token_type_ids_T: Tensor | None) -> Tensor:
-        """Returns [T, E] in the type of the model. Token types are ignored by models that have only one."""
-        rows_T = positions_T
-        if token_type_ids_T is not None and self.num_token_types > 1:
-            rows_T = positions_T + token_type_ids_T * self.num_positions
+        """Returns [T, E] in the type of the model."""
+        rows_T = self.places(positions_T, token_type_ids_T)
         sum_TE = F.embedding(rows_T, self.position_type_QE).add_(F.embedding(input_ids_T, self.word_VE))
         normed_TE: Tensor = self.norm(sum_TE).to(self.word_VE.dtype)
         return normed_TE

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.kernels.native import Machine
+
 from ..protocol.errors import WeightError
 
 
@@ -39,12 +41,14 @@ class Weights:
         source: The checkpoint.
         dtype: Type that model weights are cast to.
         device: Where they go.
+        machine: The native kernels, for models that can run through them; None leaves all to torch.
         prefix: Put before every name, such as "bert.encoder.".
     """
 
     source: TensorSource
     dtype: torch.dtype
     device: torch.device
+    machine: Machine | None = None
     prefix: str = ""
 
     def scope(self, name: str) -> Weights:

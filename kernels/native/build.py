@@ -22,7 +22,7 @@ from typing import Final
 SOURCES: Final = Path(__file__).with_name("csrc")
 LIBRARY: Final = Path(__file__).with_name("libpenstock_native.so")
 
-_FLAGS: Final = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
+_FLAGS: Final = ("-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
 # isa.c is compiled once for each. The names are those of cpu.c.
 _AVX512: Final = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _ISAS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
@@ -30,6 +30,7 @@ _ISAS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "avx2": ("-mavx2", "-mfma"),
         "avx512": _AVX512,
         "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+        "plain": (),
     },
     "aarch64": {"plain": ()},
 }

@@ -6,7 +6,7 @@ width, K head size, L longest sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +91,7 @@ class EncoderSpec:
         places: [P, E] float32, added to the words' rows; None for none.
         embedding_norm: Of the sum.
         projection: E to D; None where they are the same.
-        layers: At least one.
+        layers: At least one; read once, one after another.
         final_norm: After the last; None for none.
     """
 
@@ -100,8 +100,8 @@ class EncoderSpec:
     words: NDArray[Any]
     places: Floats | None
     embedding_norm: NormSpec
-    projection: MapSpec | None
-    layers: Sequence[LayerSpec]
+    projection: MapSpec | None = None
+    layers: Iterable[LayerSpec]
     final_norm: NormSpec | None = None
 
 
@@ -136,12 +136,13 @@ class NativeEncoder:
         self._num_words = len(spec.words)
         self._num_places = None if spec.places is None else len(spec.places)
         self._num_heads = spec.num_heads
-        self.hidden_size = spec.layers[0].attention_out.weight.shape[0]
-        self._layers = (_abi.Layer * len(spec.layers))(*map(self._layer, spec.layers))
-        heads = spec.layers[0].attention_out.weight.shape[1]
+        layers = [self._layer(layer) for layer in spec.layers]
+        self._layers = (_abi.Layer * len(layers))(*layers)
+        heads = int(layers[0].attention_out.inputs)
+        self.hidden_size = int(layers[0].attention_out.outputs)
         self._struct = _abi.Encoder(
             width=self.hidden_size,
-            num_layers=len(spec.layers),
+            num_layers=len(layers),
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_heads,
             head_size=heads // spec.num_heads,

@@ -14,6 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.kernels.native import Machine
+
 from ...layers.dense import Dense
 from ...layers.rows import limit_kept_kernels
 from ...layers.weights import Weights
@@ -36,12 +38,15 @@ _REMAP_BYTES: Final = 32 << 20
 _OLD_NAMES: Final = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def load_model(info: ModelInfo, *, trust_remote_code: bool = False) -> PackedModel:
+def load_model(
+    info: ModelInfo, *, trust_remote_code: bool = False, machine: Machine | None = None
+) -> PackedModel:
     """Loads the model that `info` describes, prepared for its device and dtype.
 
     Args:
         info: The resolved model.
         trust_remote_code: Let transformers run code that comes with a model that has no native family.
+        machine: The native kernels, on a CPU; None leaves all to torch.
 
     Raises:
         UnsupportedModelError: The architecture, or an option of it, is not known.
@@ -57,7 +62,7 @@ def load_model(info: ModelInfo, *, trust_remote_code: bool = False) -> PackedMod
         return TransformersModel(info, trust_remote_code=trust_remote_code)
     model_class = find_model_class(info.architecture, info.model_type, info.config)
     with open_checkpoint(Path(info.path)) as checkpoint, torch.no_grad():
-        model = model_class(info, Weights(checkpoint, torch_dtype(info.dtype), torch.device(info.device)))
+        model = model_class(info, Weights(checkpoint, torch_dtype(info.dtype), torch.device(info.device), machine))
         if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
             model.vocabulary_head = VocabularyHead(Weights(checkpoint, torch.float32, torch.device(info.device)), info)
         if unused := checkpoint.unused():

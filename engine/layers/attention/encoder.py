@@ -5,7 +5,7 @@ Shape letters: T packed tokens in R rows, N sequences, D model width, H heads, K
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,17 +59,10 @@ class SelfAttention:
             bias: Whether they have one.
             window: As for the class.
         """
+        weight, bias_O = fused_qkv(weights, names, size, num_heads, bias=bias)
         # Cast last: the scale must not cost a second rounding.
-        stack = partial(torch.cat, dim=0)
-        rows = 3 * size // len(names)
-        weight = stack([weights.tensor(f"{n}.weight", rows, size, dtype=torch.float32) for n in names])
-        parts = [weight]
-        if bias:
-            parts.append(stack([weights.tensor(f"{n}.bias", rows, dtype=torch.float32) for n in names]))
-        for part in parts:
-            part[:size] *= (size // num_heads) ** -0.5
-        cast = [part.to(weights.dtype) for part in parts]
-        return cls(Linear(cast[0], cast[1] if bias else None), num_heads, window=window)
+        qkv = Linear(weight.to(weights.dtype), None if bias_O is None else bias_O.to(weights.dtype))
+        return cls(qkv, num_heads, window=window)
 
     def plan(self, rows: Rows) -> AttentionPlan:
         """Returns how the kernel walks this batch; layers of one window share it."""
@@ -146,6 +139,23 @@ class SelfAttention:
             rotation.apply_(qkv_T3HK[:, :2])
         q_THK, k_THK, v_THK = qkv_T3HK.unbind(1)
         return q_THK, k_THK, v_THK
+
+
+def fused_qkv(
+    weights: Weights, names: Sequence[str], size: int, num_heads: int, *, bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns weight [3 * D, D] and bias [3 * D] or None of one map that gives q, k and v, in float32.
+
+    Takes the arguments of `SelfAttention.load`; the scale of the scores is in the rows of q.
+    """
+    rows = 3 * size // len(names)
+    weight = torch.cat([weights.tensor(f"{n}.weight", rows, size, dtype=torch.float32) for n in names])
+    parts = [weight]
+    if bias:
+        parts.append(torch.cat([weights.tensor(f"{n}.bias", rows, dtype=torch.float32) for n in names]))
+    for part in parts:
+        part[:size] *= (size // num_heads) ** -0.5
+    return weight, parts[1] if bias else None
 
 
 def _segment_softmax(scores_TH: Tensor, segment_of_T: Tensor, num_segments: int) -> Tensor:

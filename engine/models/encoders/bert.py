@@ -8,13 +8,16 @@ Shape letters: R rows, D model width, E embedding width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from torch import Tensor
 
+from penstock.kernels.native import EncoderSpec, LayerSpec
+
 from ...layers.linear import Linear
+from ...layers.native import SpecReader
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...protocol.model_info import ModelInfo
@@ -93,6 +96,14 @@ class ElectraModel(BertModel):
         own_size = self.config.embedding_size
         super().load_embedding(base, own_size)
         self.projection = Linear.load(base, "embeddings_project", own_size, size) if own_size != size else None
+
+    def spec(self, info: ModelInfo, base: Weights, layers: Iterable[LayerSpec]) -> EncoderSpec:
+        """See PostNormEncoder."""
+        spec = super().spec(info, base, layers)
+        own_size, size = self.config.embedding_size, self.config.hidden_size
+        if own_size == size:
+            return spec
+        return replace(spec, projection=SpecReader(base).map("embeddings_project", own_size, size))
 
     def embed(self, rows: Rows) -> Tensor:
         """See PostNormEncoder."""

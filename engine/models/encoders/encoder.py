@@ -6,17 +6,19 @@ Shape letters: T packed tokens in R rows, D model width, H heads, L longest sequ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan
+from penstock.kernels.native import EncoderSpec, LayerSpec
 
 from ...layers.attention.encoder import SelfAttention
 from ...layers.embedding import BertEmbedding, padding_aware_positions
 from ...layers.linear import Linear
+from ...layers.native import NativeForward, SpecReader, as_floats, as_words, can_run, native_activation
 from ...layers.norm import LayerNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
@@ -96,6 +98,22 @@ class PostNormBlock:
             mlp_norm=LayerNorm.load(weights, names.mlp_norm, D, eps),
         )
 
+    @staticmethod
+    def spec(weights: Weights, names: BlockNames, config: EncoderConfig) -> LayerSpec:
+        """Reads one block for the native kernels, without what the family adds to the scores."""
+        D, I, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps  # noqa: E741
+        read = SpecReader(weights)
+        activation = native_activation(config.hidden_act)
+        assert activation is not None
+        return LayerSpec(
+            attention_norm=read.norm(names.attention_norm, D, eps),
+            qkv=read.qkv(names[:3], D, config.num_attention_heads),
+            attention_out=read.map(names.attention_out, D, D),
+            mlp_norm=read.norm(names.mlp_norm, D, eps),
+            mlp_in=read.map(names.mlp_in, D, I, activation=activation),
+            mlp_out=read.map(names.mlp_out, I, D),
+        )
+
     def __call__(self, hidden_RD: Tensor, rows: Rows, plan: AttentionPlan, relative_bias: Tensor | None) -> Tensor:
         """Returns the next hidden states."""
         attended_RD = self.attention(hidden_RD, rows, plan, relative_bias=relative_bias)
@@ -116,7 +134,8 @@ class PostNormEncoder(NativeModel):
         head_names: Of the sequence head: its hidden layer, its map to the classes, and the activation between them;
             "{base}" is the encoder's prefix.
         padding_id: The token after whose id positions begin; None where they begin at 0.
-        blocks: At least one.
+        blocks: At least one; none where the native kernels run.
+        native: Runs the encoder where the native kernels can.
         relative_bias: [H, L, L], added to the scores of every block; None where the family has none.
     """
 
@@ -128,6 +147,8 @@ class PostNormEncoder(NativeModel):
     head_names: ClassVar[tuple[str, str, str]] = ("classifier.dense", "classifier.out_proj", "tanh")
     padding_id: int | None = None
     relative_bias: Tensor | None = None
+    native: NativeForward | None = None
+    blocks: Sequence[PostNormBlock] = ()
 
     def __init__(self, info: ModelInfo, weights: Weights) -> None:
         self.config = config = self.config_class.read(info.config)
@@ -139,10 +160,13 @@ class PostNormEncoder(NativeModel):
         self.hidden_size = D = config.hidden_size
         base = weights.scope_of("embeddings.word_embeddings.weight", (self.base_prefix, ""))
         self.load_embedding(base, D)
-        self.blocks = [
-            PostNormBlock.load(base.scope(f"{self.blocks_name}.{i}"), self.block_names, config)
-            for i in range(config.num_hidden_layers)
-        ]
+        scopes = [base.scope(f"{self.blocks_name}.{i}") for i in range(config.num_hidden_layers)]
+        if base.machine is not None and can_run(base.machine, base, config.hidden_act):
+            layers = (PostNormBlock.spec(scope, self.block_names, config) for scope in scopes)
+            self.native = NativeForward(base.machine, self.spec(info, base, layers), base.dtype)
+        else:
+            self.blocks = [PostNormBlock.load(scope, self.block_names, config) for scope in scopes]
+            self.load_bias(info)
         if info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
             dense, out, activation = self.head_names
             dense = dense.format(base=base.prefix)
@@ -161,15 +185,45 @@ class PostNormEncoder(NativeModel):
             eps=self.config.layer_norm_eps,
         )
 
+    def load_bias(self, info: ModelInfo) -> None:
+        """Prepares what the family adds to the scores."""
+
+    def spec(self, info: ModelInfo, base: Weights, layers: Iterable[LayerSpec]) -> EncoderSpec:
+        """Returns the encoder as the native kernels take it.
+
+        Args:
+            info: The resolved model.
+            base: View of the encoder's weights.
+            layers: Its blocks.
+        """
+        table = self.embedding.word_VE
+        return EncoderSpec(
+            num_heads=self.config.num_attention_heads,
+            pre_norm=False,
+            words=as_words(table),
+            places=as_floats(self.embedding.position_type_QE),
+            embedding_norm=SpecReader(base.scope("embeddings")).norm(
+                "LayerNorm", table.shape[1], self.config.layer_norm_eps
+            ),
+            layers=layers,
+        )
+
     def embed(self, rows: Rows) -> Tensor:
         """Returns the first hidden states [R, D]."""
-        positions_R = rows.positions
-        if self.padding_id is not None:
-            positions_R = padding_aware_positions(rows.input_ids, positions_R, self.padding_id)
-        return self.embedding(rows.input_ids, positions_R, rows.token_type_ids)
+        return self.embedding(rows.input_ids, self._positions(rows.input_ids, rows.positions), rows.token_type_ids)
+
+    def _positions(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Returns the family's positions of tokens, [T]."""
+        if self.padding_id is None:
+            return positions_T
+        return padding_aware_positions(input_ids_T, positions_T, self.padding_id)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
+        if self.native is not None:
+            places_T = self.embedding.places(self._positions(batch.input_ids, batch.positions), batch.token_type_ids)
+            hidden_TD, attention_TH = self.native(batch, places_T, need_attention=need_attention)
+            return ModelOutput(hidden_states=hidden_TD, attention_weights=attention_TH)
         rows = Rows.of(batch)
         last = self.blocks[-1].attention
         plan = last.plan(rows)

@@ -10,18 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan
+from penstock.kernels.native import EncoderSpec, LayerSpec
 
 from ...layers.attention.encoder import SelfAttention
 from ...layers.attention.rotary import RopeSpec, RotaryEmbedding, Rotation
 from ...layers.linear import Linear
 from ...layers.mlp import GatedMlp
+from ...layers.native import NativeForward, SpecReader, as_floats, as_words, can_run, native_activation
 from ...layers.norm import LayerNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
@@ -110,20 +115,33 @@ class ModernBertModel(NativeModel):
         self.hidden_size = D = config.hidden_size
         base = weights.scope_of("embeddings.tok_embeddings.weight", ("model", ""))
         self.embedding_VD = base.table("embeddings.tok_embeddings.weight", config.vocab_size, D)
+        head_size = D // config.num_attention_heads
+        ropes = {
+            layer_type: RopeSpec(theta=_theta(info.config, layer_type), size=head_size) for layer_type in set(config.types)
+        }
+        self.native: NativeForward | None = None
+        if base.machine is not None and can_run(base.machine, base, config.hidden_activation):
+            tables = {layer_type: _table(rope, info.max_model_len) for layer_type, rope in ropes.items()}
+            spec = _spec(base, config, self.embedding_VD, tables)
+            self.native = NativeForward(base.machine, spec, base.dtype)
+        else:
+            self._load_layers(base, config, ropes)
+        if info.kind is not ModelKind.EMBEDDING:
+            self.set_head(info.kind, ModernBertHead(weights, config, info.num_labels))
+
+    def _load_layers(self, base: Weights, config: ModernBertConfig, ropes: Mapping[str, RopeSpec]) -> None:
+        """Reads what torch runs."""
         self.embedding_norm = _load_norm(base, "embeddings.norm", config)
         self.layers = [ModernBertLayer(base.scope(f"layers.{i}"), config, i) for i in range(config.num_hidden_layers)]
         self.layer_of_type = {layer.type: layer for layer in self.layers}
         self.final_norm = _load_norm(base, "final_norm", config)
-        head_size = D // config.num_attention_heads
-        self.rotary = {
-            layer_type: RotaryEmbedding(RopeSpec(theta=_theta(info.config, layer_type), size=head_size), weights.device)
-            for layer_type in self.layer_of_type
-        }
-        if info.kind is not ModelKind.EMBEDDING:
-            self.set_head(info.kind, ModernBertHead(weights, config, info.num_labels))
+        self.rotary = {layer_type: RotaryEmbedding(rope, base.device) for layer_type, rope in ropes.items()}
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
+        if self.native is not None:
+            hidden_TD, attention_TH = self.native(batch, batch.positions, need_attention=need_attention)
+            return ModelOutput(hidden_states=hidden_TD, attention_weights=attention_TH)
         rows = Rows.of(batch)
         plans = {layer_type: layer.attention.plan(rows) for layer_type, layer in self.layer_of_type.items()}
         rotations = {layer_type: rotary(batch) for layer_type, rotary in self.rotary.items()}
@@ -153,6 +171,50 @@ class ModernBertHead:
     def __call__(self, x_ND: Tensor) -> Tensor:
         """Returns [N, num_labels]."""
         return self.classifier(self.norm(self.dense(x_ND)))
+
+
+def _spec(
+    base: Weights, config: ModernBertConfig, table_VD: Tensor, rotary: Mapping[str, NDArray[np.float32]]
+) -> EncoderSpec:
+    """Returns the encoder as the native kernels take it; `rotary` has the table of each layer type."""
+    read = SpecReader(base)
+    D, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    reach = config.local_attention // 2
+    activation = native_activation(config.hidden_activation)
+    assert activation is not None
+    norm = partial(read.norm, size=D, eps=config.norm_eps, bias=config.norm_bias)
+
+    def layer(index: int) -> LayerSpec:
+        name, layer_type = f"layers.{index}", config.types[index]
+        return LayerSpec(
+            attention_norm=norm(f"{name}.attn_norm") if index else None,
+            qkv=SpecReader(base.scope(name)).qkv(
+                ("attn.Wqkv",), D, config.num_attention_heads, bias=config.attention_bias
+            ),
+            attention_out=read.map(f"{name}.attn.Wo", D, D, bias=config.attention_bias),
+            mlp_norm=norm(f"{name}.mlp_norm"),
+            mlp_in=read.map(f"{name}.mlp.Wi", D, 2 * I, bias=config.mlp_bias, activation=activation, gated=True),
+            mlp_out=read.map(f"{name}.mlp.Wo", I, D, bias=config.mlp_bias),
+            window=(reach, reach) if layer_type == _LOCAL else None,
+            rotary=rotary[layer_type],
+        )
+
+    return EncoderSpec(
+        num_heads=config.num_attention_heads,
+        pre_norm=True,
+        words=as_words(table_VD),
+        places=None,
+        embedding_norm=norm("embeddings.norm"),
+        layers=map(layer, range(config.num_hidden_layers)),
+        final_norm=norm("final_norm"),
+    )
+
+
+def _table(rope: RopeSpec, length: int) -> NDArray[np.float32]:
+    """Returns [L, K] float32: the cosines of the angles of each position, then their sines."""
+    frequencies_J, factor = rope.frequencies()
+    angles_LJ = torch.arange(length)[:, None].float() * frequencies_J
+    return as_floats(torch.cat([angles_LJ.cos(), angles_LJ.sin()], dim=1) * factor)
 
 
 def _unchanged(hidden_RD: Tensor) -> Tensor:

@@ -9,12 +9,16 @@ Shape letters: R rows, D model width, H heads, B buckets, L longest sequence.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.native import EncoderSpec, LayerSpec
+
+from ...layers.native import as_floats
 from ...layers.weights import Weights
 from ...protocol.model_info import ModelInfo
 from .encoder import BlockNames, EncoderConfig, PostNormEncoder
@@ -51,10 +55,17 @@ class MPNetModel(PostNormEncoder):
     padding_id = 1  # transformers takes it from no configuration
     config: MPNetConfig
 
-    def __init__(self, info: ModelInfo, weights: Weights) -> None:
-        super().__init__(info, weights)
-        bias_LLH = self.bias_BH[_buckets(info.max_model_len, self.bias_BH.device)]
+    def load_bias(self, info: ModelInfo) -> None:
+        """See PostNormEncoder."""
+        positions_L = torch.arange(info.max_model_len, device=self.bias_BH.device)
+        bias_LLH = self.bias_BH[_buckets(positions_L[None, :] - positions_L[:, None])]
         self.relative_bias = bias_LLH.permute(2, 0, 1).contiguous()
+
+    def spec(self, info: ModelInfo, base: Weights, layers: Iterable[LayerSpec]) -> EncoderSpec:
+        """See PostNormEncoder."""
+        distances = torch.arange(-info.max_model_len, info.max_model_len + 1)
+        bias = as_floats(self.bias_BH[_buckets(distances)].t())
+        return super().spec(info, base, (replace(layer, bias=bias) for layer in layers))
 
     def load_embedding(self, base: Weights, size: int) -> None:
         """Reads the embeddings and the bias of each bucket."""
@@ -66,19 +77,16 @@ class MPNetModel(PostNormEncoder):
         )
 
 
-def _buckets(length: int, device: torch.device) -> Tensor:
-    """Returns [L, L] int64: the bucket of the distance from query i to key j.
+def _buckets(ahead: Tensor) -> Tensor:
+    """Returns the bucket, int64, of each distance from a query to a key that lies so many tokens ahead.
 
     Half of the buckets are for keys after the query. In each half, near distances have one bucket each and far ones
     share buckets that grow with the logarithm, up to _MAX_DISTANCE.
     """
-    positions_L = torch.arange(length, device=device)
-    distance_LL = positions_L[:, None] - positions_L[None, :]
     half = _NUM_BUCKETS // 2
     num_exact = half // 2
-    magnitude_LL = distance_LL.abs()
-    growth_LL = torch.log(magnitude_LL.float() / num_exact) / math.log(_MAX_DISTANCE / num_exact)
+    magnitude = ahead.abs()
+    growth = torch.log(magnitude.float() / num_exact) / math.log(_MAX_DISTANCE / num_exact)
     # NOTE: cast before the sum, as transformers does; distance 0 gives -inf, which the `where` leaves out.
-    far_LL = num_exact + (growth_LL.clamp(min=0) * (half - num_exact)).long()
-    bucket_LL = torch.where(magnitude_LL < num_exact, magnitude_LL, far_LL.clamp(max=half - 1))
-    return bucket_LL + (distance_LL < 0) * half
+    far = num_exact + (growth.clamp(min=0) * (half - num_exact)).long()
+    return torch.where(magnitude < num_exact, magnitude, far.clamp(max=half - 1)) + (ahead > 0) * half
