@@ -193,6 +193,12 @@ class EngineSettings(BaseSettings):
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
     num_threads: PositiveInt | None = Field(None, description="CPU threads of the forward; default: all cores.")
+    cpu_kernels: Literal["auto", "native", "torch"] = Field(
+        "auto",
+        description=(
+            "What computes on a CPU. auto: the native kernels where they are built and know the model, torch elsewhere."
+        ),
+    )
     tokenizer_workers: PositiveInt = Field(2, description="Threads that tokenize.")
     in_process: bool = Field(False, description="Run the engine in this process instead of a supervised one.")
     hang_timeout_s: Seconds = Field(

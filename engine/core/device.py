@@ -18,7 +18,7 @@ _RESET_PEAK = "5"
 
 
 def resolve_device(config: EngineConfig) -> tuple[str, str]:
-    """Returns the device and dtype that "auto" stands for on this machine.
+    """Returns the device and dtype that "auto" stands for on this machine; float32 on a CPU, see `cpu_dtype`.
 
     Raises:
         ModelLoadError: The device is not there.

@@ -42,6 +42,7 @@ from .describe_pool import describe_pool
 from .device import DeviceMemory, ForwardClock, is_out_of_memory, resolve_device
 from .host import usable_cores
 from .loading.finite_weights import not_finite_error
+from .loading.native_kernels import choose_kernels
 from .loading.token_heads_loader import load_token_maps
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, torch_dtype
@@ -96,12 +97,14 @@ class ModelRunner:
             ModelLoadError: The model cannot be served.
         """
         torch.set_num_threads(config.num_threads or usable_cores())
-        info = with_device(resolve_model(config), *resolve_device(config))
+        info, machine = choose_kernels(with_device(resolve_model(config), *resolve_device(config)), config)
         with _load_errors(info):
             tokenizer = load_tokenizer(
                 info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
             )
-            model = load_model(info, trust_remote_code=config.trust_remote_code)
+            model = load_model(info, trust_remote_code=config.trust_remote_code, machine=machine)
+            if model.machine is not None:
+                torch.set_num_threads(1)  # what is left to it is small, and its threads would only be in the way
             return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
 
     def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:

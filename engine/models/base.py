@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from torch import Tensor
 
+from penstock.kernels.native import Machine
+
 from ..layers.weights import Weights
 from ..protocol.errors import ModelLoadError, UnsupportedTaskError
 from ..protocol.model_info import ModelInfo, ModelKind
@@ -70,6 +72,7 @@ class PackedModel(ABC):
         sequence_head: Pooled rows [N, D] to logits [N, num_labels]; None where the checkpoint has no such head.
         token_head: Hidden states [T, D] to logits [T, num_labels]; None where the checkpoint has no such head.
         vocabulary_head: Hidden states [R, D] to logits over the vocabulary [R, V]; None unless ModelInfo.sparse asks.
+        machine: The native kernels, where they run the forward; None where torch does.
     """
 
     hidden_size: int
@@ -77,6 +80,7 @@ class PackedModel(ABC):
     sequence_head: Head | None = None
     token_head: Head | None = None
     vocabulary_head: Head | None = None
+    machine: Machine | None = None
 
     @abstractmethod
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
@@ -105,6 +109,11 @@ class PackedModel(ABC):
 
 class NativeModel(PackedModel):
     """A family that penstock runs itself. Constructed from a ModelInfo and the weights of its checkpoint."""
+
+    @classmethod
+    def fits_native_kernels(cls, config: Mapping[str, Any]) -> bool:
+        """Whether the native kernels have all that a model with this config.json needs."""
+        return False
 
     @abstractmethod
     def __init__(self, info: ModelInfo, weights: Weights) -> None:

@@ -50,6 +50,7 @@ class ModelPooler:
         # Without a projection, cut and normalisation are part of the pooling kernel.
         self._fused = self._poolers[0] if len(self._poolers) == 1 and not dense else None
         self._heads = ModelHeads(info, model, dense, maps)
+        self._machine = model.machine
 
     def needs_attention(self, params: Sequence[PoolingParams]) -> bool:
         """Whether a batch with these resolved parameters needs the model's attention weights."""
@@ -88,13 +89,16 @@ class ModelPooler:
         if group.name == "embedding" and self._fused is not None:
             # In a mixed batch the other sequences are pooled along: one pass is cheaper than picking rows apart.
             cut = Cut.of(metadata.params, hidden_states.shape[1], hidden_states.device)
-            values = self._fused.pool(hidden_states, metadata, output.attention_weights, cut=cut)
+            values = self._fused.pool(hidden_states, metadata, output.attention_weights, cut=cut, machine=self._machine)
             widths = cut.widths if indices is None or cut.widths is None else tuple(cut.widths[i] for i in indices)
             return OutputBlock(name=group.name, values=_pick(values, indices), indices=indices, widths=widths)
         params = metadata.params if indices is None else [metadata.params[i] for i in indices]
         if group.name == "scores" and output.logits is not None:
             return self._heads.from_logits(group, _pick(output.logits, indices), params, indices)
-        pooled = [pooler.pool(hidden_states, metadata, output.attention_weights) for pooler in self._poolers]
+        pooled = [
+            pooler.pool(hidden_states, metadata, output.attention_weights, machine=self._machine)
+            for pooler in self._poolers
+        ]
         joined = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
         return self._heads.from_rows(group, _pick(joined, indices), params, indices)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.native import Machine
 from penstock.kernels.pooling import PoolingKind, pool
 
 from ..protocol.tasks import PoolingType
@@ -54,6 +55,7 @@ class SequencePooler(Pooler):
         attention_weights: Tensor | None = None,
         *,
         cut: Cut = _WHOLE_ROWS,
+        machine: Machine | None = None,
     ) -> Tensor:
         """Pools, cuts and normalises in one pass; see `Pooler.pool`. Returns [N, width] float32."""
         _check_whole(metadata)
@@ -67,6 +69,7 @@ class SequencePooler(Pooler):
             normalize=cut.normalize,
             skip_tokens=metadata.skip_tokens,
             weights=None if weights is None else metadata.packed(weights),
+            machine=machine,
         )
 
     def row_weights(self, attention_weights: Tensor | None) -> Tensor | None:

@@ -15,6 +15,7 @@ from .pooler_config import PoolerConfig, check_least
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 DEVICES: Final = ("auto", "cpu", "cuda")
 EMPTY_INPUTS: Final = ("embed", "error")
+CPU_KERNELS: Final = ("auto", "native", "torch")
 _CPU_TOKEN_BUDGET: Final = 2048
 """Tokens. More brings no throughput on a CPU, but longer steps and more memory."""
 _CUDA_TOKEN_BUDGET: Final = 16_384
@@ -136,7 +137,8 @@ class EngineConfig:
         name: What messages call the model; None takes `model`.
         revision: Branch, tag or commit of a hub id.
         device: "auto", "cpu" or "cuda" (or "cuda:1").
-        dtype: "auto" (float32 on CPU, bfloat16 on CUDA), "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16", "float16" or "auto": bfloat16 on CUDA and on a CPU whose native kernels are
+            faster in it, else float32.
         max_model_len: Tokens. Longest input; None takes the model's own.
         auto_truncate: Cut over-long inputs instead of refusing them.
         empty_input: What becomes of a text that is empty or white space: "embed" runs what the tokenizer puts around
@@ -148,6 +150,8 @@ class EngineConfig:
         in_process: Run the core in a thread of this process instead of a supervised one.
         hang_timeout_s: Seconds without a sign of life after which a supervised process is replaced; 0: never.
         num_threads: CPU threads of the forward; None takes all cores.
+        cpu_kernels: What computes on a CPU: "auto" takes the native kernels where they are built and know the model,
+            and torch elsewhere; "native" insists on them; "torch" leaves all to torch.
         tokenizer_workers: Threads that tokenize.
         max_queued_chars: Characters that may wait for them at once; more is refused whole.
         scheduler: Batch and queue limits.
@@ -169,6 +173,7 @@ class EngineConfig:
     in_process: bool = False
     hang_timeout_s: float = 60.0
     num_threads: int | None = None
+    cpu_kernels: str = "auto"
     tokenizer_workers: int = 2
     max_queued_chars: int = 64_000_000
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -180,6 +185,8 @@ class EngineConfig:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
         if self.device.split(":")[0] not in DEVICES:
             raise ValueError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}.")
+        if self.cpu_kernels not in CPU_KERNELS:
+            raise ValueError(f"cpu_kernels is {self.cpu_kernels!r}; it must be one of {', '.join(CPU_KERNELS)}.")
         if self.empty_input not in EMPTY_INPUTS:
             raise ValueError(f"empty_input is {self.empty_input!r}; it must be one of {', '.join(EMPTY_INPUTS)}.")
         if not 0 <= self.hang_timeout_s < inf:

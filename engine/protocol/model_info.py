@@ -127,6 +127,7 @@ class ModelInfo:
         auto_truncate: Cut over-long inputs unless the request says otherwise.
         dtype: Resolved type of weights and hidden states, such as "float32".
         device: Resolved device, such as "cpu".
+        kernels: What runs the forward: "torch", or the native kernels with their instruction set and lanes.
         sources: Field name to the file and key that it was read from.
         config: config.json with overrides, as plain values.
     """
@@ -178,6 +179,7 @@ class ModelInfo:
     auto_truncate: bool = False
     dtype: str = "float32"
     device: str = "cpu"
+    kernels: str = "torch"
     sources: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 

@@ -86,15 +86,15 @@ def _compiler() -> list[str]:
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True)  # noqa: S603 (the compiler of whoever builds)
 
 
 def main() -> int:
     """Builds the library, or says in one line why it cannot be, and what that costs."""
     try:
-        print(f"native kernels: {build()}")
+        sys.stdout.write(f"native kernels: {build()}\n")
     except (NoCompilerError, subprocess.CalledProcessError, OSError) as error:
-        print(f"native kernels are not built ({error}); torch serves CPUs instead, at about half the speed")
+        sys.stdout.write(f"native kernels are not built ({error}): torch serves CPUs, at about half the speed\n")
     return 0
 
 

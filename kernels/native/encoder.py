@@ -126,12 +126,12 @@ class NativeEncoder:
     Args:
         machine: Runs it.
         spec: The encoder. Its weights may be forgotten afterwards, except `words`, which are read in place.
-        format: Of the products; attention computes in bfloat16 with DOT, in float32 with the others.
+        form: Of the products; attention computes in bfloat16 with DOT, in float32 with the others.
     """
 
-    def __init__(self, machine: Machine, spec: EncoderSpec, format: Format) -> None:
+    def __init__(self, machine: Machine, spec: EncoderSpec, form: Format) -> None:
         self._machine = machine
-        self._format = format
+        self._form = form
         self._memory = _Memory()
         self._num_words = len(spec.words)
         self._num_places = None if spec.places is None else len(spec.places)
@@ -229,7 +229,7 @@ class NativeEncoder:
         if spec is None:
             return _abi.Product()
         packed: PackedProduct = self._machine.pack(
-            spec.weight, spec.bias, self._format, activation=spec.activation, gated=spec.gated
+            spec.weight, spec.bias, self._form, activation=spec.activation, gated=spec.gated
         )
         self._memory.arrays.append(packed)
         return packed.struct

@@ -114,7 +114,7 @@ class Machine:
         self,
         weight_ND: Floats,
         bias_N: Floats | None,
-        format: Format,
+        form: Format,
         *,
         activation: Activation = Activation.NONE,
         gated: bool = False,
@@ -124,16 +124,16 @@ class Machine:
         Args:
             weight_ND: [N, D]. Of a gated product the gate's rows above those of the values.
             bias_N: [N] or None.
-            format: One of `formats`. DOT becomes BF16, and INT8 too, where D does not divide into their groups.
+            form: One of `formats`. DOT becomes BF16, and INT8 too, where D does not divide into their groups.
             activation: Of the result, or of the gate.
             gated: The result is activation(gate) * values, [.., N / 2].
         """
         num_out, num_in = weight_ND.shape
-        if (format is Format.DOT and num_in % 2) or (format is Format.INT8 and num_in % 4):
-            format = Format.BF16
-        if format not in self.formats:
-            raise NativeError(f"{self.isa} has no products in {format.name}")
-        struct = _abi.Product(inputs=num_in, outputs=num_out, format=format, activation=activation, gated=gated)
+        if (form is Format.DOT and num_in % 2) or (form is Format.INT8 and num_in % 4):
+            form = Format.BF16
+        if form not in self.formats:
+            raise NativeError(f"{self.isa} has no products in {form.name}")
+        struct = _abi.Product(inputs=num_in, outputs=num_out, format=form, activation=activation, gated=gated)
         places = self._library.penstock_panel_columns(self._handle, struct)
         weights = aligned(self._library.penstock_packed_bytes(self._handle, struct), np.uint8)
         bias, scales, sums = aligned(places, np.float32), aligned(places, np.float32), aligned(places, np.int32)
@@ -144,7 +144,7 @@ class Machine:
         )
         arrays: tuple[Array, ...] = (weights, bias)
         struct.weights, struct.bias = at(weights), at(bias)
-        if format is Format.INT8:
+        if form is Format.INT8:
             struct.scales, struct.sums = at(scales), at(sums)
             arrays = (*arrays, scales, sums)
         return PackedProduct(struct, arrays)
@@ -214,5 +214,3 @@ def aligned(count: int, dtype: Any) -> Array:
 def at(array: Array | None) -> int | None:
     """Returns the address of an array's first value."""
     return None if array is None else int(array.ctypes.data)
-
-

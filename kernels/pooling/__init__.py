@@ -9,7 +9,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from penstock.kernels.native import Machine
+
 from .._packed import FLOAT_DTYPES, Backend, choose, describe
+from ._native import pool_native
 from ._reference import Pooling, pool_reference
 from ._state import PoolingState, finish, pool_partial
 from ._torch import pool_torch
@@ -18,7 +21,7 @@ PoolingKind = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_m
 
 POOLING_KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
 
-__all__ = ["POOLING_KINDS", "Backend", "PoolingKind", "PoolingState", "finish", "pool", "pool_partial"]
+__all__ = ["POOLING_KINDS", "Backend", "PoolingKind", "PoolingState", "finish", "pool", "pool_native", "pool_partial"]
 
 # One program holds a whole row.
 MAX_TRITON_WIDTH = 8192
@@ -36,6 +39,7 @@ def pool(
     weights: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     max_seqlen: int | None = None,
+    machine: Machine | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
     """Pools every sequence of a packed batch to one row, cuts the row, normalises it and casts it.
@@ -74,6 +78,7 @@ def pool(
         out_dtype: Type of the result: float32, bfloat16 or float16.
         max_seqlen: Tokens of the longest sequence, or an upper bound. Only a hint: it tells the CUDA path how far
             sequences need cutting.
+        machine: The native kernels, which then pool float32 rows on a CPU unless `backend` names another.
         backend: "triton", "torch" or "reference"; None takes triton for CUDA tensors where it is installed (and D <=
             8192), else torch.
 
@@ -125,6 +130,20 @@ def pool(
     row_dimensions = dimensions if isinstance(dimensions, Tensor) else None
     if num_seqs == 0:
         return hidden_states.new_empty((0, width), dtype=out_dtype)
+    if backend is None and machine is not None and not hidden_states.is_cuda and hidden_states.dtype == torch.float32:
+        rows = pool_native(
+            machine,
+            hidden_states,
+            cu_seqlens[:-1],
+            cu_seqlens.diff(),
+            pooling,
+            width=width,
+            dimensions=row_dimensions,
+            normalize=normalize,
+            skip_tokens=skip_tokens,
+            weights=weights,
+        )
+        return rows.to(out_dtype)
     if backend is None and width > MAX_TRITON_WIDTH:
         backend = "torch"
     backend = choose(backend, hidden_states)

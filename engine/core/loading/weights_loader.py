@@ -38,9 +38,7 @@ _REMAP_BYTES: Final = 32 << 20
 _OLD_NAMES: Final = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def load_model(
-    info: ModelInfo, *, trust_remote_code: bool = False, machine: Machine | None = None
-) -> PackedModel:
+def load_model(info: ModelInfo, *, trust_remote_code: bool = False, machine: Machine | None = None) -> PackedModel:
     """Loads the model that `info` describes, prepared for its device and dtype.
 
     Args:
@@ -61,6 +59,8 @@ def load_model(
                 _indexed_files(index)
         return TransformersModel(info, trust_remote_code=trust_remote_code)
     model_class = find_model_class(info.architecture, info.model_type, info.config)
+    if not fits_native_kernels(info):
+        machine = None
     with open_checkpoint(Path(info.path)) as checkpoint, torch.no_grad():
         model = model_class(info, Weights(checkpoint, torch_dtype(info.dtype), torch.device(info.device), machine))
         if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
@@ -68,6 +68,13 @@ def load_model(
         if unused := checkpoint.unused():
             logger.debug("%s: %d tensors of the checkpoint are not used: %s", info.name, len(unused), ", ".join(unused))
     return model
+
+
+def fits_native_kernels(info: ModelInfo) -> bool:
+    """Whether the native kernels can run the model that `info` describes, if the machine has any."""
+    if not info.native or info.device != "cpu" or info.dtype == "float16":
+        return False
+    return find_model_class(info.architecture, info.model_type, info.config).fits_native_kernels(info.config)
 
 
 def torch_dtype(name: str) -> torch.dtype:

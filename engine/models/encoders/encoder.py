@@ -18,7 +18,7 @@ from penstock.kernels.native import EncoderSpec, LayerSpec
 from ...layers.attention.encoder import SelfAttention
 from ...layers.embedding import BertEmbedding, padding_aware_positions
 from ...layers.linear import Linear
-from ...layers.native import NativeForward, SpecReader, as_floats, as_words, can_run, native_activation
+from ...layers.native import NativeForward, SpecReader, as_floats, as_words, native_activation
 from ...layers.norm import LayerNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
@@ -161,7 +161,8 @@ class PostNormEncoder(NativeModel):
         base = weights.scope_of("embeddings.word_embeddings.weight", (self.base_prefix, ""))
         self.load_embedding(base, D)
         scopes = [base.scope(f"{self.blocks_name}.{i}") for i in range(config.num_hidden_layers)]
-        if base.machine is not None and can_run(base.machine, base, config.hidden_act):
+        self.machine = base.machine
+        if base.machine is not None:
             layers = (PostNormBlock.spec(scope, self.block_names, config) for scope in scopes)
             self.native = NativeForward(base.machine, self.spec(info, base, layers), base.dtype)
         else:
@@ -173,6 +174,11 @@ class PostNormEncoder(NativeModel):
             self.sequence_head = DenseHead(weights, dense, out, D, info.num_labels, activation)
         elif info.kind is ModelKind.TOKEN_CLASSIFIER:
             self.token_head = Linear.load(weights, "classifier", D, info.num_labels, is_head=True)
+
+    @classmethod
+    def fits_native_kernels(cls, config: Mapping[str, Any]) -> bool:
+        """See NativeModel."""
+        return native_activation(cls.config_class.read(config).hidden_act) is not None
 
     def load_embedding(self, base: Weights, size: int) -> None:
         """Reads what turns token ids into rows of width `size`."""

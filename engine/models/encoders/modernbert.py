@@ -26,7 +26,7 @@ from ...layers.attention.encoder import SelfAttention
 from ...layers.attention.rotary import RopeSpec, RotaryEmbedding, Rotation
 from ...layers.linear import Linear
 from ...layers.mlp import GatedMlp
-from ...layers.native import NativeForward, SpecReader, as_floats, as_words, can_run, native_activation
+from ...layers.native import NativeForward, SpecReader, as_floats, as_words, native_activation
 from ...layers.norm import LayerNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
@@ -117,10 +117,12 @@ class ModernBertModel(NativeModel):
         self.embedding_VD = base.table("embeddings.tok_embeddings.weight", config.vocab_size, D)
         head_size = D // config.num_attention_heads
         ropes = {
-            layer_type: RopeSpec(theta=_theta(info.config, layer_type), size=head_size) for layer_type in set(config.types)
+            layer_type: RopeSpec(theta=_theta(info.config, layer_type), size=head_size)
+            for layer_type in set(config.types)
         }
         self.native: NativeForward | None = None
-        if base.machine is not None and can_run(base.machine, base, config.hidden_activation):
+        self.machine = base.machine
+        if base.machine is not None:
             tables = {layer_type: _table(rope, info.max_model_len) for layer_type, rope in ropes.items()}
             spec = _spec(base, config, self.embedding_VD, tables)
             self.native = NativeForward(base.machine, spec, base.dtype)
@@ -128,6 +130,11 @@ class ModernBertModel(NativeModel):
             self._load_layers(base, config, ropes)
         if info.kind is not ModelKind.EMBEDDING:
             self.set_head(info.kind, ModernBertHead(weights, config, info.num_labels))
+
+    @classmethod
+    def fits_native_kernels(cls, config: Mapping[str, Any]) -> bool:
+        """See NativeModel."""
+        return native_activation(read_config(ModernBertConfig, config).hidden_activation) is not None
 
     def _load_layers(self, base: Weights, config: ModernBertConfig, ropes: Mapping[str, RopeSpec]) -> None:
         """Reads what torch runs."""

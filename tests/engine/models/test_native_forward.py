@@ -1,0 +1,125 @@
+"""The native kernels give what transformers gives, for every family that runs through them, and the same to the bit
+alone and in any batch, on any number of lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.core.loading.weights_loader import load_model
+from penstock.engine.packed_batch import PackedBatch
+from penstock.engine.protocol.request import TokenizedInput
+from penstock.kernels.native import Machine, NativeError
+
+from .parity import assert_close
+from .test_native_models import FAMILIES, SIZES, arguments, boundaries_of
+
+ISAS = ["avx512bf16", "avx512", "avx2", "plain"]
+
+
+@pytest.fixture(params=ISAS)
+def machine(request) -> Iterator[Machine]:
+    try:
+        opened = Machine(2, isa=request.param)
+    except NativeError as error:
+        pytest.skip(str(error))
+    with opened:
+        yield opened
+
+
+@pytest.fixture
+def widest() -> Iterator[Machine]:
+    try:
+        opened = Machine(3)
+    except NativeError as error:
+        pytest.skip(str(error))
+    with opened:
+        yield opened
+
+
+@pytest.mark.parametrize(("family", "config"), FAMILIES)
+def test_hidden_states_equal_transformers(family, config, machine, save_model, resolve, pack, sequences):
+    folder, reference = save_model(f"{family}Model", **config)
+    boundaries = boundaries_of(family, config, sequences)
+    model = load_model(resolve(folder), machine=machine)
+    assert model.native is not None
+    output = model.forward(pack(sequences, boundaries))
+    expected = [reference(**arguments(s, b)).last_hidden_state[0] for s, b in zip(sequences, boundaries, strict=True)]
+    assert output.attention_weights is None
+    assert_close(output.hidden_states, torch.cat(expected))
+
+
+@pytest.mark.parametrize(("family", "config"), FAMILIES)
+def test_attention_of_the_first_token_equals_transformers(family, config, widest, save_model, resolve, pack, sequences):
+    folder, reference = save_model(f"{family}Model", **config)
+    output = load_model(resolve(folder), machine=widest).forward(pack(sequences), need_attention=True)
+    reference.set_attn_implementation("eager")
+    expected = [reference(**arguments(s, 0), output_attentions=True).attentions[-1][0, :, 0].t() for s in sequences]
+    assert_close(output.attention_weights, torch.cat(expected))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "config"), FAMILIES)
+def test_the_same_to_the_bit_in_any_batch(family, config, dtype, widest, save_model, resolve, pack):
+    folder, _ = save_model(f"{family}Model", **config)
+    model = load_model(resolve(folder, dtype), machine=widest)
+    numbers = np.random.default_rng(1)
+    texts = [
+        numbers.integers(3, SIZES["vocab_size"], n).tolist() for n in (1, 2, 3, 5, 8, 13, 31, 47, 64, 90, 129, 150)
+    ]
+    alone = [model.forward(pack([text])).hidden_states for text in texts]
+    for _ in range(6):
+        order = numbers.permutation(len(texts))[: numbers.integers(2, len(texts) + 1)]
+        rows = model.forward(pack([texts[i] for i in order])).hidden_states
+        assert torch.equal(rows, torch.cat([alone[i] for i in order]))
+
+
+@pytest.mark.parametrize(("family", "config"), FAMILIES)
+def test_bfloat16_stays_close(family, config, machine, save_model, resolve, pack, sequences):
+    folder, _ = save_model(f"{family}Model", **config)
+    exact = load_model(resolve(folder)).forward(pack(sequences)).hidden_states
+    reduced = load_model(resolve(folder, "bfloat16"), machine=machine).forward(pack(sequences)).hidden_states
+    assert torch.cosine_similarity(reduced, exact, dim=1).min() > 0.999
+
+
+def test_nan_in_one_text_touches_no_other(widest, save_model, resolve, pack, sequences):
+    folder, _ = save_model("BertModel", **SIZES)
+    model = load_model(resolve(folder), machine=widest)
+    sequences = [[min(token, 198) for token in sequence] for sequence in sequences]
+    expected = model.forward(pack(sequences)).hidden_states
+    model.embedding.word_VE[199] = float("nan")
+    broken = [[199, *sequences[0]], *sequences]
+    rows = model.forward(pack(broken)).hidden_states
+    assert rows[: len(broken[0])].isnan().all()
+    assert torch.equal(rows[len(broken[0]) :], expected)
+
+
+@pytest.mark.parametrize(("family", "config"), [FAMILIES[0], FAMILIES[11]])
+def test_hidden_tokens_are_not_attended_to(family, config, widest, save_model, resolve):
+    folder, _ = save_model(f"{family}Model", **config)
+    numbers = np.random.default_rng(2)
+    inputs = [
+        TokenizedInput(numbers.integers(3, 200, length).astype(np.int32), num_hidden=hidden)
+        for length, hidden in ((9, 4), (12, 0), (9, 8), (30, 10))
+    ]
+    batch = PackedBatch.build(inputs, torch.device("cpu"))
+    expected = load_model(resolve(folder)).forward(batch).hidden_states
+    assert_close(load_model(resolve(folder), machine=widest).forward(batch).hidden_states, expected)
+
+
+def test_an_activation_that_is_not_there_runs_through_torch(widest, save_model, resolve, pack, sequences):
+    folder, reference = save_model("BertModel", **SIZES, hidden_act="mish")
+    model = load_model(resolve(folder), machine=widest)
+    assert model.native is None
+    expected = [reference(**arguments(s, 0)).last_hidden_state[0] for s in sequences]
+    assert_close(model.forward(pack(sequences)).hidden_states, torch.cat(expected))
+
+
+def test_an_id_without_a_row_is_refused(widest, save_model, resolve, pack):
+    folder, _ = save_model("BertModel", **SIZES)
+    model = load_model(resolve(folder), machine=widest)
+    with pytest.raises(ValueError, match="from 0 to 199"):
+        model.forward(pack([[5, 200]]))
