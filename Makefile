@@ -36,7 +36,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 	done
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all test-faults test-clients test-schema mutants test-wheel test-gpu gpu-packages \
+.PHONY: help install native serve test test-all test-faults test-clients test-schema mutants test-wheel test-gpu gpu-packages \
 	check lint types imports format hooks bench wheel constraints clean
 
 help: ## List the targets.
@@ -70,7 +70,16 @@ $(VENV)/.installed-dev: $(VENV)/.installed-test
 	$(INSTALL) --no-build-isolation --editable '.[test,dev]'
 	@touch $@
 
-install: $(VENV)/.installed ## Create .venv and install penstock with the embedded model.
+# The library lies beside its sources; without a C compiler this says what that costs, and torch serves.
+NATIVE := kernels/native
+
+$(VENV)/.native: $(wildcard $(NATIVE)/csrc/*) $(NATIVE)/build.py | $(VENV)/.installed
+	@$(BIN)/python -m penstock.kernels.native.build
+	@touch $@
+
+native: $(VENV)/.native ## Compile the native kernels for CPUs again, after a change to their sources.
+
+install: $(VENV)/.installed $(VENV)/.native ## Create .venv and install penstock with the embedded model.
 
 # ---- use -------------------------------------------------------------------------------------------------------------
 
@@ -79,10 +88,10 @@ serve: install ## Serve the embedded model on port 8000.
 
 # ---- test ------------------------------------------------------------------------------------------------------------
 
-test: $(VENV)/.installed-test ## Run the quick tests.
+test: $(VENV)/.installed-test $(VENV)/.native ## Run the quick tests.
 	@$(BIN)/pytest -m 'not gpu and not slow' $(TESTS) $(ARGS)
 
-test-all: $(VENV)/.installed-test ## Run the slow tests as well.
+test-all: $(VENV)/.installed-test $(VENV)/.native ## Run the slow tests as well.
 	@$(BIN)/pytest -m 'not gpu' $(TESTS) $(ARGS)
 
 # PYTHONSAFEPATH would hide the runner's modules from each other.
@@ -101,7 +110,7 @@ test-schema: $(VENV)/.installed $(SCHEMA)/.installed ## Run schemathesis over th
 	@$(SCHEMA)/bin/python tests/schema/run.py $(ARGS)
 
 # Figures are printed. The tests with full disks mount small ones and skip where they may not.
-test-faults: $(VENV)/.installed-test ## Kill, fill, poison and abuse servers, slow tests included, and print the figures.
+test-faults: $(VENV)/.installed-test $(VENV)/.native ## Kill, fill, poison and abuse servers, slow tests included, and print the figures.
 	@$(BIN)/pytest -s -m 'not gpu' tests/faults $(ARGS)
 
 # PYTHONSAFEPATH would hide the runner's modules from each other.
@@ -188,7 +197,7 @@ hooks: $(VENV)/.installed-dev ## Let git run the checks before each commit.
 # ---- bench ------------------------------------------------------------------------------------------------------------
 
 # Add peers with ARGS='--server NAME URL "COMMAND"'. PYTHONSAFEPATH would hide the benchmarks' modules from each other.
-bench: $(VENV)/.installed-test ## Measure a bfloat16 server over HTTP on every load.
+bench: $(VENV)/.installed-test $(VENV)/.native ## Measure a bfloat16 server over HTTP on every load.
 	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/compare_servers.py \
 		--server penstock http://127.0.0.1:8101 "$(BIN)/penstock serve --port 8101 --dtype bfloat16" $(ARGS)
 

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import importlib.util
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("server", "engine", "kernels")
+LIBRARY = "penstock/kernels/native/libpenstock_native.so"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
@@ -20,7 +23,11 @@ SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 def source_files() -> list[Path]:
     """Every file of the three layers that must reach the user, relative to the root."""
     files = (path for layer in LAYERS for path in (ROOT / layer).rglob("*") if path.is_file())
-    return sorted(path.relative_to(ROOT) for path in files if "__pycache__" not in path.parts and path.suffix != ".md")
+    return sorted(
+        path.relative_to(ROOT)
+        for path in files
+        if "__pycache__" not in path.parts and path.suffix not in (".md", ".so")
+    )
 
 
 def test_every_subpackage_is_listed() -> None:
@@ -72,20 +79,30 @@ def test_constraints_pin_every_dependency() -> None:
     assert not [name for name in wanted if name.partition(">=")[0].lower().replace("_", "-") not in names]
 
 
-def test_wheel_holds_all_sources_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_compiler", [True, False])
+def test_wheel_holds_all_sources_and_nothing_else(tmp_path: Path, with_compiler: bool) -> None:
+    if with_compiler and shutil.which("cc") is None:
+        pytest.skip("there is no C compiler here")
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for layer in LAYERS:
-        shutil.copytree(ROOT / layer, checkout / layer, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copytree(ROOT / layer, checkout / layer, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         if (ROOT / name).is_file():
             shutil.copy(ROOT / name, checkout)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(tmp_path), str(checkout)]
-    subprocess.run([*pip, *options], check=True, cwd=tmp_path, capture_output=True)
+    environment = os.environ | ({} if with_compiler else {"CC": "false"})
+    subprocess.run([*pip, *options], check=True, cwd=tmp_path, capture_output=True, env=environment)
     (wheel,) = tmp_path.glob("penstock-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"penstock"}
     packaged = {name for name in names if name.startswith("penstock/") and not name.endswith(".md")}
-    assert packaged == {f"penstock/{path.as_posix()}" for path in source_files()}
+    sources = {f"penstock/{path.as_posix()}" for path in source_files()}
+    if with_compiler:
+        assert packaged == sources | {LIBRARY}
+        assert re.fullmatch(r"penstock-.*-py3-none-manylinux_2_\d+_\w+\.whl", wheel.name)
+    else:
+        assert packaged == sources
+        assert wheel.name.endswith("-py3-none-any.whl")

@@ -9,9 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from penstock.kernels.native import Machine
-
 from .._packed import FLOAT_DTYPES, Backend, choose, describe
+from ..native import Machine
 from ._native import pool_native
 from ._reference import Pooling, pool_reference
 from ._state import PoolingState, finish, pool_partial

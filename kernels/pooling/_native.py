@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.native import Machine
+from ..native import Machine
 
 # As csrc/types.h numbers them.
 _KINDS: Final = {

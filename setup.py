@@ -1,0 +1,61 @@
+"""Compiles the native kernels into the wheel; everything else is in pyproject.toml.
+
+Without a C compiler the wheel has none of them, fits every machine, and torch serves CPUs.
+"""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+NATIVE = Path("kernels", "native")
+LIBRARY = "libpenstock_native.so"
+
+
+def compile_into(folder: Path) -> None:
+    """Compiles the library into `folder`, or says why not."""
+    spec = importlib.util.spec_from_file_location("penstock_native_build", NATIVE / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        module.build(folder.resolve() / LIBRARY)
+    except (module.NoCompilerError, subprocess.CalledProcessError) as error:
+        sys.stdout.write(f"native kernels are not built: {error}\n")
+
+
+class BuildWithKernels(build_py):
+    """build_py, then the library; an editable installation gets it in place."""
+
+    def run(self) -> None:
+        """Builds."""
+        super().run()
+        compile_into(NATIVE if self.editable_mode else Path(self.build_lib, "penstock", NATIVE))
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        """Returns the files that it wrote."""
+        library = Path(self.build_lib, "penstock", NATIVE, LIBRARY)
+        return super().get_outputs(include_bytecode) + ([str(library)] if library.is_file() else [])
+
+
+class TaggedWheel(bdist_wheel):
+    """A wheel with the library is for any Python 3 on one architecture with at least the glibc that it asks for."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Returns Python, ABI and platform."""
+        library = next(Path(self.bdist_dir or ".").rglob(LIBRARY), None)
+        if library is None:
+            return super().get_tag()
+        needed = max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes()))
+        machine = sysconfig.get_platform().rpartition("-")[2].replace("-", "_")
+        return "py3", "none", f"manylinux_2_{needed}_{machine}"
+
+
+setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": TaggedWheel})
