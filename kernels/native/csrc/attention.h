@@ -41,31 +41,58 @@ static void load_head(const AttentionCall *call, long row, long head, long posit
     }
 }
 
-/* Packs keys [L, size] as panels of the product q k^T, and values as panels of the product with the probabilities. */
-static void pack_keys_values(const AttentionCall *call, long start, long length, const int32_t *positions, long kv_head,
-                             void *keys, void *values) {
-    long size = call->head_size, num_keys = round_to(length, PANEL), wide = round_to(size, PANEL);
+/* One head of one token in the type of the products, at `row` unless it can be read where it lies. */
+INLINE const void *take_head(const AttentionCall *call, long token, long head, long position, void *row) {
+    long size = call->head_size, at = (token * (call->heads + 2 * call->kv_heads) + head) * size;
+    if (call->is_bf16 == call->dot && (!call->layer->rotary || position < 0))
+        return (const char *)call->qkv + at * (call->dot ? 2 : 4);
+    float turned[size];
+    load_head(call, token, head, position, turned);
+    if (!call->dot) return memcpy(row, turned, (size_t)size * 4);
+    for (long d = 0; d < size; d++) ((uint16_t *)row)[d] = to_bf16(turned[d]);
+    return row;
+}
+
+/* Keys [L, size] as the weights of q k^T. Columns past the last key are left as they are: nobody reads their sums. */
+static void pack_keys(const AttentionCall *call, long start, long length, const int32_t *positions, long kv_head,
+                      void *keys) {
+    long size = call->head_size;
     float row[size];
-    for (long j = 0; j < num_keys; j++) {
+    for (long j = 0; j < length; j++) {
         long panel = j / PANEL * PANEL * size, column = j % PANEL;
-        if (j < length) load_head(call, start + j, call->heads + kv_head, positions ? positions[j] : j, row);
-        else memset(row, 0, (size_t)size * 4);
+        const void *key = take_head(call, start + j, call->heads + kv_head, positions ? positions[j] : j, row);
         if (call->dot) {
-            uint32_t *to = (uint32_t *)keys + panel / 2 + column; /* pairs of inputs: [size / 2][PANEL] */
-            for (long d = 0; d < size; d += 2) to[d / 2 * PANEL] = to_bf16(row[d]) | (uint32_t)to_bf16(row[d + 1]) << 16;
+            uint32_t *to = (uint32_t *)keys + panel / 2 + column, pair; /* pairs of inputs: [size / 2][PANEL] */
+            for (long d = 0; d < size; d += 2) {
+                memcpy(&pair, (const uint16_t *)key + d, 4);
+                to[d / 2 * PANEL] = pair;
+            }
         } else {
             float *to = (float *)keys + panel + column;
-            for (long d = 0; d < size; d++) to[d * PANEL] = row[d];
+            for (long d = 0; d < size; d++) to[d * PANEL] = ((const float *)key)[d];
         }
-        if (j < length) load_head(call, start + j, call->heads + call->kv_heads + kv_head, -1, row);
-        for (long first = 0; first < wide; first += PANEL) {
-            long count = size - first < PANEL ? size - first : PANEL, base = first * num_keys;
+    }
+}
+
+/* Values [L, size] as the weights of the product with the probabilities; a missing one of the last pair is 0. */
+static void pack_values(const AttentionCall *call, long start, long length, long kv_head, void *values) {
+    long size = call->head_size, stride = round_to(length, PANEL);
+    float even_row[size], odd_row[size];
+    long head = call->heads + call->kv_heads + kv_head;
+    for (long j = 0; j < length; j += call->dot ? 2 : 1) {
+        const void *even = take_head(call, start + j, head, -1, even_row), *odd = NULL;
+        if (call->dot && j + 1 < length) odd = take_head(call, start + j + 1, head, -1, odd_row);
+        for (long first = 0; first < size; first += PANEL) {
+            long count = size - first < PANEL ? size - first : PANEL;
             if (call->dot) {
-                uint16_t *to = (uint16_t *)values + base + j / 2 * 2 * PANEL + j % 2;
-                for (long d = 0; d < PANEL; d++) to[2 * d] = d < count ? to_bf16(row[first + d]) : 0;
+                uint32_t *to = (uint32_t *)values + (first * stride + j * PANEL) / 2;
+                const uint16_t *low = (const uint16_t *)even + first, *high = odd ? (const uint16_t *)odd + first : NULL;
+                for (long d = 0; d < count; d++) to[d] = low[d] | (high ? (uint32_t)high[d] << 16 : 0);
+                for (long d = count; d < PANEL; d++) to[d] = 0;
             } else {
-                float *to = (float *)values + base + j * PANEL;
-                for (long d = 0; d < PANEL; d++) to[d] = d < count ? row[first + d] : 0.0f;
+                float *to = (float *)values + first * stride + j * PANEL;
+                memcpy(to, (const float *)even + first, (size_t)count * 4);
+                for (long d = count; d < PANEL; d++) to[d] = 0.0f;
             }
         }
     }
@@ -73,31 +100,40 @@ static void pack_keys_values(const AttentionCall *call, long start, long length,
 
 /* Turns the scores of one query into probabilities that are not yet divided by their sum, which is returned.
  *
- * Keys `low` to `high` are seen; the floats from `begin` to `end`, multiples of PANEL around them, are written.
+ * Keys `low` to `high` are seen; what lies beside them between `begin`, a multiple of WIDTH, and `end` becomes 0.
  */
 INLINE float soften(float *scores, long begin, long end, long low, long high, const float *bias) {
+    long last = round_to(high, WIDTH);
     for (long j = begin; j < low; j++) scores[j] = -INFINITY;
-    for (long j = high; j < end; j++) scores[j] = -INFINITY;
+    for (long j = high; j < last; j++) scores[j] = -INFINITY;
     if (bias)
         for (long j = low; j < high; j++) scores[j] += bias[j];
     vf most = v_set(-INFINITY), sum = v_zero();
-    for (long j = begin; j < end; j += WIDTH) most = v_max(most, v_load(scores + j));
+    for (long j = begin; j < last; j += WIDTH) most = v_max(most, v_load(scores + j));
     float largest = v_largest(most);
     vf shift = v_set(largest > -INFINITY ? largest * LOG2_E : largest == largest ? 0.0f : largest);
-    for (long j = begin; j < end; j += WIDTH)
-        v_store(scores + j, exp2_of(v_sub(v_mul(v_load(scores + j), v_set(LOG2_E)), shift)));
-    for (long j = begin; j < low; j++) scores[j] = 0.0f;
-    for (long j = high; j < end; j++) scores[j] = 0.0f;
-    for (long j = begin; j < end; j += WIDTH) sum = v_add(sum, v_load(scores + j));
+    for (long j = begin; j < last; j += WIDTH) {
+        vf p = exp2_of(v_sub(v_mul(v_load(scores + j), v_set(LOG2_E)), shift));
+        if (j < low || j + WIDTH > high) {
+            v_store(scores + j, p);
+            for (long i = j; i < low && i < j + WIDTH; i++) scores[i] = 0.0f;
+            for (long i = high > j ? high : j; i < j + WIDTH; i++) scores[i] = 0.0f;
+            p = v_load(scores + j);
+        }
+        v_store(scores + j, p);
+        sum = v_add(sum, p);
+    }
+    for (long j = last; j < end; j++) scores[j] = 0.0f;
     return v_sum(sum);
 }
 
 /* All queries of one head against the packed keys and values. */
 static void attend_head(const AttentionCall *call, long start, long length, long visible, const int32_t *positions,
                         long head, const void *keys, const void *values, float *scores, uint16_t *rounded,
-                        float *queries) {
+                        float *turned) {
     const Layer *layer = call->layer;
-    long size = call->head_size, stride = round_to(length, PANEL), padded = round_to(size, 2);
+    long size = call->head_size, stride = round_to(length, PANEL), width = (call->heads + 2 * call->kv_heads) * size;
+    int in_place = call->is_bf16 == call->dot && !layer->rotary;
     float sums[ROWS * PANEL] __attribute__((aligned(64)));
     for (long first = 0; first < length;) {
         int rows = tile_rows(length - first);
@@ -109,24 +145,27 @@ static void attend_head(const AttentionCall *call, long start, long length, long
             low[r] = low[r] < high[r] ? low[r] : high[r];
             begin = low[r] < begin ? low[r] : begin;
             end = high[r] > end ? high[r] : end;
-            float row[size];
-            load_head(call, start + i, head, positions ? positions[i] : i, row);
-            if (call->dot)
-                for (long d = 0; d < size; d++) ((uint16_t *)queries)[r * padded + d] = to_bf16(row[d]);
-            else
-                memcpy(queries + r * padded, row, (size_t)size * 4);
+            if (!in_place)
+                take_head(call, start + i, head, positions ? positions[i] : i,
+                          call->dot ? (void *)((uint16_t *)turned + r * size) : turned + r * size);
         }
         begin = begin / PANEL * PANEL;
-        end = round_to(end, PANEL);
+        const void *queries = turned;
+        long query_stride = size;
+        if (in_place) {
+            queries = (const char *)call->qkv + ((start + first) * width + head * size) * (call->dot ? 2 : 4);
+            query_stride = width;
+        }
         for (long j = begin; j < end; j += PANEL) {
 #if HAS_DOT
             if (call->dot)
-                tile_dot(rows, (const uint16_t *)queries, padded, (const uint16_t *)keys + j * size, size, scores + j,
-                         stride);
+                tile_dot(rows, queries, query_stride, (const uint16_t *)keys + j * size, size, scores + j, stride);
             else
 #endif
-                tile_f32(rows, queries, padded, (const float *)keys + j * size, size, scores + j, stride);
+                tile_f32(rows, queries, query_stride, (const float *)keys + j * size, size, scores + j, stride);
         }
+        /* The product with the values runs over whole pairs: of the last one the second value is 0. */
+        end = call->dot ? round_to(end, 2) : end;
         float inverse[ROWS];
         for (int r = 0; r < rows; r++) {
             float *row = scores + r * stride;
@@ -136,7 +175,7 @@ static void attend_head(const AttentionCall *call, long start, long length, long
             inverse[r] = sum > 0 ? 1.0f / sum : sum;
             if (call->first_weights && first + r == 0)
                 for (long j = 0; j < length; j++)
-                    call->first_weights[(start + j) * call->heads + head] = j < end ? row[j] * inverse[r] : 0.0f;
+                    call->first_weights[(start + j) * call->heads + head] = j < high[r] ? row[j] * inverse[r] : 0.0f;
             if (call->dot)
                 for (long j = begin; j < end; j += WIDTH) v_to_bf16(rounded + r * stride + j, v_load(row + j));
         }
@@ -148,14 +187,11 @@ static void attend_head(const AttentionCall *call, long start, long length, long
             else
 #endif
                 tile_f32(rows, scores + begin, stride, (const float *)values + at, end - begin, sums, PANEL);
-            for (int r = 0; r < rows; r++) {
-                long to = ((start + first + r) * call->heads + head) * size + column;
-                vf scale = v_set(inverse[r]);
-                for (long d = 0; d < PANEL && column + d < size; d += WIDTH) {
-                    Target target = {.out = call->out, .out_is_bf16 = call->is_bf16, .width = 0};
-                    store_result(&target, 0, to + d, v_mul(v_load(sums + r * PANEL + d), scale), size - column - d);
-                }
-            }
+            Target target = {.out = call->out, .out_is_bf16 = call->is_bf16, .width = call->heads * size};
+            for (int r = 0; r < rows; r++)
+                for (long d = 0; d < PANEL && column + d < size; d += WIDTH)
+                    store_result(&target, start + first + r, head * size + column + d,
+                                 v_mul(v_load(sums + r * PANEL + d), v_set(inverse[r])), size - column - d);
         }
         first += rows;
     }
@@ -167,7 +203,8 @@ static void run_attention(const AttentionCall *call, long start, long length, lo
     long size = call->head_size, keys = round_to(length, PANEL), wide = round_to(size, PANEL);
     float *packed_keys = scratch, *packed_values = packed_keys + keys * size, *scores = packed_values + keys * wide;
     float *rounded = scores + ROWS * keys, *queries = rounded + ROWS * keys;
-    pack_keys_values(call, start, length, positions, kv_head, packed_keys, packed_values);
+    pack_keys(call, start, length, positions, kv_head, packed_keys);
+    pack_values(call, start, length, kv_head, packed_values);
     long group = call->heads / call->kv_heads;
     for (long head = kv_head * group; head < (kv_head + 1) * group; head++)
         attend_head(call, start, length, visible, positions, head, packed_keys, packed_values, scores,

@@ -84,7 +84,9 @@ INLINE void tile_int8_rows(int rows, const uint8_t *x, long stride, const int8_t
             int32_t four;
             memcpy(&four, x + r * stride + k, sizeof four);
             __m512i input = _mm512_set1_epi32(four);
-            UNROLL for (int v = 0; v < VECS; v++) sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], input, w[v]);
+            /* By the intrinsic, gcc 12 stores every sum in every step. */
+            UNROLL for (int v = 0; v < VECS; v++)
+                __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][v]) : "v"(input), "v"(w[v]));
         }
     }
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++) {

@@ -169,6 +169,10 @@ INLINE void v_to_bf16(uint16_t *p, vf x) {
 #define PANEL (WIDTH * VECS)
 
 /* The sum, and the largest, of the floats of a vector, in one fixed order. */
+#if defined(__AVX512F__)
+INLINE float v_sum(vf x) { return _mm512_reduce_add_ps(x); }
+INLINE float v_largest(vf x) { return _mm512_reduce_max_ps(x); }
+#else
 INLINE float v_sum(vf x) {
     float lanes[WIDTH];
     v_store(lanes, x);
@@ -182,10 +186,14 @@ INLINE float v_largest(vf x) {
     for (int i = 1; i < WIDTH; i++) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
     return lanes[0];
 }
+#endif
 
 /* The first `count` floats at `p`, 0 in place of the others. */
 INLINE vf v_load_part(const float *p, long count) {
     if (count >= WIDTH) return v_load(p);
+#if defined(__AVX512F__)
+    return _mm512_maskz_loadu_ps(count > 0 ? (__mmask16)((1u << count) - 1) : 0, p);
+#endif
     float lanes[WIDTH] = {0};
     if (count > 0) memcpy(lanes, p, (size_t)count * sizeof(float));
     return v_load(lanes);
@@ -195,6 +203,10 @@ INLINE void v_store_part(float *p, vf x, long count) {
         v_store(p, x);
         return;
     }
+#if defined(__AVX512F__)
+    _mm512_mask_storeu_ps(p, count > 0 ? (__mmask16)((1u << count) - 1) : 0, x);
+    return;
+#endif
     float lanes[WIDTH];
     v_store(lanes, x);
     if (count > 0) memcpy(p, lanes, (size_t)count * sizeof(float));
