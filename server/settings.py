@@ -125,7 +125,8 @@ class EngineSettings(BaseSettings):
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     device: Device = Field("auto", description="auto, cpu, cuda or cuda:N.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and products. auto: bfloat16 where the device is measured to be faster in it, else float32."
+        "auto",
+        description="Type of weights and products. auto: bfloat16 where it is measured to be faster, else float32.",
     )
     max_model_len: PositiveInt | None = Field(None, description="Tokens. Longest input; default: the model's own.")
     auto_truncate: bool = Field(False, description="Cut over-long inputs instead of refusing them.")

@@ -40,9 +40,9 @@ def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Ma
         ModelLoadError: The operator insists on native kernels that are not here, or do not know the model.
     """
     machine = _open(info, config) if info.device == "cpu" and config.cpu_kernels != "torch" else None
-    if machine is None:
-        return info, None
     sources = dict(info.sources) | {"kernels": "chosen at start-up"}
+    if machine is None:
+        return dataclasses.replace(info, sources=sources), None
     dtype = info.dtype
     if config.dtype == "auto" and (gain := bfloat16_gain(machine)) >= _WORTH:
         dtype = "bfloat16"
