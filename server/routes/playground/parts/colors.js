@@ -50,7 +50,8 @@ function readable(box, reading, numRows, numColumns, tell) {
 }
 
 function legend(from, to, kind, ...more) {
-  return make("div", { class: "legend" }, from, make("span", { class: `scale ${kind}`, "aria-hidden": "true" }), to, ...more);
+  const scale = make("span", { class: `scale ${kind}`, "aria-hidden": "true" });
+  return make("div", { class: "legend" }, from, scale, to, ...more);
 }
 
 // A matrix whose colours are stretched over the values that are shown: NaN, such as a text with itself, is left out.

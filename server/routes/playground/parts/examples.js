@@ -88,10 +88,8 @@ function examplesOf(task) {
 
 function useExample(task, example) {
   given[task] = example;
-  for (const [name, id] of Object.entries(FIELDS[task])) {
-    $(id).value = example[1][name] ?? "";
-    $(id).count?.();
-  }
+  for (const [name, id] of Object.entries(FIELDS[task])) $(id).value = example[1][name] ?? "";
+  if (task === current) countShown();
   const buttons = examplesOf(task).map((own) => {
     const button = make("button", { type: "button", class: "quiet" }, own[0]);
     button.addEventListener("click", () => useExample(task, own));

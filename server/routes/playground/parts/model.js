@@ -19,8 +19,9 @@ const longest = () => cards.get($("model").value)?.max_model_len ?? Infinity;
 // Why the model cannot do a task; undefined where it can.
 function lack(task) {
   const { kind, tasks, outputs } = facts();
+  const given = outputs.includes("sparse") ? "sparse vectors, no dense ones" : "vectors of tokens, not of texts";
   const gives = {
-    embedding: outputs.includes("sparse") ? "gives sparse vectors, no dense ones" : "gives one vector a token, not one a text",
+    embedding: `gives ${given}`,
     sequence_classifier: "gives classes, not vectors",
     cross_encoder: "reads pairs of texts and gives scores, not vectors",
     token_classifier: "gives classes of tokens, not vectors",
@@ -69,7 +70,7 @@ function offer() {
   fillFields();
   for (const task of TASKS) if (isUntouched(task)) useExample(task, examplesOf(task)[0]);
   if (!usable().includes(current)) choose(bestTask());
-  countAll();
+  countShown();
 }
 
 function showFacts() {
@@ -79,6 +80,7 @@ function showFacts() {
     let width = embedding_size.toLocaleString("en");
     if (matryoshka_dimensions.length) width += `, or ${matryoshka_dimensions.join(", ")}`;
     else if (is_matryoshka) width += ", or any below";
+    if (own.outputs.join() === "multi_vector") width += " a token";
     entries.push(["Dimensions", width]);
   }
   if (own.num_labels && kind !== "cross_encoder") entries.push(["Classes", own.num_labels.toLocaleString("en")]);
@@ -106,9 +108,10 @@ function fillFields() {
   const { prompts, default_prompt_name, embedding_size, matryoshka_dimensions, is_matryoshka } = facts();
   const names = Object.keys(prompts);
   for (const select of document.querySelectorAll(".prompt")) {
-    const none = default_prompt_name && select.id !== "tokenize-prompt" ? `the default, ${default_prompt_name}` : "texts, as they are";
-    const before = select.value;
-    select.replaceChildren(make("option", { value: "" }, none), ...names.map((name) => make("option", { value: name }, name)));
+    const hasDefault = default_prompt_name && select.id !== "tokenize-prompt", before = select.value;
+    const unnamed = hasDefault ? `the default, ${default_prompt_name}` : "texts, as they are";
+    const options = [["", unnamed], ...names.map((name) => [name, name])];
+    select.replaceChildren(...options.map(([value, name]) => make("option", { value }, name)));
     select.value = names.includes(before) ? before : "";
     select.disabled = !names.length;
     select.title = names.length ? "" : "The model has no prompts.";

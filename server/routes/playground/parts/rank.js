@@ -30,7 +30,8 @@ async function classify(ask) {
     entries.sort((a, b) => b.score - a.score);
     const best = make("ol", { class: "bars" }, ...bars(entries.slice(0, MAX_BARS)));
     const rest = entries.length - MAX_BARS;
-    return rest > 0 ? card(input[i], best, make("p", { class: "facts" }, `${rest} more are lower`)) : card(input[i], best);
+    const notes = rest > 0 ? [make("p", { class: "facts" }, `${rest} more are lower`)] : [];
+    return card(input[i], best, ...notes);
   });
   return [[plural(cards.length, "text")], ...cards];
 }

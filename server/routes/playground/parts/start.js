@@ -15,6 +15,7 @@ function choose(task, focus) {
   }
   if (focus) { $(`${task}-tab`).focus(); history.replaceState(null, "", `#${task}`); }
   showRequest();
+  countShown();
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -63,7 +64,7 @@ $("model").addEventListener("change", () => {
   offer();
   showRequest();
 });
-$("key").addEventListener("change", countAll);
+$("key").addEventListener("change", countShown);
 $("embed-cut").addEventListener("change", () => { $("embed-limit").disabled = chosen("embed-cut") === "NONE"; });
 $("theme").addEventListener("click", () => {
   const name = isDark() ? "light" : "dark";

@@ -61,6 +61,6 @@ function countBelow(field) {
   field.count = soon;
 }
 
-function countAll() {
-  for (const field of document.querySelectorAll("[data-counted]")) field.count();
+function countShown() {
+  for (const field of document.querySelectorAll(`#${current} [data-counted]`)) field.count();
 }

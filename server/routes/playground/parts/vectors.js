@@ -1,6 +1,6 @@
 // Sparse vectors, and one vector for each token.
 
-const MAX_WEIGHTS = 24, MAX_OPEN_CARDS = 3, MAX_NAMED = 4000;
+const MAX_WEIGHTS = 24, MAX_NAMED = 4000;
 
 // The text of single tokens, by id.
 async function tokenNames(ask, ids) {
@@ -28,9 +28,9 @@ async function sparse(ask) {
       return chip;
     });
     const rest = indices.length - heaviest[i].length;
-    const count = `${plural(indices.length, "entry")}`.replace(/entrys$/, "entries") + " are not 0";
-    const note = make("p", { class: "facts" }, rest > 0 ? `${count}; shown are the ${heaviest[i].length} largest` : count);
-    return card(input[i], make("div", { class: "tokens" }, ...chips), note);
+    const count = `${plural(indices.length, "weight")} above 0`;
+    const note = rest > 0 ? `${count}; shown: the ${heaviest[i].length} largest` : count;
+    return card(input[i], make("div", { class: "tokens" }, ...chips), make("p", { class: "facts" }, note));
   });
   const closeness = vectors.length > 1 ? [overlaps(vectors.slice(0, MAX_COMPARED), input)] : [];
   return [[plural(vectors.length, "text")], ...closeness, ...cards];
@@ -54,15 +54,21 @@ function overlaps(vectors, input) {
 }
 
 async function multi(ask) {
+  const isTrained = facts().outputs.includes("multi_vector");
   const asked = (input, side) => ask("v1/encode", {
-    input, outputs: ["multi_vector"], input_type: side, return_token_ids: true, encoding_format: "base64",
+    input,
+    outputs: ["multi_vector"],
+    input_type: side,
+    normalize: isTrained ? undefined : true,
+    return_token_ids: true,
+    encoding_format: "base64",
   });
   const documents = texts("multi-documents");
   const [query] = tokenRows((await asked([$("multi-query").value], "query")).data);
   const rows = tokenRows((await asked(documents, "document")).data);
   const names = await tokenNames(ask, [query, ...rows].flatMap(({ ids }) => ids));
   const named = (ids) => ids.map((id) => names.get(id) ?? `#${id}`);
-  const found = rows.map((row, at) => ({ at, ids: row.ids, ...maxSim(query.units, row.units) }));
+  const found = rows.map((row, at) => ({ at, ids: row.ids, ...maxSim(query.vectors, row.vectors) }));
   found.sort((a, b) => b.score - a.score);
   const entries = found.map(({ at, score }) => ({ text: documents[at], score, place: `document ${at + 1}` }));
   const order = section("MaxSim", make("ol", { class: "bars" }, ...bars(entries)));
@@ -70,23 +76,19 @@ async function multi(ask) {
     const pairs = () => tokenPairs(named(query.ids), named(ids), best, cosines);
     return folded(`Document ${at + 1}, token by token: ${score.toFixed(4)}`, pairs, place < 1);
   });
-  const facts = [`${plural(query.ids.length, "vector")} of the query`, plural(documents.length, "document")];
-  return [facts, ...untrained(), order, make("section", { class: "folds" }, ...cards)];
+  const told = [`${plural(query.ids.length, "vector")} of the query`, plural(documents.length, "document")];
+  const note = `${$("model").value} was trained for one vector a text: this is a look inside.`;
+  const notes = isTrained ? [] : [make("p", { class: "facts" }, note)];
+  return [told, ...notes, order, make("section", { class: "folds" }, ...cards)];
 }
 
-function untrained() {
-  if (facts().outputs.includes("multi_vector")) return [];
-  const name = $("model").value;
-  return [make("p", { class: "facts" }, `${name} was trained for one vector a text: this is a look inside.`)];
-}
-
-// Base64 of float32 rows, one for each id, as rows of length 1.
+// Base64 of float32 rows, one for each id.
 function tokenRows(data) {
   return data.map(({ token_ids: ids, multi_vector: text }) => {
     const binary = atob(text), bytes = new Uint8Array(binary.length);
     for (let i = 0; i < bytes.length; i++) bytes[i] = binary.charCodeAt(i);
     const values = new Float32Array(bytes.buffer), width = values.length / Math.max(ids.length, 1);
-    return { ids, units: unitRows(ids.map((_, i) => values.subarray(i * width, (i + 1) * width))) };
+    return { ids, vectors: ids.map((_, i) => values.subarray(i * width, (i + 1) * width)) };
   });
 }
 
