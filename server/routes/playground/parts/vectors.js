@@ -110,12 +110,13 @@ function tokenPairs(query, document, best, cosines) {
   });
   const heads = ["Query", "finds in the document", "Similarity"].map((text) => make("th", { scope: "col" }, text));
   const head = make("thead", {}, make("tr", {}, ...heads));
-  const list = make("table", { class: "pairs" }, head, make("tbody", {}, ...rows));
+  const title = "What each token of the query finds";
+  const list = make("table", { class: "pairs", "aria-label": title }, head, make("tbody", {}, ...rows));
   const label = "Similarity of each token of the query with each of the document";
   const named = (tokens) => tokens.map((text) => ({ name: text, text }));
   const every = folded("Every token with every token", () => matrix({
     label, corner: "Query", rows: named(query), columns: named(document), value: (i, k) => cosines[i][k],
   }));
-  const attributes = { class: "scroll", role: "group", tabindex: "0", "aria-label": "What each token finds" };
+  const attributes = { class: "scroll", role: "group", tabindex: "0", "aria-label": title };
   return make("div", {}, make("div", attributes, list), every);
 }
