@@ -67,7 +67,7 @@ class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
             InvalidRequestError: The ids of tokens are asked for without their vectors.
         """
         if self.outputs is None:
-            wanted = trained_outputs(model) or ["dense"]
+            wanted: list[Output] = trained_outputs(model) or ["dense"]
         else:
             lacking = [output for output in self.outputs if TASKS[output] not in model.tasks]
             if lacking:

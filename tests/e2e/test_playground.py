@@ -307,9 +307,9 @@ def test_texts_are_lines_or_paragraphs_and_their_tokens_are_counted(page: Page, 
     page.open(server.url)
     line = "document.querySelector('#embed-texts + .count').textContent"
     page.fill("#embed-texts", "A dam.\nA weir.\n")
-    page.wait_for(f"{line} === '2 texts · 11 tokens, the longest text 6 of 256'")
+    page.wait_for(f"{line} === '2 texts · 10 tokens, the longest text 5 of 256'")
     page.fill("#embed-texts", "A dam.\nA weir.\n \n\nA gate.")
-    page.wait_for(f"{line} === '2 texts · 14 tokens, the longest text 9 of 256'")
+    page.wait_for(f"{line} === '2 texts · 13 tokens, the longest text 8 of 256'")
     page.fill("#embed-texts", "a " * 300)
     page.wait_for(f"{line} === '1 text · 302 tokens, the longest text 302 of 256'")
     assert page.value("document.querySelector('#embed-texts + .count').className") == "count over"
