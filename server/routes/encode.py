@@ -47,8 +47,11 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
     if result.vectors is not None:
         columns["multi_vector"] = written_rows(result.vectors, encoding)
         num_values += sum(rows.size for rows in result.vectors)
+    if result.token_ids is not None and body.return_token_ids:
+        columns["token_ids"] = result.token_ids
+        num_values += sum(map(len, result.token_ids))
     data = [
-        {"object": "encoding", "index": i, **{output: columns[output][i] for output in wanted}}
+        {"object": "encoding", "index": i, **{name: column[i] for name, column in columns.items()}}
         for i in range(len(result.num_tokens))
     ]
     head = context.answer_head(request, "encode", name, "+".join(tasks), result.num_tokens)

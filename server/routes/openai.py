@@ -14,6 +14,7 @@ from ..calls.context import ClientWatch, ServerContext, context_of
 from ..calls.inputs import check_inputs, engine_inputs
 from ..calls.models import Target
 from ..schemas.cohere import cohere_endpoints
+from ..schemas.encode import trained_outputs
 from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.openai import EmbeddingRequest, EmbeddingResponse, ModelCard, ModelList, MultiVectorResponse
 from ..wire.encoding import Encoding
@@ -98,13 +99,29 @@ async def get_model(name: str, request: Request) -> Response:
 
 
 def _card(context: ServerContext, target: Target) -> dict[str, object]:
+    info = target.engine.info
+    facts = {
+        "kind": info.kind,
+        "tasks": info.tasks,
+        "outputs": trained_outputs(info),
+        "model_type": info.model_type,
+        "dtype": info.dtype,
+        "sequence_pooling": info.sequence_pooling,
+        "embedding_size": info.embedding_size,
+        "is_matryoshka": info.is_matryoshka,
+        "matryoshka_dimensions": info.matryoshka_dimensions,
+        "prompts": info.prompts,
+        "default_prompt_name": context.settings.default_prompt_name or info.default_prompt_name,
+        "num_labels": info.num_labels,
+    }
     return {
         "id": target.name,
         "object": "model",
         "created": context.started_s,
         "owned_by": "penstock",
-        "max_model_len": target.engine.info.max_model_len,
+        "max_model_len": info.max_model_len,
         "name": target.name,
-        "endpoints": cohere_endpoints(target.engine.info),
-        "context_length": target.engine.info.max_model_len,
+        "endpoints": cohere_endpoints(info),
+        "context_length": info.max_model_len,
+        "facts": facts,
     }

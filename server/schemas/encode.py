@@ -13,7 +13,7 @@ from ..wire.encoding import Encoding
 from ..wire.json_schema import documented
 from .chat import InputFields
 from .fields.encodings import EncodingOptions
-from .fields.options import EmbeddingBody, ListAnswer, Listed
+from .fields.options import EmbeddingBody, Flag, ListAnswer, Listed
 from .fields.passed_keys import let_pass
 
 Output = Literal["dense", "sparse", "multi_vector"]
@@ -23,6 +23,18 @@ TASKS: Final[dict[Output, PoolingTask]] = {
     "sparse": PoolingTask.SPARSE_EMBED,
     "multi_vector": PoolingTask.TOKEN_EMBED,
 }
+
+
+def trained_outputs(model: ModelInfo) -> list[Output]:
+    """Returns the vectors that a model was trained to give; a token of any embedding model has one, trained or not."""
+    heads = model.token_heads
+    has_vectors = model.multi_vector is not None or (heads is not None and heads.vectors_file is not None)
+    given: dict[Output, bool] = {
+        "dense": PoolingTask.EMBED in model.tasks,
+        "sparse": model.sparse is not None,
+        "multi_vector": has_vectors,
+    }
+    return [output for output, is_given in given.items() if is_given]
 
 
 class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
@@ -43,14 +55,20 @@ class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
         description="What to answer with, all from one forward. Absent: all that the model was trained to give.",
     )
     instruction: str | None = Field(None, description="Replaces the instruction of the model's query prompt.")
+    return_token_ids: Flag | None = Field(
+        None, description="Answer with the ids of the tokens that the rows of `multi_vector` stand for as well."
+    )
 
     def wanted(self, model: ModelInfo) -> list[Output]:
         """Returns the outputs to answer with, always in one order: together they name the task in the metrics.
 
         Raises:
             UnsupportedTaskError: The model does not give one of `outputs`.
+            InvalidRequestError: The ids of tokens are asked for without their vectors.
         """
-        if self.outputs is not None:
+        if self.outputs is None:
+            wanted: list[Output] = trained_outputs(model) or ["dense"]
+        else:
             lacking = [output for output in self.outputs if TASKS[output] not in model.tasks]
             if lacking:
                 has = [output for output, task in TASKS.items() if task in model.tasks]
@@ -58,15 +76,14 @@ class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
                     f"outputs holds {lacking[0]!r}, but {model.name} gives {', '.join(has) or 'no vectors'}.",
                     param="outputs",
                 )
-            return [output for output in TASKS if output in self.outputs]
-        heads = model.token_heads
-        has_vectors = model.multi_vector is not None or (heads is not None and heads.vectors_file is not None)
-        given: dict[Output, bool] = {
-            "dense": PoolingTask.EMBED in model.tasks,
-            "sparse": model.sparse is not None,
-            "multi_vector": has_vectors,
-        }
-        return [output for output, is_given in given.items() if is_given] or ["dense"]
+            wanted = [output for output in TASKS if output in self.outputs]
+        if self.return_token_ids and "multi_vector" not in wanted:
+            raise InvalidRequestError(
+                "return_token_ids names the tokens of multi_vector, which the answer does not hold; ask for it in "
+                "outputs, or leave return_token_ids out.",
+                param="return_token_ids",
+            )
+        return wanted
 
     def encoding(self) -> Encoding:
         """Returns how dense vectors and those of tokens are written.
@@ -98,6 +115,7 @@ class EncodeRow(BaseModel):
     dense: list[float] | list[int] | str | None = None
     sparse: SparseRow | None = None
     multi_vector: list[list[float]] | list[list[int]] | str | None = Field(None, description="A row per token.")
+    token_ids: list[int] | None = Field(None, description="Of the rows of multi_vector; with return_token_ids only.")
 
 
 class EncodeResponse(ListAnswer[EncodeRow]):

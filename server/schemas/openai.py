@@ -7,12 +7,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from penstock.engine import PoolingParams
+from penstock.engine import PoolingParams, PoolingTask, PoolingType
 from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.model_info import ModelKind
 
 from ..wire import json_schema
 from ..wire.json_schema import documented
 from .chat import InputFields
+from .encode import Output
 from .fields.encodings import EmbeddingTypeOptions
 from .fields.options import Count, EmbeddingBody, Flag, ListAnswer, Width
 from .fields.passed_keys import let_pass
@@ -142,6 +144,23 @@ class EmbeddingResponse(ListAnswer[EmbeddingRow]):
     """Answer of POST /v1/embeddings."""
 
 
+class ModelFacts(BaseModel):
+    """What a model is and can; names and values are those of `penstock info`."""
+
+    kind: ModelKind
+    tasks: list[PoolingTask]
+    outputs: list[Output] = Field(description="Vectors that it was trained to give: what /v1/encode answers unasked.")
+    model_type: str
+    dtype: str
+    sequence_pooling: list[PoolingType]
+    embedding_size: int = Field(description="Width of its embeddings; 0 where it gives none.")
+    is_matryoshka: bool = Field(description="`dimensions` may be any up to embedding_size.")
+    matryoshka_dimensions: list[int] = Field(description="The widths that it declares, if it names them.")
+    prompts: dict[str, str] = Field(description="Its prompts by name.")
+    default_prompt_name: str | None = Field(description="The prompt of requests that name none.")
+    num_labels: int = Field(description="Classes of its own.")
+
+
 class ModelCard(BaseModel):
     """One served name. `name`, `endpoints` and `context_length` are what Cohere's clients read."""
 
@@ -153,6 +172,7 @@ class ModelCard(BaseModel):
     name: str
     endpoints: list[Literal["embed", "rerank", "classify"]]
     context_length: int = Field(description="Tokens. Longest input.")
+    facts: ModelFacts = Field(description="penstock's own; its playground reads them.")
 
 
 class ModelList(BaseModel):

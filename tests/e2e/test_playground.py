@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 
 from penstock.server.schemas.classify import TokenClassifyResponse
+from penstock.server.schemas.encode import EncodeResponse
 from penstock.server.schemas.openai import ModelList
 
 TIMEOUT_S = 60
+TASKS = ("embed", "rerank", "score", "classify", "multi", "tokenize")
+"""Those that the default model can do."""
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
     *("--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
@@ -216,43 +219,124 @@ def stub(page: Page, answers: dict[str, tuple[int, object]]) -> None:
     )
 
 
-def models(*endpoints: str) -> dict[str, tuple[int, object]]:
-    card = {"id": "m", "object": "model", "created": 0, "owned_by": "", "max_model_len": 1, "name": "m"}
-    card |= {"endpoints": list(endpoints), "context_length": 1}
-    return {
-        "/v1/models": (200, ModelList.model_validate({"object": "list", "data": [card], "models": []}).model_dump())
-    }
+def models(kind: str, tasks: tuple[str, ...], outputs: tuple[str, ...] = (), **facts: Any) -> dict[str, Any]:
+    """The answer of /v1/models for one model of a kind."""
+    own = {"kind": kind, "tasks": list(tasks), "outputs": list(outputs), "model_type": "bert", "dtype": "float32"}
+    own |= {"sequence_pooling": [], "embedding_size": 8, "is_matryoshka": False, "matryoshka_dimensions": []}
+    own |= {"prompts": {}, "default_prompt_name": None, "num_labels": 0, **facts}
+    card = {"id": "m", "object": "model", "created": 0, "owned_by": "", "max_model_len": 9, "name": "m"}
+    card |= {"endpoints": [], "context_length": 9, "facts": own}
+    answer = ModelList.model_validate({"object": "list", "data": [card], "models": []})
+    return {"/v1/models": (200, answer.model_dump(mode="json"))}
+
+
+def disabled(page: Page) -> list[str]:
+    """The tabs that the model cannot fill."""
+    return page.texts("[role=tab][aria-disabled=true]")
+
+
+def chosen(page: Page) -> list[str]:
+    return page.texts("[role=tab][aria-selected=true]")
 
 
 def test_embed(page: Page, server) -> None:
     page.open(server.url)
     assert page.text("#status") == "ready"
     assert page.value("document.querySelector('#model').value").endswith("all-MiniLM-L6-v2")
-    page.fill("#embed-texts", "A dam.\n\n  A weir. \n<img src=x onerror=alert(1)>")
+    page.fill("#embed-texts", "A dam.\nA weir.\n<img src=x onerror=alert(1)>")
     page.press("Enter", ctrl=True)
     page.wait_for("!!document.querySelector('#embed .facts')")
     assert page.text("#embed .facts").startswith("3 texts · 384 numbers each · ")
     assert page.texts("#embed .heat .one-line") == ["A dam.", "A weir.", "<img src=x onerror=alert(1)>"]
     cells = page.texts("#embed td")
-    assert [cells[0], cells[4], cells[8]] == ["1.00"] * 3
+    assert [cells[0], cells[4], cells[8]] == [""] * 3
     assert float(cells[1]) > float(cells[2])
+    assert page.texts("#embed .pair .one-line")[:2] == ["1 A dam.", "2 A weir."]
+    shares = page.value("[...document.querySelectorAll('#embed td')].map((td) => td.style.getPropertyValue('--share'))")
+    assert max(shares) == "1.000"
+    assert "0.000" in shares
     colors = "new Set(new Uint32Array(document.querySelector('#embed canvas').getContext('2d')"
     assert page.value(f"{colors}.getImageData(0, 0, 384, 1).data.buffer)).size") > 50
     page.value("document.querySelector('.heat').focus()")
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         page.press(key)
-    assert page.text(".legend output").startswith("text 2, number 2 of 384: ")
+    assert page.text(".heat + .legend output").startswith("text 2, number 2 of 384: ")
     own = [event["request"]["url"] for event in page.events("Network.requestWillBeSent")]
     assert own
     assert [url for url in own if not url.startswith((server.url, "data:"))] == []
     assert page.complaints() == []
 
 
-def test_rerank_and_classify(page: Page, server) -> None:
+def test_the_examples_show_what_the_model_does_well(page: Page, server) -> None:
+    """In each of the four pairs, both texts are closest to each other."""
+    page.open(server.url)
+    page.send("embed")
+    found = page.texts("#embed .pair .one-line")
+    pairs = [{int(text.split()[0]) for text in found[i : i + 2]} for i in range(0, 8, 2)]
+    assert sorted(map(min, pairs)) == [1, 3, 5, 7]
+    assert all(max(pair) == min(pair) + 1 for pair in pairs)
+    page.click("#embed .examples button:nth-of-type(3)")
+    page.send("embed")
+    assert page.text("#embed .facts").startswith("3 texts · ")
+
+
+def test_two_texts_and_forty_and_many(page: Page, server) -> None:
+    page.open(server.url)
+    page.fill("#embed-texts", "A dam.\nA weir.")
+    page.send("embed")
+    assert page.texts("#embed .matrix") == []
+    assert len(page.texts("#embed .pair")) == 1
+    page.fill("#embed-texts", "\n".join(f"Gate {i} of the dam." for i in range(40)))
+    page.send("embed")
+    assert len(page.texts("#embed td")) == 1600
+    assert len(page.texts("#embed canvas")) == 8
+    page.click("#embed summary")
+    assert page.text("#embed summary") == "32 more"
+    assert page.wait_for("document.querySelectorAll('#embed canvas').length === 40")
+    page.fill("#embed-texts", "\n".join(f"Gate {i}." for i in range(70)))
+    page.send("embed")
+    assert page.value("document.querySelector('#embed .map').width") == 70
+    page.value("document.querySelector('#embed .scroll').focus()")
+    for key in ("ArrowRight", "ArrowRight"):
+        page.press(key)
+    assert page.text("#embed .matrix output").startswith("1 with 2: 0.")
+    assert page.complaints() == []
+
+
+def test_texts_are_lines_or_paragraphs_and_their_tokens_are_counted(page: Page, server) -> None:
+    page.open(server.url)
+    line = "document.querySelector('#embed-texts + .count').textContent"
+    page.fill("#embed-texts", "A dam.\nA weir.\n")
+    page.wait_for(f"{line} === '2 texts · 10 tokens, the longest text 5 of 256'")
+    page.fill("#embed-texts", "A dam.\nA weir.\n \n\nA gate.")
+    page.wait_for(f"{line} === '2 texts · 13 tokens, the longest text 8 of 256'")
+    page.fill("#embed-texts", "a " * 300)
+    page.wait_for(f"{line} === '1 text · 302 tokens, the longest text 302 of 256'")
+    assert page.value("document.querySelector('#embed-texts + .count').className") == "count over"
+    page.fill("#embed-texts", "A dam.\nIt holds.\n\nA gate.")
+    page.send("embed")
+    page.click("[data-view=answer]")
+    assert len(json.loads(page.value("code"))["data"]) == 2
+
+
+def test_a_text_too_long_is_cut_as_asked(page: Page, server) -> None:
+    page.open(server.url)
+    page.fill("#embed-texts", "a " * 300)
+    page.value("document.querySelector('#embed-cut').value = 'END'")
+    page.send("embed")
+    assert "256 tokens" in page.text("#embed .facts")
+    page.fill("#embed-limit", "10")
+    page.send("embed")
+    assert "10 tokens" in page.text("#embed .facts")
+    assert page.value("document.querySelector('#embed-dimensions').disabled")
+    assert "Matryoshka" in page.text("#widths-hint")
+
+
+def test_rerank_score_and_classify(page: Page, server) -> None:
     page.open(f"{server.url}/#rerank")
-    assert page.texts("[role=tab][aria-selected=true]") == ["Rerank"]
+    assert chosen(page) == ["Rerank"]
     page.send("rerank")
-    assert page.texts("#rerank .text")[0] == "The dam holds back the water of the valley."
+    assert page.texts("#rerank .text")[0] == "Refunds are paid within five days of receiving the returned goods."
     scores = [float(text) for text in page.texts("#rerank .score")]
     assert scores == sorted(scores, reverse=True)
     widths = page.value("[...document.querySelectorAll('#rerank .fill')].map((node) => node.clientWidth)")
@@ -260,11 +344,67 @@ def test_rerank_and_classify(page: Page, server) -> None:
     assert widths[0] > 0
     page.value("document.querySelector('#rerank-tab').focus()")
     page.press("ArrowRight")
-    assert page.value("document.activeElement.id") == "classify-tab"
+    assert page.value("document.activeElement.id") == "score-tab"
     assert page.value("document.querySelector('#request').hidden")
+    page.send("score")
+    assert sorted(map(float, page.texts("#score .score")), reverse=True) == pytest.approx(scores, abs=2e-4)
+    page.fill("#score-left", "a\nb")
+    page.send("score")
+    assert page.text("#score [role=alert]").startswith("Refused with 400\n")
+    page.click("#classify-tab")
     page.send("classify")
     assert page.texts("#classify .card .bars li:first-child .text") == ["banking", "cinema", "sport"]
+    assert [text for text in page.complaints() if "status of 400" not in text] == []
+
+
+def test_tokens_by_their_vectors(page: Page, server) -> None:
+    page.open(server.url)
+    page.click("#multi-tab")
+    page.fill("#multi-query", "dam")
+    page.fill("#multi-documents", "a song\na dam")
+    page.send("multi")
+    assert page.texts("#multi .bars .text") == ["a dam", "a song"]
+    assert page.texts("#multi .pairs td:nth-child(1)") == ["[CLS]", "dam", "[SEP]"]
+    assert page.texts("#multi .pairs td:nth-child(2)")[1] == "dam"
+    found = [float(text) for text in page.texts("#multi .pairs td:nth-child(3)")]
+    assert sum(found) == pytest.approx(float(page.texts("#multi .score")[0]), abs=2e-3)
+    page.click("#multi .folds details details summary")
+    page.wait_for("document.querySelectorAll('#multi .matrix td').length === 12")
+    page.click("#tokenize-tab")
+    page.fill("#tokenize-texts", "A penstock.")
+    page.send("tokenize")
+    pieces = page.value("[...document.querySelectorAll('.pieces span')].map((node) => node.firstChild.data)")
+    assert (pieces[0], "".join(pieces[1:-1]), pieces[-1]) == ("[CLS]", "Apenstock.", "[SEP]")
     assert page.complaints() == []
+
+
+def test_sparse_vectors(page: Page, server) -> None:
+    rows = [([5, 9], [0.5, 1.5]), ([9, 30000], [2.0, 0.25])]
+    data = [
+        {"object": "encoding", "index": i, "sparse": {"indices": indices, "values": values}}
+        for i, (indices, values) in enumerate(rows)
+    ]
+    answer = {"id": "", "object": "list", "created": 0, "model": "m", "data": data}
+    answer["usage"] = {"prompt_tokens": 4, "total_tokens": 4}
+    EncodeResponse.model_validate(answer)
+    stub(
+        page,
+        {
+            **models("embedding", ("sparse_embed", "score"), ("sparse",)),
+            "/v1/encode": (200, answer),
+            "/decode": (200, ["dam", "<b>", "weir"]),
+        },
+    )
+    page.open(server.url)
+    assert chosen(page) == ["Sparse"]
+    assert disabled(page) == ["Embed", "Classify", "Multi-vector"]
+    page.fill("#sparse-texts", "one\ntwo")
+    page.send("sparse")
+    assert page.texts("#sparse td") == ["", "3.00", "3.00", ""]
+    assert page.texts("#sparse .weight") == ["dam1.50", "<b>0.50", "dam2.00", "weir0.25"]
+    calls = [json.loads(call["body"]) for call in page.value("window.calls") if call.get("body")]
+    assert calls[-1]["ids"] == [[9], [5], [30000]]
+    assert calls[-2] == {"model": "m", "input": ["one", "two"], "outputs": ["sparse"]}
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -282,9 +422,17 @@ def test_what_was_sent_can_be_sent_again(page: Page, server) -> None:
     shown = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout
     assert json.loads(shown)["results"] == results
     page.click("[data-view=python]")
-    program = page.value("document.querySelector('#code').textContent") + "\nassert 'results' in response.json()"
+    program = page.value("document.querySelector('#code').textContent")
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert repr(results) in shown
+    page.click("#embed-tab")
+    page.fill("#embed-texts", query)
+    page.value("document.querySelector('#embed-cut').value = 'END'")
+    page.send("embed")
+    program = page.value("document.querySelector('#code').textContent")
+    assert "client.embeddings.create(" in program
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("0 384 [")
 
 
 def test_a_server_with_keys(page: Page, server) -> None:
@@ -296,7 +444,7 @@ def test_a_server_with_keys(page: Page, server) -> None:
     assert page.text("#embed [role=alert]").split("\n")[:2] == ["Refused with 401", "The API key is missing or wrong."]
     assert page.value("document.activeElement.id") == "key"
     assert page.value("window.calls[0].headers.Authorization") == "Bearer secret-key"
-    for view, variable in (("curl", "$PENSTOCK_API_KEY"), ("python", "os.environ['PENSTOCK_API_KEY']")):
+    for view, variable in (("curl", "$PENSTOCK_API_KEY"), ("python", 'os.environ["PENSTOCK_API_KEY"]')):
         page.click(f"[data-view={view}]")
         assert variable in page.text("#code")
         assert "secret-key" not in page.value("document.body.innerText")
@@ -345,21 +493,82 @@ def test_a_token_classifier(page: Page, server) -> None:
     answer = {"id": "", "object": "list", "created": 0, "model": "m", "labels": ["O", "B-PER"], "data": [row]}
     answer["usage"] = {"prompt_tokens": 4, "total_tokens": 4}
     TokenClassifyResponse.model_validate(answer)
-    stub(page, {**models(), "/v1/classify": (200, answer)})
+    stub(page, {**models("token_classifier", ("token_classify",)), "/v1/classify": (200, answer)})
     page.open(server.url)
-    assert page.value("[...document.querySelectorAll('[role=tab]')].map((tab) => tab.hidden)") == [True, True, False]
+    assert disabled(page) == ["Embed", "Rerank", "Score", "Sparse", "Multi-vector"]
     page.fill("#classify-texts", "Ada sleeps")
     page.send("classify")
     assert json.loads(page.value("window.calls.at(-1).body")) == {"model": "m", "input": ["Ada sleeps"]}
     assert page.texts("#classify .tokens > span") == ["AdaB-PER", "sleeps"]
 
 
-def test_a_reranker_has_classes_of_its_own(page: Page, server) -> None:
-    stub(page, models("rerank", "classify"))
+# (what /v1/models says of the model, the tab that it opens with, the tabs that are disabled, a reason)
+KINDS = [
+    (models("cross_encoder", ("classify", "score")), "Rerank", ["Embed", "Sparse", "Multi-vector"], "reads pairs"),
+    (
+        models("cross_encoder", ("score",)),
+        "Rerank",
+        ["Embed", "Classify", "Sparse", "Multi-vector"],
+        "no classes for single texts",
+    ),
+    (
+        models("sequence_classifier", ("classify",), num_labels=2),
+        "Classify",
+        ["Embed", "Rerank", "Score", "Sparse", "Multi-vector"],
+        "gives classes, not vectors",
+    ),
+    (
+        models("embedding", ("token_embed", "score"), ("multi_vector",)),
+        "Multi-vector",
+        ["Embed", "Classify", "Sparse"],
+        "vectors of tokens, not of texts",
+    ),
+    (
+        models("embedding", ("embed", "token_embed", "score", "sparse_embed"), ("dense", "sparse", "multi_vector")),
+        "Embed",
+        [],
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("card", "opens", "lacks", "reason"), KINDS)
+def test_what_a_model_cannot_do(page: Page, server, card: dict, opens: str, lacks: list[str], reason: str) -> None:
+    stub(page, card)
     page.open(server.url)
-    assert page.value("[...document.querySelectorAll('[role=tab]')].map((tab) => tab.hidden)") == [True, False, False]
-    assert page.texts("[role=tab][aria-selected=true]") == ["Rerank"]
-    assert page.value("document.querySelector('#classify-own').hidden")
+    assert chosen(page) == [opens]
+    assert disabled(page) == lacks
+    assert reason in " ".join(page.texts("#lacking li"))
+    for name in lacks:
+        page.value(f"[...document.querySelectorAll('[role=tab]')].find((t) => t.innerText === '{name}').click()")
+        assert chosen(page) == [opens]
+    page.press("Tab")
+    assert page.value("document.querySelector('#classify-own').hidden") is (
+        card["/v1/models"][1]["data"][0]["facts"]["kind"] != "embedding"
+    )
+
+
+def test_prompts_and_widths_of_the_model(page: Page, server) -> None:
+    prompts = {"query": "Find <b>this</b>: ", "document": ""}
+    facts = {"prompts": prompts, "default_prompt_name": "document", "matryoshka_dimensions": [2, 4]}
+    row = {"object": "embedding", "index": 0, "embedding": [0.6, 0.8]}
+    answer = {"id": "", "object": "list", "created": 0, "model": "m", "data": [row], "usage": {"total_tokens": 3}}
+    stub(page, {**models("embedding", ("embed", "score"), ("dense",), **facts), "/v1/embeddings": (200, answer)})
+    page.open(server.url)
+    shown = dict(zip(page.texts("#facts dt"), page.texts("#facts dd"), strict=True))
+    assert (shown["Dimensions"], shown["Longest input"]) == ("8, or 2, 4", "9 tokens")
+    page.click("#facts summary")
+    page.wait_for("document.querySelectorAll('#facts q').length === 2")
+    assert page.value("document.querySelector('#facts q').textContent") == "Find <b>this</b>: "
+    assert page.texts("#embed-prompt option") == ["the default, document", "query", "document"]
+    page.value("document.querySelector('#embed-prompt').value = 'query'")
+    page.fill("#embed-dimensions", "2")
+    page.fill("#embed-texts", "a")
+    page.send("embed")
+    sent = [json.loads(call["body"]) for call in page.value("window.calls") if "/v1/embeddings" in call["url"]]
+    assert sent == [{"model": "m", "input": ["a"], "prompt_name": "query", "dimensions": 2}]
+    page.click("[data-view=python]")
+    assert 'extra_body={\n        "prompt_name": "query",\n    },' in page.text("#code")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -367,7 +576,7 @@ def test_every_text_can_be_read_and_every_control_has_a_name(page: Page, server,
     page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     page.open(server.url)
     assert page.value("localStorage.clear()") is None
-    for task in ("embed", "rerank", "classify"):
+    for task in TASKS:
         page.click(f"#{task}-tab")
         page.send(task)
         assert page.value(ON_CONTRAST) == []
@@ -388,7 +597,9 @@ def test_every_text_can_be_read_and_every_control_has_a_name(page: Page, server,
 def test_it_fits_a_phone(page: Page, server) -> None:
     page.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
     page.open(server.url)
-    for task in ("embed", "rerank", "classify"):
+    for task in TASKS:
         page.click(f"#{task}-tab")
         page.send(task)
-        assert page.value("document.documentElement.scrollWidth") <= 360
+        assert page.value("document.documentElement.scrollWidth") <= 360, task
+        inside = "[...document.querySelectorAll('.panel')].every((node) => node.scrollWidth <= node.clientWidth + 1)"
+        assert page.value(inside), task

@@ -186,6 +186,7 @@ class FakeEngine:
             np.stack([self._vector(i) for i in inputs]).astype(np.float32) if PoolingTask.EMBED in tasks else None,
             self._sparse(inputs) if PoolingTask.SPARSE_EMBED in tasks else None,
             [rows.astype(np.float32) for rows in vectors] if PoolingTask.TOKEN_EMBED in tasks else None,
+            [list(range(n)) for n in counts] if PoolingTask.TOKEN_EMBED in tasks else None,
         )
 
     def _sparse(self, inputs):

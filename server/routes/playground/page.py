@@ -1,7 +1,8 @@
 """The root path: the playground for browsers, health for everybody else.
 
-The playground is one file that takes nothing from elsewhere: its own style and script are allowed by their hashes,
-requests go to this server alone, and text becomes part of the page as text only (Trusted Types).
+The playground is one page, put together from the files of parts/, that takes nothing from elsewhere: its own style and
+script are allowed by their hashes, requests go to this server alone, and text becomes part of the page as text only
+(Trusted Types).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +19,10 @@ from fastapi import APIRouter, Request, Response
 from .. import ops
 
 router = APIRouter(include_in_schema=False)
+
+_SCRIPTS: Final = (
+    *("elements", "requests", "colors", "embed", "rank", "vectors", "tokens", "code", "model", "examples", "start"),
+)
 
 
 def content_security_policy(page: bytes) -> str:
@@ -40,7 +46,22 @@ def _hashes(page: bytes, tag: bytes) -> str:
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'" for content in contents)
 
 
-PAGE: Final = (Path(__file__).parent / "playground.html").read_bytes()
+def page_of(parts: Path) -> bytes:
+    """Returns the frame of the page with the style and the scripts in it, the one that begins it all last."""
+    scripts = [parts / f"{name}.js" for name in _SCRIPTS]
+    style, script = _joined([parts / "style.css"]), b'"use strict";\n' + _joined(scripts)
+    frame = (parts / "frame.html").read_bytes()
+    return frame.replace(b"<style></style>", b"<style>\n%b</style>" % style).replace(
+        b"<script></script>", b"<script>\n%b</script>" % script
+    )
+
+
+def _joined(files: Iterable[Path]) -> bytes:
+    return b"\n".join(file.read_bytes() for file in files)
+
+
+PAGE: Final = page_of(Path(__file__).parent / "parts")
+ETAG: Final = f'"{hashlib.sha256(PAGE).hexdigest()[:16]}"'
 _HEADERS: Final = {
     "content-type": "text/html; charset=utf-8",
     "content-security-policy": content_security_policy(PAGE),
@@ -48,6 +69,7 @@ _HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
+    "etag": ETAG,
     "vary": "accept",
 }
 
@@ -57,7 +79,8 @@ _HEADERS: Final = {
 async def root(request: Request) -> Response:
     """Shows the playground where HTML is asked for by name; otherwise tells health, as TEI's root path does."""
     if prefers_html(",".join(request.headers.getlist("accept"))):
-        return Response(PAGE, headers=_HEADERS)
+        is_known = ETAG in request.headers.get("if-none-match", "")
+        return Response(status_code=304, headers=_HEADERS) if is_known else Response(PAGE, headers=_HEADERS)
     response = await ops.ready(request)
     response.headers["vary"] = "accept"
     return response

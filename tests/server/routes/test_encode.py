@@ -70,6 +70,15 @@ async def test_base64_holds_the_same_numbers(serving: Serving, make_engine: type
     assert text["sparse"] == floats["sparse"]
 
 
+async def test_ids_of_the_tokens_that_have_vectors(serving: Serving, make_engine: type[FakeEngine]) -> None:
+    for asked in ({"outputs": ["multi_vector", "dense"]}, {}):
+        answer = (await encode(serving, make_engine(**M3), input=["a b", "c"], return_token_ids=True, **asked)).json()
+        assert [row["token_ids"] for row in answer["data"]] == [[0, 1, 2, 3], [0, 1, 2]]
+        assert [len(row["multi_vector"]) for row in answer["data"]] == [4, 3]
+    answer = (await encode(serving, make_engine(**M3), input=["a b"], return_token_ids=False)).json()
+    assert "token_ids" not in answer["data"][0]
+
+
 async def test_options_reach_the_engine(serving: Serving, make_engine: type[FakeEngine]) -> None:
     engine = make_engine(**M3)
     body = {"input_type": "query", "normalize": False, "truncate_prompt_tokens": -1, "dimensions": 8}
@@ -85,6 +94,7 @@ WRONG = [
     ({"input": ["a"], "outputs": ["sparse"]}, "outputs", "holds 'sparse', but fake-model gives dense, multi_vector"),
     ({"input": ["a"], "encoding_format": "bytes"}, "encoding_format", "carries one output"),
     ({"outputs": ["dense"]}, "input", "missing"),
+    ({"input": ["a"], "return_token_ids": True}, "return_token_ids", "which the answer does not hold"),
 ]
 
 

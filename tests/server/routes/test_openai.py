@@ -6,6 +6,8 @@ import httpx
 import numpy as np
 import pytest
 
+from penstock.server.schemas.openai import ModelCard
+
 HELLO = ["hello world", "goodbye"]
 
 # (client, path, body): the bodies that were captured on the wire.
@@ -231,6 +233,28 @@ async def test_models_are_listed(client: httpx.AsyncClient, path: str) -> None:
     answer = (await client.get(path)).json()
     assert [card["id"] for card in answer["data"]] == ["fake-model", "alias"]
     assert {card["max_model_len"] for card in answer["data"]} == {64}
+
+
+async def test_a_card_says_what_the_model_is(serving, make_engine) -> None:
+    async with serving(make_engine(), default_prompt_name="query") as client:
+        facts = (await client.get("/v1/models/alias")).json()["facts"]
+    assert facts == {
+        "kind": "embedding",
+        "tasks": ["embed", "token_embed", "score"],
+        "outputs": ["dense"],
+        "model_type": "fake",
+        "dtype": "float32",
+        "sequence_pooling": ["MEAN"],
+        "embedding_size": 8,
+        "is_matryoshka": False,
+        "matryoshka_dimensions": [],
+        "prompts": {"query": "query: "},
+        "default_prompt_name": "query",
+        "num_labels": 0,
+    }
+    async with serving(make_engine("sequence_classifier", labels=("a", "b"), embedding_size=0)) as client:
+        facts = ModelCard.model_validate((await client.get("/v1/models/alias")).json()).facts
+    assert (facts.kind, facts.outputs, facts.num_labels, facts.embedding_size) == ("sequence_classifier", [], 2, 0)
 
 
 async def test_one_model_by_a_name_with_a_slash(serving, engine) -> None:

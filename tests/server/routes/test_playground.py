@@ -5,17 +5,45 @@ import hashlib
 import importlib.resources
 import re
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from penstock.engine.frontend.supervisor import EngineState
-from penstock.server.routes.playground.page import PAGE, content_security_policy, prefers_html
+from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine.protocol.vectors import SparseKind, SparsePooling
+from penstock.server.routes.playground.page import ETAG, PAGE, content_security_policy, page_of, prefers_html
 
 TEXT = PAGE.decode()
 SCRIPT = TEXT.partition("<script>")[2].partition("</script>")[0]
 HTML = {"accept": "text/html"}
-MAX_BYTES = 40_000
+MAX_BYTES = 80_000
+PARTS = Path(str(importlib.resources.files("penstock.server.routes.playground"))) / "parts"
+
+# What the scripts send, every field that they may add included.
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("v1/embeddings", {"input": ["a"], "prompt_name": "query", "dimensions": 8, "truncate": "NONE"}),
+    ("v1/embeddings", {"input": ["a"], "truncate_prompt_tokens": 3, "truncation_side": "left"}),
+    ("v2/rerank", {"query": "a", "documents": ["a", "b"]}),
+    ("v1/score", {"text_1": ["a"], "text_2": ["a", "b"]}),
+    ("v1/classify", {"inputs": ["a"], "labels": ["b", "c"]}),
+    ("v1/encode", {"input": ["a"], "outputs": ["sparse"], "prompt_name": "query"}),
+    (
+        "v1/encode",
+        {
+            "input": ["a"],
+            "outputs": ["multi_vector"],
+            "input_type": "document",
+            "normalize": True,
+            "return_token_ids": True,
+            "encoding_format": "base64",
+        },
+    ),
+    ("tokenize", {"inputs": ["a"], "add_special_tokens": True, "prompt_name": "query"}),
+    ("decode", {"ids": [[1], [2]], "skip_special_tokens": False}),
+]
 
 
 class Elements(HTMLParser):
@@ -105,6 +133,15 @@ async def test_headers(client: httpx.AsyncClient) -> None:
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"
     assert headers["cache-control"] == "no-cache"
+    assert headers["etag"] == ETAG
+
+
+async def test_a_browser_that_has_the_page_is_told_so(client: httpx.AsyncClient) -> None:
+    for known in (ETAG, f'"other", W/{ETAG}'):
+        response = await client.get("/", headers={**HTML, "if-none-match": known})
+        assert (response.status_code, response.content) == (304, b"")
+        assert response.headers["etag"] == ETAG
+    assert (await client.get("/", headers={**HTML, "if-none-match": '"other"'})).content == PAGE
 
 
 def test_the_policy_follows_the_page() -> None:
@@ -129,21 +166,63 @@ def test_the_page_keeps_its_own_policy() -> None:
 
 def test_the_page_names_what_it_has() -> None:
     labelled = {attributes["for"] for tag, attributes in ELEMENTS if tag == "label" and "for" in attributes}
-    named = {*re.findall(r'\$\("([\w-]+)"\)', SCRIPT), *re.findall(r'lines\("([\w-]+)"\)', SCRIPT), *labelled}
+    named = {*re.findall(r'\$\("([\w-]+)"\)', SCRIPT), *re.findall(r'(?:texts|number|chosen)\("([\w-]+)"\)', SCRIPT)}
+    named |= labelled
     named |= {attributes["aria-controls"] for _, attributes in ELEMENTS if "aria-controls" in attributes}
     assert named <= IDS
     assert len(named) > 15
     assert ELEMENTS[0] == ("html", {"lang": "en"})
 
 
+def test_each_task_has_a_tab_a_form_and_a_place_for_answers() -> None:
+    tasks = re.search(r"const RUN = \{ (.*?) \};", SCRIPT)
+    assert tasks is not None
+    names = tasks[1].split(", ")
+    assert [attributes["aria-controls"] for tag, attributes in ELEMENTS if attributes.get("role") == "tab"] == names
+    assert [attributes["id"] for tag, attributes in ELEMENTS if attributes.get("role") == "tabpanel"] == names
+    for kind in ("panel result", "hint", "examples", "go"):
+        assert len([1 for _, attributes in ELEMENTS if attributes.get("class") == kind]) == len(names)
+
+
 async def test_the_page_asks_routes_that_are_there(client: httpx.AsyncClient) -> None:
     paths = (await client.get("/openapi.json")).json()["paths"]
-    asked = set(re.findall(r'(?:url\(|\[)"([a-z0-9/]+/[a-z]+|version)"', SCRIPT))
-    assert asked == {"v1/embeddings", "v2/rerank", "v1/classify", "v1/models", "health/ready", "version"}
-    assert {f"/{path}" for path in asked} <= set(paths)
+    posted = set(re.findall(r'\b(?:ask|post)\("([a-z0-9/]+)"', SCRIPT))
+    assert posted == {path for path, _ in BODIES}
+    read = set(re.findall(r'\burl\("([a-z0-9/]+)"\)', SCRIPT)) - {"v1"}  # the base URL of the OpenAI client
+    assert read == {"v1/models", "health/ready", "version"}
+    assert {f"/{path}" for path in posted} <= {path for path, methods in paths.items() if "post" in methods}
+    assert {f"/{path}" for path in read} <= {path for path, methods in paths.items() if "get" in methods}
 
 
-def test_the_page_is_packaged() -> None:
-    assert (
-        importlib.resources.files("penstock.server.routes.playground").joinpath("playground.html").read_bytes() == PAGE
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_the_routes_take_what_the_page_sends(serving, make_engine, path: str, body: dict[str, Any]) -> None:
+    assert [name for name in body if not re.search(rf"\b{name}\b", SCRIPT)] == []
+    engine = make_engine(
+        tasks=(PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE, PoolingTask.SPARSE_EMBED),
+        sparse=SparsePooling(kind=SparseKind.VOCABULARY_LOGITS),
     )
+    async with serving(engine) as client:
+        response = await client.post(f"/{path}", json={"model": "alias", **body})
+    assert response.status_code == 200, response.text
+
+
+async def test_the_page_reads_facts_that_the_card_has(client: httpx.AsyncClient) -> None:
+    facts = (await client.get("/v1/models/fake-model")).json()["facts"]
+    defaults = re.search(r"const NO_FACTS = \{(.*?)\};", SCRIPT, re.DOTALL)
+    assert defaults is not None
+    used = {*re.findall(r"(\w+): ", defaults[1]), *re.findall(r"\bfacts\(\)\.(\w+)", SCRIPT)}
+    for names in re.findall(r"\{([^{}]*)\} = facts\(\)", SCRIPT):
+        used |= set(re.findall(r"\w+", names.replace("...own", "")))
+    used |= set(re.findall(r"\bown\.(num_labels|outputs|model_type|dtype)\b", SCRIPT))
+    assert used <= set(facts)
+    assert set(facts) - used == set()
+
+
+def test_the_page_is_made_of_all_of_its_parts() -> None:
+    assert page_of(PARTS) == PAGE
+    for path in PARTS.iterdir():
+        text = path.read_text("utf-8")
+        if path.name != "frame.html":
+            assert text in TEXT, path.name
+        long = [line for line in text.splitlines() if len(line) > 120 and 'rel="icon"' not in line]
+        assert (long, text.count("</script>") - (path.name == "frame.html")) == ([], 0), path.name

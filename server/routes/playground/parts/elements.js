@@ -1,0 +1,69 @@
+// Elements, texts of fields, and how numbers are written.
+
+const $ = (id) => document.getElementById(id);
+const url = (path) => new URL(path, document.baseURI).href;
+const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+const unique = (values) => [...new Set(values)];
+
+function make(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+function section(title, ...children) {
+  return make("section", {}, make("h2", {}, title), ...children);
+}
+
+// What is made when it is opened for the first time: a page of 500 texts stays quick.
+function folded(title, build, isOpen = false) {
+  const node = make("details", {}, make("summary", {}, title));
+  const fill = () => { if (node.open && node.childElementCount === 1) { node.append(build()); paint(node); } };
+  node.addEventListener("toggle", fill);
+  node.open = isOpen;
+  fill();
+  return node;
+}
+
+// A blank line between texts says that they hold paragraphs; without one, each line is a text.
+function texts(id) {
+  const value = $(id).value.trim();
+  const parts = /\n[^\S\n]*\n/.test(value) ? value.split(/\n(?:[^\S\n]*\n)+/) : value.split("\n");
+  return parts.map((part) => part.trim()).filter(Boolean);
+}
+
+function number(id) {
+  return $(id).value.trim() && !$(id).disabled ? Number($(id).value) : undefined;
+}
+
+function chosen(id) {
+  return $(id).value || undefined;
+}
+
+function bars(entries) {
+  const scores = entries.map((entry) => entry.score);
+  const low = scores.reduce((a, b) => Math.min(a, b), 0);
+  const high = scores.reduce((a, b) => Math.max(a, b), 1);  // Logits reach further than 0 to 1.
+  return entries.map(({ text, score, place }) => {
+    const fill = make("div", { class: "fill" });
+    fill.style.width = `${(100 * (score - low)) / (high - low)}%`;
+    const line = make("div", { class: "line" }, Array.isArray(text) ? pair(text) : clamped(text));
+    if (place) line.append(make("span", { class: "place" }, place));
+    line.append(make("span", { class: "score" }, score.toFixed(4)));
+    return make("li", {}, line, make("div", { class: "track", "aria-hidden": "true" }, fill));
+  });
+}
+
+function clamped(text, tag = "span") {
+  return make(tag, { class: "text clamp", dir: "auto", title: text }, text);
+}
+
+function pair(both) {
+  const lines = both.map((text) => make("span", { class: "one-line", dir: "auto", title: text }, text));
+  return make("div", { class: "pair" }, ...lines);
+}
+
+function card(text, ...content) {
+  return make("section", { class: "card" }, clamped(text, "h2"), ...content);
+}

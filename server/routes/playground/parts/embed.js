@@ -1,0 +1,100 @@
+// Embeddings: which texts are close, and what the vectors look like.
+
+const MAX_COMPARED = 1000, MAX_CLOSEST = 5, NUM_OPEN_STRIPS = 8, MAX_STRIPS = 500;
+
+async function embed(ask) {
+  const input = texts("embed-texts");
+  const answer = await ask("v1/embeddings", {
+    input,
+    prompt_name: chosen("embed-prompt"),
+    dimensions: number("embed-dimensions"),
+    ...truncation(),
+  });
+  const rows = [...answer.data].sort((a, b) => a.index - b.index).map((row) => row.embedding);
+  const facts = [plural(rows.length, "text"), `${plural(rows[0].length, "number")} each`];
+  return [facts, ...(rows.length > 1 ? [similarities(rows, input)] : []), heatMap(rows, input)];
+}
+
+function truncation() {
+  const cut = chosen("embed-cut"), limit = number("embed-limit");
+  if (cut === "NONE" || limit === undefined) return { truncate: cut };
+  return { truncate_prompt_tokens: limit, truncation_side: { START: "left", END: "right" }[cut] };
+}
+
+function unitRows(rows) {
+  return rows.map((row) => {
+    const length = Math.sqrt(dot(row, row)), unit = new Float64Array(row.length);
+    for (let i = 0; i < unit.length; i++) unit[i] = row[i] / length;
+    return unit;
+  });
+}
+
+function dot(a, b) {
+  let sum = 0;
+  for (let i = 0; i < a.length; i++) sum += a[i] * b[i];
+  return sum;
+}
+
+const numbered = (entries) => entries.map((text, i) => ({ name: String(i + 1), text }));
+
+function similarities(rows, input) {
+  const units = unitRows(rows.slice(0, MAX_COMPARED));
+  const cosines = units.map((_, i) => new Float64Array(units.length).fill(NaN));
+  const closest = [];
+  for (let i = 0; i < units.length; i++) {
+    for (let k = 0; k < i; k++) {
+      const cosine = cosines[i][k] = cosines[k][i] = dot(units[i], units[k]);
+      if (closest.length === MAX_CLOSEST && cosine <= closest.at(-1).score) continue;
+      closest.push({ score: cosine, pair: [k, i] });
+      closest.sort((a, b) => b.score - a.score);
+      closest.length = Math.min(closest.length, MAX_CLOSEST);
+    }
+  }
+  const pairs = closest.filter(({ score }) => Number.isFinite(score)).map(({ score, pair: [a, b] }) => {
+    return { score, text: [`${a + 1} ${input[a]}`, `${b + 1} ${input[b]}`] };
+  });
+  const list = make("ol", { class: "bars" }, ...bars(pairs));
+  if (units.length === 2) return section("Cosine similarity", list);
+  const names = numbered(input.slice(0, units.length));
+  const shown = matrix({
+    label: "Cosine similarity of each text with each",
+    corner: "Text",
+    rows: names,
+    columns: names,
+    value: (i, k) => cosines[i][k],
+  });
+  const own = section("Cosine similarity", shown, make("h3", {}, "Closest pairs"), list);
+  if (rows.length > units.length) own.append(make("p", { class: "facts" }, `Compared: the first ${units.length}.`));
+  return own;
+}
+
+function heatMap(rows, input) {
+  const shown = rows.slice(0, MAX_STRIPS), width = rows[0].length;
+  const sizes = shown.slice(0, 64).flat().map(Math.abs).sort((a, b) => a - b);
+  const limit = sizes[Math.floor((sizes.length - 1) * 0.99)] || 1;  // A few outliers would leave the rest pale.
+  const strips = (from, to) => {
+    const nodes = shown.slice(from, to).map((row, at) => {
+      const canvas = picture(width, 1, () => {
+        const [low, mid, high] = inks("low", "mid", "high");
+        return (_, k) => [mid, row[k] < 0 ? low : high, Math.min(1, Math.abs(row[k]) / limit)];
+      });
+      canvas.dataset.row = from + at;
+      const name = make("span", { class: "one-line", dir: "auto", title: input[from + at] }, input[from + at]);
+      return make("div", {}, name, canvas);
+    });
+    return make("div", { class: "strips" }, ...nodes);
+  };
+  const label = `Heat map of ${plural(shown.length, "embedding")}; arrow keys read single numbers`;
+  const box = make("div", { class: "heat", role: "group", tabindex: "0", "aria-label": label });
+  box.append(strips(0, NUM_OPEN_STRIPS));
+  const rest = shown.length - NUM_OPEN_STRIPS;
+  if (rest > 0) box.append(folded(`${rest.toLocaleString("en")} more`, () => strips(NUM_OPEN_STRIPS)));
+  const reading = make("output", { "aria-live": "polite" });
+  readable(box, reading, shown.length, width, (row, column) => {
+    return `text ${row + 1}, number ${column + 1} of ${width}: ${shown[row][column].toFixed(5)}`;
+  });
+  const end = limit.toFixed(3);
+  const own = section("The vectors", box, legend(`−${end}`, `+${end}`, "two-way", reading));
+  if (rows.length > shown.length) own.append(make("p", { class: "facts" }, `Shown: the first ${shown.length}.`));
+  return own;
+}

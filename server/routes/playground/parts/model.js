@@ -1,0 +1,153 @@
+// What the server serves: facts of the model, the tabs that it can fill, and whether it is there.
+
+const cards = new Map();  // Served names to what /v1/models says of them.
+const NO_FACTS = {
+  kind: "embedding", tasks: ["embed", "score"], outputs: ["dense"], sequence_pooling: [], prompts: {},
+  matryoshka_dimensions: [], embedding_size: 0, num_labels: 0,
+};
+const KINDS = {
+  embedding: "embedding model",
+  sequence_classifier: "classifier",
+  cross_encoder: "reranker (cross-encoder)",
+  token_classifier: "classifier of tokens",
+};
+const TRAINED_FOR = { dense: "embed", sparse: "sparse", multi_vector: "multi" };
+
+const facts = () => cards.get($("model").value)?.facts ?? NO_FACTS;
+const longest = () => cards.get($("model").value)?.max_model_len ?? Infinity;
+
+// Why the model cannot do a task; undefined where it can.
+function lack(task) {
+  const { kind, tasks, outputs } = facts();
+  const given = outputs.includes("sparse") ? "sparse vectors, no dense ones" : "vectors of tokens, not of texts";
+  const gives = {
+    embedding: `gives ${given}`,
+    sequence_classifier: "gives classes, not vectors",
+    cross_encoder: "reads pairs of texts and gives scores, not vectors",
+    token_classifier: "gives classes of tokens, not vectors",
+  }[kind];
+  switch (task) {
+    case "embed":
+      return tasks.includes("embed") ? undefined : gives;
+    case "rerank":
+    case "score":
+      return tasks.includes("score") ? undefined : "compares no texts";
+    case "classify":
+      if (["classify", "token_classify", "embed"].some((own) => tasks.includes(own))) return undefined;
+      return kind === "cross_encoder" ? "has no classes for single texts" : `has no classes, and ${gives}`;
+    case "sparse":
+      if (tasks.includes("sparse_embed")) return undefined;
+      return kind === "embedding" ? "was not trained to give sparse vectors" : gives;
+    case "multi":
+      if (tasks.includes("token_embed")) return undefined;
+      return kind === "embedding" ? "gives no vectors of single tokens" : gives;
+  }
+  return undefined;
+}
+
+const usable = () => TASKS.filter((task) => lack(task) === undefined);
+
+function bestTask() {
+  const able = usable();
+  return facts().outputs.map((output) => TRAINED_FOR[output]).find((task) => able.includes(task)) ?? able[0];
+}
+
+function offer() {
+  const reasons = new Map();
+  for (const task of TASKS) {
+    const reason = lack(task), tab = $(`${task}-tab`);
+    tab.setAttribute("aria-disabled", reason !== undefined);
+    tab.title = reason === undefined ? "" : `${$("model").value} ${reason}`;
+    if (reason !== undefined) reasons.set(reason, [...(reasons.get(reason) ?? []), tab.textContent]);
+  }
+  const lines = [...reasons].map(([reason, names]) => {
+    return make("li", {}, make("b", {}, names.join(", ")), `: ${$("model").value} ${reason}.`);
+  });
+  $("lacking").replaceChildren(...lines);
+  $("lacking").hidden = !lines.length;
+  $("classify-own").hidden = facts().kind !== "embedding";
+  showFacts();
+  fillFields();
+  for (const task of TASKS) if (isUntouched(task)) useExample(task, examplesOf(task)[0]);
+  if (!usable().includes(current)) choose(bestTask());
+  countShown();
+}
+
+function showFacts() {
+  const { kind, embedding_size, is_matryoshka, matryoshka_dimensions, sequence_pooling, ...own } = facts();
+  const entries = [["Kind", KINDS[kind]]];
+  if (embedding_size) {
+    let width = embedding_size.toLocaleString("en");
+    if (matryoshka_dimensions.length) width += `, or ${matryoshka_dimensions.join(", ")}`;
+    else if (is_matryoshka) width += ", or any below";
+    if (own.outputs.join() === "multi_vector") width += " a token";
+    entries.push(["Dimensions", width]);
+  }
+  if (own.num_labels && kind !== "cross_encoder") entries.push(["Classes", own.num_labels.toLocaleString("en")]);
+  entries.push(["Longest input", plural(longest(), "token")]);
+  if (kind === "embedding" && sequence_pooling.length) {
+    entries.push(["Pooling", sequence_pooling.join(", ").toLowerCase().replaceAll("_", " ")]);
+  }
+  entries.push(["Weights", `${own.model_type}, ${own.dtype}`]);
+  const nodes = entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+  if (kind === "embedding") nodes.push(make("div", {}, make("dt", {}, "Prompts"), make("dd", {}, prompts(own))));
+  $("facts").replaceChildren(...nodes);
+}
+
+function prompts({ prompts, default_prompt_name }) {
+  const all = Object.entries(prompts);
+  if (!all.length) return "none";
+  const rows = all.map(([name, text]) => {
+    const title = name === default_prompt_name ? `${name} (the default)` : name;
+    return make("li", {}, make("b", {}, title), " ", make("q", { dir: "auto" }, text));
+  });
+  return folded(all.length.toLocaleString("en"), () => make("ul", {}, ...rows));
+}
+
+function fillFields() {
+  const { prompts, default_prompt_name, embedding_size, matryoshka_dimensions, is_matryoshka } = facts();
+  const names = Object.keys(prompts);
+  for (const select of document.querySelectorAll(".prompt")) {
+    const hasDefault = default_prompt_name && select.id !== "tokenize-prompt", before = select.value;
+    const unnamed = hasDefault ? `the default, ${default_prompt_name}` : "texts, as they are";
+    const options = [["", unnamed], ...names.map((name) => [name, name])];
+    select.replaceChildren(...options.map(([value, name]) => make("option", { value }, name)));
+    select.value = names.includes(before) ? before : "";
+    select.disabled = !names.length;
+    select.title = names.length ? "" : "The model has no prompts.";
+  }
+  const canCut = matryoshka_dimensions.length > 0 || is_matryoshka;
+  $("embed-dimensions").disabled = !canCut;
+  $("embed-dimensions").max = embedding_size;
+  $("embed-dimensions").placeholder = embedding_size || "";
+  $("embed-limit").placeholder = Number.isFinite(longest()) ? longest() : "";
+  $("widths").replaceChildren(...matryoshka_dimensions.map((width) => make("option", { value: width })));
+  $("widths-hint").textContent = canCut ? "" : "This model was not trained for fewer dimensions (Matryoshka).";
+}
+
+async function load() {
+  const { data } = await (await fetch(url("v1/models"))).json();
+  for (const model of data) cards.set(model.id, model);
+  $("model").replaceChildren(...data.map(({ id }) => make("option", { value: id }, id)));
+  offer();
+  if (!location.hash.slice(1)) choose(bestTask());
+  $("version").textContent = `penstock ${(await (await fetch(url("version"))).json()).version}`;
+}
+
+let timer;
+async function watch() {
+  clearTimeout(timer);
+  let text = "cannot be reached", name = "down";
+  try {
+    const response = await fetch(url("health/ready"));
+    const states = Object.values((await response.json()).engines ?? {});
+    if (response.ok && !cards.size) await load();
+    text = response.ok ? "ready" : states.find((state) => state !== "ready") ?? "starting";
+    name = response.ok ? "ready" : text === "dead" ? "down" : "busy";
+  } catch {
+    cards.clear();  // What comes back may serve other models.
+  }
+  if ($("status").textContent !== text) $("status").textContent = text;
+  $("status").className = name;
+  timer = setTimeout(watch, name === "ready" ? 15000 : 1500);
+}

@@ -1,0 +1,98 @@
+// Requests, and what becomes of their answers.
+
+const sent = {};  // By task: what went out last, and what came back.
+const running = {};  // By task: what stops the request under way.
+
+class Refusal extends Error {
+  constructor(exchange) {
+    super(`status ${exchange.status}`);
+    this.exchange = exchange;
+  }
+}
+
+class Unreachable extends Error {}
+
+async function post(path, fields, signal) {
+  const body = JSON.parse(JSON.stringify({ model: chosen("model"), ...fields }));  // Leaves out what is undefined.
+  const headers = { "Content-Type": "application/json" };
+  const key = $("key").value.trim();
+  if (key) headers.Authorization = `Bearer ${key}`;
+  const exchange = { url: url(path), path, body, hasKey: Boolean(key), answer: null };
+  try {
+    const response = await fetch(url(path), { method: "POST", headers, body: JSON.stringify(body), signal });
+    exchange.text = await response.text();
+    exchange.status = response.status;
+    exchange.id = response.headers.get("x-request-id");
+    exchange.retryAfter = response.headers.get("retry-after");
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Unreachable();
+  }
+  try { exchange.answer = JSON.parse(exchange.text); } catch { /* A proxy may answer with anything. */ }
+  if (exchange.status !== 200 || exchange.answer === null) throw new Refusal(exchange);
+  return exchange;
+}
+
+async function send(task) {
+  if (running[task]) return running[task].abort();
+  const button = document.querySelector(`#${task} .go button`), name = button.textContent;
+  const { signal } = running[task] = new AbortController();
+  const exchanges = [], began = performance.now();
+  // Helpers, such as the names of tokens, are not among what is shown as sent.
+  const ask = async (path, fields, isHelper = false) => {
+    try {
+      const exchange = await post(path, fields, signal);
+      if (!isHelper) exchanges.push(exchange);
+      return exchange.answer;
+    } catch (error) {
+      if (error instanceof Refusal) exchanges.push(error.exchange);
+      throw error;
+    }
+  };
+  button.textContent = "Stop";
+  try {
+    const [facts, ...nodes] = await RUN[task](ask);
+    const ms = performance.now() - began;
+    const usages = exchanges.map(({ answer }) => answer.usage?.total_tokens).filter((count) => count !== undefined);
+    if (usages.length) facts.push(plural(usages.reduce((a, b) => a + b), "token"));
+    facts.push(`${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms round trip`);
+    put(task, make("p", { class: "facts", role: "status" }, facts.join(" · ")), ...nodes);
+  } catch (error) {
+    if (error instanceof Refusal) put(task, refused(error.exchange));
+    else if (error instanceof Unreachable) put(task, complaint("No answer", "The server cannot be reached."));
+    else if (error.name === "AbortError") put(task, complaint("Stopped", "The server drops the request, too."));
+    else {
+      put(task, complaint("This page failed", String(error)));
+      throw error;
+    }
+    if (error instanceof Unreachable) watch();
+  } finally {
+    delete running[task];
+    button.textContent = name;
+    sent[task] = exchanges;
+    showRequest();
+  }
+}
+
+function put(task, ...nodes) {
+  const result = document.querySelector(`#${task} .result`);
+  result.replaceChildren(...nodes);
+  paint(result);
+}
+
+function complaint(title, text, id) {
+  const box = make("div", { class: "error", role: "alert" }, make("strong", {}, title), text);
+  if (id) box.append(make("br"), make("small", {}, `request ${id}`));
+  return box;
+}
+
+function messageOf({ answer, text }) {
+  const error = answer?.error;
+  const message = answer?.message ?? error?.message ?? (typeof error === "string" ? error : undefined);
+  return String(message ?? (text.slice(0, 300) || "The answer is empty."));
+}
+
+function refused(exchange) {
+  const again = exchange.retryAfter ? ` Try again in ${exchange.retryAfter} s.` : "";
+  if (exchange.status === 401) $("key").focus();
+  return complaint(`Refused with ${exchange.status}`, messageOf(exchange) + again, exchange.id);
+}
