@@ -45,27 +45,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"penstock {penstock_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help=_SERVE, description=_SERVE)
-    _add_model(serve)
-    add_flags(serve, ServerSettings, skip=("model",))
+    serve = commands.add_parser("serve", help=_SERVE, description=_SERVE, usage="%(prog)s [MODEL] [FLAG ...]")
+    add_flags(serve, ServerSettings, positional="model")
     serve.set_defaults(run=_serve)
 
-    embed = commands.add_parser("embed", help=_EMBED, description=_EMBED)
+    usage = "%(prog)s FILE --output FILE [FLAG ...]"
+    embed = commands.add_parser("embed", help=_EMBED, description=_EMBED, usage=usage)
     embed.add_argument("file", metavar="FILE", help="Texts: .txt (one a line), .jsonl or .parquet.")
     add_flags(embed, EmbedSettings)
     embed.set_defaults(run=_embed)
 
-    info = commands.add_parser("info", help=_INFO, description=_INFO)
-    _add_model(info)
+    info = commands.add_parser("info", help=_INFO, description=_INFO, usage="%(prog)s [MODEL] [FLAG ...]")
     info.add_argument("--json", action="store_true", help="Print it as JSON, with where each value comes from.")
-    add_flags(info, InfoSettings, skip=("model",))
+    add_flags(info, InfoSettings, positional="model")
     info.set_defaults(run=_info)
     return parser
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    text = f"{InfoSettings.model_fields['model'].description} [PENSTOCK_MODEL]"
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
 
 
 def _serve(given: dict[str, Any]) -> int:
