@@ -298,7 +298,9 @@ class EmbedSettings(EngineSettings):
     output: str = Field(description="File to write: .parquet, .jsonl or .npy.")
     overwrite: bool = Field(False, description="Replace an output that exists.")
     field: str = Field("text", description="JSONL or Parquet field that holds the text.")
-    batch_size: PositiveInt = Field(512, description="Rows in flight at once: the most that a killed run loses.")
+    batch_size: PositiveInt = Field(
+        512, description="Rows in flight at once; a killed run loses none that was answered."
+    )
     dimensions: PositiveInt | None = Field(
         None, description="Width of the embeddings (Matryoshka); default: the model's own."
     )

@@ -114,21 +114,23 @@ class _PowerCutError(Exception):
 
 
 def test_an_interrupted_run_goes_on_where_it_was(lines, fake, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append, output = Journal.append, tmp_path / "out.npy"
+    add, output = Journal.add, tmp_path / "out.npy"
 
-    def append_thrice(self, vectors):
+    def add_some(self, answers):
         if self.num_rows >= 6:
             raise _PowerCutError
-        append(self, vectors)
+        add(self, answers)
 
-    monkeypatch.setattr(Journal, "append", append_thrice)
+    monkeypatch.setattr(Journal, "add", add_some)
     with pytest.raises(_PowerCutError):
         run(lines, output)
     assert not output.exists()
-    monkeypatch.setattr(Journal, "append", append)
+    monkeypatch.setattr(Journal, "add", add)
+    ((_, num_done),) = json.loads((tmp_path / "out.npy.partial" / "job.json").read_bytes())["done"]
+    assert 6 <= num_done < len(TEXTS)
     fake.calls.clear()
     run(lines, output)
-    assert embedded_texts(fake) == TEXTS[6:]
+    assert embedded_texts(fake) == TEXTS[num_done:]
     np.testing.assert_allclose(np.load(output), expected(fake), atol=1e-6)
 
 
@@ -136,11 +138,11 @@ def test_rows_behind_the_last_commit_are_dropped(tmp_path) -> None:
     """A crash between the write of rows and of the count leaves a tail; it must not shift what follows."""
     output = tmp_path / "out.npy"
     with Journal(output, {"input": "x"}) as journal:
-        journal.append(np.ones((2, 8), np.float32))
+        journal.add([(0, np.ones((2, 8), np.float32))])
         with (journal.folder / "vectors.f32").open("ab") as file:
             file.write(b"torn row")
     with Journal(output, {"input": "x"}) as journal:
-        journal.append(np.full((1, 8), 2, np.float32))
+        journal.add([(2, np.full((1, 8), 2, np.float32))])
         np.testing.assert_array_equal(journal.vectors()[:, 0], [1, 1, 2])
 
 
@@ -187,10 +189,15 @@ DAMAGED_JOBS = [
     b"[]",
     b"{}",
     b'{"identity": []}',
-    {"num_rows": -1},
-    {"num_rows": "5"},
-    {"num_rows": 10**6},
-    {"num_rows": None},
+    {"done": [[-1, 4]]},
+    {"done": ["5"]},
+    {"done": [[0, 10**6]]},
+    {"done": None},
+    {"done": [[4, 2]]},
+    {"done": [[0, 4], [4, 6]]},
+    {"done": [[0, 1, 2]]},
+    {"done": [[0, True]]},
+    {"width": 0},
     {"width": 2.5},
     {"width": 5},
     {"width": 10**12},
@@ -334,7 +341,7 @@ def test_too_long_a_row_is_named_and_what_came_before_is_kept(lines, fake, tmp_p
     with pytest.raises(CommandError, match=r"in\.txt, line 10: 102 tokens; the model takes 64; --auto-truncate"):
         run(lines, output)
     job = json.loads((tmp_path / "out.npy.partial" / "job.json").read_text())
-    assert job["num_rows"] == 9
+    assert job["done"][0][1] >= 9
 
 
 def test_an_output_that_exists_is_kept(lines, fake, tmp_path) -> None:
