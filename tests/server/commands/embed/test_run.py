@@ -1,10 +1,12 @@
 """`penstock embed`: formats, bad rows, and runs that are interrupted."""
 
+import asyncio
 import json
 
 import numpy as np
 import pytest
 
+from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.server.commands.embed import output as output_module, run as module
 from penstock.server.commands.embed.journal import Journal
 from penstock.server.commands.embed.run import embed_file
@@ -144,6 +146,57 @@ def test_rows_behind_the_last_commit_are_dropped(tmp_path) -> None:
     with Journal(output, {"input": "x"}) as journal:
         journal.add([(2, np.full((1, 8), 2, np.float32))])
         np.testing.assert_array_equal(journal.vectors()[:, 0], [1, 1, 2])
+
+
+def test_answers_are_kept_in_whatever_order_they_come(lines, fake, tmp_path) -> None:
+    """The first rows are never answered before the run ends: nothing of what came after them is lost."""
+    output, answered = tmp_path / "out.npy", []
+
+    async def all_but_the_first(inputs, params, options):
+        if inputs[0] == TEXTS[0]:
+            await asyncio.Event().wait()
+        if len(answered) == 3:
+            raise KeyboardInterrupt
+        answered.append(inputs)
+        return await type(fake).embed(fake, inputs, params, options)
+
+    fake.embed = all_but_the_first
+    with pytest.raises(KeyboardInterrupt):
+        run(lines, output)
+    del fake.embed
+    job = json.loads((tmp_path / "out.npy.partial" / "job.json").read_bytes())
+    assert job["done"] == [[2, 8]]
+    fake.calls.clear()
+    run(lines, output)
+    assert embedded_texts(fake) == TEXTS[:2] + TEXTS[8:]
+    np.testing.assert_allclose(np.load(output), expected(fake), atol=1e-6)
+
+
+def test_an_engine_without_room_is_asked_again(lines, fake, tmp_path) -> None:
+    refusals = iter(range(3))
+
+    async def sometimes(inputs, params, options):
+        if next(refusals, None) is not None:
+            raise EngineOverloadedError("full", retry_after_s=0.01)
+        return await type(fake).embed(fake, inputs, params, options)
+
+    fake.embed = sometimes
+    run(lines, tmp_path / "out.npy")
+    del fake.embed
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(fake), atol=1e-6)
+
+
+def test_an_answer_is_on_disk_before_it_is_shown(lines, fake, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, job = [], tmp_path / "out.npy.partial" / "job.json"
+
+    def update(self, texts):
+        shown.extend(texts)
+        done = json.loads(job.read_bytes())["done"]
+        assert sum(end - start for start, end in done) >= len(shown)
+
+    monkeypatch.setattr(module.Progress, "update", update)
+    run(lines, tmp_path / "out.npy")
+    assert sorted(shown) == sorted(TEXTS)
 
 
 @pytest.mark.parametrize(
