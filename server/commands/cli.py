@@ -14,19 +14,23 @@ from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, load
+from .known_models import TASKS, as_json, as_table, models_for
 from .vllm_flags import translated
 
 INTERRUPTED: Final = 130
 
 _SERVE = "Serve a model over HTTP. Without MODEL: the embedded all-MiniLM-L6-v2."
 _EMBED = "Embed the rows of a file. An interrupted run continues when the same command is given again."
+_MODELS = "List some models that work, each with the command that serves it."
 _INFO = "Show what was resolved for a model, and from which file, without loading weights."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     try:
-        words, warnings = translated(sys.argv[1:] if argv is None else argv)
+        words, warnings = list(sys.argv[1:] if argv is None else argv), list[str]()
+        if words[:1] != ["models"]:  # vLLM has no such command, and another --task
+            words, warnings = translated(words)
         arguments = vars(_parser().parse_args(words))
         for warning in warnings:
             print(f"penstock: warning: {warning}", file=sys.stderr)
@@ -59,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="Print it as JSON, with where each value comes from.")
     add_flags(info, InfoSettings, positional="model")
     info.set_defaults(run=_info)
+
+    models = commands.add_parser("models", help=_MODELS, description=_MODELS, usage="%(prog)s [FLAG ...]")
+    models.add_argument("--task", choices=TASKS, help="Only models for this task; default: all.")
+    models.add_argument("--json", action="store_true", help="Print it as JSON.")
+    models.set_defaults(run=_models)
     return parser
 
 
@@ -106,6 +115,12 @@ def _info(given: dict[str, Any]) -> int:
         return 0
     weights = f"{short_count(files.num_parameters)} parameters, {files.num_bytes / 2**20:.0f} MiB of weights"
     print(f"{info.name} ({info.path})\n  {weights}\n{format_table(rows)}")
+    return 0
+
+
+def _models(given: dict[str, Any]) -> int:
+    models = models_for(given["task"])
+    print(json.dumps(as_json(models), indent=2) if given["json"] else as_table(models))
     return 0
 
 

@@ -36,6 +36,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         (("embed", "/nonexistent.txt", "--output", "out.npy"), "/nonexistent.txt"),
         (("embed", "x.txt"), "--output is required"),
         (("info", "--device", "tpu"), "--device: "),
+        (("models", "--task", "translate"), "--task: invalid choice: 'translate'"),
     ],
 )
 def test_wrong_values_are_one_line_and_code_2(arguments: tuple[str, ...], part: str) -> None:
@@ -82,7 +83,7 @@ def test_version_and_help() -> None:
         assert field == "model" or f"--{field.replace('_', '-')}" in text
 
 
-@pytest.mark.parametrize("command", ["serve", "embed", "info"])
+@pytest.mark.parametrize("command", ["serve", "embed", "info", "models"])
 def test_help_imports_nothing_heavy(command: str) -> None:
     code = (
         "import sys\n"
