@@ -137,7 +137,8 @@ class EngineSettings(BaseSettings):
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id; default: its main branch.")
     device: Device = Field("auto", description="Where the model runs. auto: on a GPU where there is one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and products. auto: bfloat16 where the device is measured to be faster in it, else float32."
+        "auto",
+        description="Type of weights and products. auto: bfloat16 where that is measured to be faster, else float32.",
     )
     max_model_len: PositiveInt | None = Field(None, description="Longest input; default: the model's own.")
     auto_truncate: bool = Field(False, description="Cut over-long inputs instead of refusing them.")
@@ -209,9 +210,7 @@ class EngineSettings(BaseSettings):
     num_threads: PositiveInt | None = Field(None, description="CPU threads of the forward; default: all cores.")
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         "auto",
-        description=(
-            "What computes on a CPU. auto: the native kernels where they are built and know the model, torch elsewhere."
-        ),
+        description="What computes on a CPU. auto: native kernels that are built and know the model, else torch.",
     )
     tokenizer_workers: PositiveInt = Field(2, description="Threads that tokenize.")
     in_process: bool = Field(False, description="Run the engine in this process instead of a supervised one.")
@@ -266,10 +265,7 @@ class ServerSettings(EngineSettings):
     )
     answer_memory: Bytes = Field(
         ByteSize(512 * 1024 * 1024),
-        description=(
-            "Memory of all answers under way, such as 2GiB; while slow readers fill it, requests for large answers are "
-            "refused with 429 before the model runs."
-        ),
+        description="Memory of all answers under way; while it is full, requests for large ones are refused with 429.",
     )
     max_inputs_per_request: PositiveInt = Field(4096, description="Texts, documents or pairs in one request.")
     request_timeout_s: Seconds = Field(

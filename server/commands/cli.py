@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -18,6 +19,8 @@ from .known_models import TASKS, as_json, as_table, models_for
 from .vllm_flags import translated
 
 INTERRUPTED: Final = 130
+CUT_SHORT: Final = 141
+"""As a shell shows a program that SIGPIPE ended."""
 
 _SERVE = "Serve a model over HTTP. Without MODEL: the embedded all-MiniLM-L6-v2."
 _EMBED = "Embed the rows of a file. An interrupted run continues when the same command is given again."
@@ -35,10 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for warning in warnings:
             print(f"penstock: warning: {warning}", file=sys.stderr)
         run = arguments.pop("run")
-        return int(run(arguments))
+        code = int(run(arguments))
+        sys.stdout.flush()
+        return code
     except CommandError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # whoever read the output has closed it, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CUT_SHORT
     except KeyboardInterrupt as interrupt:
         print("; ".join(["penstock: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return INTERRUPTED
@@ -111,10 +119,12 @@ def _info(given: dict[str, Any]) -> int:
     if as_json:
         fields = {name: {"value": getattr(info, name), "from": source} for name, _, source in rows}
         head = {"name": info.name, "path": info.path, "parameters": files.num_parameters, "bytes": files.num_bytes}
-        print(json.dumps({**head, "fields": fields}, indent=2, default=_plain))
+        print(json.dumps({**head, "memory": files.memory(), "fields": fields}, indent=2, default=_plain))
         return 0
-    weights = f"{short_count(files.num_parameters)} parameters, {files.num_bytes / 2**20:.0f} MiB of weights"
-    print(f"{info.name} ({info.path})\n  {weights}\n{format_table(rows)}")
+    weights = f"{short_count(files.num_parameters)} parameters, {_mebibytes(files.num_bytes)} of weights on disk"
+    memory = ", ".join(f"{_mebibytes(num_bytes)} as {dtype}" for dtype, num_bytes in files.memory().items())
+    in_memory = f"; in memory {memory}" if memory else ""
+    print(f"{info.name} ({info.path})\n  {weights}{in_memory}\n{format_table(rows)}")
     return 0
 
 
@@ -122,6 +132,10 @@ def _models(given: dict[str, Any]) -> int:
     models = models_for(given["task"])
     print(json.dumps(as_json(models), indent=2) if given["json"] else as_table(models))
     return 0
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"
 
 
 def _plain(value: object) -> object:

@@ -21,6 +21,7 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "served_model_name": "NAME,...",
         "device": "{auto,cpu,cuda,cuda:N}",
         "dtype": "",
+        "cpu_kernels": "",
         "trust_remote_code": "",
         "pooler_config": "JSON",
         "hf_overrides": "JSON",

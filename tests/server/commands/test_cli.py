@@ -206,11 +206,30 @@ def test_an_interruption_says_what_goes_on(
     assert capsys.readouterr().err == line
 
 
+def test_info_shows_parameters_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info"]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith(
+        "  22.7M parameters, 87 MiB of weights on disk; in memory 87 MiB as float32, 43 MiB as bfloat16"
+    )
+
+
+@pytest.mark.parametrize("arguments", [("models",), ("models", "--json"), ("info", "--json")])
+def test_a_reader_that_leaves_early_is_no_error(arguments: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-P", "-m", "penstock.server", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (cli.CUT_SHORT, "")
+
+
 def test_info_as_json() -> None:
     done = run("info", "--json", "--max-model-len", "64")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["parameters"] == 22_713_728
     assert answer["bytes"] > 4 * answer["parameters"]
+    assert answer["memory"] == {"float32": 90_854_912, "bfloat16": 45_427_456, "float16": 45_427_456}
     assert answer["fields"]["max_model_len"] == {"value": 64, "from": "--max-model-len"}
     assert answer["fields"]["sequence_pooling"]["value"] == ["MEAN"]
