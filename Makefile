@@ -135,14 +135,15 @@ test-wheel: wheel ## Install the wheel into a clean environment and run the quic
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 GPU_PLATFORM ?= x86_64
-GPU_PACKAGES := fastapi httptools httpx hypothesis msgspec orjson prometheus-client pydantic pydantic-settings pytest \
-	pytest-asyncio pytest-timeout pyzmq uvicorn uvloop
+GPU_PACKAGES := fastapi fastapi-swagger httptools httpx hypothesis msgspec orjson prometheus-client pydantic \
+	pydantic-settings pytest pytest-asyncio pytest-timeout pyzmq uvicorn uvloop
 
 define GPU_PREFLIGHT
 import importlib.util, sys
 
-needed = """torch triton transformers tokenizers safetensors numpy huggingface_hub tqdm fastapi uvicorn uvloop httptools
-orjson pydantic pydantic_settings zmq msgspec prometheus_client pytest pytest_asyncio pytest_timeout hypothesis httpx"""
+needed = """torch triton transformers tokenizers safetensors numpy huggingface_hub tqdm fastapi fastapi_swagger
+uvicorn uvloop httptools orjson pydantic pydantic_settings zmq msgspec prometheus_client pytest pytest_asyncio
+pytest_timeout hypothesis httpx"""
 missing = [name for name in needed.split() if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"make test-gpu: {sys.executable} lacks {', '.join(missing)}.\n"

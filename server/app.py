@@ -28,6 +28,7 @@ from .openapi import DocumentedApp
 from .routes import (
     classify,
     cohere,
+    documentation,
     encode,
     invocations,
     ollama,
@@ -104,6 +105,8 @@ def create_app(
         needs_key=keys.are_required,
         title="penstock",
         version=penstock_version(),
+        docs_url=None,
+        redoc_url=None,
         lifespan=lifespan,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
@@ -111,7 +114,7 @@ def create_app(
     app.state.json_reader = JsonReader(settings.max_json_values, settings.max_inputs_per_request)
     app.state.startup = startup
     app.router.redirect_slashes = False
-    for module in (*dialects, encode, ops, playground):
+    for module in (*dialects, encode, ops, documentation, playground):
         app.include_router(module.router)
     app.router.routes.insert(0, json_paths)
     install_error_handlers(app)

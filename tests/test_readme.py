@@ -16,11 +16,10 @@ from penstock.server.settings import EmbedSettings, InfoSettings, ServerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = ("serve", "embed", "info")
+COMMANDS = ("serve", "embed", "info", "models")
 SETTINGS = (ServerSettings, EmbedSettings, InfoSettings)
 OTHERS_FLAGS = {
     "pip": {"--index-url", "--no-deps"},
-    "penstock info": {"--json"},
     "docker": {"--build-arg", "--gpus", "--profile", "--target"},
     "make test-schema": {"--seed"},
     "benchmarks": {"--data", "--expect", "--help", "--output", "--server"},
@@ -52,7 +51,7 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_exist(command: str) -> None:
     assert f"penstock {command}" in text_of(ROOT / "README.md")
-    assert "--model" in flags_of(command) or "--revision" in flags_of(command)
+    assert flags_of(command) & {"--model", "--revision", "--task"}
 
 
 @documents

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 _LENGTH_BYTES: Final = 8
+_SIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class WeightFiles(NamedTuple):
@@ -36,6 +37,10 @@ class WeightFiles(NamedTuple):
         stats = [path.stat() for path in files] or [root.stat()]
         num_bytes = sum(stat.st_size for stat in stats) if files else 0
         return cls(num_bytes, sum(map(_num_parameters, tensors)), max(stat.st_mtime for stat in stats))
+
+    def memory(self) -> dict[str, int]:
+        """Returns the Bytes that the weights take once they are loaded, by dtype; empty where none are declared."""
+        return {dtype: self.num_parameters * size for dtype, size in _SIZES.items()} if self.num_parameters else {}
 
 
 def _num_parameters(path: Path) -> int:

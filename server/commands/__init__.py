@@ -1,1 +1,1 @@
-"""The command line: `penstock serve`, `embed` and `info`."""
+"""The command line: `penstock serve`, `embed`, `info` and `models`."""

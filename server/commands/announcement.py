@@ -22,12 +22,11 @@ def announcement(models: Sequence[tuple[ModelInfo, str]], settings: ServerSettin
         settings: What the operator asked for.
         port: The port that is listened on.
     """
-    why = "auto: float32 on a CPU, bfloat16 on a GPU" if settings.dtype == "auto" else "--dtype"
     lines = ["ready"]
     for info, name in models:
         lines += [
             f"  {name}: {_sizes(info)}",
-            f"    on {info.device} in {info.dtype} ({why}); tasks: {', '.join(info.tasks)}",
+            f"    on {_device(info, settings)}, in {_dtype(info, settings)}; tasks: {', '.join(info.tasks)}",
         ]
     scheme = "http" if settings.ssl_certfile is None else "https"
     everywhere = settings.host in _ALL_ADDRESSES
@@ -47,6 +46,24 @@ def exposure(settings: ServerSettings) -> str | None:
 
 def _wants_key(settings: ServerSettings) -> bool:
     return bool(settings.api_key) or settings.api_key_file is not None
+
+
+def _device(info: ModelInfo, settings: ServerSettings) -> str:
+    """Returns what runs the model, and why."""
+    if settings.device != "auto":
+        why = "--device"
+    else:
+        why = "auto: there is no CUDA device" if info.device == "cpu" else "auto: there is a CUDA device"
+    return f"{info.device} ({why}) by {info.kernels}"
+
+
+def _dtype(info: ModelInfo, settings: ServerSettings) -> str:
+    """Returns the type that it runs in, and why."""
+    if settings.dtype != "auto":
+        return f"{info.dtype} (--dtype)"
+    source = info.sources["dtype"]
+    place = "a CPU" if info.device == "cpu" else "a GPU"
+    return f"{info.dtype} ({source if source.startswith('measured') else f'auto: {info.dtype} on {place}'})"
 
 
 def _sizes(info: ModelInfo) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -14,27 +15,38 @@ from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, load
+from .known_models import TASKS, as_json, as_table, models_for
 from .vllm_flags import translated
 
 INTERRUPTED: Final = 130
+CUT_SHORT: Final = 141
+"""As a shell shows a program that SIGPIPE ended."""
 
 _SERVE = "Serve a model over HTTP. Without MODEL: the embedded all-MiniLM-L6-v2."
 _EMBED = "Embed the rows of a file. An interrupted run continues when the same command is given again."
+_MODELS = "List some models that work, each with the command that serves it."
 _INFO = "Show what was resolved for a model, and from which file, without loading weights."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     try:
-        words, warnings = translated(sys.argv[1:] if argv is None else argv)
+        words, warnings = list(sys.argv[1:] if argv is None else argv), list[str]()
+        if words[:1] != ["models"]:  # vLLM has no such command, and another --task
+            words, warnings = translated(words)
         arguments = vars(_parser().parse_args(words))
         for warning in warnings:
             print(f"penstock: warning: {warning}", file=sys.stderr)
         run = arguments.pop("run")
-        return int(run(arguments))
+        code = int(run(arguments))
+        sys.stdout.flush()
+        return code
     except CommandError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # whoever read the output has closed it, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CUT_SHORT
     except KeyboardInterrupt as interrupt:
         print("; ".join(["penstock: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return INTERRUPTED
@@ -45,27 +57,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"penstock {penstock_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help=_SERVE, description=_SERVE)
-    _add_model(serve)
-    add_flags(serve, ServerSettings, skip=("model",))
+    serve = commands.add_parser("serve", help=_SERVE, description=_SERVE, usage="%(prog)s [MODEL] [FLAG ...]")
+    add_flags(serve, ServerSettings, positional="model")
     serve.set_defaults(run=_serve)
 
-    embed = commands.add_parser("embed", help=_EMBED, description=_EMBED)
+    usage = "%(prog)s FILE --output FILE [FLAG ...]"
+    embed = commands.add_parser("embed", help=_EMBED, description=_EMBED, usage=usage)
     embed.add_argument("file", metavar="FILE", help="Texts: .txt (one a line), .jsonl or .parquet.")
     add_flags(embed, EmbedSettings)
     embed.set_defaults(run=_embed)
 
-    info = commands.add_parser("info", help=_INFO, description=_INFO)
-    _add_model(info)
+    info = commands.add_parser("info", help=_INFO, description=_INFO, usage="%(prog)s [MODEL] [FLAG ...]")
     info.add_argument("--json", action="store_true", help="Print it as JSON, with where each value comes from.")
-    add_flags(info, InfoSettings, skip=("model",))
+    add_flags(info, InfoSettings, positional="model")
     info.set_defaults(run=_info)
+
+    models = commands.add_parser("models", help=_MODELS, description=_MODELS, usage="%(prog)s [FLAG ...]")
+    models.add_argument("--task", choices=TASKS, help="Only models for this task; default: all.")
+    models.add_argument("--json", action="store_true", help="Print it as JSON.")
+    models.set_defaults(run=_models)
     return parser
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    text = f"{InfoSettings.model_fields['model'].description} [PENSTOCK_MODEL]"
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
 
 
 def _serve(given: dict[str, Any]) -> int:
@@ -108,11 +119,23 @@ def _info(given: dict[str, Any]) -> int:
     if as_json:
         fields = {name: {"value": getattr(info, name), "from": source} for name, _, source in rows}
         head = {"name": info.name, "path": info.path, "parameters": files.num_parameters, "bytes": files.num_bytes}
-        print(json.dumps({**head, "fields": fields}, indent=2, default=_plain))
+        print(json.dumps({**head, "memory": files.memory(), "fields": fields}, indent=2, default=_plain))
         return 0
-    weights = f"{short_count(files.num_parameters)} parameters, {files.num_bytes / 2**20:.0f} MiB of weights"
-    print(f"{info.name} ({info.path})\n  {weights}\n{format_table(rows)}")
+    weights = f"{short_count(files.num_parameters)} parameters, {_mebibytes(files.num_bytes)} of weights on disk"
+    memory = ", ".join(f"{_mebibytes(num_bytes)} as {dtype}" for dtype, num_bytes in files.memory().items())
+    in_memory = f"; in memory {memory}" if memory else ""
+    print(f"{info.name} ({info.path})\n  {weights}{in_memory}\n{format_table(rows)}")
     return 0
+
+
+def _models(given: dict[str, Any]) -> int:
+    models = models_for(given["task"])
+    print(json.dumps(as_json(models), indent=2) if given["json"] else as_table(models))
+    return 0
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"
 
 
 def _plain(value: object) -> object:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar, get_args
 
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from ..settings import UsageError, environment_variable
+from .help_groups import HELP_GROUPS
 
+_PLAIN: Final = {
+    "int_parsing": "must be a whole number",
+    "float_parsing": "must be a number",
+    "bool_parsing": "must be true or false",
+}
+"""pydantic's kinds of errors whose own words are for programmers."""
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+_Group: TypeAlias = argparse._ArgumentGroup  # the type that add_argument_group returns has no public name
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -28,29 +36,53 @@ def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings], *, skip: Collection[str] = ()) -> None:
-    """Adds one flag for every field of `settings`. Values stay text: the settings class checks them."""
-    for name, info in settings.model_fields.items():
-        if name not in skip:
-            _add_flag(parser, name, info)
+def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings], *, positional: str = "") -> None:
+    """Adds one flag for every field of `settings`, in the groups of HELP_GROUPS.
+
+    Values stay text: the settings class checks them.
+
+    Args:
+        parser: Of one command.
+        settings: Its settings class.
+        positional: The field that may stand without a flag; empty for none.
+    """
+    for title, words in HELP_GROUPS.items():
+        fields = {name: word for name, word in words.items() if name in settings.model_fields}
+        if fields:
+            group = parser.add_argument_group(title)
+            for name, word in fields.items():
+                _add_flag(group, name, word, settings.model_fields[name], is_positional=name == positional)
 
 
-def _add_flag(parser: argparse.ArgumentParser, name: str, info: FieldInfo) -> None:
-    text = f"{info.description} {_default_text(info)}[{environment_variable(name)}]".replace("%", "%%")
-    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
-    if "bool" in str(info.annotation):
-        parser.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, **options)
-    elif "tuple" in str(info.annotation):
-        parser.add_argument(flag_of(name), action="append", metavar="A,B", **options)
+def _add_flag(group: _Group, name: str, word: str, info: FieldInfo, *, is_positional: bool) -> None:
+    text = f"{info.description}{_default_text(info)} [{environment_variable(name)}]".replace("%", "%%")
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+    if is_positional:
+        group.add_argument(name, metavar=word, nargs="?", **options)
+    elif "bool" in str(info.annotation):
+        group.add_argument(flag_of(name), dest=name, action=argparse.BooleanOptionalAction, **options)
     else:
-        parser.add_argument(flag_of(name), metavar=name.rsplit("_", 1)[-1].upper(), **options)
+        action = "append" if "tuple" in str(info.annotation) else "store"
+        metavar = word or "{" + ",".join(get_args(info.annotation)) + "}"
+        group.add_argument(flag_of(name), dest=name, action=action, metavar=metavar, **options)
 
 
 def _default_text(info: FieldInfo) -> str:
+    """Returns the default, unless the description tells it."""
     if info.is_required():
-        return "(required) "
-    shown = isinstance(info.default, int | float | str) and not isinstance(info.default, bool)
-    return f"(default: {info.default}) " if shown else ""
+        return " (required)"
+    if "default:" in str(info.description).lower():
+        return ""
+    default = info.default
+    if isinstance(default, bool):
+        shown = "on" if default else "off"
+    elif isinstance(default, ByteSize):
+        shown = default.human_readable().replace(".0", "")
+    elif isinstance(default, float):
+        shown = f"{default:g}"
+    else:
+        shown = str(default or "none")
+    return f" (default: {shown})"
 
 
 def load(settings: type[SettingsT], given: dict[str, Any], *, positional: Collection[str] = ()) -> SettingsT:
@@ -73,7 +105,8 @@ def load(settings: type[SettingsT], given: dict[str, Any], *, positional: Collec
         if first["type"] == "missing":
             raise UsageError(f"{flag} is required (or set {environment_variable(field)})") from error
         place = flag if field in given else environment_variable(field)
-        reason = first["msg"].removeprefix("Value error, ")
+        said = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+        reason = _PLAIN.get(first["type"], said)
         raise UsageError(f"{place}: {reason} (got {_shown(first['input'])})") from error
 
 

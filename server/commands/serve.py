@@ -64,12 +64,6 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
     failures: list[Exception] = []
 
     def give_up(error: Exception) -> None:
-        if isinstance(error, ModelLoadError):
-            logger.error("%s", error.message)
-        elif isinstance(error, OSError):
-            logger.error("the engine could not be started: %s", error)
-        else:
-            logger.error("the engine could not be started", exc_info=error)
         failures.append(error)
         server.should_exit = True
 
@@ -106,8 +100,20 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     _stop_on_hangup(server)
     server.run(sockets=[listener])
+    for error in failures:  # told last: what is read first is the end of a log
+        _tell(error)
     if failures or not server.started:
         raise SystemExit(START_FAILED)
+
+
+def _tell(failure: Exception) -> None:
+    """Logs why the engine could not be started."""
+    if isinstance(failure, ModelLoadError):
+        logger.error("%s", failure.message)
+    elif isinstance(failure, OSError):
+        logger.error("the engine could not be started: %s", failure)
+    else:
+        logger.error("the engine could not be started", exc_info=failure)
 
 
 def _stop_on_hangup(server: HttpServer) -> None:

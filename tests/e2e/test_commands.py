@@ -1,8 +1,8 @@
 """`penstock embed` and `penstock info` as processes on a real model."""
 
 import json
+import re
 import subprocess
-import time
 from pathlib import Path
 
 import httpx
@@ -10,24 +10,32 @@ import numpy as np
 
 
 def test_a_killed_embed_run_goes_on(tmp_path: Path, penstock, run, server, http: httpx.Client) -> None:
+    """Killed as soon as anything is shown, long before 256 rows: nothing that was shown is done again."""
     texts = [f"text number {i} about water and gates" for i in range(200)]
     source, output = tmp_path / "in.txt", tmp_path / "out.npy"
     source.write_text("\n".join(texts))
-    embed = ("embed", str(source), "--output", str(output), "--dtype", "float32", "--batch-size", "16")
-    first = subprocess.Popen([*penstock, *embed], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    job = tmp_path / "out.npy.partial" / "job.json"
-    while not (job.is_file() and json.loads(job.read_text())["num_rows"]):
-        assert first.poll() is None
-        time.sleep(0.01)
+    embed = ("embed", str(source), "--output", str(output), "--dtype", "float32")
+    first = subprocess.Popen([*penstock, *embed], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    num_shown, line = 0, b""
+    while not num_shown:
+        byte = first.stderr.read(1)
+        assert byte, "the run ended before it was killed"
+        line = b"" if byte == b"\r" else line + byte
+        if found := re.match(rb"(\d+)/200 rows", line):
+            num_shown = int(found[1])
     first.kill()
     first.wait()
-    num_done = json.loads(job.read_text())["num_rows"]
-    assert 0 < num_done < len(texts)
+    first.stderr.close()
+    job = json.loads((tmp_path / "out.npy.partial" / "job.json").read_bytes())
+    num_done = sum(end - start for start, end in job["done"])
+    assert 0 < num_shown <= num_done < len(texts)
     assert not output.exists()
 
     second = run(*embed)
     assert second.returncode == 0, second.stderr
-    assert f"{len(texts)}/{len(texts)}" in second.stderr  # the progress bar
+    counts = [int(count) for count in re.findall(r"(\d+)/200 rows", second.stderr)]
+    assert counts == sorted(counts)
+    assert (counts[-1], "100%" in second.stderr) == (len(texts), True)
     vectors = np.load(output)
     answer = http.post("/v1/embeddings", json={"input": texts}).json()
     np.testing.assert_allclose(vectors, [row["embedding"] for row in answer["data"]], atol=1e-6)

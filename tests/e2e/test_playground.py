@@ -1,15 +1,9 @@
 """The playground in a headless Chromium, driven over the DevTools protocol, against the default model."""
 
-import fcntl
 import json
-import os
-import select
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,15 +12,12 @@ from penstock.server.schemas.classify import TokenClassifyResponse
 from penstock.server.schemas.encode import EncodeResponse
 from penstock.server.schemas.openai import ModelList
 
-TIMEOUT_S = 60
+from .browser import Page
+
+READY = "document.querySelector('#status')?.className === 'ready' && cards.size"
 TASKS = ("embed", "rerank", "score", "classify", "multi", "tokenize")
 """Those that the default model can do."""
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FLAGS = (
-    *("--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-    *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    *("--disable-quic", "--disable-extensions", "--no-proxy-server", "--window-size=1280,1000"),
-)
+
 ON_CONTRAST = """(() => {
   const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const light = (color) => {
@@ -49,155 +40,6 @@ ON_CONTRAST = """(() => {
   }
   return faint;
 })()"""
-
-
-class Chromium:
-    """A browser that reads commands from descriptor 3 and writes answers to 4, each ended by a zero byte."""
-
-    def __init__(self, binary: str, profile: Path) -> None:
-        ends = [fd for pipe in (os.pipe(), os.pipe()) for fd in pipe]
-        # Above those that the shell moves them to.
-        commands, self._commands, self._answers, answers = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in ends)
-        for fd in ends:
-            os.close(fd)
-        script = f'exec "$@" 3<&{commands} 4>&{answers} {commands}<&- {answers}>&-'
-        self._process = subprocess.Popen(
-            ["bash", "-c", script, "bash", binary, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(commands, answers),
-            env={**os.environ, "HOME": str(profile)},
-        )
-        os.close(commands)
-        os.close(answers)
-        self._buffer = b""
-        self._last_id = 0
-        self.events: list[dict[str, Any]] = []
-
-    def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """Send a command and return its result."""
-        self._last_id += 1
-        command = {"id": self._last_id, "method": method, "params": params}
-        if session is not None:
-            command["sessionId"] = session
-        os.write(self._commands, json.dumps(command).encode() + b"\0")
-        give_up_s = time.monotonic() + TIMEOUT_S
-        while True:
-            message = self._read(give_up_s - time.monotonic())
-            if message.get("id") == self._last_id:
-                assert "error" not in message, (method, message)
-                return message["result"]
-            self.events.append(message)
-
-    def _read(self, timeout_s: float) -> dict[str, Any]:
-        while b"\0" not in self._buffer:
-            assert select.select([self._answers], [], [], max(timeout_s, 0))[0], "Chromium does not answer"
-            part = os.read(self._answers, 1 << 20)
-            assert part, "Chromium has ended"
-            self._buffer += part
-        message, _, self._buffer = self._buffer.partition(b"\0")
-        return json.loads(message)
-
-    def close(self) -> None:
-        """End the browser: it does so when its commands end."""
-        os.close(self._commands)
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        os.close(self._answers)
-
-
-class Page:
-    """A tab."""
-
-    def __init__(self, browser: Chromium) -> None:
-        browser.events.clear()
-        self._browser = browser
-        self._target = browser.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = browser.call("Target.attachToTarget", targetId=self._target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network", "Accessibility"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
-        return self._browser.call(method, self._session, **params)
-
-    def open(self, url: str) -> None:
-        """Load a page and wait until it knows that the server is ready."""
-        self.call("Page.navigate", url=url)
-        self.wait_for("document.querySelector('#status')?.className === 'ready' && cards.size")
-
-    def value(self, expression: str) -> Any:
-        """The value of an expression in the page."""
-        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"].get("value")
-
-    def wait_for(self, expression: str) -> Any:
-        """The value of an expression once it is true."""
-        give_up_s = time.monotonic() + TIMEOUT_S
-        while not (value := self.value(expression)):
-            assert time.monotonic() < give_up_s, (
-                f"{expression} stays {value!r}:\n{self.value('document.body.innerText')}"
-            )
-            time.sleep(0.02)
-        return value
-
-    def text(self, selector: str) -> str:
-        return self.value(f"document.querySelector({json.dumps(selector)}).innerText")
-
-    def texts(self, selector: str) -> list[str]:
-        return self.value(f"[...document.querySelectorAll({json.dumps(selector)})].map((node) => node.innerText)")
-
-    def click(self, selector: str) -> None:
-        self.value(f"document.querySelector({json.dumps(selector)}).click()")
-
-    def fill(self, selector: str, text: str) -> None:
-        """Replace what a field holds, as if it were typed."""
-        self.value(f"document.querySelector({json.dumps(selector)}).select()")
-        self.call("Input.insertText", text=text)
-
-    def press(self, key: str, *, ctrl: bool = False) -> None:
-        for kind in ("rawKeyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, modifiers=2 if ctrl else 0)
-
-    def send(self, task: str) -> None:
-        """Send the form of a task and wait for its answer."""
-        self.value(f"document.querySelector('#{task} .result').replaceChildren()")
-        self.click(f"#{task} .go button")
-        self.wait_for(f"document.querySelector('#{task} .result').childElementCount && !running.{task}")
-
-    def events(self, method: str) -> list[dict[str, Any]]:
-        self.value("1")
-        return [event["params"] for event in self._browser.events if event["method"] == method]
-
-    def complaints(self) -> list[str]:
-        """What the browser found wrong: exceptions, refused styles and scripts, and requests that failed."""
-        thrown = [event["exceptionDetails"] for event in self.events("Runtime.exceptionThrown")]
-        logged = [event["entry"] for event in self.events("Log.entryAdded")]
-        return [*map(str, thrown), *(entry["text"] for entry in logged if entry["level"] == "error")]
-
-    def close(self) -> None:
-        self._browser.call("Target.closeTarget", targetId=self._target)
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    binary = next(filter(None, map(shutil.which, NAMES)), None)
-    if binary is None:
-        pytest.skip(f"no Chromium: none of {', '.join(NAMES)} is on PATH (Debian: apt-get install chromium)")
-    browser = Chromium(binary, tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
-def page(chromium: Chromium, server) -> Iterator[Page]:
-    page = Page(chromium)
-    yield page
-    page.close()
 
 
 def stub(page: Page, answers: dict[str, tuple[int, object]]) -> None:
@@ -240,7 +82,7 @@ def chosen(page: Page) -> list[str]:
 
 
 def test_embed(page: Page, server) -> None:
-    page.open(server.url)
+    page.open(server.url, READY)
     assert page.text("#status") == "ready"
     assert page.value("document.querySelector('#model').value").endswith("all-MiniLM-L6-v2")
     page.fill("#embed-texts", "A dam.\nA weir.\n<img src=x onerror=alert(1)>")
@@ -269,7 +111,7 @@ def test_embed(page: Page, server) -> None:
 
 def test_the_examples_show_what_the_model_does_well(page: Page, server) -> None:
     """In each of the four pairs, both texts are closest to each other."""
-    page.open(server.url)
+    page.open(server.url, READY)
     page.send("embed")
     found = page.texts("#embed .pair .one-line")
     pairs = [{int(text.split()[0]) for text in found[i : i + 2]} for i in range(0, 8, 2)]
@@ -281,7 +123,7 @@ def test_the_examples_show_what_the_model_does_well(page: Page, server) -> None:
 
 
 def test_two_texts_and_forty_and_many(page: Page, server) -> None:
-    page.open(server.url)
+    page.open(server.url, READY)
     page.fill("#embed-texts", "A dam.\nA weir.")
     page.send("embed")
     assert page.texts("#embed .matrix") == []
@@ -304,7 +146,7 @@ def test_two_texts_and_forty_and_many(page: Page, server) -> None:
 
 
 def test_texts_are_lines_or_paragraphs_and_their_tokens_are_counted(page: Page, server) -> None:
-    page.open(server.url)
+    page.open(server.url, READY)
     line = "document.querySelector('#embed-texts + .count').textContent"
     page.fill("#embed-texts", "A dam.\nA weir.\n")
     page.wait_for(f"{line} === '2 texts · 10 tokens, the longest text 5 of 256'")
@@ -320,7 +162,7 @@ def test_texts_are_lines_or_paragraphs_and_their_tokens_are_counted(page: Page, 
 
 
 def test_a_text_too_long_is_cut_as_asked(page: Page, server) -> None:
-    page.open(server.url)
+    page.open(server.url, READY)
     page.fill("#embed-texts", "a " * 300)
     page.value("document.querySelector('#embed-cut').value = 'END'")
     page.send("embed")
@@ -333,7 +175,7 @@ def test_a_text_too_long_is_cut_as_asked(page: Page, server) -> None:
 
 
 def test_rerank_score_and_classify(page: Page, server) -> None:
-    page.open(f"{server.url}/#rerank")
+    page.open(f"{server.url}/#rerank", READY)
     assert chosen(page) == ["Rerank"]
     page.send("rerank")
     assert page.texts("#rerank .text")[0] == "Refunds are paid within five days of receiving the returned goods."
@@ -358,7 +200,7 @@ def test_rerank_score_and_classify(page: Page, server) -> None:
 
 
 def test_tokens_by_their_vectors(page: Page, server) -> None:
-    page.open(server.url)
+    page.open(server.url, READY)
     page.click("#multi-tab")
     page.fill("#multi-query", "dam")
     page.fill("#multi-documents", "a song\na dam")
@@ -395,7 +237,7 @@ def test_sparse_vectors(page: Page, server) -> None:
             "/decode": (200, ["dam", "<b>", "weir"]),
         },
     )
-    page.open(server.url)
+    page.open(server.url, READY)
     assert chosen(page) == ["Sparse"]
     assert disabled(page) == ["Embed", "Classify", "Multi-vector"]
     page.fill("#sparse-texts", "one\ntwo")
@@ -409,7 +251,7 @@ def test_sparse_vectors(page: Page, server) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_what_was_sent_can_be_sent_again(page: Page, server) -> None:
-    page.open(server.url)
+    page.open(server.url, READY)
     query = "It's a \"dam\", \\ isn't it? $HOME `id` \u2028 \U0001f30a"
     page.click("#rerank-tab")
     page.fill("#rerank-query", query)
@@ -437,7 +279,7 @@ def test_what_was_sent_can_be_sent_again(page: Page, server) -> None:
 
 def test_a_server_with_keys(page: Page, server) -> None:
     stub(page, {"/v1/embeddings": (401, {"message": "The API key is missing or wrong."})})
-    page.open(server.url)
+    page.open(server.url, READY)
     page.fill("#key", "secret-key")
     page.value("document.querySelector('#embed-texts').focus()")
     page.send("embed")
@@ -451,7 +293,7 @@ def test_a_server_with_keys(page: Page, server) -> None:
 
 
 def test_an_error_of_the_server(page: Page, server) -> None:
-    page.open(server.url)
+    page.open(server.url, READY)
     page.fill("#embed-texts", "a " * 600)
     page.send("embed")
     alert = page.text("#embed [role=alert]")
@@ -462,7 +304,7 @@ def test_an_error_of_the_server(page: Page, server) -> None:
 
 def test_a_request_can_be_stopped(page: Page, server) -> None:
     stub(page, {"/v1/embeddings": (0, None)})
-    page.open(server.url)
+    page.open(server.url, READY)
     page.click("#embed .go button")
     assert page.wait_for("running.embed && document.querySelector('#embed .go button').innerText") == "Stop"
     page.click("#embed .go button")
@@ -494,7 +336,7 @@ def test_a_token_classifier(page: Page, server) -> None:
     answer["usage"] = {"prompt_tokens": 4, "total_tokens": 4}
     TokenClassifyResponse.model_validate(answer)
     stub(page, {**models("token_classifier", ("token_classify",)), "/v1/classify": (200, answer)})
-    page.open(server.url)
+    page.open(server.url, READY)
     assert disabled(page) == ["Embed", "Rerank", "Score", "Sparse", "Multi-vector"]
     page.fill("#classify-texts", "Ada sleeps")
     page.send("classify")
@@ -535,7 +377,7 @@ KINDS = [
 @pytest.mark.parametrize(("card", "opens", "lacks", "reason"), KINDS)
 def test_what_a_model_cannot_do(page: Page, server, card: dict, opens: str, lacks: list[str], reason: str) -> None:
     stub(page, card)
-    page.open(server.url)
+    page.open(server.url, READY)
     assert chosen(page) == [opens]
     assert disabled(page) == lacks
     assert reason in " ".join(page.texts("#lacking li"))
@@ -554,7 +396,7 @@ def test_prompts_and_widths_of_the_model(page: Page, server) -> None:
     row = {"object": "embedding", "index": 0, "embedding": [0.6, 0.8]}
     answer = {"id": "", "object": "list", "created": 0, "model": "m", "data": [row], "usage": {"total_tokens": 3}}
     stub(page, {**models("embedding", ("embed", "score"), ("dense",), **facts), "/v1/embeddings": (200, answer)})
-    page.open(server.url)
+    page.open(server.url, READY)
     shown = dict(zip(page.texts("#facts dt"), page.texts("#facts dd"), strict=True))
     assert (shown["Dimensions"], shown["Longest input"]) == ("8, or 2, 4", "9 tokens")
     page.click("#facts summary")
@@ -574,7 +416,7 @@ def test_prompts_and_widths_of_the_model(page: Page, server) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_can_be_read_and_every_control_has_a_name(page: Page, server, scheme: str) -> None:
     page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-    page.open(server.url)
+    page.open(server.url, READY)
     assert page.value("localStorage.clear()") is None
     for task in TASKS:
         page.click(f"#{task}-tab")
@@ -596,7 +438,7 @@ def test_every_text_can_be_read_and_every_control_has_a_name(page: Page, server,
 
 def test_it_fits_a_phone(page: Page, server) -> None:
     page.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
-    page.open(server.url)
+    page.open(server.url, READY)
     for task in TASKS:
         page.click(f"#{task}-tab")
         page.send(task)

@@ -102,7 +102,7 @@ def test_everything_reaches_the_engine() -> None:
 
 # (field, value, part of the message)
 WRONG_VALUES = [
-    ("port", "x", "integer"),
+    ("port", "x", "whole number"),
     ("port", "70000", "65535"),
     ("dtype", "fp8", "'bfloat16'"),
     ("device", "tpu", "auto"),

@@ -6,6 +6,7 @@ import codecs
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -55,17 +56,16 @@ class InputFile(ABC):
     def rows(self) -> Iterator[Row]:
         """Yields all rows. Raises BadRowError on one that holds no text."""
 
-    def rows_from(self, start: int) -> Iterator[Row]:
-        """Yields the rows from number `start` on, counted from 0."""
-        return itertools.islice(self.rows(), start, None)
+    def check(self) -> Counter[int]:
+        """Reads every row once, so that a bad row is found before any work is done.
 
-    def check(self) -> int:
-        """Reads every row once and returns their number, so that a bad row is found before any work is done.
+        Returns:
+            The number of rows by the characters of their text.
 
         Raises:
             BadRowError: A row holds no text.
         """
-        return sum(1 for _ in self.rows())
+        return Counter(len(row.text) for row in self.rows())
 
     def digest(self) -> str:
         """Returns the SHA-256 of the file."""
@@ -129,9 +129,9 @@ class ParquetRows(InputFile):
         """See InputFile."""
         return self._read(None)
 
-    def check(self) -> int:
+    def check(self) -> Counter[int]:
         """See InputFile. Reads the text column only."""
-        return sum(1 for _ in self._read([self.field]))
+        return Counter(len(row.text) for row in self._read([self.field]))
 
     def _read(self, columns: list[str] | None) -> Iterator[Row]:
         number = 0

@@ -1,20 +1,22 @@
 """What `penstock embed` has done so far, on disk beside the output, so that an interrupted run can go on.
 
-The folder OUTPUT.partial holds `vectors.f32` (raw rows) and `job.json` (what the run is, and how many rows count). Rows
-reach the disk before job.json says that they are there; what lies behind them is dropped at the next start.
+The folder OUTPUT.partial holds `vectors.f32` (raw rows, each in its place) and `job.json` (what the run is, and which
+rows count). Rows come in the order in which they are answered, and reach the disk before job.json says that they are
+there; what lies in other places has no meaning.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from penstock.engine.model_files.json_files import one_line
 
 from ...settings import CommandError
+from ...wire.shown_values import shown
 
 ITEM_BYTES: Final = 4
 
@@ -39,12 +42,12 @@ class Journal:
         most_rows: Rows that there will be in the end, where that is known.
 
     Attributes:
-        num_rows: Rows that are on disk.
+        done: The rows that are on disk, counted from 0: ranges from a first row to one behind the last, in order.
     """
 
     def __init__(self, output: Path, identity: Mapping[str, Any], most_rows: int | None = None) -> None:
         self.folder = output.with_name(output.name + ".partial")
-        self.num_rows = 0
+        self.done: list[tuple[int, int]] = []
         self._identity = dict(identity)
         self._most_rows = most_rows
         self._width = 0
@@ -79,31 +82,39 @@ class Journal:
         """Releases files and lock. Rows that are done stay; a folder without any goes."""
         with contextlib.suppress(OSError):  # a disk that is full: what it has not taken is not counted either
             self._file.close()
-        if not self.num_rows:
+        if not self.done:
             self.remove()
         self._lock.close()
 
-    def append(self, vectors: NDArray[np.float32]) -> None:
+    @property
+    def num_rows(self) -> int:
+        """Rows that are on disk."""
+        return sum(end - start for start, end in self.done)
+
+    def add(self, answers: Sequence[tuple[int, NDArray[np.float32]]]) -> None:
         """Adds rows and returns when they are safe.
 
         Args:
-            vectors: [N, D] float32.
+            answers: Numbers of first rows, with vectors [N, D] float32 from there on.
 
         Raises:
             JournalError: They cannot be written; those of earlier calls are safe.
         """
-        if self.num_rows and vectors.shape[1] != self._width:
-            raise self._damaged(self._job_path, f"width is {self._width}, and the model gives {vectors.shape[1]}")
+        width = self._width or answers[0][1].shape[1]
+        if any(vectors.shape[1] != width for _, vectors in answers):
+            raise self._damaged(self._job_path, f"width is {width}, and the model gives {answers[0][1].shape[1]}")
+        done = _joined([*self.done, *((start, start + len(vectors)) for start, vectors in answers)])
         with self._writing():
-            self._file.write(np.ascontiguousarray(vectors, np.float32).data)
+            for start, vectors in answers:
+                self._file.seek(start * width * ITEM_BYTES)
+                self._file.write(np.ascontiguousarray(vectors, np.float32).data)
             self._file.flush()
             os.fsync(self._file.fileno())
-            self._write_job(self.num_rows + len(vectors), vectors.shape[1])
-        self.num_rows += len(vectors)
-        self._width = vectors.shape[1]
+            self._write_job(done, width)
+        self.done, self._width = done, width
 
     def vectors(self) -> NDArray[np.float32]:
-        """Returns all rows [N, D], mapped from the disk."""
+        """Returns all rows [N, D], mapped from the disk, when all are done."""
         return np.memmap(self._vectors_path, np.float32, "r", shape=(self.num_rows, self._width))
 
     def remove(self) -> None:
@@ -127,11 +138,12 @@ class Journal:
                     f"{self.folder} holds an unfinished run with another {', '.join(differing)}; "
                     "give the same command again to finish it, or delete the folder to start over"
                 )
-            self.num_rows, self._width = job["num_rows"], job["width"]
-        file = self._vectors_path.open("ab")
+            self.done, self._width = [(start, end) for start, end in job["done"]], job["width"]
+        self._vectors_path.touch()
+        file = self._vectors_path.open("r+b")
         try:
-            file.truncate(self.num_rows * self._width * ITEM_BYTES)  # on a full disk, this makes room for what follows
-            self._write_job(self.num_rows, self._width)
+            file.truncate(_num_bytes(self.done, self._width))  # on a full disk, this makes room for what follows
+            self._write_job(self.done, self._width)
         except OSError:
             file.close()
             raise
@@ -149,16 +161,17 @@ class Journal:
             raise self._damaged(self._job_path, one_line(error)) from error
         if not isinstance(job, dict) or not isinstance(job.get("identity"), dict):
             raise self._damaged(self._job_path, "it holds no job")
-        for name in ("num_rows", "width"):
-            if type(job.get(name)) is not int or job[name] < 0:
-                raise self._damaged(self._job_path, f"{name} is {job.get(name)!r}")
-        if self._most_rows is not None and job["num_rows"] > self._most_rows:
-            raise self._damaged(self._job_path, f"num_rows is {job['num_rows']}, of {self._most_rows}")
+        done, width = job.get("done"), job.get("width")
+        if not _are_ranges(done):
+            raise self._damaged(self._job_path, f"done is {shown(done)}")
+        if type(width) is not int or width < 0 or (done and not width):
+            raise self._damaged(self._job_path, f"width is {shown(width)}")
+        if self._most_rows is not None and done and done[-1][1] > self._most_rows:
+            raise self._damaged(self._job_path, f"done ends with row {done[-1][1]}, of {self._most_rows}")
         num_bytes = self._vectors_path.stat().st_size if self._vectors_path.exists() else 0
-        if num_bytes < job["num_rows"] * job["width"] * ITEM_BYTES:
-            raise self._damaged(
-                self._vectors_path, f"it holds {num_bytes} bytes, fewer than {job['num_rows']} rows of {job['width']}"
-            )
+        if num_bytes < _num_bytes(done, width):
+            reason = f"it holds {num_bytes} bytes, fewer than {done[-1][1]} rows of {width}"
+            raise self._damaged(self._vectors_path, reason)
         return job
 
     def _damaged(self, path: Path, reason: str) -> JournalError:
@@ -177,11 +190,34 @@ class Journal:
                 "are kept there: give the same command again to go on"
             ) from error
 
-    def _write_job(self, num_rows: int, width: int) -> None:
-        job = {"identity": self._identity, "num_rows": num_rows, "width": width}
+    def _write_job(self, done: list[tuple[int, int]], width: int) -> None:
+        job = {"identity": self._identity, "done": done, "width": width}
         temporary = self._job_path.with_suffix(".tmp")
         with temporary.open("w") as file:
             file.write(json.dumps(job))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._job_path)
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns ranges in order, with those that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _are_ranges(value: object) -> TypeGuard[list[list[int]]]:
+    """Whether a value read from job.json is what `_joined` can have made."""
+    if not isinstance(value, list) or any(not isinstance(part, list) or len(part) != 2 for part in value):
+        return False
+    ends = [end for part in value for end in part]
+    return all(type(end) is int and end >= 0 for end in ends) and all(a < b for a, b in itertools.pairwise(ends))
+
+
+def _num_bytes(done: Sequence[Sequence[int]], width: int) -> int:
+    return done[-1][1] * width * ITEM_BYTES if done else 0

@@ -5,31 +5,48 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections import deque
+import operator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from penstock.engine import AsyncEngine, ModelInfo, PoolingParams, PoolingTask, RequestOptions
 from penstock.engine.logs import configure_logging
-from penstock.engine.protocol.errors import EngineError, InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.errors import (
+    EngineError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    RequestTooLongError,
+)
 
 from ...settings import CommandError, EmbedSettings, UsageError
 from ..flags import flag_of
-from .input import BadRowError, InputFile, Row, blocks, open_input
+from .input import BadRowError, InputFile, Row, open_input
 from .journal import Journal
 from .output import Writer, write_output, writer_for
+from .pieces import Piece, pieces_of, rows_to_do
+from .progress import Progress
+
+MAX_WAIT_S: Final = 1.0
+"""Longest wait, in seconds, before an engine that has no room is asked again."""
 
 
 class Embedded(NamedTuple):
-    """The vectors of the first rows of a block, and the error of the row after them where there is one."""
+    """What became of a piece.
 
+    Attributes:
+        piece: What was asked.
+        vectors: [N, D] float32, of its first rows; of all of them where there is no error.
+        error: Why there are no more.
+    """
+
+    piece: Piece
     vectors: NDArray[np.float32]
-    error: BadRowError | None
+    error: Exception | None
 
 
 def embed_file(file: str, settings: EmbedSettings, model: str) -> None:
@@ -58,8 +75,8 @@ def embed_file(file: str, settings: EmbedSettings, model: str) -> None:
 
 
 async def _run(source: InputFile, output: Path, write: Writer, settings: EmbedSettings, model: str) -> None:
-    num_rows = source.check()
-    if not num_rows:
+    lengths = source.check()
+    if not lengths:
         raise BadRowError(f"{source.path} holds no rows")
     config, log_level = settings.engine_config(model), settings.log_level.upper()
     engine = await AsyncEngine.start(config, log_level=log_level, log_format=settings.log_format)
@@ -67,8 +84,8 @@ async def _run(source: InputFile, output: Path, write: Writer, settings: EmbedSe
         _check_options(settings, engine.info)
         options = {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
         identity = {"input": source.digest(), "model": _model_digest(engine.info), **options}
-        with Journal(output, identity, num_rows) as journal:
-            with tqdm(total=num_rows, initial=journal.num_rows, unit=" rows", dynamic_ncols=True) as progress:
+        with Journal(output, identity, lengths.total()) as journal:
+            with Progress(lengths, engine.info) as progress:
                 await _embed_rows(engine, source, journal, progress, settings)
             write_output(output, write, source, journal.vectors())
             journal.remove()
@@ -77,49 +94,73 @@ async def _run(source: InputFile, output: Path, write: Writer, settings: EmbedSe
 
 
 async def _embed_rows(
-    engine: AsyncEngine, source: InputFile, journal: Journal, progress: Any, settings: EmbedSettings
+    engine: AsyncEngine, source: InputFile, journal: Journal, progress: Progress, settings: EmbedSettings
 ) -> None:
-    """Embeds what the journal does not have yet: two half batches in flight, so that the model never waits."""
-    in_flight: deque[asyncio.Task[Embedded]] = deque()
+    """Embeds what the journal does not have yet. Answers are on disk before the next ones are looked at.
 
-    async def commit_oldest() -> None:
-        vectors, error = await in_flight.popleft()
-        if len(vectors):
-            journal.append(vectors)
-            progress.update(len(vectors))
-        if error is not None:
-            raise error
-
+    Where one fails, no more is asked for, and what is in flight is waited for.
+    """
+    pieces = pieces_of(rows_to_do(source, journal.done, progress.skip), max(settings.batch_size // 2, 1))
+    in_flight: set[asyncio.Task[Embedded]] = set()
+    num_in_flight = 0
+    failed: list[tuple[int, Exception]] = []
     try:
-        for block in blocks(source.rows_from(journal.num_rows), max(settings.batch_size // 2, 1)):
-            in_flight.append(asyncio.create_task(_embed_block(engine, source, block, settings)))
-            if len(in_flight) == 2:
-                await commit_oldest()
-        while in_flight:
-            await commit_oldest()
+        while True:
+            while not failed and num_in_flight < settings.batch_size and (piece := next(pieces, None)) is not None:
+                num_in_flight += len(piece.rows)
+                in_flight.add(asyncio.create_task(_embed(engine, source, piece, settings)))
+            if not in_flight:
+                break
+            ended, in_flight = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
+            answers = [task.result() for task in ended]
+            num_in_flight -= sum(len(answer.piece.rows) for answer in answers)
+            failed += [(answer.piece.start, answer.error) for answer in answers if answer.error is not None]
+            _keep(answers, journal, progress)
     finally:
         for task in in_flight:
             task.cancel()
         await asyncio.gather(*in_flight, return_exceptions=True)
+    if failed:
+        raise min(failed, key=operator.itemgetter(0))[1]
 
 
-async def _embed_block(engine: AsyncEngine, source: InputFile, block: list[Row], settings: EmbedSettings) -> Embedded:
-    """Embeds a block; where the engine refuses it, row by row up to the one at fault."""
+def _keep(answers: Iterable[Embedded], journal: Journal, progress: Progress) -> None:
+    """Writes what was answered to the journal, then shows it."""
+    given = [answer for answer in answers if len(answer.vectors)]
+    if given:
+        journal.add([(answer.piece.start, answer.vectors) for answer in given])
+    for answer in given:
+        progress.update(row.text for row in answer.piece.rows[: len(answer.vectors)])
+
+
+async def _embed(engine: AsyncEngine, source: InputFile, piece: Piece, settings: EmbedSettings) -> Embedded:
+    """Embeds a piece; where the engine refuses it, row by row up to the one at fault."""
     params = _pooling_params(settings)
     options = RequestOptions(prompt_name=settings.prompt_name)
+    done: list[NDArray[np.float32]] = []
+    error: Exception | None = None
     try:
-        result = await engine.embed([row.text for row in block], params, options)
-    except InvalidRequestError as error:
-        if len(block) == 1:
-            return Embedded(np.empty((0, 0), np.float32), source.bad_row(block[0].line, _reason(error)))
-        done: list[NDArray[np.float32]] = []
-        for row in block:
-            vectors, bad_row = await _embed_block(engine, source, [row], settings)
-            if bad_row is not None:
-                return Embedded(np.concatenate(done) if done else vectors, bad_row)
-            done.append(vectors)
-        return Embedded(np.concatenate(done), None)
-    return Embedded(result.embeddings, None)
+        try:
+            return Embedded(piece, await _ask(engine, piece.rows, params, options), None)
+        except InvalidRequestError:
+            for row in piece.rows:
+                done += [await _ask(engine, [row], params, options)]
+    except InvalidRequestError as refusal:
+        error = source.bad_row(piece.rows[len(done)].line, _reason(refusal))
+    except (EngineError, OSError) as failure:
+        error = failure
+    return Embedded(piece, np.concatenate(done) if done else np.empty((0, 0), np.float32), error)
+
+
+async def _ask(
+    engine: AsyncEngine, rows: Sequence[Row], params: PoolingParams, options: RequestOptions
+) -> NDArray[np.float32]:
+    """Returns the vectors of rows, once the engine has room for them."""
+    while True:
+        try:
+            return (await engine.embed([row.text for row in rows], params, options)).embeddings
+        except EngineOverloadedError as refusal:
+            await asyncio.sleep(min(refusal.retry_after_s, MAX_WAIT_S))
 
 
 def _pooling_params(settings: EmbedSettings) -> PoolingParams:

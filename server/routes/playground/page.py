@@ -29,8 +29,8 @@ def content_security_policy(page: bytes) -> str:
     """Returns the policy under which nothing runs but the `<style>` and `<script>` elements of `page`."""
     directives = {
         "default-src": "'none'",
-        "script-src": _hashes(page, b"script"),
-        "style-src": _hashes(page, b"style"),
+        "script-src": element_hashes(page, b"script"),
+        "style-src": element_hashes(page, b"style"),
         "img-src": "data:",
         "connect-src": "'self'",
         "base-uri": "'none'",
@@ -41,7 +41,8 @@ def content_security_policy(page: bytes) -> str:
     return "; ".join(f"{name} {value}" for name, value in directives.items())
 
 
-def _hashes(page: bytes, tag: bytes) -> str:
+def element_hashes(page: bytes, tag: bytes) -> str:
+    """Returns the hashes, as a policy names them, of what stands inside the elements `tag` without attributes."""
     contents = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'" for content in contents)
 

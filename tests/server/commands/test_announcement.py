@@ -25,10 +25,19 @@ def said(info: ModelInfo, port: int = 8000, **settings: Any) -> list[str]:
 def test_what_is_served_and_where(info: ModelInfo) -> None:
     lines = said(info)
     assert lines[1] == "  a-model: fake, 1.5M parameters, 8 dimensions, inputs of up to 64 tokens"
-    assert lines[2].startswith("    on cpu in float32 (auto: float32 on a CPU, bfloat16 on a GPU); tasks: embed, ")
+    on_cpu = "    on cpu (auto: there is no CUDA device) by torch"
+    assert lines[2].startswith(f"{on_cpu}, in float32 (auto: float32 on a CPU); tasks: embed, ")
     assert "http://localhost:8000/docs" in lines[3]
     assert lines[4:] == ["  data routes want no API key"]
-    assert "(--dtype)" in said(info, dtype="float32")[2]
+    assert said(info, dtype="float32", device="cpu")[2].startswith(
+        "    on cpu (--device) by torch, in float32 (--dtype);"
+    )
+
+
+def test_what_was_measured_is_the_reason_for_the_type(make_engine, tmp_path: Path) -> None:
+    info = make_engine(path=str(tmp_path), kernels="native, avx512, 2 lanes", dtype="bfloat16").info
+    info.sources["dtype"] = "measured: 1.8 times as fast as float32 here"
+    assert ") by native, avx512, 2 lanes, in bfloat16 (measured: 1.8 times as fast as float32 here); " in said(info)[2]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from penstock.server.commands import cli
+from penstock.server.commands.help_groups import HELP_GROUPS
 from penstock.server.settings import EmbedSettings, InfoSettings, ServerSettings, environment_variable
 
 
@@ -34,6 +36,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         (("embed", "/nonexistent.txt", "--output", "out.npy"), "/nonexistent.txt"),
         (("embed", "x.txt"), "--output is required"),
         (("info", "--device", "tpu"), "--device: "),
+        (("models", "--task", "translate"), "--task: invalid choice: 'translate'"),
     ],
 )
 def test_wrong_values_are_one_line_and_code_2(arguments: tuple[str, ...], part: str) -> None:
@@ -80,7 +83,7 @@ def test_version_and_help() -> None:
         assert field == "model" or f"--{field.replace('_', '-')}" in text
 
 
-@pytest.mark.parametrize("command", ["serve", "embed", "info"])
+@pytest.mark.parametrize("command", ["serve", "embed", "info", "models"])
 def test_help_imports_nothing_heavy(command: str) -> None:
     code = (
         "import sys\n"
@@ -94,6 +97,71 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1].strip() == "heavy:"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--port", "x"), "must be a whole number (got 'x')"),
+        (("--max-queue-s", "long"), "must be a number (got 'long')"),
+        (("--max-model-len", "0"), "must be greater than 0 (got '0')"),
+        (("--dtype", "fp8"), "must be 'auto', 'float32', 'bfloat16' or 'float16' (got 'fp8')"),
+        (("--device", "tpu"), "must be auto, cpu, cuda or cuda:N, such as cuda:1 (got 'tpu')"),
+        (("--otlp-traces-endpoint", "a"), "must begin with http:// or https:// and name a host (got 'a')"),
+    ],
+)
+def test_wrong_values_are_told_in_plain_words(
+    arguments: tuple[str, str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", *arguments]) == 2
+    assert capsys.readouterr().err == f"penstock: error: {arguments[0]}: {reason}\n"
+
+
+def help_of(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "titles"),
+    [
+        ("serve", ["Model", "Limits", "HTTP", "Memory", "Logging"]),
+        ("embed", ["Input and output", "Model", "Limits", "Memory", "Logging"]),
+        ("info", ["Model", "Limits", "Memory", "Logging"]),
+    ],
+)
+def test_help_is_in_groups(
+    command: str, titles: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.findall(r"^([A-Z][\w ]+):$", help_of(command, monkeypatch, capsys), re.MULTILINE) == titles
+
+
+def test_help_shows_choices_words_for_values_and_defaults(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of("serve", monkeypatch, capsys)
+    for shown in (
+        "--empty-input {embed,error}",
+        "--dtype {auto,float32,bfloat16,float16}",
+        "--device {auto,cpu,cuda,cuda:N}",
+        "--max-queue-s SECONDS",
+        "--pooler-config JSON",
+        "--answer-memory SIZE",
+    ):
+        assert re.search(rf"^  {re.escape(shown)}\s", text, re.MULTILINE), shown
+    for line in re.findall(r"^  --.*(?:\n {4,}.*)*", text, re.MULTILINE):
+        assert "default:" in line.lower(), line
+        assert not re.search(r"default: (None|PoolerConfig|\(|\{)", line), line
+    assert re.search(r"--answer-memory .*\(default: 512MiB\)", text)
+    assert re.search(r"--access-log.*\n? *.*\(default: off\)", text)
+
+
+def test_every_field_stands_in_one_group() -> None:
+    grouped = [name for fields in HELP_GROUPS.values() for name in fields]
+    fields = {name for cls in (ServerSettings, EmbedSettings, InfoSettings) for name in cls.model_fields}
+    assert sorted(grouped) == sorted(fields)
 
 
 def test_every_flag_is_in_its_settings_class() -> None:
@@ -138,11 +206,30 @@ def test_an_interruption_says_what_goes_on(
     assert capsys.readouterr().err == line
 
 
+def test_info_shows_parameters_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info"]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith(
+        "  22.7M parameters, 87 MiB of weights on disk; in memory 87 MiB as float32, 43 MiB as bfloat16"
+    )
+
+
+@pytest.mark.parametrize("arguments", [("models",), ("models", "--json"), ("info", "--json")])
+def test_a_reader_that_leaves_early_is_no_error(arguments: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-P", "-m", "penstock.server", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (cli.CUT_SHORT, "")
+
+
 def test_info_as_json() -> None:
     done = run("info", "--json", "--max-model-len", "64")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["parameters"] == 22_713_728
     assert answer["bytes"] > 4 * answer["parameters"]
+    assert answer["memory"] == {"float32": 90_854_912, "bfloat16": 45_427_456, "float16": 45_427_456}
     assert answer["fields"]["max_model_len"] == {"value": 64, "from": "--max-model-len"}
     assert answer["fields"]["sequence_pooling"]["value"] == ["MEAN"]

@@ -40,3 +40,4 @@ def test_an_engine_that_cannot_start_ends_the_server_in_a_line(
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert line in record.getMessage()
     assert record.exc_info is None
+    assert caplog.records[-1] is record  # nothing that uvicorn says of its end hides the cause

@@ -76,6 +76,7 @@ async def test_refused_where_only_tei_is_spoken(guarded: httpx.AsyncClient, path
         "/metrics",
         "/version",
         "/docs",
+        "/docs/swagger-ui-bundle.js",
         "/openapi.json",
     ],
 )

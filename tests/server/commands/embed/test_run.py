@@ -1,10 +1,12 @@
 """`penstock embed`: formats, bad rows, and runs that are interrupted."""
 
+import asyncio
 import json
 
 import numpy as np
 import pytest
 
+from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.server.commands.embed import output as output_module, run as module
 from penstock.server.commands.embed.journal import Journal
 from penstock.server.commands.embed.run import embed_file
@@ -114,21 +116,23 @@ class _PowerCutError(Exception):
 
 
 def test_an_interrupted_run_goes_on_where_it_was(lines, fake, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append, output = Journal.append, tmp_path / "out.npy"
+    add, output = Journal.add, tmp_path / "out.npy"
 
-    def append_thrice(self, vectors):
+    def add_some(self, answers):
         if self.num_rows >= 6:
             raise _PowerCutError
-        append(self, vectors)
+        add(self, answers)
 
-    monkeypatch.setattr(Journal, "append", append_thrice)
+    monkeypatch.setattr(Journal, "add", add_some)
     with pytest.raises(_PowerCutError):
         run(lines, output)
     assert not output.exists()
-    monkeypatch.setattr(Journal, "append", append)
+    monkeypatch.setattr(Journal, "add", add)
+    ((_, num_done),) = json.loads((tmp_path / "out.npy.partial" / "job.json").read_bytes())["done"]
+    assert 6 <= num_done < len(TEXTS)
     fake.calls.clear()
     run(lines, output)
-    assert embedded_texts(fake) == TEXTS[6:]
+    assert embedded_texts(fake) == TEXTS[num_done:]
     np.testing.assert_allclose(np.load(output), expected(fake), atol=1e-6)
 
 
@@ -136,12 +140,63 @@ def test_rows_behind_the_last_commit_are_dropped(tmp_path) -> None:
     """A crash between the write of rows and of the count leaves a tail; it must not shift what follows."""
     output = tmp_path / "out.npy"
     with Journal(output, {"input": "x"}) as journal:
-        journal.append(np.ones((2, 8), np.float32))
+        journal.add([(0, np.ones((2, 8), np.float32))])
         with (journal.folder / "vectors.f32").open("ab") as file:
             file.write(b"torn row")
     with Journal(output, {"input": "x"}) as journal:
-        journal.append(np.full((1, 8), 2, np.float32))
+        journal.add([(2, np.full((1, 8), 2, np.float32))])
         np.testing.assert_array_equal(journal.vectors()[:, 0], [1, 1, 2])
+
+
+def test_answers_are_kept_in_whatever_order_they_come(lines, fake, tmp_path) -> None:
+    """The first rows are never answered before the run ends: nothing of what came after them is lost."""
+    output, answered = tmp_path / "out.npy", []
+
+    async def all_but_the_first(inputs, params, options):
+        if inputs[0] == TEXTS[0]:
+            await asyncio.Event().wait()
+        if len(answered) == 3:
+            raise KeyboardInterrupt
+        answered.append(inputs)
+        return await type(fake).embed(fake, inputs, params, options)
+
+    fake.embed = all_but_the_first
+    with pytest.raises(KeyboardInterrupt):
+        run(lines, output)
+    del fake.embed
+    job = json.loads((tmp_path / "out.npy.partial" / "job.json").read_bytes())
+    assert job["done"] == [[2, 8]]
+    fake.calls.clear()
+    run(lines, output)
+    assert embedded_texts(fake) == TEXTS[:2] + TEXTS[8:]
+    np.testing.assert_allclose(np.load(output), expected(fake), atol=1e-6)
+
+
+def test_an_engine_without_room_is_asked_again(lines, fake, tmp_path) -> None:
+    refusals = iter(range(3))
+
+    async def sometimes(inputs, params, options):
+        if next(refusals, None) is not None:
+            raise EngineOverloadedError("full", retry_after_s=0.01)
+        return await type(fake).embed(fake, inputs, params, options)
+
+    fake.embed = sometimes
+    run(lines, tmp_path / "out.npy")
+    del fake.embed
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(fake), atol=1e-6)
+
+
+def test_an_answer_is_on_disk_before_it_is_shown(lines, fake, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, job = [], tmp_path / "out.npy.partial" / "job.json"
+
+    def update(self, texts):
+        shown.extend(texts)
+        done = json.loads(job.read_bytes())["done"]
+        assert sum(end - start for start, end in done) >= len(shown)
+
+    monkeypatch.setattr(module.Progress, "update", update)
+    run(lines, tmp_path / "out.npy")
+    assert sorted(shown) == sorted(TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -187,10 +242,15 @@ DAMAGED_JOBS = [
     b"[]",
     b"{}",
     b'{"identity": []}',
-    {"num_rows": -1},
-    {"num_rows": "5"},
-    {"num_rows": 10**6},
-    {"num_rows": None},
+    {"done": [[-1, 4]]},
+    {"done": ["5"]},
+    {"done": [[0, 10**6]]},
+    {"done": None},
+    {"done": [[4, 2]]},
+    {"done": [[0, 4], [4, 6]]},
+    {"done": [[0, 1, 2]]},
+    {"done": [[0, True]]},
+    {"width": 0},
     {"width": 2.5},
     {"width": 5},
     {"width": 10**12},
@@ -334,7 +394,7 @@ def test_too_long_a_row_is_named_and_what_came_before_is_kept(lines, fake, tmp_p
     with pytest.raises(CommandError, match=r"in\.txt, line 10: 102 tokens; the model takes 64; --auto-truncate"):
         run(lines, output)
     job = json.loads((tmp_path / "out.npy.partial" / "job.json").read_text())
-    assert job["num_rows"] == 9
+    assert job["done"][0][1] >= 9
 
 
 def test_an_output_that_exists_is_kept(lines, fake, tmp_path) -> None:

@@ -1,0 +1,52 @@
+"""The bar of `penstock embed`: it moves with every answer, and a long text weighs more than a short one."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from penstock.server.commands.embed.progress import Progress
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]):
+    """What stands on the line now, as the percentage and the rest."""
+
+    def last() -> tuple[int, str]:
+        line = re.split(r"[\r\n]+", capsys.readouterr().err.rstrip())[-1]
+        rows, percentage = re.match(r"(\d+/\d+ rows) +(\d+)%", line).groups()
+        return int(percentage), rows
+
+    return last
+
+
+def bar(info, *texts: str) -> Progress:
+    return Progress(Counter(map(len, texts)), info)
+
+
+def test_the_first_answer_is_shown(make_engine, shown) -> None:
+    with bar(make_engine().info, *["a" * 96] * 1000) as progress:
+        assert shown() == (0, "0/1000 rows")
+        progress._bar.last_print_t -= 1  # the first answer comes a second later
+        progress.update(["a" * 96] * 10)
+        assert shown() == (1, "10/1000 rows")
+
+
+def test_a_long_text_weighs_more(make_engine, shown) -> None:
+    with bar(make_engine().info, "a" * 896, *["a" * 6] * 10) as progress:
+        progress.update(["a" * 6] * 10)
+    assert shown() == (10, "10/11 rows")
+
+
+def test_what_is_cut_weighs_nothing(make_engine, shown) -> None:
+    with bar(make_engine(auto_truncate=True, max_model_len=24).info, "a" * 10_000, "a" * 96) as progress:
+        progress.update(["a" * 10_000])
+    assert shown() == (50, "1/2 rows")
+
+
+def test_rows_of_an_earlier_run_tell_no_speed(make_engine, shown) -> None:
+    with bar(make_engine().info, *["a" * 96] * 4) as progress:
+        progress.skip("a" * 96)
+        progress.update(["a" * 96])
+        assert (progress._bar.n, progress._bar.initial) == (200, 100)
+    assert shown() == (50, "2/4 rows")

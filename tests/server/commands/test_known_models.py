@@ -1,0 +1,82 @@
+"""The list of models to begin with: what it says of them holds here, and it claims no more than was tested."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.model_files.registry import NATIVE_MODEL_TYPES
+from penstock.engine.model_files.reranker_recipes import find_recipe
+from penstock.server.commands import cli
+from penstock.server.commands.known_models import KNOWN_MODELS, TASKS, as_table, models_for
+
+PARITY = Path(__file__).parents[2] / "engine" / "models"
+models = pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.name)
+
+
+@models
+def test_its_family_is_native_and_compared_with_transformers(model) -> None:
+    assert model.family in NATIVE_MODEL_TYPES
+    text = "".join((PARITY / name).read_text() for name in ("test_native_models.py", "test_decoders.py"))
+    compared = {name.lower() for name in re.findall(r'pytest\.param\(\s*"(\w+)"', text)}
+    assert model.family.replace("-", "") in compared
+
+
+@models
+def test_a_language_model_that_reranks_has_a_recipe(model) -> None:
+    is_decoder = model.family.startswith("qwen")
+    assert (find_recipe(model.family, [model.name]) is not None) == (is_decoder and "rerank" in model.tasks)
+
+
+@models
+def test_its_facts_are_complete(model) -> None:
+    assert re.fullmatch(r"[\w-]+/[\w.-]+", model.name)
+    assert model.tasks
+    assert set(model.tasks) <= set(TASKS)
+    assert (model.dimensions is not None) == bool({"embed", "multi_vector"} & set(model.tasks))
+    assert model.num_parameters > 10**7
+    assert model.licence in {"Apache-2.0", "MIT"}
+
+
+def test_every_task_has_a_model_and_names_differ() -> None:
+    assert {task for model in KNOWN_MODELS for task in model.tasks} == set(TASKS)
+    assert len({model.name for model in KNOWN_MODELS}) == len(KNOWN_MODELS)
+
+
+def test_weights_are_claimed_of_the_default_model_alone() -> None:
+    run = [model.name for model in KNOWN_MODELS if model.tested == "weights"]
+    assert run == ["sentence-transformers/all-MiniLM-L6-v2"]
+    assert "the weights of that model were not run" in as_table(KNOWN_MODELS)
+
+
+def test_what_is_made_for_a_task_comes_first() -> None:
+    names = [model.name for model in models_for("multi_vector")]
+    assert names == ["lightonai/GTE-ModernColBERT-v1", "BAAI/bge-m3"]
+    assert models_for(None) == list(KNOWN_MODELS)
+
+
+def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["task", "parameters", "dimensions", "languages", "licence", "tested", "command"]
+    for model in KNOWN_MODELS:
+        assert sum(line.endswith(f"penstock serve {model.name}") for line in lines) == 1
+
+
+def test_the_command_as_json_for_a_task(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models", "--task", "rerank", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [model["name"] for model in answer] == [model.name for model in models_for("rerank")]
+    assert answer[0]["command"] == f"penstock serve {answer[0]['name']}"
+    assert {"tasks", "num_parameters", "languages", "licence", "tested"} <= answer[0].keys()
+
+
+def test_the_readme_shows_five() -> None:
+    text = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
+    table = re.findall(r"^\| `penstock serve ([\w./-]+)` \|(.*)\|$", text, re.MULTILINE)
+    known = {model.name: model for model in KNOWN_MODELS}
+    assert len(table) == 5
+    for name, cells in table:
+        task, _, languages, licence = (cell.strip() for cell in cells.split("|"))
+        assert (known[name].tasks[0], known[name].languages, known[name].licence) == (task, languages, licence)
