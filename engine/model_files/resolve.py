@@ -263,7 +263,6 @@ def _resolve_operator_settings(draft: ModelDraft) -> None:
     for name in ("dtype", "device"):
         value = getattr(engine, name)
         draft.set(name, value, "default" if value == "auto" else f"--{name}")
-    draft.set("kernels", "torch", "default")
 
 
 def _resolve_text(draft: ModelDraft) -> None:
