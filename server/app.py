@@ -32,6 +32,7 @@ from .routes import (
     invocations,
     ollama,
     openai,
+    operators,
     ops,
     rerank,
     score,
@@ -111,7 +112,7 @@ def create_app(
     app.state.json_reader = JsonReader(settings.max_json_values, settings.max_inputs_per_request)
     app.state.startup = startup
     app.router.redirect_slashes = False
-    for module in (*dialects, encode, ops, playground):
+    for module in (*dialects, encode, ops, playground, *([operators] if settings.operator_routes else [])):
         app.include_router(module.router)
     app.router.routes.insert(0, json_paths)
     install_error_handlers(app)

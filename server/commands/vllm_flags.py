@@ -61,6 +61,7 @@ _FOREIGN: Final = {
     "--uvicorn-log-level": _Foreign("--log-level is for all.", _any),
     "--load-format": _Foreign("weights are read as they are stored.", {"auto", "safetensors"}.__contains__),
     "--tokenizer-mode": _Foreign("every tokenizer is a fast one.", {"auto", "hf"}.__contains__),
+    "--enable-tokenizer-info-endpoint": _Foreign("/tokenizer_info comes with --operator-routes."),
     "--seed": _Foreign("nothing here is random.", _any),
 }
 
