@@ -13,11 +13,10 @@ import numpy as np
 from .frontend.combined import CombinedEmbedder
 from .frontend.dispatcher import Dispatcher
 from .frontend.scoring import PairScorer
-from .frontend.similarity import check_labels, few_shot_classes, zero_shot_classes
+from .frontend.similarity import check_embeds, check_labels, few_shot_classes, zero_shot_classes
 from .frontend.stats import DispatcherStats
 from .frontend.supervisor import CoreSupervisor, EngineState
 from .protocol.config import EngineConfig
-from .protocol.errors import UnsupportedTaskError
 from .protocol.model_info import ModelInfo, ModelKind
 from .protocol.params import PoolingParams
 from .protocol.request import DEFAULT_OPTIONS, RequestOptions, Text
@@ -46,6 +45,7 @@ class AsyncEngine:
 
     Attributes:
         info: The resolved description of the model.
+        tokenizer_config: The class of its tokenizer, and what transformers made it of.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class AsyncEngine:
         supervisor: CoreSupervisor,
     ) -> None:
         self.info = info
+        self.tokenizer_config = tokenizer.config
         self._tokenizer = tokenizer
         self._dispatcher = dispatcher
         self._supervisor = supervisor
@@ -307,14 +308,13 @@ class AsyncEngine:
         """Returns the text of each list of token ids. Raises InvalidRequestError for an id outside the vocabulary."""
         return await self._tokenizer.decode(batches, skip_special_tokens=skip_special_tokens)
 
+    async def clear_prefixes(self) -> int | None:
+        """Empties the prefix cache; see Dispatcher.clear_prefixes."""
+        return await self._dispatcher.clear_prefixes()
+
     async def _embed_for_classes(
         self, texts: Sequence[Text], params: PoolingParams, options: RequestOptions
     ) -> EmbeddingResult:
         """Embeds inputs together with the labels or examples that they are compared with."""
-        if PoolingTask.EMBED not in self.info.tasks:
-            raise UnsupportedTaskError(
-                f"{self.info.name} is a {self.info.kind.value} with classes of its own; "
-                "labels and examples need an embedding model.",
-                param="labels",
-            )
+        check_embeds(self.info)
         return await self.embed(texts, params.clone(use_activation=None, normalize=True), options)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -34,6 +35,7 @@ from .protocol.request import RequestOptions, Text
 from .protocol.tasks import PoolingTask
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = PoolingParams | Sequence[PoolingParams]
 
 
 class LLM:
@@ -90,7 +92,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling_params: PoolingParams | None = None,
+        pooling_params: Params | None = None,
         truncate_prompt_tokens: int | None = None,
         prompt_name: str | None = None,
         use_tqdm: bool = True,
@@ -99,7 +101,7 @@ class LLM:
 
         Args:
             prompts: A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or a list of these.
-            pooling_params: Width, norm, truncation.
+            pooling_params: Width, norm, truncation; one for all inputs, or one for each.
             truncate_prompt_tokens: Tokens. Cuts every input; see PoolingParams.
             prompt_name: Named prompt of the model to put before every text.
             use_tqdm: Show a progress bar for long lists.
@@ -107,32 +109,31 @@ class LLM:
         Raises:
             EngineError: A kind of it says what is wrong with the request, or what befell the engine.
         """
-        params, options = _params(pooling_params, truncate_prompt_tokens), RequestOptions(prompt_name=prompt_name)
+        options = RequestOptions(prompt_name=prompt_name)
 
-        async def call(texts: list[Text]) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        async def call(params: PoolingParams, texts: list[Text]) -> list[PoolingRequestOutput[EmbeddingOutput]]:
             result = await self._engine.embed(texts, params, options)
             rows = zip(result.embeddings, result.num_tokens, strict=True)
             return [PoolingRequestOutput(EmbeddingOutput(row), num_tokens) for row, num_tokens in rows]
 
-        return self._run(call, _inputs(prompts), use_tqdm)
+        return self._run_each(call, prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
 
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling_params: PoolingParams | None = None,
+        pooling_params: Params | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """Gives every input a score for each class of the model. Arguments and errors: see `embed`."""
-        params = _params(pooling_params, truncate_prompt_tokens)
 
-        async def call(texts: list[Text]) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        async def call(params: PoolingParams, texts: list[Text]) -> list[PoolingRequestOutput[ClassificationOutput]]:
             result = await self._engine.classify(texts, params)
             rows = zip(result.scores, result.num_tokens, strict=True)
             return [PoolingRequestOutput(ClassificationOutput(row, result.labels), count) for row, count in rows]
 
-        return self._run(call, _inputs(prompts), use_tqdm)
+        return self._run_each(call, prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
 
     def score(
         self,
@@ -166,7 +167,7 @@ class LLM:
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: Params | None = None,
         *,
         pooling_task: str | None = None,
         truncate_prompt_tokens: int | None = None,
@@ -177,11 +178,10 @@ class LLM:
         Raises:
             InvalidRequestError: `pooling_task` is none of these, or None and the model has none of them.
         """
-        task = self._task(pooling_task or (pooling_params.task if pooling_params is not None else None))
-        params = _params(pooling_params, truncate_prompt_tokens).clone(task=None)
 
-        async def call(texts: list[Text]) -> list[PoolingRequestOutput[PoolingOutput]]:
+        async def call(params: PoolingParams, texts: list[Text]) -> list[PoolingRequestOutput[PoolingOutput]]:
             rows: Iterable[NDArray[np.float32]]
+            task, params = self._task(pooling_task or params.task), params.clone(task=None)
             if task is PoolingTask.EMBED:
                 embedded = await self._engine.embed(texts, params)
                 rows, num_tokens = embedded.embeddings, embedded.num_tokens
@@ -194,7 +194,7 @@ class LLM:
                 rows, num_tokens = result.rows, result.num_tokens
             return [PoolingRequestOutput(PoolingOutput(r), n) for r, n in zip(rows, num_tokens, strict=True)]
 
-        return self._run(call, _inputs(prompts), use_tqdm)
+        return self._run_each(call, prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
 
     def close(self) -> None:
         """Stops the engine process. May be called twice; calls after it fail."""
@@ -220,6 +220,31 @@ class LLM:
             listed = ", ".join(task.value for task in known)
             raise InvalidRequestError(f"pooling_task is {name!r}; it must be one of {listed}.", param="pooling_task")
         return task
+
+    def _run_each(
+        self,
+        call: Callable[[PoolingParams, list[Text]], Awaitable[list[Output]]],
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | None,
+        truncate_prompt_tokens: int | None,
+        use_tqdm: bool,
+    ) -> list[Output]:
+        """Runs inputs with parameters for all of them, or with those of each: equal ones together."""
+        inputs = _inputs(prompts)
+        each = [params] * len(inputs) if params is None or isinstance(params, PoolingParams) else list(params)
+        if len(each) != len(inputs):
+            raise InvalidRequestError(
+                f"There are {len(each)} pooling_params for {len(inputs)} inputs; give one for all, or one for each.",
+                param="pooling_params",
+            )
+        places: dict[PoolingParams, list[int]] = {}
+        for place, own in enumerate(each):
+            places.setdefault(_params(own, truncate_prompt_tokens), []).append(place)
+        outputs: dict[int, Output] = {}
+        for own, alike in places.items() or [(PoolingParams(), [])]:
+            done = self._run(partial(call, own), [inputs[place] for place in alike], use_tqdm)
+            outputs.update(zip(alike, done, strict=True))
+        return [outputs[place] for place in range(len(inputs))]
 
     def _run(self, call: Call[Output], inputs: Sequence[Any], use_tqdm: bool) -> list[Output]:
         if not inputs:

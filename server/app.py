@@ -33,6 +33,7 @@ from .routes import (
     invocations,
     ollama,
     openai,
+    operators,
     ops,
     rerank,
     score,
@@ -114,7 +115,8 @@ def create_app(
     app.state.json_reader = JsonReader(settings.max_json_values, settings.max_inputs_per_request)
     app.state.startup = startup
     app.router.redirect_slashes = False
-    for module in (*dialects, encode, ops, documentation, playground):
+    more = [operators] if settings.operator_routes else []
+    for module in (*dialects, encode, ops, documentation, playground, *more):
         app.include_router(module.router)
     app.router.routes.insert(0, json_paths)
     install_error_handlers(app)

@@ -274,6 +274,13 @@ class ServerSettings(EngineSettings):
     drain_timeout_s: Seconds = Field(
         30.0, description="Seconds that running requests get to finish after SIGTERM or SIGHUP; 0: none."
     )
+    operator_routes: bool = Field(
+        False,
+        description=(
+            "Serve /tokenizer_info, /server_info and POST /reset_prefix_cache, for whoever runs the server. They need "
+            "an API key where there are any."
+        ),
+    )
     access_log: bool = Field(False, description="Log a line for each request, with the time of its stages.")
     otlp_traces_endpoint: Url | None = Field(
         None, description="OpenTelemetry collector that gets traces (extra `otel`), such as http://localhost:4318."

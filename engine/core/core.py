@@ -26,10 +26,13 @@ from ..protocol.errors import (
 from ..protocol.messages import (
     CacheUse,
     Cancel,
+    ClearPrefixes,
+    Command,
     Failed,
     Frame,
     FromCore,
     LoadFailed,
+    PrefixesCleared,
     Ready,
     RequestTime,
     RowHeader,
@@ -129,7 +132,7 @@ class EngineCore:
         self._deliver(batch, finished, started_s, time.monotonic())
         return True
 
-    def receive(self, items: Sequence[Submit | Cancel | Frame]) -> None:
+    def receive(self, items: Sequence[Command | Frame]) -> None:
         """Takes messages in at once, each Submit followed by its frame.
 
         Raises:
@@ -141,13 +144,15 @@ class EngineCore:
         for item in rest:
             if isinstance(item, Submit):
                 frame = next(rest, None)
-                if frame is None or isinstance(frame, Submit | Cancel):
+                if frame is None or isinstance(frame, Command):
                     raise TypeError("a Submit message without its frame")
                 inputs = unpack_inputs(frame)
                 # Named before the lock is taken: that takes time for long inputs.
                 changes.append(partial(self._submit, self._intake.request(item, inputs, now_s)))
             elif isinstance(item, Cancel):
                 changes.append(partial(self._cancel, item.request_id))
+            elif isinstance(item, ClearPrefixes):
+                changes.append(partial(self._clear_prefixes, item))
             else:
                 raise TypeError("a frame without its Submit message")
         with self._changed:
@@ -173,6 +178,11 @@ class EngineCore:
         request = self._scheduler.cancel(request_id, forget=forget)
         self._has_released |= request is not None and self._runner.allocator.can_hold(1)
         return request
+
+    def _clear_prefixes(self, message: ClearPrefixes) -> None:
+        """Empties the prefix cache and says so. The caller holds the lock."""
+        num_blocks = self._runner.allocator.clear_prefixes()
+        self._send(PrefixesCleared(message.request_id, num_blocks), [])
 
     def _preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """Saves what a sequence has lost with its memory: until the next forward it is still there."""

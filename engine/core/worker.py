@@ -20,7 +20,7 @@ from pathlib import Path
 import zmq
 
 from ..logs import configure_logging
-from ..protocol.messages import Cancel, Frame, FromCore, Ping, Pong, Start, Stop, Submit, decode_to_core, encode
+from ..protocol.messages import Command, Frame, FromCore, Ping, Pong, Start, Stop, Submit, decode_to_core, encode
 from .core import EngineCore, Send
 from .model_runner import ModelRunner
 
@@ -45,7 +45,7 @@ def main() -> None:
     if not isinstance(start, Start):
         raise TypeError(f"the first message must be Start, not {type(start).__name__}")
     configure_logging(start.log_level, start.log_format)
-    # Pong, and Failed of what EngineCore.receive refuses, come from the receiving thread, all else from the other one.
+    # Pong, and what EngineCore.receive refuses or does at once, come from the receiving thread, all else not.
     sending = threading.Lock()
 
     def send(message: FromCore, frames: list[Frame]) -> None:
@@ -94,12 +94,12 @@ def _receive(inbox: zmq.Socket[bytes], core: EngineCore, send: Send) -> None:
         os._exit(1)
 
 
-def _items(frames: Iterable[Frame]) -> Iterator[Submit | Cancel | Frame]:
+def _items(frames: Iterable[Frame]) -> Iterator[Command | Frame]:
     """Parses the messages of one transmission; the frame that follows a Submit is passed on as it is."""
     rest = iter(frames)
     for first in rest:
         message = decode_to_core(first)
-        if not isinstance(message, Submit | Cancel):
+        if not isinstance(message, Command):
             raise TypeError(f"{type(message).__name__} cannot come now")
         yield message
         if isinstance(message, Submit):

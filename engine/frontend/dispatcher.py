@@ -26,9 +26,11 @@ from ..protocol.errors import (
 )
 from ..protocol.messages import (
     Cancel,
+    ClearPrefixes,
     Failed,
     Frame,
     Outgoing,
+    PrefixesCleared,
     RequestTime,
     RowHeader,
     Rows,
@@ -137,6 +139,7 @@ class Dispatcher:
         self._send: Callable[[list[Outgoing]], None] | None = None
         self._outgoing: list[Outgoing] = []
         self._runs: dict[int, _Run] = {}
+        self._clearings: dict[int, asyncio.Future[int | None]] = {}
         self._ids = itertools.count()
         self._num_open = 0
         self._idle = asyncio.Event()
@@ -152,6 +155,9 @@ class Dispatcher:
         self._outgoing.clear()
         for request_id in list(self._runs):
             self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
+        for clearing in self._clearings.values():
+            if not clearing.done():
+                clearing.set_exception(EngineUnavailableError(f"The prefix cache went with its engine: {reason}."))
 
     @contextlib.asynccontextmanager
     async def open(self, options: RequestOptions) -> AsyncIterator[OpenRequest]:
@@ -189,8 +195,7 @@ class Dispatcher:
         left_s: float | None,
     ) -> list[Arrays]:
         """Runs inputs that have been let in; see OpenRequest.run. `left_s` are the seconds up to their deadline."""
-        if self._send is None:
-            raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
+        self._check_running()
         request_id = next(self._ids)
         run = _Run(asyncio.get_running_loop().create_future(), [{} for _ in inputs], len(inputs))
         self._runs[request_id] = run
@@ -204,6 +209,25 @@ class Dispatcher:
         if (times := STAGE_TIMES.get()) is not None:
             run.time(times, sent_s)
         return outputs
+
+    async def clear_prefixes(self) -> int | None:
+        """Empties the prefix cache of the core: what is sent after it finds nothing of before. Needs no admission.
+
+        Returns:
+            The blocks that it held; None where the core keeps no prefixes.
+
+        Raises:
+            EngineUnavailableError: No core is connected, or it died.
+        """
+        self._check_running()
+        request_id = next(self._ids)
+        clearing: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._clearings[request_id] = clearing
+        try:
+            self._post(ClearPrefixes(request_id))
+            return await clearing
+        finally:
+            del self._clearings[request_id]
 
     def receive_rows(self, message: Rows, frame: Frame) -> None:
         """Takes the results of one step."""
@@ -230,6 +254,16 @@ class Dispatcher:
         """Fails one request with the error that the core names."""
         self._settle(message.request_id, _FAILURES.get(message.kind, ModelExecutionError)(message.message))
 
+    def receive_cleared(self, message: PrefixesCleared) -> None:
+        """Takes the answer to ClearPrefixes."""
+        clearing = self._clearings.get(message.request_id)
+        if clearing is not None and not clearing.done():
+            clearing.set_result(message.num_blocks)
+
+    def _check_running(self) -> None:
+        if self._send is None:
+            raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
+
     def _post(self, *items: Outgoing) -> None:
         """Sends at the end of this turn of the event loop."""
         if not self._outgoing:
@@ -245,8 +279,11 @@ class Dispatcher:
         except Exception:  # our own bug, such as a number that no message can hold: it must leave nobody waiting
             logger.exception("requests could not be sent to the engine")
             for item in items:
+                error = ModelExecutionError("The request could not be sent to the engine.")
                 if isinstance(item, Submit):
-                    self._settle(item.request_id, ModelExecutionError("The request could not be sent to the engine."))
+                    self._settle(item.request_id, error)
+                elif isinstance(item, ClearPrefixes) and item.request_id in self._clearings:
+                    self._clearings[item.request_id].set_exception(error)
 
     def _settle(self, request_id: int, error: EngineError | None) -> None:
         run = self._runs.pop(request_id, None)

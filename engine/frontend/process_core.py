@@ -12,7 +12,7 @@ from typing import Final
 import zmq
 
 from ..protocol.messages import (
-    Cancel,
+    Command,
     Frame,
     FromCore,
     Outgoing,
@@ -21,7 +21,6 @@ from ..protocol.messages import (
     Ready,
     Start,
     Stop,
-    Submit,
     decode_from_core,
     encode,
 )
@@ -117,7 +116,7 @@ class ProcessCore:
 
     def send(self, items: list[Outgoing]) -> None:
         """Sends messages, each Submit followed by its frame, without blocking."""
-        frames = [encode(i) if isinstance(i, Submit | Cancel) else i for i in items]
+        frames = [encode(i) if isinstance(i, Command) else i for i in items]
         self._inbox.send_multipart(frames, flags=zmq.NOBLOCK)
 
     async def close(self) -> None:

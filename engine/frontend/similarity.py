@@ -7,8 +7,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..protocol.errors import InvalidRequestError
+from ..protocol.errors import InvalidRequestError, UnsupportedTaskError
+from ..protocol.model_info import ModelInfo
 from ..protocol.results import ClassResult, EmbeddingResult
+from ..protocol.tasks import PoolingTask
 
 Array = NDArray[np.float32]
 
@@ -58,6 +60,15 @@ def check_labels(labels: Collection[str], field: str) -> None:
         raise InvalidRequestError(f"{field} must name at least two different labels.", param=field)
     if len(set(labels)) != len(labels):
         raise InvalidRequestError(f"{field} must name at least two different labels, each once.", param=field)
+
+
+def check_embeds(info: ModelInfo) -> None:
+    """Raises UnsupportedTaskError unless a model embeds, so that inputs can be compared with labels or examples."""
+    if PoolingTask.EMBED not in info.tasks:
+        raise UnsupportedTaskError(
+            f"{info.name} is a {info.kind.value} with classes of its own; labels and examples need an embedding model.",
+            param="labels",
+        )
 
 
 def zero_shot_classes(embedded: EmbeddingResult, labels: Sequence[str]) -> ClassResult:

@@ -13,7 +13,7 @@ import zmq
 from ..protocol import errors
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
-from ..protocol.messages import Failed, Frame, FromCore, LoadFailed, Ready, Rows, Start
+from ..protocol.messages import Failed, Frame, FromCore, LoadFailed, PrefixesCleared, Ready, Rows, Start
 from .dispatcher import Dispatcher
 from .process_core import ProcessCore
 from .thread_core import ThreadCore
@@ -112,6 +112,8 @@ class CoreSupervisor:
                 self._dispatcher.receive_rows(message, frames[0])
             case Failed():
                 self._dispatcher.receive_failure(message)
+            case PrefixesCleared():
+                self._dispatcher.receive_cleared(message)
             case Ready():
                 self._core_ready(message)
             case LoadFailed():

@@ -38,6 +38,7 @@ class TokenizerSpec:
         chat_template: Turns the messages of a chat into text; None where the model comes with none.
         marks: The tokens of a multi-vector model's recipe.
         end_id: The token that ends a text, or pads or begins one; stands for a text without tokens. None: it has none.
+        config: The class that transformers loaded and what it was made of, as in tokenizer_config.json.
     """
 
     json: str
@@ -48,6 +49,7 @@ class TokenizerSpec:
     chat_template: ChatTemplate | None = None
     marks: TokenMarks = field(default_factory=TokenMarks)
     end_id: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -75,6 +77,12 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
     """Frontend to core: nobody waits for this request any more."""
+
+    request_id: int
+
+
+class ClearPrefixes(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to core: empty the prefix cache; answered with PrefixesCleared. Requests that run go on."""
 
     request_id: int
 
@@ -207,6 +215,16 @@ class Rows(msgspec.Struct, tag=True, frozen=True):
     ended: list[RequestTime] = []
 
 
+class PrefixesCleared(msgspec.Struct, tag=True, frozen=True):
+    """Core to frontend: no request that is sent from now on finds a prefix that was kept before.
+
+    `num_blocks` were kept; None: this model keeps none, or prefix caching is off.
+    """
+
+    request_id: int
+    num_blocks: int | None
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """Core to frontend: a request failed as a whole. `kind` is a class name of errors.py."""
 
@@ -215,9 +233,11 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-ToCore = Start | Submit | Cancel | Stop | Ping
-FromCore = Ready | LoadFailed | Rows | Failed | Pong
-Outgoing = Submit | Cancel | Frame
+Command = Submit | Cancel | ClearPrefixes
+"""What a running core is told, in the order in which it was sent."""
+ToCore = Start | Command | Stop | Ping
+FromCore = Ready | LoadFailed | Rows | PrefixesCleared | Failed | Pong
+Outgoing = Command | Frame
 """What a running core is sent: a Submit is followed by its frame."""
 
 encode: Final[Callable[[ToCore | FromCore], bytes]] = msgspec.msgpack.Encoder().encode

@@ -26,7 +26,7 @@ class Allocation:
             `num_cached_tokens` tokens lie in blocks that others may read too: they are never written.
         num_cached_tokens: Tokens at the start whose keys and values are there already.
         state_slot: Slot of its SSM states; None in a model without SSM layers.
-        keys: Key of every full block; empty where prefixes are not kept.
+        keys: Key of every full block; empty where prefixes are not kept, or those of the sequence not any more.
         num_committed_blocks: Blocks at the start that are full, computed and in the prefix cache.
         twins: Index of a committed block -> the equal block that was in the prefix cache first. It is held as well, so
             that a parent never leaves the cache before its children.
@@ -216,6 +216,17 @@ class SequenceAllocator:
                 if self._prefixes.is_cached(block):
                     self._prefixes.forget(block)
 
+    def clear_prefixes(self) -> int | None:
+        """Empties the prefix cache; returns how many blocks it held, None where prefixes are not kept.
+
+        Sequences keep what they hold, and leave nothing of it behind: it may have been computed from what is cleared.
+        """
+        if self._prefixes is None:
+            return None
+        for allocation in self._allocations.values():
+            allocation.keys = ()
+        return self._prefixes.clear()
+
     def _is_cached(self, block: int) -> bool:
         return self._prefixes is not None and self._prefixes.is_cached(block)
 
@@ -258,6 +269,9 @@ class NullAllocator:
     ) -> Allocation | None:
         """Returns None: there is no memory, and there never will be."""
         return None
+
+    def clear_prefixes(self) -> None:
+        """Returns None: no prefix is kept."""
 
     def commit(self, allocation: Allocation, num_tokens: int) -> None:
         """Has nothing to commit."""

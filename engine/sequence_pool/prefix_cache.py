@@ -127,6 +127,13 @@ class PrefixCache:
         self._parked.pop(block, None)
         self._pool.free(block)
 
+    def clear(self) -> int:
+        """Forgets every block and returns how many there were. Those that sequences hold stay in use, unfindable."""
+        num_cached = self.num_cached
+        for block in sorted(self._key_of):
+            self.forget(block)
+        return num_cached
+
     def evict(self, count: int) -> None:
         """Frees `count` parked blocks, those that were parked first.
 

@@ -44,6 +44,7 @@ class TokenizerPool:
         special_tokens: What the tokenizer puts around a text; None where it does more to it than that.
         marks: The tokens of a multi-vector model's recipe.
         end_id: See TokenizerSpec.
+        config: See TokenizerSpec.
 
     Args:
         spec: The tokenizer.
@@ -71,6 +72,7 @@ class TokenizerPool:
         self.special_tokens = SpecialTokens.of(self._tokenizer.backend)
         self.marks = spec.marks
         self.end_id = spec.end_id
+        self.config = spec.config
         self._pairs = PairEncoder(self._tokenizer, spec.score_template, uses_token_types=spec.uses_token_types)
         self._chat_template = spec.chat_template
         self._chat_renderer: ChatRenderer | None = None

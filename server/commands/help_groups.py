@@ -53,6 +53,7 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "api_key": "KEY,...",
         "api_key_file": "FILE",
         "cors_origins": "ORIGIN,...",
+        "operator_routes": "",
         "ssl_certfile": "FILE",
         "ssl_keyfile": "FILE",
     },

@@ -6,6 +6,7 @@ there is not, such as two GPUs for one model, is refused.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
@@ -41,6 +42,7 @@ def _is_one(value: str) -> bool:
 
 
 _ONE_DEVICE: Final = "a model runs on one device."
+_ONE_MAXSIM: Final = "vectors of tokens are always compared in the engine process."
 _FOREIGN: Final = {
     "--runner": _Foreign("every model served here is a pooling model.", {"auto", "pooling"}.__contains__),
     "--convert": _Foreign("the model's files say what it gives.", {"auto", "none", "embed", "classify"}.__contains__),
@@ -61,8 +63,13 @@ _FOREIGN: Final = {
     "--uvicorn-log-level": _Foreign("--log-level is for all.", _any),
     "--load-format": _Foreign("weights are read as they are stored.", {"auto", "safetensors"}.__contains__),
     "--tokenizer-mode": _Foreign("every tokenizer is a fast one.", {"auto", "hf"}.__contains__),
+    "--enable-tokenizer-info-endpoint": _Foreign("/tokenizer_info comes with --operator-routes."),
     "--seed": _Foreign("nothing here is random.", _any),
+    "--enable-flash-late-interaction": _Foreign(_ONE_MAXSIM),
+    "--no-enable-flash-late-interaction": _Foreign(_ONE_MAXSIM),
 }
+_OUR_DTYPES: Final = {"half": "float16", "float": "float32"}
+"""vLLM's other words for a type."""
 
 
 def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -91,9 +98,13 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             if foreign.accepts is not None:
                 _check(name, value if has_value else next(words, ""), foreign)
             warnings.append(f"{name} has no effect: {foreign.reason}")
-        else:
+        elif has_value:
             dot = "." if key else ""
-            left.append(f"{name}{dot}{key}{'=' if has_value else ''}{value}")
+            left.append(f"{name}{dot}{key}={_OUR_DTYPES.get(value, value) if name == '--dtype' else value}")
+        else:
+            left.append(f"{name}.{key}" if key else name)
+            if name == "--dtype":
+                left += [_OUR_DTYPES.get(value, value) for value in itertools.islice(words, 1)]
     for name, fields in dotted.items():
         if any(word == name or word.startswith(f"{name}=") for word in left):
             raise UsageError(f"{name}: give all of it as JSON, or all of it by dots, as {name}.{next(iter(fields))}")

@@ -6,6 +6,7 @@ hold `document` unasked: vLLM, Jina and SGLang return it, Cohere and Voyage do n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -75,6 +76,20 @@ class RerankRequest(PairBody):
             "cut it to fit."
         ),
     )
+
+    instruct: str | None = Field(None, description="SGLang's name of `instruction`, which wins.")
+
+    def wanted_instruction(self) -> str | None:
+        """Returns the instruction of the request, in whichever place it stands."""
+        wanted = super().wanted_instruction()
+        return wanted if wanted or self.instruct is None else self.instruct
+
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody: the instruction is named as the request did."""
+        names = dict(super().field_names())
+        if self.instruct is not None and self.wanted_instruction() is self.instruct:
+            names["instruction"] = "instruct"
+        return names
 
     def texts(self) -> list[str]:
         """Returns what is to be ranked of each document; see `document_texts`."""

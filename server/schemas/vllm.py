@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
@@ -146,6 +146,44 @@ class DetokenizeResponse(BaseModel):
     """Answer of POST /detokenize."""
 
     prompt: str = Field(description="The text, with special tokens as they are spelled.")
+
+
+class TokenizerInfo(BaseModel):
+    """Answer of GET /tokenizer_info: what tokenizer_config.json holds, special tokens and chat template among it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str = Field(examples=["BertTokenizer"])
+
+
+class ResolvedField(BaseModel):
+    """What was resolved of a model, and the file and key that it was read from."""
+
+    value: str
+    source: str
+
+
+class ServerInfo(BaseModel):
+    """Answer of GET /server_info."""
+
+    version: str = Field(examples=["0.1.0"])
+    settings: dict[str, JsonValue] = Field(description="Flags by their names, without API keys and other secrets.")
+    models: dict[str, dict[str, ResolvedField]] = Field(description="By shown name.")
+    system: dict[str, JsonValue] = Field(description="Python, machine and cores.")
+
+
+class ClearedPrefixes(BaseModel):
+    """What POST /reset_prefix_cache did to one model."""
+
+    prefix_caching: bool = Field(description="False: the model keeps no prefixes, or prefix caching is off.")
+    cleared_blocks: int = Field(description="Blocks that the cache held.")
+
+
+class PrefixCacheReset(BaseModel):
+    """Answer of POST /reset_prefix_cache, when it has happened."""
+
+    success: bool
+    models: dict[str, ClearedPrefixes] = Field(description="By shown name.")
 
 
 class Load(BaseModel):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
+import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ CHATML = """{%- for message in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What holds back the <water>?"}]
+KEY = "key-of-this-server"
 OTHER = [{"role": "user", "content": "naïve café"}]
 
 
@@ -57,8 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def http(launch: Any, folder: Path) -> Any:
-    server = launch(str(folder), "--dtype", "float32", "--served-model-name", "chat")
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    flags = ("--operator-routes", "--api-key", KEY, "--chunk-size", "64")
+    server = launch(str(folder), "--dtype", "float32", "--served-model-name", "chat", *flags)
+    with httpx.Client(base_url=server.url, timeout=60, headers={"authorization": f"Bearer {KEY}"}) as client:
         yield client
     server.stop()
 
@@ -130,3 +135,73 @@ def test_what_the_template_refuses(http: httpx.Client) -> None:
     response = http.post("/v1/embeddings", json={"messages": [{"role": "user", "content": None}]})
     assert response.status_code == 400
     assert "chat template does not take these messages" in response.json()["message"]
+
+
+# What operators ask for
+
+
+def test_tokenizer_info_is_what_transformers_loads(http: httpx.Client, reference: Any, folder: Path) -> None:
+    info = http.get("/tokenizer_info").json()
+    assert info["tokenizer_class"] == type(reference).__name__
+    assert (info["eos_token"], info["pad_token"]) == ("<|im_end|>", "<|endoftext|>")
+    assert info["chat_template"] == CHATML
+    assert str(folder) not in json.dumps(info)
+    assert http.get("/tokenizer_info", params={"model": "chat"}).json() == info
+    assert http.get("/tokenizer_info", params={"model": "none"}).status_code == 404
+
+
+def test_server_info_tells_no_secret(http: httpx.Client) -> None:
+    response = http.get("/server_info")
+    info = response.json()
+    assert KEY not in response.text
+    assert info["settings"]["operator_routes"] is True
+    assert "api_key" not in info["settings"]
+    assert info["models"]["chat"]["max_model_len"]["value"] == "256"
+    assert info["version"] == http.get("/version").json()["version"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/tokenizer_info"), ("GET", "/server_info"), ("POST", "/reset_prefix_cache")]
+)
+def test_operators_need_a_key(http: httpx.Client, method: str, path: str) -> None:
+    assert httpx.request(method, f"{http.base_url}{path}").status_code == 401
+
+
+def hit_tokens(http: httpx.Client) -> int:
+    """Prompt tokens that came from the prefix cache so far."""
+    text = http.get("/metrics").text
+    (value,) = re.findall(r"^penstock_engine_prefix_hit_tokens_total\{.*\} ([0-9.e+]+)$", text, re.MULTILINE)
+    return int(float(value))
+
+
+def cached_tokens(http: httpx.Client, text: str) -> int:
+    before = hit_tokens(http)
+    post(http, "/v1/embeddings", input=text)
+    return hit_tokens(http) - before
+
+
+def test_no_token_of_a_prompt_is_cached_after_a_reset(http: httpx.Client) -> None:
+    text = "A dam holds back the water. " * 8
+    post(http, "/v1/embeddings", input=text)
+    assert cached_tokens(http, text) == 224
+    answer = http.post("/reset_prefix_cache").json()
+    assert answer["success"] is True
+    assert answer["models"]["chat"]["prefix_caching"] is True
+    assert answer["models"]["chat"]["cleared_blocks"] >= 14
+    assert cached_tokens(http, text) == 0
+    assert cached_tokens(http, text) == 224
+
+
+def test_resets_hurt_no_request_that_runs(http: httpx.Client) -> None:
+    texts = [f"{'A gate holds the water. ' * 9}{i}" for i in range(4)]
+    expected = [row["embedding"] for row in post(http, "/v1/embeddings", input=texts)["data"]]
+
+    def ask(_: int) -> Any:
+        return [row["embedding"] for row in post(http, "/v1/embeddings", input=texts)["data"]]
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = pool.map(ask, range(24))
+        for _ in range(20):
+            assert http.post("/reset_prefix_cache").status_code == 200
+        for answer in answers:
+            np.testing.assert_allclose(answer, expected, atol=1e-5)

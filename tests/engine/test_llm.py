@@ -60,6 +60,20 @@ def test_a_prompt_has_many_forms(llm: LLM) -> None:
             llm.embed(wrong)  # type: ignore[arg-type]
 
 
+def test_each_input_may_have_parameters_of_its_own(llm: LLM) -> None:
+    each = [PoolingParams(normalize=False), PoolingParams(), PoolingParams(normalize=False)]
+    alone = [llm.embed(prompt, pooling_params=own)[0] for prompt, own in zip(PROMPTS, each, strict=True)]
+    for outputs in (llm.embed(PROMPTS, pooling_params=each), llm.encode(PROMPTS, each, pooling_task="embed")):
+        for output, expected in zip(outputs, alone, strict=True):
+            vector = getattr(output.outputs, "embedding", None)
+            vector = output.outputs.data if vector is None else vector  # type: ignore[union-attr]
+            np.testing.assert_allclose(vector, expected.outputs.embedding, atol=1e-5)
+            assert output.num_tokens == expected.num_tokens
+    for wrong in (each[:2], []):
+        with pytest.raises(InvalidRequestError, match=f"There are {len(wrong)} pooling_params for 3 inputs"):
+            llm.encode(PROMPTS, wrong)
+
+
 def test_score(llm: LLM) -> None:
     outputs = llm.score("What holds back the water?", ["A dam.", "A song."])
     vectors = [output.outputs.embedding for output in llm.embed(["What holds back the water?", "A dam.", "A song."])]

@@ -86,6 +86,8 @@ class FakeEngine:
         self.chat_template: str | None = CHAT_TEMPLATE
         self.failure: Exception | None = None
         self.gate: asyncio.Event | None = None
+        self.tokenizer_config = {"tokenizer_class": "FakeTokenizer", "unk_token": "?"}
+        self.cached_blocks: int | None = None
         self.entered = asyncio.Event()
         self.was_cancelled = False
         self.is_closed = False
@@ -221,6 +223,9 @@ class FakeEngine:
 
     async def detokenize(self, batches, *, skip_special_tokens=True):
         return [" ".join(f"t{token_id}" for token_id in ids) for ids in batches]
+
+    async def clear_prefixes(self) -> int | None:
+        return self.cached_blocks
 
     async def _enter(self, name: str, *arguments: object) -> None:
         self.calls.append((name, arguments))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,8 @@ from .token_marks import find_marks, register_markers
 logger = logging.getLogger("penstock.engine")
 
 _SAMPLE: Final = "One short text to begin with."
+_OF_FILES: Final = {"vocab_file", "merges_file", "tokenizer_file", "name_or_path", "is_local", "local_files_only"}
+"""What transformers adds to the settings of a tokenizer: where its files lie."""
 
 
 def load_tokenizer(
@@ -102,7 +105,30 @@ def load_tokenizer(
         chat_template=chat_template_of(tokenizer),
         marks=find_marks(tokenizer, info),
         end_id=_end_id(tokenizer, info.vocab_size),
+        config=_config(tokenizer),
     )
+
+
+def _config(tokenizer: Any) -> dict[str, Any]:
+    """Returns what a tokenizer was made of, without the places of its files, and with the chat template in use.
+
+    The number that stands for a model_max_length which nobody knows is more than a message can hold: it is left out.
+    """
+    config = {name: _plain(value) for name, value in tokenizer.init_kwargs.items() if name not in _OF_FILES}
+    if tokenizer.model_max_length >= 2**63:
+        config.pop("model_max_length", None)
+    if tokenizer.chat_template:
+        config["chat_template"] = _plain(tokenizer.chat_template)
+    return {**config, "tokenizer_class": type(tokenizer).__name__}
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON has it; an added token is its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _end_id(tokenizer: Any, vocab_size: int) -> int | None:

@@ -60,7 +60,7 @@ def _checked_ids(ids: list[int]) -> list[int]:
     if lowest < -json_schema.MAX_INTEGER or highest > json_schema.MAX_INTEGER:
         raise ValueError("holds a number that is out of range: no model has such a token id")
     if lowest < 0:
-        raise ValueError(f"holds {lowest}, which is no token id: they count from 0")
+        raise ValueError(f"holds the token id {lowest}, which is out of vocabulary: ids count from 0")
     return ids
 
 

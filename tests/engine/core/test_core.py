@@ -14,7 +14,18 @@ from penstock.engine.core import core as core_module
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, ForwardTime
 from penstock.engine.protocol.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.protocol.messages import Cancel, LoadFailed, Ready, RequestTime, RowHeader, Rows, StepLoad, Submit
+from penstock.engine.protocol.messages import (
+    Cancel,
+    ClearPrefixes,
+    LoadFailed,
+    PrefixesCleared,
+    Ready,
+    RequestTime,
+    RowHeader,
+    Rows,
+    StepLoad,
+    Submit,
+)
 from penstock.engine.scheduling import Chunk, QueuedSequence
 
 from .fake_runner import PARAMS, ROWS, FakeRunner, Steps, named, pool
@@ -162,6 +173,32 @@ def test_what_is_found_of_a_prefix_does_not_run_again() -> None:
     assert steps.answers == {1: {0: [50.0]}, 2: {0: [50.0]}}
     use = steps.cache_use
     assert (use.prefix_queried_tokens_total, use.prefix_hit_tokens_total) == (98, 48)
+
+
+def test_a_prefix_cache_that_is_cleared_amid_a_prompt_is_empty_after_it_too() -> None:
+    runner = FakeRunner(pool(prefixes=True))
+    steps = Steps(runner, chunk_size=32)
+    steps.submit(1, 50)
+    steps.run_all()
+    steps.submit(2, 150)
+    steps.run()
+    assert steps.cache_use.prefix_hit_tokens_total == 48
+    steps.core.receive([ClearPrefixes(7)])
+    assert steps.messages[-1] == PrefixesCleared(7, 3 + 2)
+    steps.run_all()
+    steps.submit(3, 150)
+    steps.run_all()
+    assert steps.cache_use.prefix_hit_tokens_total == 48
+    assert steps.answers == {1: {0: [50.0]}, 2: {0: [150.0]}, 3: {0: [150.0]}}
+    steps.submit(4, 150)
+    steps.run_all()
+    assert steps.cache_use.prefix_hit_tokens_total == 48 + 144
+
+
+def test_without_a_prefix_cache_there_is_none_to_clear() -> None:
+    steps = Steps(FakeRunner())
+    steps.core.receive([ClearPrefixes(1)])
+    assert steps.messages[-1] == PrefixesCleared(1, None)
 
 
 def test_one_receive_takes_several_messages_in_their_order() -> None:

@@ -14,9 +14,12 @@ from penstock.engine.frontend.dispatcher import Arrays, Dispatcher
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.messages import (
     Cancel,
+    ClearPrefixes,
+    Command,
     Failed,
     Frame,
     Outgoing,
+    PrefixesCleared,
     RequestTime,
     RowHeader,
     Rows,
@@ -36,14 +39,14 @@ class Core:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.num_sends = 0
-        self.sent: list[Submit | Cancel] = []
+        self.sent: list[Command] = []
         self.frames: list[Frame] = []
         dispatcher.connect(self.send)
 
     def send(self, items: list[Outgoing]) -> None:
         self.num_sends += 1
         for item in items:
-            if isinstance(item, Submit | Cancel):
+            if isinstance(item, Command):
                 self.sent.append(item)
             else:
                 self.frames.append(item)
@@ -327,6 +330,40 @@ async def test_a_lost_core_fails_what_is_under_way_and_refuses_the_rest(dispatch
     again = await begin(dispatcher, 5)
     assert not again.done()
     assert dispatcher.stats.num_tokens == 5
+
+
+@pytest.mark.parametrize("num_blocks", [7, 0, None])
+async def test_the_prefix_cache_is_empty_when_the_core_says_so(
+    dispatcher: Dispatcher, core: Core, num_blocks: int | None
+) -> None:
+    clearing = asyncio.create_task(dispatcher.clear_prefixes())
+    await asyncio.sleep(0.01)
+    (message,) = core.sent
+    assert isinstance(message, ClearPrefixes)
+    assert not clearing.done()
+    for request_id in (message.request_id, message.request_id, 99):  # an answer to nobody is no error
+        dispatcher.receive_cleared(PrefixesCleared(request_id, num_blocks))
+    assert await clearing == num_blocks
+    dispatcher.receive_cleared(PrefixesCleared(message.request_id, 1))
+
+
+async def test_a_lost_core_clears_nothing(dispatcher: Dispatcher, core: Core) -> None:
+    clearing = asyncio.create_task(dispatcher.clear_prefixes())
+    await asyncio.sleep(0.01)
+    dispatcher.disconnect("the engine process 7 ended with signal 9")
+    with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
+        await clearing
+    with pytest.raises(errors.EngineUnavailableError, match="not running"):
+        await dispatcher.clear_prefixes()
+
+
+async def test_a_clearing_that_cannot_be_sent_fails(dispatcher: Dispatcher) -> None:
+    def refuse(items: list[Outgoing]) -> None:
+        raise OverflowError("no message can hold it")
+
+    dispatcher.connect(refuse)
+    with pytest.raises(errors.ModelExecutionError, match="could not be sent"):
+        await dispatcher.clear_prefixes()
 
 
 async def test_what_a_lost_core_was_to_be_sent_is_sent_to_nobody(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.engine.protocol.errors import InvalidSlot
-from penstock.engine.sequence_pool import Allocation, KvCachePool, PrefixCache, block_keys
+from penstock.engine.sequence_pool import Allocation, KvCachePool, NullAllocator, PrefixCache, block_keys
 
 from .texts import BLOCK_SIZE, found, keys_of, keys_of_blocks, kv_allocator, run, start
 
@@ -130,11 +130,40 @@ def test_a_reader_keeps_what_is_forgotten_until_it_ends() -> None:
     assert allocator.usage == 4 / 8
 
 
+def test_what_a_cleared_cache_held_is_found_no_more_and_its_readers_leave_nothing() -> None:
+    allocator = kv_allocator()
+    run(allocator, "a", "xy")
+    reader = start(allocator, "b", "xyz")
+    twin = start(allocator, "c", "xyw", readable=0)
+    allocator.commit(twin, 8)
+    assert (reader.num_cached_tokens, list(twin.twins)) == (8, [0, 1])
+    assert allocator.clear_prefixes() == 2
+    assert found(allocator, "xyz") == 0
+    allocator.commit(reader, 13)
+    allocator.commit(twin, 13)
+    assert found(allocator, "xyz") == found(allocator, "xyw") == 0
+    for allocation in (reader, twin):
+        allocator.release(allocation)
+    assert allocator.prefixes is not None
+    assert allocator.pool.kv is not None
+    assert (allocator.prefixes.num_cached, allocator.pool.kv.num_free) == (0, 8)
+    run(allocator, "d", "xy")
+    assert found(allocator, "xy") == 2
+    assert allocator.clear_prefixes() == 2
+    assert allocator.pool.kv.num_free == 8
+    assert allocator.num_evicted_blocks == 0
+
+
+def test_an_allocator_without_prefixes_has_none_to_clear() -> None:
+    assert kv_allocator(enable_prefix_caching=False).clear_prefixes() is None
+    assert NullAllocator().clear_prefixes() is None
+
+
 TEXTS = ["x", "xy", "xyz", "xyzw", "xv", "xvz", "y", "yz"]
 events = st.one_of(
     st.tuples(st.just("start"), st.sampled_from(TEXTS)),
     st.tuples(st.just("commit"), st.integers(0, 99)),
-    st.tuples(st.sampled_from(["end", "end and forget"]), st.integers(0, 99)),
+    st.tuples(st.sampled_from(["end", "end and forget", "clear"]), st.integers(0, 99)),
 )
 
 
@@ -149,11 +178,15 @@ def test_the_longest_prefix_without_a_gap_is_found(history: list[tuple[str, str 
     for number, (event, argument) in enumerate(history):
         if isinstance(argument, str):
             running.append(start(allocator, number, argument))
+        elif event == "clear":
+            allocator.clear_prefixes()
+            known = {}
         elif running and event == "commit":
             allocation = running[argument % len(running)]
             num_tokens = argument % (allocation.num_tokens + 1)
             allocator.commit(allocation, num_tokens)
-            for i in range(allocation.num_cached_tokens // BLOCK_SIZE, num_tokens // BLOCK_SIZE):
+            computed_blocks = range(allocation.num_cached_tokens // BLOCK_SIZE, num_tokens // BLOCK_SIZE)
+            for i in computed_blocks if allocation.keys else ():
                 known.setdefault(allocation.keys[i], allocation.block_ids[i])
         elif running:
             allocation = running.pop(argument % len(running))

@@ -111,6 +111,12 @@ class Traffic(RuleBasedStateMachine):
         self.check_content(request_id, allocation.num_cached_tokens)
         return allocation.num_cached_tokens
 
+    @rule()
+    def clear_prefixes(self) -> None:
+        self.allocator.clear_prefixes()
+        for token_ids in self.prompts.values():
+            assert self.allocator.find(block_keys(token_ids, BLOCK_SIZE, b""), len(token_ids)) == 0
+
     @precondition(lambda self: self.running)
     @rule(number=st.integers(0, 99), step_s=st.floats(0, 1))
     def complete(self, number: int, step_s: float) -> None:

@@ -36,6 +36,13 @@ def test_settings_by_dots_become_their_json(is_joined: bool) -> None:
     assert warnings == []
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_types_by_vllms_other_words(theirs: str, ours: str) -> None:
+    assert translated(["serve", "--dtype", theirs, "half"]) == (["serve", "--dtype", ours, "half"], [])
+    assert translated([f"--dtype={theirs}", "--api-key", theirs]) == ([f"--dtype={ours}", "--api-key", theirs], [])
+    assert translated(["serve", "--dtype"]) == (["serve", "--dtype"], [])
+
+
 def test_settings_by_dots_and_as_json_are_too_much() -> None:
     with pytest.raises(UsageError, match=r"^--pooler-config: .*--pooler-config\.task"):
         translated(["serve", "--pooler-config", "{}", "--pooler-config.task", "embed"])
@@ -43,7 +50,7 @@ def test_settings_by_dots_and_as_json_are_too_much() -> None:
 
 def test_what_has_no_meaning_here_is_left_out_with_a_warning() -> None:
     words = ["serve", "--runner", "pooling", "--enforce-eager", "--gpu_memory_utilization=0.4", "M", "--convert=embed"]
-    left, warnings = translated([*words, "--tensor-parallel-size", "1"])
+    left, warnings = translated([*words, "--tensor-parallel-size", "1", "--no-enable-flash-late-interaction"])
     assert left == ["serve", "M"]
     assert [warning.split()[0] for warning in warnings] == [
         "--runner",
@@ -51,6 +58,7 @@ def test_what_has_no_meaning_here_is_left_out_with_a_warning() -> None:
         "--gpu-memory-utilization",
         "--convert",
         "--tensor-parallel-size",
+        "--no-enable-flash-late-interaction",
     ]
     assert all(warning.endswith(".") and " has no effect: " in warning for warning in warnings)
 

@@ -188,6 +188,7 @@ WRONG_BODIES = [
     ("late chunking", {"input": "a", "late_chunking": "often"}, "late_chunking", "'often'"),
     ("truncation side", {"input": "a", "truncation_side": "up"}, "truncation_side", "'up'"),
     ("out of vocabulary", {"input": [5000]}, "input", "out of vocabulary"),
+    ("a negative token id", {"input": [-1]}, "input", "-1, which is out of vocabulary"),
 ]
 
 

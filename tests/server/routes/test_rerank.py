@@ -3,6 +3,7 @@
 import httpx
 import pytest
 
+from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.server.schemas.rerank import RerankRequest
 
 DOCUMENTS = ["one red", "one two three red", "blue", "one two red"]
@@ -178,8 +179,18 @@ async def test_the_instruction_reaches_the_engine(
     body = {"query": QUERY, "documents": DOCUMENTS, "instruction": instruction}
     assert (await client.post(path, json=body)).status_code == 200
     assert engine.calls[-1][1][3].instruction == instruction
+    answer = await client.post(path, json={**body, "instruct": "Find the blue one."})
+    assert answer.status_code == 200
+    assert engine.calls[-1][1][3].instruction == (instruction or "Find the blue one.")
     wrong = await client.post(path, json={**body, "instruction": 3})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "instruction")
+
+
+@pytest.mark.parametrize("name", ["instruction", "instruct"])
+async def test_an_error_names_the_instruction_as_the_request_does(client: httpx.AsyncClient, engine, name: str) -> None:
+    engine.failure = InvalidRequestError("No instruction, please.", param="instruction")
+    response = await client.post("/rerank", json={"query": QUERY, "documents": DOCUMENTS, name: "Find it."})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
 
 async def test_the_query_is_cut_first_where_a_request_says_so(client: httpx.AsyncClient, engine) -> None:

@@ -30,9 +30,10 @@ def word_level(first_id: int, *, unknown: str | None = None) -> Tokenizer:
     return tokenizer
 
 
-def load(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> TokenizerSpec:
+def load(folder: Path, tokenizer: Tokenizer, vocab_size: int, **settings: object) -> TokenizerSpec:
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     config = {"model_type": "bert", "architectures": ["BertModel"], "hidden_size": 8, "num_attention_heads": 2}
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
     return load_tokenizer(resolve_model(EngineConfig(model=str(folder))))
@@ -49,6 +50,18 @@ def test_the_first_text_holds_no_token_that_the_model_lacks(tmp_path: Path) -> N
     assert load(tmp_path, word_level(3), 10).sample_ids == (1, *range(3, 10))
     assert load(tmp_path, word_level(3), 6).sample_ids == (1, 3, 4, 5)
     assert load(tmp_path, word_level(100), 6).sample_ids == (1,)
+
+
+def test_the_config_is_what_the_tokenizer_was_made_of_without_the_places_of_its_files(tmp_path: Path) -> None:
+    settings = {"unk_token": "<unk>", "bos_token": {"content": "<s>", "__type": "AddedToken"}, "model_max_length": 9}
+    tokenizer = load(tmp_path, word_level(3), 10, **settings).config
+    assert tokenizer["tokenizer_class"] in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    assert (tokenizer["unk_token"], tokenizer["bos_token"], tokenizer["model_max_length"]) == ("<unk>", "<s>", 9)
+    assert str(tmp_path) not in json.dumps(tokenizer)
+    assert "chat_template" not in tokenizer
+    endless = load(tmp_path, word_level(3), 10, chat_template="{{ messages }}", model_max_length=int(1e30)).config
+    assert endless["chat_template"] == "{{ messages }}"
+    assert "model_max_length" not in endless
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
