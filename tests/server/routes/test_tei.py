@@ -113,7 +113,7 @@ async def test_embed_all_gives_a_row_per_token(client: httpx.AsyncClient, engine
 
 
 async def test_an_answer_of_too_many_numbers_is_refused(client: httpx.AsyncClient, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.answers.limits.MAX_TOKEN_VALUES", 10)
+    monkeypatch.setattr("penstock.server.answers.room.MAX_ANSWER_BYTES", 10)
     response = await client.post("/embed_all", json={"inputs": ["a b"]})
     assert (response.status_code, response.json()["param"]) == (422, "inputs")
 
