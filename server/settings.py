@@ -101,14 +101,26 @@ def _origins(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
+def _url(value: str) -> str:
+    if not re.match(r"https?://[^\s/]", value):
+        raise ValueError("must begin with http:// or https:// and name a host")
+    return value
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise ValueError("must be auto, cpu, cuda or cuda:N, such as cuda:1")
+    return value
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
 Origins = Annotated[Names, AfterValidator(_origins)]
 Keys = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_keys)]
 Seconds = Annotated[NonNegativeFloat, Field(allow_inf_nan=False)]
 Bytes = Annotated[ByteSize, WrapValidator(_size), Field(gt=0)]
 ServedNames = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_served_names)]
-Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+Url = Annotated[str, AfterValidator(_url)]
+Device = Annotated[str, AfterValidator(_device)]
 
 
 def _config(kind: type[Config], given: dict[str, Any]) -> Config:
@@ -122,13 +134,13 @@ class EngineSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="ignore", frozen=True)
 
     model: str | None = Field(None, description="Local folder or hub id. Default: the embedded all-MiniLM-L6-v2.")
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
-    device: Device = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id; default: its main branch.")
+    device: Device = Field("auto", description="Where the model runs. auto: on a GPU where there is one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Type of weights and products. auto: bfloat16 where it is measured to be faster, else float32.",
+        description="Type of weights and products. auto: bfloat16 where that is measured to be faster, else float32.",
     )
-    max_model_len: PositiveInt | None = Field(None, description="Tokens. Longest input; default: the model's own.")
+    max_model_len: PositiveInt | None = Field(None, description="Longest input; default: the model's own.")
     auto_truncate: bool = Field(False, description="Cut over-long inputs instead of refusing them.")
     empty_input: Literal["embed", "error"] = Field(
         "embed",
@@ -169,21 +181,23 @@ class EngineSettings(BaseSettings):
         None,
         description=(
             "Memory of models that look back only, for inputs that run in chunks and for cached prefixes, such as 2GiB "
-            "or 500MB. Where it holds fewer tokens than the model's longest input, inputs are limited to what it holds."
+            "or 500MB; default: --cache-memory-fraction of what is free. Where it holds fewer tokens than the model's "
+            "longest input, inputs are limited to what it holds."
         ),
     )
     cache_memory_fraction: float = Field(
-        0.25, gt=0, le=1, description="Share of the free memory that it takes where --kv-cache-memory is not given."
+        0.25, gt=0, le=1, description="Share of the free memory for --kv-cache-memory."
     )
     kv_block_size: PositiveInt = Field(16, description="Tokens of a block of that memory.")
     enable_prefix_caching: bool = Field(True, description="Reuse what inputs that begin alike have in common.")
     pooler_config: Annotated[PoolerConfig, NoDecode, PlainValidator(_pooler_config)] = Field(
-        PoolerConfig(), description='JSON. Pooler settings, such as {"pooling_type": "CLS", "normalize": false}.'
+        PoolerConfig(),
+        description='Such as {"pooling_type": "CLS", "normalize": false}; default: what the model\'s files say.',
     )
     hf_overrides: Annotated[dict[str, Any], NoDecode, BeforeValidator(json_object)] = Field(
         {},
         description=(
-            "JSON. Values laid over the model's config.json. A language model becomes a reranker with "
+            "Values laid over the model's config.json. A language model becomes a reranker with "
             '{"classifier_from_token": ["no", "yes"]}, and reads pairs in the prompt of {"score_template": {"parts": '
             '["...{instruction}...", "{query}...{document}", "..."], "instruction": "..."}} or of a known reranker: '
             '{"score_template": "qwen3-reranker"}.'
@@ -196,9 +210,7 @@ class EngineSettings(BaseSettings):
     num_threads: PositiveInt | None = Field(None, description="CPU threads of the forward; default: all cores.")
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         "auto",
-        description=(
-            "What computes on a CPU. auto: the native kernels where they are built and know the model, torch elsewhere."
-        ),
+        description="What computes on a CPU. auto: native kernels that are built and know the model, else torch.",
     )
     tokenizer_workers: PositiveInt = Field(2, description="Threads that tokenize.")
     in_process: bool = Field(False, description="Run the engine in this process instead of a supervised one.")
@@ -228,11 +240,10 @@ class ServerSettings(EngineSettings):
     host: str = Field("0.0.0.0", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     served_model_name: ServedNames = Field(
-        (), description="Names under which the model is served, separated by commas; the first one is shown."
+        (),
+        description="Names under which the model is served; the first one is shown. Default: its own.",
     )
-    api_key: Keys = Field(
-        (), repr=False, description="Keys that data routes require, separated by commas. Default: open."
-    )
+    api_key: Keys = Field((), repr=False, description="Keys that data routes require. Default: open.")
     api_key_file: Path | None = Field(
         None, description="File of more keys, one a line; # begins a comment line. It is read again when it changes."
     )
@@ -245,7 +256,7 @@ class ServerSettings(EngineSettings):
     ssl_keyfile: Path | None = Field(
         None, description="PEM file of its private key, without a password; default: in --ssl-certfile."
     )
-    max_body_bytes: PositiveInt = Field(64 * 1024 * 1024, description="Bytes. Largest request body.")
+    max_body_bytes: PositiveInt = Field(64 * 1024 * 1024, description="Largest request body.")
     max_json_values: PositiveInt = Field(
         2_000_000,
         description=(
@@ -254,10 +265,7 @@ class ServerSettings(EngineSettings):
     )
     answer_memory: Bytes = Field(
         ByteSize(512 * 1024 * 1024),
-        description=(
-            "Memory of all answers under way, such as 2GiB; while slow readers fill it, requests for large answers are "
-            "refused with 429 before the model runs."
-        ),
+        description="Memory of all answers under way; while it is full, requests for large ones are refused with 429.",
     )
     max_inputs_per_request: PositiveInt = Field(4096, description="Texts, documents or pairs in one request.")
     request_timeout_s: Seconds = Field(
@@ -286,8 +294,12 @@ class EmbedSettings(EngineSettings):
     output: str = Field(description="File to write: .parquet, .jsonl or .npy.")
     overwrite: bool = Field(False, description="Replace an output that exists.")
     field: str = Field("text", description="JSONL or Parquet field that holds the text.")
-    batch_size: PositiveInt = Field(512, description="Rows in flight at once: the most that a killed run loses.")
-    dimensions: PositiveInt | None = Field(None, description="Width of the embeddings (Matryoshka).")
+    batch_size: PositiveInt = Field(
+        512, description="Rows in flight at once; a killed run loses none that was answered."
+    )
+    dimensions: PositiveInt | None = Field(
+        None, description="Width of the embeddings (Matryoshka); default: the model's own."
+    )
     normalize: bool | None = Field(None, description="L2-normalise; default: as the model's files say.")
     prompt_name: str | None = Field(None, description="Named prompt of the model that is put before every text.")
 

@@ -480,6 +480,16 @@ SPLADE = {
 }
 
 
+async def test_a_sparse_vector_that_is_larger_than_expected_takes_more_room(serving, make_engine, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.server.answers.sizes.EXPECTED_ENTRIES", 2)
+    monkeypatch.setattr("penstock.server.answers.room.MAX_ANSWER_BYTES", 100)
+    async with serving(make_engine(**SPLADE)) as client:
+        assert (await client.post("/embed_sparse", json={"inputs": ["a b"]})).status_code == 200
+        refused = await client.post("/embed_sparse", json={"inputs": ["a b c"]})
+    assert refused.status_code == 422
+    assert "the limit is 100" in refused.json()["error"]
+
+
 @pytest.mark.parametrize("path", ["/embed_sparse", "/"])
 async def test_embed_sparse_gives_the_entries_that_are_not_zero(serving, make_engine, path: str) -> None:
     engine = make_engine(**SPLADE)

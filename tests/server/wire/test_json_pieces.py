@@ -163,6 +163,15 @@ async def test_room_is_held_until_the_answer_has_gone(serving, engine) -> None:
         ("/pooling", {"input": ["a b"], "task": "token_embed"}),
         ("/embed_all", {"inputs": ["a b"]}),
         ("/v1/encode", {"input": ["a b"], "outputs": ["dense", "multi_vector"]}),
+        *((path, {"input": ["a"]}) for path in ("/v1/embeddings", "/pooling", "/api/embed")),
+        *((path, {"inputs": ["a"]}) for path in ("/embed", "/")),
+        *((path, {"texts": ["a"]}) for path in ("/v1/embed", "/v2/embed")),
+        *(("/classify", {field: ["a"], "labels": ["b", "c"]}) for field in ("input", "inputs")),
+        ("/classify", {"input": ["a"], "labels": ["b", "c"], "raw_scores": False}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/v2/rerank", {"query": "a", "documents": ["b"]}),
+        ("/rerank", {"query": "a", "texts": ["b"]}),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
     ],
 )
 async def test_too_large_an_answer_is_refused_before_the_model_runs(
@@ -173,6 +182,30 @@ async def test_too_large_an_answer_is_refused_before_the_model_runs(
     assert answer.status_code in (400, 422)
     assert "the limit is 10. Send fewer inputs at once." in answer.text
     assert not engine.calls
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"documents": ["b" * 600]}, 400),
+        ({"documents": [{"text": "b", "more": ["c" * 600]}]}, 400),
+        ({"documents": ["b" * 250] * 3}, 400),
+        ({"documents": ["b" * 250] * 3, "top_n": 1}, 200),
+        ({"documents": ["b" * 250], "top_k": None, "return_documents": True}, 400),
+        ({"documents": ["b" * 600], "return_documents": False}, 200),
+        ({"texts": ["b" * 600], "return_text": True}, 422),
+        ({"texts": ["b" * 600]}, 200),
+    ],
+)
+async def test_documents_are_counted_where_they_are_returned(
+    client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch, body: dict, status: int
+) -> None:
+    monkeypatch.setattr("penstock.server.answers.room.MAX_ANSWER_BYTES", 600)
+    answer = await client.post("/rerank", json={"query": "a", **body})
+    assert answer.status_code == status
+    if status != 200:
+        assert "set return_documents to false" in answer.text or "leave return_text out" in answer.text
+        assert not engine.calls
 
 
 @pytest.mark.parametrize(
