@@ -20,6 +20,7 @@ from .conftest import MIB, Launch, Server
 from .test_dense_bodies import MAX_STALL_S, report, watching
 
 pytestmark = pytest.mark.slow
+_MODULES = "sentence_transformers.models"
 SLOW_S = 100
 """How long an honest reader takes: much longer than anybody may be silent."""
 
@@ -206,8 +207,14 @@ def test_classes_that_the_request_names(small_server: Server, form: dict[str, ob
 def test_rows_for_tokens_and_sparse_vectors(
     launch: Launch, small_model: Callable[..., Path], class_name: str, path: str, body: object
 ) -> None:
-    labels = {"num_labels": 20} if class_name == "BertForTokenClassification" else {}
-    server = launch("--answer-memory", "40MB", model=small_model(class_name, **labels))
+    model = small_model(class_name, num_labels=20)
+    if class_name == "BertForMaskedLM":
+        names = ((0, "", "MLMTransformer"), (1, "1_SpladePooling", "SpladePooling"))
+        modules = [{"idx": i, "name": i, "path": path, "type": f"{_MODULES}.{kind}"} for i, path, kind in names]
+        (model / "modules.json").write_text(json.dumps(modules))
+        (model / "1_SpladePooling").mkdir()
+        (model / "1_SpladePooling" / "config.json").write_text('{"pooling_strategy": "max"}')
+    server = launch("--answer-memory", "40MB", model=model)
     with watching(server) as seen:
         began_s = time.monotonic()
         clients, statuses = slow_readers(server, path, body, 8)
