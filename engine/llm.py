@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from .async_engine import AsyncEngine
 from .frontend.blocking import Call, LoopThread, Output, in_slices
+from .frontend.scoring import check_sides
 from .protocol.config import EngineConfig
 from .protocol.errors import InvalidRequestError
 from .protocol.model_info import ModelInfo
@@ -149,10 +150,7 @@ class LLM:
         """Scores pairs, 1 to 1, 1 to N or N to N; see AsyncEngine.score for how. The rest: see `embed`."""
         left = [queries] if isinstance(queries, str) else list(queries)
         right = [documents] if isinstance(documents, str) else list(documents)
-        if len(left) not in (1, len(right)):
-            raise InvalidRequestError(
-                f"{len(left)} texts cannot be paired with {len(right)}; give 1 to 1, 1 to N or N to N.", param="text_2"
-            )
+        check_sides(left, right)  # before they are sliced
         params = _params(pooling_params, truncate_prompt_tokens)
         options = RequestOptions(instruction=instruction)
 

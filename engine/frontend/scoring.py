@@ -23,6 +23,18 @@ from .similarity import paired_cosine
 Texts = Sequence[str]
 
 
+def check_sides(left: Texts, right: Texts) -> None:
+    """Raises InvalidRequestError unless the texts of both sides make pairs."""
+    if not left or not right:
+        raise InvalidRequestError(
+            "Scoring needs at least one text on each side.", param="text_1" if not left else "text_2"
+        )
+    if len(left) not in (1, len(right)):
+        raise InvalidRequestError(
+            f"{len(left)} texts cannot be paired with {len(right)}; give 1 to 1, 1 to N or N to N.", param="text_2"
+        )
+
+
 class PairScorer:
     """Scores pairs with one model.
 
@@ -39,14 +51,7 @@ class PairScorer:
 
     async def score(self, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions) -> ScoreResult:
         """See AsyncEngine.score."""
-        if not left or not right:
-            raise InvalidRequestError(
-                "Scoring needs at least one text on each side.", param="text_1" if not left else "text_2"
-            )
-        if len(left) not in (1, len(right)):
-            raise InvalidRequestError(
-                f"{len(left)} texts cannot be paired with {len(right)}; give 1 to 1, 1 to N or N to N.", param="text_2"
-            )
+        check_sides(left, right)
         if self._info.kind is ModelKind.CROSS_ENCODER:
             task, score = PoolingTask.SCORE, self._score_jointly
         elif self._info.multi_vector is not None:

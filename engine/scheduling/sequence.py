@@ -191,8 +191,3 @@ class Batch:
     expired: list[Request] = field(default_factory=list)  # their deadline has passed, and they have ended
     preempted: list[tuple[QueuedSequence, Allocation]] = field(default_factory=list)  # wait again; what they gave up
     num_left: int = 0  # sequences that found no place in it
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens. Their sum."""
-        return sum(chunk.num_tokens for chunk in self.chunks)

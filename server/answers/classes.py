@@ -1,4 +1,7 @@
-"""Class scores as the rows that vLLM, Cohere and token classification answer with. Knows no request and no engine."""
+"""Class scores as the rows that vLLM, Cohere and token classification answer with, made while they are written.
+
+Knows no request and no engine.
+"""
 
 from __future__ import annotations
 
@@ -11,45 +14,35 @@ from numpy.typing import NDArray
 from penstock.engine import ClassResult, TokenResult
 
 
-def vllm_rows(result: ClassResult) -> list[dict[str, Any]]:
+def vllm_rows(result: ClassResult) -> Iterator[dict[str, Any]]:
     """Returns vLLM's `data`: the best class and the scores of all, in the order of the model's classes."""
-    return [
-        {
-            "index": i,
-            "label": result.labels[best] if result.labels else None,
-            "probs": scores,
-            "num_classes": len(scores),
-        }
-        for i, (scores, best) in enumerate(zip(result.scores, result.scores.argmax(axis=1).tolist(), strict=True))
-    ]
+    for i, (scores, best) in enumerate(zip(result.scores, result.scores.argmax(axis=1).tolist(), strict=True)):
+        label = result.labels[best] if result.labels else None
+        yield {"index": i, "label": label, "probs": scores, "num_classes": len(scores)}
 
 
 def cohere_rows(
     answer_id: str, inputs: Sequence[str], result: ClassResult, *, is_multi_label: bool
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Returns Cohere's `classifications`. Of several labels those at 0.5 or more are predicted, the best at least."""
-    rows = []
     for i, (text, scores) in enumerate(zip(inputs, result.scores, strict=True)):
         best = int(scores.argmax())
         chosen = [k for k in range(len(scores)) if scores[k] >= 0.5] if is_multi_label else []
         chosen = sorted(chosen, key=lambda k: -scores[k]) or [best]
-        rows.append(
-            {
-                "id": f"{answer_id}-{i}",
-                "input": text,
-                "prediction": result.labels[best],
-                "predictions": [result.labels[k] for k in chosen],
-                "confidence": scores[best],
-                "confidences": [scores[k] for k in chosen],
-                "labels": {name: {"confidence": score} for name, score in zip(result.labels, scores, strict=True)},
-                "classification_type": "multi-label" if is_multi_label else "single-label",
-            }
-        )
-    return rows
+        yield {
+            "id": f"{answer_id}-{i}",
+            "input": text,
+            "prediction": result.labels[best],
+            "predictions": [result.labels[k] for k in chosen],
+            "confidence": scores[best],
+            "confidences": [scores[k] for k in chosen],
+            "labels": {name: {"confidence": score} for name, score in zip(result.labels, scores, strict=True)},
+            "classification_type": "multi-label" if is_multi_label else "single-label",
+        }
 
 
 def token_rows(result: TokenResult, texts: Mapping[int, str]) -> Iterator[dict[str, Any]]:
-    """Returns a row per input with the class of every token, made while they are written.
+    """Returns a row per input with the class of every token.
 
     Args:
         result: Scores and ids of the tokens.

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
-from fastapi import Response
+from fastapi import Request, Response
 from numpy.typing import NDArray
 
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
 from penstock.engine.protocol.vectors import SparseVector
 
-from ..wire.json_route import json_response, sized_json_response
+from .room import json_answer
 
 Scores = NDArray[np.float32]
 
@@ -50,23 +50,18 @@ def probabilities(scores: Scores, model: ModelInfo) -> Scores:
     return scores
 
 
-def prediction_rows(scores: Scores, labels: Sequence[str], top_k: int | None) -> list[list[dict[str, Any]]]:
-    """Returns the classes of each input, best first."""
-    rows = []
+def prediction_rows(scores: Scores, labels: Sequence[str], top_k: int | None = None) -> Iterator[list[dict[str, Any]]]:
+    """Returns the classes of each input, best first, made while they are written."""
     for own in scores:
         best = np.argsort(-own, kind="stable")[: top_k or None]
-        rows.append([{"score": own[i], "label": labels[i]} for i in best.tolist()])
-    return rows
+        yield [{"score": own[i], "label": labels[i]} for i in best.tolist()]
 
 
-def rank_rows(scores: Scores, texts: Sequence[str] | None, top_n: int | None) -> list[dict[str, Any]]:
-    """Returns the places of texts, best first; with `texts`, each holds its own."""
-    best = np.argsort(-scores, kind="stable")[: top_n or None]
-    rows: list[dict[str, Any]] = [{"index": i, "score": scores[i]} for i in best.tolist()]
-    if texts is not None:
-        for row in rows:
-            row["text"] = texts[row["index"]]
-    return rows
+def rank_rows(scores: Scores, texts: Sequence[str] | None, top_n: int | None) -> Iterator[dict[str, Any]]:
+    """Returns the places of texts, best first, made while they are written; with `texts`, each holds its own."""
+    for i in np.argsort(-scores, kind="stable")[: top_n or None].tolist():
+        row = {"index": i, "score": scores[i]}
+        yield row if texts is None else {**row, "text": texts[i]}
 
 
 def sparse_rows(vectors: Sequence[SparseVector]) -> Iterator[Iterator[dict[str, Any]]]:
@@ -77,22 +72,22 @@ def sparse_rows(vectors: Sequence[SparseVector]) -> Iterator[Iterator[dict[str, 
 
 
 def tei_response(
-    content: Any, model: ModelInfo, began_s: float, *, num_chars: int, num_tokens: int, num_values: int = 0
+    request: Request, content: Any, model: ModelInfo, began_s: float, *, num_chars: int, num_tokens: int
 ) -> Response:
-    """Returns an answer with TEI's headers.
+    """Returns an answer with TEI's headers, for which room has been taken.
 
     Args:
-        content: For JSON.
+        request: That is answered.
+        content: What `json_pieces` takes.
         model: The model that answered.
         began_s: time.perf_counter() at the start.
         num_chars: Characters of the inputs.
         num_tokens: Tokens of the inputs.
-        num_values: About how many numbers the answer holds.
     """
     compute_ms = _elapsed_ms(began_s)
     times = STAGE_TIMES.get()
     stages = {} if times is None else times.seconds()
-    response = sized_json_response(content, num_values) if num_values else json_response(content)
+    response = json_answer(request, content)
     response.headers["x-compute-type"] = "cpu" if model.device == "cpu" else "gpu"
     response.headers["x-compute-time"] = compute_ms
     response.headers["x-compute-characters"] = str(num_chars)

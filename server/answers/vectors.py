@@ -6,16 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
-from fastapi import Response
+from fastapi import Request, Response
 
 from penstock.engine import ModelInfo, PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..wire.encoding import Encoding, EncodingFormat, Rows, encode_rows, wire_rows, wire_shape, written_rows
-from ..wire.json_pieces import LARGE_VALUES, PiecewiseResponse
-from ..wire.json_route import json_response, sized_json_response
+from ..wire.json_pieces import PiecewiseResponse
 from ..wire.quantization import check_width
+from .room import is_large, json_answer
 
 MAX_METADATA_ROWS: Final = 512  # A header of 64 KiB is the most that Python's http.client takes; a row is about 110 B.
 BYTES_RESPONSE: Final[dict[str, Any]] = {
@@ -33,22 +32,27 @@ BYTES_RESPONSE: Final[dict[str, Any]] = {
 
 
 def vectors_response(
-    head: Mapping[str, Any], rows: Rows, encodings: Mapping[str, Encoding], *, name: str = "embedding"
+    request: Request,
+    head: Mapping[str, Any],
+    rows: Rows,
+    encodings: Mapping[str, Encoding],
+    *,
+    name: str = "embedding",
 ) -> Response:
-    """Returns the answer to a request for vectors.
+    """Returns the answer to a request for vectors, for which room has been taken.
 
     Args:
+        request: That is answered.
         head: What stands beside `data`: id, object, created, model, usage.
         rows: [N, D] float32, or N arrays.
         encodings: How to write them; of several, each row holds them all by their names.
         name: The `object` of a row; its field too, but for "pooling", whose field is `data`.
     """
     (first, *others) = encodings.values()
-    num_values = len(encodings) * (rows.size if isinstance(rows, np.ndarray) else sum(row.size for row in rows))
-    is_large = num_values >= LARGE_VALUES
+    in_pieces = is_large(request)
     if first.is_bytes:
-        return (_large_bytes_response if is_large else _bytes_response)(head, rows, first)
-    encode = written_rows if is_large else encode_rows
+        return (_large_bytes_response if in_pieces else _bytes_response)(head, rows, first)
+    encode = written_rows if in_pieces else encode_rows
     if others:
         columns = [encode(rows, encoding) for encoding in encodings.values()]
         values: list[Any] = [dict(zip(encodings, row, strict=True)) for row in zip(*columns, strict=True)]
@@ -56,8 +60,7 @@ def vectors_response(
         values = list(encode(rows, first))
     field = "data" if name == "pooling" else name
     data = [{"object": name, "index": i, field: value} for i, value in enumerate(values)]
-    content = {**head, "data": data}
-    return sized_json_response(content, num_values) if is_large else json_response(content)
+    return json_answer(request, {**head, "data": data})
 
 
 def check_bytes(encoding: Encoding, num_rows: int) -> None:

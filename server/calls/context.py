@@ -21,8 +21,9 @@ from penstock.engine.protocol.errors import (
     RequestCancelledError,
 )
 
-from ..answers.limits import BYTES_PER_TOKEN, check_num_ids, check_token_values, held_bytes
+from ..answers.limits import check_num_ids
 from ..answers.room import AnswerRoom
+from ..answers.sizes import AnswerSize, of_token_rows
 from ..observability.metrics import Metrics
 from ..observability.timing import REQUEST
 from ..schemas.fields.options import RequestBody
@@ -33,6 +34,7 @@ from .prompts import prompt_for
 
 CONNECTION_LOST: Final = "penstock.connection_lost"
 """Where the scope of a request has a future that is done when its connection has ended, if its server is ours."""
+FEWER_INPUTS: Final = "Send fewer inputs at once."
 WATCH_AFTER_S: Final = 0.02
 """Seconds. A request that is answered sooner is not worth a look at its deadline."""
 
@@ -61,13 +63,12 @@ class ServerContext:
         if len(inputs) > limit:
             raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
 
-    def hold_vectors(self, request: Request, num_rows: int, width: int) -> None:
-        """Holds room for an answer of one vector for each input; see AnswerRoom.take."""
-        self.answer_room.take(request.scope, held_bytes(num_rows * width))
+    def hold(self, request: Request, size: AnswerSize, *, param: str = "input", way_out: str = FEWER_INPUTS) -> None:
+        """Holds room for the answer to a request, or for a further part of it; see AnswerRoom.take.
 
-    def hold_tokens(self, request: Request, num_tokens: int) -> None:
-        """Holds room for an answer of tokens with their texts; see AnswerRoom.take."""
-        self.answer_room.take(request.scope, BYTES_PER_TOKEN * num_tokens)
+        Every answer that grows with its request is told here, before the model runs where its size is known by then.
+        """
+        self.answer_room.take(request.scope, size, param=param, way_out=way_out)
 
     def with_rows(
         self, request: Request, options: RequestOptions, *, param: str = "input", names_tokens: bool = False
@@ -82,12 +83,9 @@ class ServerContext:
         """
 
         def check(num_rows: int, width: int) -> None:
-            check_token_values(num_rows, width, param)
-            num_bytes = held_bytes(num_rows * width)
             if names_tokens:
                 check_num_ids(num_rows, param)
-                num_bytes += BYTES_PER_TOKEN * num_rows
-            self.answer_room.take(request.scope, num_bytes)
+            self.hold(request, of_token_rows(num_rows, width, names_tokens=names_tokens), param=param)
 
         return replace(options, on_rows=check)
 

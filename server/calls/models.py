@@ -96,9 +96,9 @@ class ModelTable:
         return list(self._shown)
 
     @property
-    def only(self) -> AsyncEngine | None:
-        """The engine that every request goes to; None where its body must be read to know, or no model is loaded."""
-        return self._shown[0].engine if len(self._shown) == 1 and not self._expected else None
+    def only(self) -> Target | None:
+        """What every request goes to, by its shown name; None where a body must be read to know, or none is loaded."""
+        return self._shown[0] if len(self._shown) == 1 and not self._expected else None
 
     def states(self) -> dict[str, EngineState]:
         """Returns where each model is in its life, by its shown name."""

@@ -23,17 +23,17 @@ from ..errors.handlers import engine_refusal, refusal
 from ..errors.table import HIDDEN_MESSAGE
 from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
 from ..wire.json_pieces import PIECE_BYTES
-from ..wire.json_reader import BODY_ROOM
+from ..wire.json_reader import BODY_ROOM, BYTES_PER_VALUE, SMALL_BYTES
 from .refusal_pace import LONGEST_S, RefusalPace, longest_wait_s
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DOUBLED_VERSION: Final = re.compile(r"^/v[12](?=/v[12]/)")
-SMALL_BYTES: Final = 64 * 1024
-"""Bodies that are not counted: connections are bounded, too, and counting would cost every small request."""
 _NUM_LARGEST: Final = 8
 """Bodies of the largest size that may be held at once; many clients that send slowly would fill the memory."""
+_MOST_BEYOND: Final = 64 * 1024 * 1024
+"""Bytes that the values of all bodies may take beyond BYTES_PER_VALUE for each byte: small bodies may be dense, too."""
 
 
 class RequestIds:
@@ -210,7 +210,7 @@ class BodyLimitMiddleware:
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
-        self._num_held = 0
+        self._num_held = self._num_beyond = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Checks the length that was announced, and counts what arrives."""
@@ -223,25 +223,32 @@ class BodyLimitMiddleware:
                 announced = value
                 break
         if announced is None:
-            await self._run_counted(scope, receive, send)
+            await self._run_held(scope, receive, send)
         elif not announced.isdigit() or int(announced) > self.max_body_bytes:
             response = refusal(scope["path"], 413, self._too_large(), {"connection": "close"})
             await response(scope, receive, send)
         elif int(announced) > SMALL_BYTES:
-            await self._run_counted(scope, receive, send)
+            await self._run_held(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
-    async def _run_counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = num_held = 0
+    async def _run_held(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Counts the bytes of the body, and holds room for them and for the values that they become."""
+        num_bytes = num_held = num_beyond = 0
 
         def hold(num_more: int) -> None:
             nonlocal num_held
             num_held += num_more
             self._num_held += num_more
-            if self._num_held > _NUM_LARGEST * self.max_body_bytes:
+            if self._num_held > _NUM_LARGEST * self.max_body_bytes or self._num_beyond > _MOST_BEYOND:
                 message_text = "The bodies of other requests fill the server's memory. Please try again later."
                 raise HTTPException(503, message_text, {"connection": "close", "retry-after": "1"})
+
+        def hold_values(num_more: int) -> None:
+            nonlocal num_beyond
+            num_beyond = max(num_more - BYTES_PER_VALUE * num_bytes, 0)
+            self._num_beyond += num_beyond
+            hold(num_more)
 
         async def receive_and_count() -> Message:
             nonlocal num_bytes
@@ -253,11 +260,12 @@ class BodyLimitMiddleware:
             hold(num_new)
             return message
 
-        scope[BODY_ROOM] = hold
+        scope[BODY_ROOM] = hold_values
         try:
             await self.app(scope, receive_and_count, send)
         finally:
             self._num_held -= num_held
+            self._num_beyond -= num_beyond
 
     def _too_large(self) -> str:
         return f"The body is larger than this server takes ({self.max_body_bytes} bytes); send fewer inputs at once."

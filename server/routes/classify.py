@@ -9,6 +9,8 @@ from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTask
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 
 from ..answers.classes import cohere_rows, token_rows, vllm_rows
+from ..answers.room import json_answer
+from ..answers.sizes import of_classes, of_texts
 from ..answers.tei import prediction_rows
 from ..calls.context import ClientWatch, ServerContext, context_of
 from ..calls.inputs import check_inputs, engine_inputs
@@ -21,7 +23,7 @@ from ..schemas.classify import (
 )
 from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.fields.texts import Text
-from ..wire.json_route import JsonRoute, json_response, sized_json_response
+from ..wire.json_route import JsonRoute
 
 router = APIRouter(route_class=JsonRoute, tags=["classify"], responses=ERROR_RESPONSES)
 
@@ -49,6 +51,10 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     options = context.options(request, priority=body.priority)
     if is_embedding:
         options = context.embed_options(request, engine.info, body, priority=body.priority)
+    labels, are_named = body.class_names() or engine.info.labels, body.inputs is not None or body.is_infinity()
+    context.hold(request, of_classes(body.num_inputs(), labels, are_named=are_named))
+    if body.inputs is not None:
+        context.hold(request, of_texts(body.inputs), param="inputs")
     with ClientWatch(request):
         texts, options = await engine_inputs(engine, body, options)
         result = await _classes(engine, body, texts, options)
@@ -56,12 +62,12 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     if body.inputs is not None:
         is_multi_label = engine.info.activation is Activation.SIGMOID and len(result.labels) > 1
         rows = cohere_rows(head["id"], body.inputs, result, is_multi_label=is_multi_label)
-        meta = {"api_version": {"version": "1"}, "billed_units": {"classifications": len(rows)}}
-        return json_response({"id": head["id"], "classifications": rows, "meta": meta})
+        meta = {"api_version": {"version": "1"}, "billed_units": {"classifications": len(body.inputs)}}
+        return json_answer(request, {"id": head["id"], "classifications": rows, "meta": meta})
     if body.is_infinity():
-        infinity_rows = prediction_rows(result.scores, result.labels, None)
-        return json_response({**head, "object": "classify", "data": infinity_rows})
-    return json_response({**head, "data": vllm_rows(result)})
+        infinity_rows = prediction_rows(result.scores, result.labels)
+        return json_answer(request, {**head, "object": "classify", "data": infinity_rows})
+    return json_answer(request, {**head, "data": vllm_rows(result)})
 
 
 def _check_model(model: ModelInfo, body: ClassifyRequest) -> None:
@@ -119,5 +125,4 @@ async def _classify_tokens(
     ids = sorted({token_id for own in result.token_ids for token_id in own})
     words = await engine.detokenize([[token_id] for token_id in ids], skip_special_tokens=False)
     rows = token_rows(result, dict(zip(ids, words, strict=True)))
-    num_values = sum(scores.size + 4 * len(scores) for scores in result.rows)
-    return sized_json_response({**head, "labels": result.labels, "data": rows}, num_values)
+    return json_answer(request, {**head, "labels": result.labels, "data": rows})

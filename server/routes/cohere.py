@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from penstock.engine import ModelInfo, PoolingTask
 
-from ..answers.limits import check_num_chars, check_num_ids, check_num_tokens
+from ..answers.limits import FEWER_IDS, check_num_chars, check_num_ids, check_num_tokens
+from ..answers.room import json_answer
+from ..answers.sizes import of_numbers, of_texts, of_tokens
 from ..answers.vectors import vector_width
 from ..calls.context import ClientWatch, context_of
 from ..schemas.cohere import (
@@ -25,7 +27,7 @@ from ..schemas.cohere import (
 from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.fields.encodings import QUANTIZATIONS, EmbeddingType
 from ..wire.encoding import base64_row
-from ..wire.json_route import JsonRoute, json_response, sized_json_response
+from ..wire.json_route import JsonRoute
 from ..wire.quantization import check_width, quantize
 
 router = APIRouter(route_class=JsonRoute, tags=["cohere"], responses=ERROR_RESPONSES)
@@ -52,14 +54,16 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     _check_widths(body, engine.info)
     options = context.embed_options(request, engine.info, body, priority=body.priority)
     params = body.pooling_params(engine.info)
-    context.hold_vectors(request, len(texts), vector_width(engine.info, params))
+    is_by_type = version != "1" or bool(body.embedding_types)
+    types: list[EmbeddingType] = body.embedding_types or ["float"]
+    vectors = of_numbers(len(texts) * vector_width(engine.info, params), num_forms=len(types))
+    context.hold(request, vectors.plus(of_texts(texts)), param="texts" if body.texts is not None else "inputs")
     with ClientWatch(request):
         result = await engine.embed(texts, params, options)
     num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)
-    is_by_type = version != "1" or bool(body.embedding_types)
-    types: list[EmbeddingType] = body.embedding_types or ["float"]
     rows = np.ascontiguousarray(result.embeddings)
-    return sized_json_response(
+    return json_answer(
+        request,
         {
             "response_type": "embeddings_by_type" if is_by_type else "embeddings_floats",
             "id": f"embed-{request.scope['request_id']}",
@@ -70,7 +74,6 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
                 "billed_units": {"input_tokens": num_tokens, "image_tokens": 0},
             },
         },
-        rows.size * len(types),
     )
 
 
@@ -84,23 +87,25 @@ async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
         (token_ids,) = await engine.tokenize(
             [body.text], add_special_tokens=False, on_count=lambda num_tokens: check_num_tokens(num_tokens, "text")
         )
-        context.hold_tokens(request, len(token_ids))
+        context.hold(request, of_tokens(len(token_ids)), param="text")
         known = sorted(set(token_ids))
         words = await engine.detokenize([[token_id] for token_id in known], skip_special_tokens=False)
     texts = dict(zip(known, words, strict=True))
     strings = (texts[token_id] for token_id in token_ids)
     content = {"tokens": token_ids, "token_strings": strings, "meta": _version_meta()}
-    return sized_json_response(content, 2 * len(token_ids))
+    return json_answer(request, content)
 
 
 @router.post("/v1/detokenize", response_model=CohereDetokenizeResponse)
 async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Response:
     """Returns the text of tokens."""
-    engine, _ = context_of(request).models.find(body.model)
+    context = context_of(request)
+    engine, _ = context.models.find(body.model)
     check_num_ids(len(body.tokens), "tokens")
     with ClientWatch(request, is_timed=False):
         (text,) = await engine.detokenize([body.tokens])
-    return json_response({"text": text, "meta": _version_meta()})
+    context.hold(request, of_texts([text]), param="tokens", way_out=FEWER_IDS)
+    return json_answer(request, {"text": text, "meta": _version_meta()})
 
 
 def _check_widths(body: CohereEmbedRequest, model: ModelInfo) -> None:

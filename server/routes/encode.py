@@ -8,13 +8,15 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.engine import PoolingTask
 
+from ..answers.room import json_answer
+from ..answers.sizes import beyond_expected, of_numbers, of_sparse
 from ..answers.vectors import check_encodings, vector_width
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import check_inputs, engine_inputs
 from ..schemas.encode import TASKS, EncodeRequest, EncodeResponse
 from ..schemas.errors import ERROR_RESPONSES
 from ..wire.encoding import written_rows
-from ..wire.json_route import JsonRoute, sized_json_response
+from ..wire.json_route import JsonRoute
 
 router = APIRouter(route_class=JsonRoute, tags=["penstock"], responses=ERROR_RESPONSES)
 
@@ -31,28 +33,26 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
     wanted = body.wanted(engine.info)
     tasks = [TASKS[output] for output in wanted]
     if PoolingTask.EMBED in tasks:
-        context.hold_vectors(request, body.num_inputs(), vector_width(engine.info, params))
+        context.hold(request, of_numbers(body.num_inputs() * vector_width(engine.info, params)))
+    if PoolingTask.SPARSE_EMBED in tasks:
+        context.hold(request, of_sparse(body.num_inputs()))
     options = context.with_rows(request, options)
     with ClientWatch(request):
         texts, options = await engine_inputs(engine, body, options)
         result = await engine.embed_combined(texts, tasks, params, options)
     columns: dict[str, list[Any]] = {}
-    num_values = 0
     if result.embeddings is not None:
         columns["dense"] = written_rows(result.embeddings, encoding)
-        num_values += result.embeddings.size
     if result.sparse is not None:
+        context.hold(request, beyond_expected(result.sparse))
         columns["sparse"] = [{"indices": vector.indices, "values": vector.values} for vector in result.sparse]
-        num_values += 2 * sum(vector.values.size for vector in result.sparse)
     if result.vectors is not None:
         columns["multi_vector"] = written_rows(result.vectors, encoding)
-        num_values += sum(rows.size for rows in result.vectors)
     if result.token_ids is not None and body.return_token_ids:
         columns["token_ids"] = result.token_ids
-        num_values += sum(map(len, result.token_ids))
     data = [
         {"object": "encoding", "index": i, **{name: column[i] for name, column in columns.items()}}
         for i in range(len(result.num_tokens))
     ]
     head = context.answer_head(request, "encode", name, "+".join(tasks), result.num_tokens)
-    return sized_json_response({**head, "data": data}, num_values)
+    return json_answer(request, {**head, "data": data})

@@ -17,6 +17,8 @@ from fastapi import APIRouter, Request, Response
 from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import UnsupportedTaskError
 
+from ..answers.room import json_answer
+from ..answers.sizes import of_numbers
 from ..answers.vectors import vector_width
 from ..calls.context import ClientWatch, context_of
 from ..calls.models import Target
@@ -34,7 +36,7 @@ from ..schemas.ollama import (
     OllamaStatus,
     TextRequest,
 )
-from ..wire.json_route import JsonRoute, json_response, sized_json_response
+from ..wire.json_route import JsonRoute, json_response
 from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
 from .ops import Version
@@ -53,10 +55,11 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     context.check_count(body.input, "input")
     options = context.options(request, context.settings.default_prompt_name)
     params = body.pooling_params(engine.info)
-    context.hold_vectors(request, len(body.input), vector_width(engine.info, params))
+    context.hold(request, of_numbers(len(body.input) * vector_width(engine.info, params)))
     with ClientWatch(request):
         result = await engine.embed(body.input, params, options)
-    return sized_json_response(
+    return json_answer(
+        request,
         {
             "model": body.model or engine.info.name,
             "embeddings": result.embeddings,
@@ -64,7 +67,6 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
             "load_duration": 0,
             "prompt_eval_count": context.metrics.count(PoolingTask.EMBED, result.num_tokens),
         },
-        result.embeddings.size,
     )
 
 

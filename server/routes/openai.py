@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.engine import AsyncEngine, PoolingParams, PoolingTask, RequestOptions
 
+from ..answers.sizes import of_numbers
 from ..answers.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
 from ..calls.context import ClientWatch, ServerContext, context_of
 from ..calls.inputs import check_inputs, engine_inputs
@@ -37,13 +38,14 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     context = context_of(request)
     engine, name = context.models.find(body.model)
     params, encodings, options = _checked(body, request, context, engine)
-    context.hold_vectors(request, body.num_inputs(), vector_width(engine.info, params))
+    width = vector_width(engine.info, params)
+    context.hold(request, of_numbers(body.num_inputs() * width, num_forms=len(encodings)))
     embed = engine.embed_late if body.late_chunking else engine.embed
     with ClientWatch(request):
         texts, options = await engine_inputs(engine, body, options)
         result = await embed(texts, params, options)
     head = context.answer_head(request, "embd", name, PoolingTask.EMBED, result.num_tokens)
-    return vectors_response(head, result.embeddings, encodings)
+    return vectors_response(request, head, result.embeddings, encodings)
 
 
 @router.post("/v1/multi-vector", response_model=MultiVectorResponse, responses={200: BYTES_RESPONSE}, tags=["jina"])
@@ -61,7 +63,7 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
         texts, options = await engine_inputs(engine, body, options)
         result = await engine.token_embed(texts, params, options)
     head = context.answer_head(request, "embd", name, PoolingTask.TOKEN_EMBED, result.num_tokens)
-    return vectors_response(head, result.rows, encodings, name="embeddings")
+    return vectors_response(request, head, result.rows, encodings, name="embeddings")
 
 
 def _checked(

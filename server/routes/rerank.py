@@ -10,6 +10,8 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Tag
 
+from ..answers.room import json_answer
+from ..answers.sizes import of_scores, of_texts
 from ..answers.tei import TEI_HEADERS
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import cut_texts
@@ -18,7 +20,7 @@ from ..schemas.errors import SHARED_ERROR_RESPONSES
 from ..schemas.rerank import RerankRequest, RerankResponse
 from ..schemas.tei import TeiRank, TeiRerankRequest
 from ..wire.json_bodies import OWN, TEI, by_keys
-from ..wire.json_route import JsonRoute, answered, json_response
+from ..wire.json_route import JsonRoute, answered
 from .tei import RERANK, rerank_texts
 
 router = APIRouter(route_class=JsonRoute, tags=["rerank"], responses=SHARED_ERROR_RESPONSES)
@@ -29,6 +31,7 @@ RerankBody = Annotated[
 ]
 
 DOCUMENTS_PER_SEARCH_UNIT: Final = 100
+_NO_DOCUMENTS: Final = "Send fewer documents at once, or set return_documents to false."
 
 
 @router.post("/v2/rerank", response_model=RerankResponse | list[TeiRank], responses=TEI_HEADERS)
@@ -44,7 +47,11 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     texts = body.texts()
     path = request.scope["path"]
     with_documents = body.wants_documents(path)
-    if not with_documents:
+    context.hold(request, of_scores(len(texts)), param="documents")
+    if with_documents:
+        size = of_texts(body.documents, body.num_results(), num_forms=2 if body.is_voyage() else 1)
+        context.hold(request, size, param="documents", way_out=_NO_DOCUMENTS)
+    else:
         body.documents[:] = texts  # objects may hold much that nobody reads: it need not wait with the request
     options = replace(
         context.options(request, instruction=body.wanted_instruction(), priority=body.priority),
@@ -54,21 +61,18 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         (query,) = await cut_texts(engine, [body.query], body.max_tokens_per_query)
         documents = await cut_texts(engine, texts, body.max_tokens_per_doc)
         result = await engine.score([query], documents, body.pooling_params(), options)
-    best = np.argsort(-result.scores, kind="stable")[: body.num_results()]
+    best = np.argsort(-result.scores, kind="stable")[: body.num_results()].tolist()
     version = "2" if path.startswith("/v2") else "1"
-    rows = zip(best.tolist(), result.scores[best], strict=True)
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)
     head = context.answer_head(request, "rerank", name, RERANK, result.num_tokens)
     answer: dict[str, Any] = {
         **{key: head[key] for key in ("id", "model", "usage")},
-        "results": [_row(body, texts, i, score, with_document=with_documents) for i, score in rows],
+        "results": (_row(body, texts, i, result.scores[i], with_document=with_documents) for i in best),
         "meta": {"api_version": {"version": version}, "billed_units": {"search_units": units}},
     }
     if body.is_voyage():
-        answer["data"] = [
-            {**row, "document": row["document"]["text"]} if "document" in row else row for row in answer["results"]
-        ]
-    return json_response(answer)
+        answer["data"] = (_voyage_row(texts, i, result.scores[i], with_document=with_documents) for i in best)
+    return json_answer(request, answer)
 
 
 def _row(
@@ -81,3 +85,8 @@ def _row(
         has_text = isinstance(fields.get("text"), str)
         row["document"] = fields if has_text else {**fields, "text": texts[index]}
     return row
+
+
+def _voyage_row(texts: list[str], index: int, score: np.float32, *, with_document: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {"index": index, "relevance_score": score}
+    return {**row, "document": texts[index]} if with_document else row

@@ -6,11 +6,13 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.engine import PoolingTask
 
+from ..answers.room import json_answer
+from ..answers.sizes import of_scores
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import cut_texts
 from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.score import ScoreRequest, ScoreResponse
-from ..wire.json_route import JsonRoute, json_response
+from ..wire.json_route import JsonRoute
 
 router = APIRouter(route_class=JsonRoute, tags=["score"], responses=ERROR_RESPONSES)
 
@@ -25,10 +27,11 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     for side in sides:
         context.check_count(getattr(body, side), side)
     options = context.options(request, instruction=body.wanted_instruction(), priority=body.priority)
+    context.hold(request, of_scores(max(len(getattr(body, side)) for side in sides)), param=right)
     with ClientWatch(request):
         queries = await cut_texts(engine, getattr(body, left), body.max_tokens_per_query)
         documents = await cut_texts(engine, getattr(body, right), body.max_tokens_per_doc)
         result = await engine.score(queries, documents, body.pooling_params(), options)
     head = context.answer_head(request, "score", name, PoolingTask.SCORE, result.num_tokens)
-    rows = [{"index": i, "object": "score", "score": value} for i, value in enumerate(result.scores)]
-    return json_response({**head, "data": rows})
+    rows = ({"index": i, "object": "score", "score": value} for i, value in enumerate(result.scores))
+    return json_answer(request, {**head, "data": rows})

@@ -14,6 +14,7 @@ from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOption
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelKind
 
+from ..answers.sizes import beyond_expected, of_classes, of_numbers, of_scores, of_sparse, of_texts
 from ..answers.tei import TEI_HEADERS, prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
 from ..answers.vectors import vector_width
 from ..calls.context import ClientWatch, context_of
@@ -35,6 +36,7 @@ from . import cohere
 
 RERANK: Final = "rerank"
 """How metrics and logs call a ranking, apart from scores of pairs."""
+_NO_TEXTS: Final = "Send fewer texts at once, or leave return_text out."
 
 EmbedBody = Annotated[
     Annotated[TeiEmbedRequest, Tag(TEI)] | Annotated[CohereEmbedRequest, Tag(COHERE)],
@@ -60,14 +62,12 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     context.check_count(body.inputs, "inputs")
     params = body.pooling_params()
     options = context.options(request, body.prompt_name or context.settings.default_prompt_name, priority=body.priority)
-    context.hold_vectors(request, len(body.inputs), vector_width(engine.info, params))
+    context.hold(request, of_numbers(len(body.inputs) * vector_width(engine.info, params)), param="inputs")
     with ClientWatch(request):
         result = await engine.embed(body.inputs, params, options)
     num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)
     rows, num_chars = np.ascontiguousarray(result.embeddings), sum(map(len, body.inputs))
-    return tei_response(
-        rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens, num_values=result.embeddings.size
-    )
+    return tei_response(request, rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
 
 
 @router.post("/embed_all", response_model=list[list[list[float]]], responses=TEI_HEADERS)
@@ -83,15 +83,12 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     if info.multi_vector is None and info.token_heads is None:
         params = params.clone(normalize=False)
     options = context.options(request, body.prompt_name or context.settings.default_prompt_name, priority=body.priority)
-    options = context.with_rows(request, options)
+    options = context.with_rows(request, options, param="inputs")
     with ClientWatch(request):
         result = await engine.token_embed(body.inputs, params, options)
     num_tokens = context.metrics.count(PoolingTask.TOKEN_EMBED, result.num_tokens)
     rows, num_chars = [json_array(rows) for rows in result.rows], sum(map(len, body.inputs))
-    num_values = sum(rows.size for rows in result.rows)
-    return tei_response(
-        rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens, num_values=max(num_values, 1)
-    )
+    return tei_response(request, rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
 
 
 @router.post("/embed_sparse", response_model=list[list[TeiSparseValue]], responses=TEI_HEADERS)
@@ -101,14 +98,13 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
     engine, _ = context.models.find(body.model)
     context.check_count(body.inputs, "inputs")
     options = context.options(request, body.prompt_name or context.settings.default_prompt_name, priority=body.priority)
+    context.hold(request, of_sparse(len(body.inputs)), param="inputs")
     with ClientWatch(request):
         result = await engine.sparse_embed(body.inputs, body.pooling_params(), options)
+    context.hold(request, beyond_expected(result.vectors), param="inputs")
     num_tokens = context.metrics.count(PoolingTask.SPARSE_EMBED, result.num_tokens)
     rows, num_chars = sparse_rows(result.vectors), sum(map(len, body.inputs))
-    num_values = 2 * sum(vector.values.size for vector in result.vectors)
-    return tei_response(
-        rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens, num_values=max(num_values, 1)
-    )
+    return tei_response(request, rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
 
 
 @router.post("/similarity", response_model=list[float], responses=TEI_HEADERS)
@@ -124,11 +120,12 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
         raise UnsupportedTaskError(f"{engine.info.name} is a {engine.info.kind.value}; similarity needs embeddings.")
     if options.prompt_name is None:
         options = replace(options, prompt="")  # Or a query prompt would stand before one side alone.
+    context.hold(request, of_numbers(len(sentences)), param="inputs.sentences")
     with ClientWatch(request):
         result = await engine.score([source], sentences, body.pooling_params(), options)
     num_tokens = context.metrics.count(PoolingTask.SCORE, result.num_tokens)
     num_chars = len(source) + sum(map(len, sentences))
-    return tei_response(result.scores, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
+    return tei_response(request, result.scores, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
 
 
 @router.post("/predict", response_model=list[TeiPrediction] | list[list[TeiPrediction]], responses=TEI_HEADERS)
@@ -145,6 +142,7 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
             param="function_to_apply",
         )
     options = context.options(request, priority=body.priority)
+    context.hold(request, of_classes(len(entries), info.labels, are_named=True), param="inputs")
     with ClientWatch(request):
         result = await _classify(engine, body, options)
     num_tokens = context.metrics.count(PoolingTask.CLASSIFY, result.num_tokens)
@@ -152,7 +150,8 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
     rows = prediction_rows(scores, result.labels, body.top_k)
     num_chars = sum(len(text) for entry in entries for text in entry)
     is_nested = body.inputs.is_batch or body.parameters is not None
-    return tei_response(rows if is_nested else rows[0], info, began_s, num_chars=num_chars, num_tokens=num_tokens)
+    content = rows if is_nested else next(rows)
+    return tei_response(request, content, info, began_s, num_chars=num_chars, num_tokens=num_tokens)
 
 
 async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
@@ -161,13 +160,16 @@ async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     engine, _ = context.models.find(body.model)
     context.check_count(body.texts, "texts")
     options = context.options(request, instruction=body.instruction, priority=body.priority)
+    context.hold(request, of_scores(len(body.texts)), param="texts")
+    if body.return_text:
+        context.hold(request, of_texts(body.texts, body.top_n or None), param="texts", way_out=_NO_TEXTS)
     with ClientWatch(request):
         result = await engine.score([body.query], body.texts, body.pooling_params(), options)
     num_tokens = context.metrics.count(RERANK, result.num_tokens)
     scores = result.scores if body.raw_scores else probabilities(result.scores, engine.info)
     rows = rank_rows(scores, body.texts if body.return_text else None, body.top_n)
     num_chars = len(body.query) * len(body.texts) + sum(map(len, body.texts))
-    return tei_response(rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
+    return tei_response(request, rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
 
 
 async def _classify(engine: AsyncEngine, body: TeiPredictRequest, options: RequestOptions) -> ClassResult:

@@ -11,7 +11,9 @@ from penstock.engine import PoolingTask, SchedulerConfig, TokenizedText
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 
-from ..answers.limits import VALUES_PER_TOKEN, check_num_chars, check_num_ids, check_num_tokens
+from ..answers.limits import FEWER_IDS, check_num_chars, check_num_ids, check_num_tokens
+from ..answers.room import json_answer
+from ..answers.sizes import of_texts, of_tokens
 from ..calls.context import ClientWatch, context_of
 from ..schemas.errors import TEI_ERROR_RESPONSES
 from ..schemas.tei import (
@@ -24,7 +26,7 @@ from ..schemas.tei import (
     TeiTokenEmbedRequest,
     TeiTokenizeRequest,
 )
-from ..wire.json_route import JsonRoute, json_response, passed_on, sized_json_response
+from ..wire.json_route import JsonRoute, json_response, passed_on
 from ..wire.shown_values import shown
 from ..wire.version import penstock_version
 from .tei import embed, embed_sparse, predict, rerank_texts, similarity
@@ -71,7 +73,8 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
     check_num_ids(sum(map(len, body.ids)), "ids")
     with ClientWatch(request, is_timed=False):
         texts = await engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
-    return json_response(texts)
+    context.hold(request, of_texts(texts), param="ids", way_out=FEWER_IDS)
+    return json_answer(request, texts)
 
 
 async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response:
@@ -89,9 +92,9 @@ async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response
             on_count=lambda num_tokens: check_num_tokens(num_tokens, "inputs"),
         )
     num_tokens = sum(len(tokens.token_ids) for tokens in tokenized)
-    context.hold_tokens(request, num_tokens)
+    context.hold(request, of_tokens(num_tokens), param="inputs")
     rows = (_tokens(text, tokens) for text, tokens in zip(texts, tokenized, strict=True))
-    return sized_json_response(rows, VALUES_PER_TOKEN * num_tokens)
+    return json_answer(request, rows)
 
 
 @router.post("/", include_in_schema=False)

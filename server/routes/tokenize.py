@@ -9,7 +9,9 @@ from pydantic import Tag
 
 from penstock.engine import AsyncEngine
 
-from ..answers.limits import check_num_chars, check_num_ids, check_num_tokens
+from ..answers.limits import FEWER_IDS, check_num_chars, check_num_ids, check_num_tokens
+from ..answers.room import json_answer
+from ..answers.sizes import of_texts, of_tokens
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import check_messages
 from ..errors.tei_errors import answered_as_tei
@@ -18,7 +20,7 @@ from ..schemas.errors import SHARED_ERROR_RESPONSES
 from ..schemas.tei import TeiToken, TeiTokenizeRequest
 from ..schemas.vllm import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from ..wire.json_bodies import COHERE, OWN, TEI, by_keys
-from ..wire.json_route import JsonRoute, answered, json_response, sized_json_response
+from ..wire.json_route import JsonRoute, answered
 from . import cohere, tei_tools
 
 router = APIRouter(route_class=JsonRoute, tags=["tokenize"], responses=SHARED_ERROR_RESPONSES)
@@ -45,21 +47,23 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     check_messages(context, body)
     with ClientWatch(request, is_timed=False):
         ids, strings = await _tokens(engine, body)
-    context.hold_tokens(request, len(ids))
+    context.hold(request, of_tokens(len(ids)), param="prompt" if body.messages is None else "messages")
     content = {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids, "token_strs": strings}
-    return sized_json_response(content, len(ids) * (1 if strings is None else 2))
+    return json_answer(request, content)
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Returns the text of tokens, in vLLM's answer; /v1/detokenize gives Cohere's and /decode TEI's."""
-    engine, _ = context_of(request).models.find(body.model)
+    context = context_of(request)
+    engine, _ = context.models.find(body.model)
     check_num_ids(len(body.tokens), "tokens")
     text = ""
     if body.tokens:
         with ClientWatch(request, is_timed=False):
             (text,) = await engine.detokenize([body.tokens], skip_special_tokens=False)
-    return json_response({"prompt": text})
+    context.hold(request, of_texts([text]), param="tokens", way_out=FEWER_IDS)
+    return json_answer(request, {"prompt": text})
 
 
 async def _tokens(engine: AsyncEngine, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:

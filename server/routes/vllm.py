@@ -18,6 +18,7 @@ from penstock.engine import (
 )
 from penstock.engine.protocol.errors import InvalidRequestError
 
+from ..answers.sizes import of_numbers
 from ..answers.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors_response
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import check_inputs, engine_inputs
@@ -52,14 +53,15 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
         body.check_prompt(task)
     if task in (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY):
         options = context.with_rows(request, options)
-    elif task is PoolingTask.EMBED:
-        context.hold_vectors(request, body.num_inputs(), vector_width(engine.info, params))
+    else:
+        width = vector_width(engine.info, params) if task is PoolingTask.EMBED else len(engine.info.labels)
+        context.hold(request, of_numbers(body.num_inputs() * width))
     call = _calls(engine)[task]
     with ClientWatch(request):
         texts, options = await engine_inputs(engine, body, options)
         result = await call(texts, params, options)
     head = context.answer_head(request, "pooling", name, task, result.num_tokens)
-    return vectors_response(head, _rows(result), {"data": encoding}, name="pooling")
+    return vectors_response(request, head, _rows(result), {"data": encoding}, name="pooling")
 
 
 @router.get("/load", response_model=Load)

@@ -22,7 +22,7 @@ from .fields.truncation import CohereTruncate, parse_truncate, truncated
 from .rerank import VersionMeta
 from .tei import TeiPrediction
 
-MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs: about 20 MB of JSON.
+MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs, which are compared on the event loop.
 
 
 class Example(BaseModel):
@@ -88,6 +88,10 @@ class ClassifyRequest(InputFields, PoolingBody):
                 param="input",
             )
 
+    def class_names(self) -> list[str]:
+        """Returns the classes that come with the request; none: those of the model."""
+        return list(dict.fromkeys(example.label for example in self.examples)) if self.examples else self.labels or []
+
     def check_classes(self) -> None:
         """Checks the classes that come with the request.
 
@@ -102,8 +106,7 @@ class ClassifyRequest(InputFields, PoolingBody):
         if self.labels and self.examples:
             raise InvalidRequestError("Give labels (zero-shot) or examples (few-shot), not both.", param="labels")
         field = "examples" if self.examples else "labels"
-        num_classes = len({example.label for example in self.examples}) if self.examples else len(self.labels or ())
-        num_inputs = len(self.texts())
+        num_classes, num_inputs = len(self.class_names()), len(self.texts())
         if num_inputs * num_classes > MAX_SCORES:
             raise InvalidRequestError(
                 f"{num_inputs} inputs with {num_classes} classes in {field} give {num_inputs * num_classes} scores; "

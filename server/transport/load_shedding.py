@@ -54,6 +54,7 @@ class Refusal:
 
     Attributes:
         error: Why.
+        model: Shown name of the one that is served.
         route: Of the request.
         scope: Of the request.
         cors: What lets pages of other origins read the answer, if anything does.
@@ -65,6 +66,7 @@ class Refusal:
     """
 
     error: EngineError
+    model: str
     route: JsonRoute
     scope: Scope
     cors: CORSMiddleware | None
@@ -92,7 +94,7 @@ class Refusal:
         name, path = self.ids.of(scope["headers"]), self.route.path
         request_id = name.decode("ascii")
         known = {"method": "POST", "path": path, "route": self.route, "request_id": request_id}
-        record = RequestRecord({**scope, **known}, self.began_s, self.began_ns)
+        record = RequestRecord({**scope, **known}, self.began_s, self.began_ns, model=self.model)
         if self._is_tei:
             response = tei_engine_error_response(self.error, request_id)
         else:
@@ -146,8 +148,8 @@ class LoadShedder:
     @property
     def is_full(self) -> bool:
         """Whether `refusal` may refuse anything."""
-        engine = self._models.only
-        return engine is not None and engine.is_full
+        only = self._models.only
+        return only is not None and only.engine.is_full
 
     def refusal(self, target: bytes, scope: Scope, answer: Answer) -> Refusal | None:
         """Refuses a POST whose head has been read, unless the engine has room or the application is to refuse it.
@@ -157,8 +159,8 @@ class LoadShedder:
             scope: Of the request; its path is not known yet.
             answer: Sends the whole answer, later.
         """
-        engine, route, headers = self._models.only, self._route(target), scope["headers"]
-        if engine is None or route is None:
+        only, route, headers = self._models.only, self._route(target), scope["headers"]
+        if only is None or route is None:
             return None
         for name, value in headers:
             if name == b"content-length" and int(value) > self._max_body_bytes:
@@ -171,10 +173,11 @@ class LoadShedder:
         except InvalidRequestError:
             return None
         try:
-            engine.check_room(client)
+            only.engine.check_room(client)
         except EngineError as error:
             refusal = Refusal(
                 error=error.with_traceback(None),  # it would hold this frame, and with it the refusal, in a cycle
+                model=only.name,
                 route=route,
                 scope=scope,
                 cors=self._cors,

@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from starlette.types import Receive, Scope, Send
 
 PIECE_BYTES: Final = 64 * 1024
-LARGE_VALUES: Final = 500_000
-"""Numbers from which on an answer goes out in pieces: 6 MB of JSON, which take 50 ms to write at once."""
+LARGE_BYTES: Final = 6_000_000
+"""JSON from which on an answer goes out in pieces: half a million numbers, which take 50 ms to write at once."""
 _PIECE_VALUES: Final = 8_192
 """Numbers that are written at once."""
 _TOGETHER: Final = 64
 """Entries of a list of texts or numbers that are written at once."""
+_PIECE_CHARS: Final = 32_768
+"""Characters that are written at once."""
 
 
 class WrittenRows:
@@ -81,6 +83,21 @@ def json_array(rows: NDArray[Any], convert: Callable[[NDArray[Any]], NDArray[Any
     return WrittenRows(rows, write) if rows.ndim < 2 else WrittenRows(rows, write, start=b"[", between=b",", end=b"]")
 
 
+def json_bytes(value: Any) -> bytes:
+    """Returns the JSON of a value as a whole, of what `json_pieces` takes."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY, default=_whole)
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, Iterator):
+        return list(value)
+    if isinstance(value, WrittenRows):
+        return orjson.Fragment(b"".join(value.pieces()))
+    if isinstance(value, np.ndarray):  # not contiguous
+        return np.ascontiguousarray(value)
+    raise TypeError(type(value).__name__)
+
+
 def json_pieces(value: Any) -> Iterator[bytes]:
     """Returns the JSON of a value in parts that are small, where its texts and its innermost lists are.
 
@@ -91,14 +108,13 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         opening = b"{"
         for key, entry in value.items():
             yield opening + orjson.dumps(key) + b":"
-            yield from json_pieces(entry)
+            yield from _entry(entry)
             opening = b","
         yield b"{}" if opening == b"{" else b"}"
     elif isinstance(value, list) and len(value) > _TOGETHER and isinstance(value[0], int | str):
+        yield b"["
         for start in range(0, len(value), _TOGETHER):
-            yield (b"," if start else b"[") + orjson.dumps(
-                value[start : start + _TOGETHER], option=orjson.OPT_SERIALIZE_NUMPY
-            )[1:-1]
+            yield from _together(value[start : start + _TOGETHER], b"," if start else b"")
         yield b"]"
     elif isinstance(value, list | tuple | Iterator):
         opening = b"["
@@ -111,19 +127,39 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         yield from value.pieces()
     elif isinstance(value, np.ndarray) and value.size > _PIECE_VALUES:
         yield from json_array(value).pieces()
+    elif isinstance(value, str) and len(value) > _PIECE_CHARS:
+        yield b'"'
+        for start in range(0, len(value), _PIECE_CHARS):
+            yield orjson.dumps(value[start : start + _PIECE_CHARS])[1:-1]
+        yield b'"'
     else:
-        yield orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+        yield json_bytes(value)
+
+
+def _together(entries: list[Any], before: bytes) -> Iterator[bytes]:
+    """Returns entries of a list: in one call unless texts among them are large."""
+    if any(isinstance(entry, str) and len(entry) > _PIECE_CHARS // _TOGETHER for entry in entries):
+        for i, entry in enumerate(entries):
+            yield b"," if i else before
+            yield from json_pieces(entry)
+    else:
+        yield before + json_bytes(entries)[1:-1]
 
 
 def _entry(value: Any) -> Iterator[bytes]:
-    """Returns an entry of a list: one call for most objects, which are small and many."""
-    if isinstance(value, dict) and not any(isinstance(each, _NESTED) for each in value.values()):
-        yield orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    """Returns an entry of a list or an object: one call for most objects, which are small and many."""
+    if isinstance(value, dict) and not any(map(_is_written_apart, value.values())):
+        yield json_bytes(value)
     else:
         yield from json_pieces(value)
 
 
-_NESTED: Final = (dict, list, tuple, Iterator, WrittenRows, np.ndarray)
+def _is_written_apart(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) > _PIECE_CHARS
+    if isinstance(value, np.ndarray):
+        return value.size > _PIECE_VALUES
+    return isinstance(value, dict | list | tuple | Iterator | WrittenRows)
 
 
 class PiecewiseResponse(Response):

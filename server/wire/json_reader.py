@@ -1,7 +1,8 @@
 """Bodies on their way in: read, parsed, and refused where they hold more than any sensible request.
 
 A few megabytes of `[],[],...` would take a hundred times as much memory, and seconds in which nobody else is served. So
-what a large body holds is counted before it is parsed, and it is parsed in slices between which others are served.
+what a body holds that is large, or may take more than eight times its bytes, is counted before it is parsed, and it is
+parsed in slices between which others are served.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from .json_marks import SLICE_BYTES, WEIGHT, InvalidJsonError, TooManyValuesErro
 from .json_slices import Steps, T, build
 
 BODY_ROOM: Final = "penstock.body_room"
-"""Where the scope of a request has what holds room for its body: a function of bytes, until its answer has gone."""
-_BYTES_PER_VALUE: Final = 8
-"""What a list, an object or a text takes, by the WEIGHT that it has."""
+"""Where the scope of a request has what holds room for its values: a function of bytes, until its answer has gone."""
+BYTES_PER_VALUE: Final = 8
+"""What a list, an object or a text takes, by the WEIGHT that it has; also what any body may take for each byte."""
+SMALL_BYTES: Final = 4_096
+"""Bodies that are not counted: connections are bounded, too, and counting would cost every small request."""
 _MOST_PER_BYTE: Final = 3
 """Values that a byte of valid JSON can count for: of `"",` each has three."""
 
@@ -45,7 +48,7 @@ class JsonReader:
 
         Args:
             receive: Gives the body.
-            hold: Told how many bytes the values of a large body take, before there are any; see BODY_ROOM.
+            hold: Told how many bytes the values of a large or dense body take, before there are any; see BODY_ROOM.
 
         Raises:
             RequestValidationError: There is none, or it is not valid JSON.
@@ -56,10 +59,11 @@ class JsonReader:
             detail = {"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}
             raise RequestValidationError([detail])
         try:
-            if len(body) <= SLICE_BYTES and _MOST_PER_BYTE * len(body) <= self._max_values:
+            is_short = len(body) <= SLICE_BYTES and _MOST_PER_BYTE * len(body) <= self._max_values
+            if is_short and (len(body) <= SMALL_BYTES or _most_values(body) <= len(body)):
                 return orjson.loads(body)
             async with self._turn:
-                return await self._parse_large(body, hold)
+                return await self._parse_in_turns(body, hold)
         except orjson.JSONDecodeError as error:
             raise _invalid(error.msg, error.pos) from error
         except InvalidJsonError as error:
@@ -94,9 +98,9 @@ class JsonReader:
             told = f"has {len(entries)} entries; the limit is {self._max_entries}"
             raise RequestValidationError([{"type": "value_error", "loc": place, "msg": told, "input": None}])
 
-    async def _parse_large(self, body: bytes | bytearray, hold: Callable[[int], None]) -> Any:
+    async def _parse_in_turns(self, body: bytes | bytearray, hold: Callable[[int], None]) -> Any:
         marks = await _in_turns(find_marks(body, self._max_values))
-        hold(_BYTES_PER_VALUE * marks.num_values)
+        hold(BYTES_PER_VALUE * marks.num_values)
         return await _in_turns(build(body, marks))
 
     def _too_many(self) -> str:
@@ -104,6 +108,11 @@ class JsonReader:
             f"The body holds more than {self._max_values} values, of which a text, list, object or key counts as "
             f"{WEIGHT}; send fewer inputs at once, or start the server with a larger --max-json-values."
         )
+
+
+def _most_values(body: bytes | bytearray) -> int:
+    """Returns how many values a body holds at the most: what stands in its texts is counted, too."""
+    return WEIGHT * (body.count(b"[") + body.count(b"{") + body.count(b'"') // 2) + body.count(b",")
 
 
 async def _in_turns(steps: Steps[T]) -> T:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final, get_type_hints
 
-import orjson
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -20,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.engine import EngineError
 
 from .json_bodies import JsonBody, dialect_of, invalid_body, parsed
-from .json_pieces import LARGE_VALUES, PiecewiseResponse, json_pieces
+from .json_pieces import PiecewiseResponse, json_bytes, json_pieces
 from .json_reader import BODY_ROOM, JsonReader
 from .shown_values import shown
 
@@ -148,20 +147,13 @@ def refuse_other_media(content_type: str) -> None:
         raise HTTPException(415, f"Content-Type is {shown(media)}; send application/json.")
 
 
-def sized_json_response(content: Any, num_values: int) -> Response:
-    """Returns `content` as JSON, which is written piece by piece as it goes out where it is large.
+def json_response(content: Any, *, in_pieces: bool = False) -> Response:
+    """Returns `content` as JSON; numpy arrays and numbers are written as they are, without a Python list between.
 
     Args:
         content: What `json_pieces` takes.
-        num_values: About how many numbers it holds.
+        in_pieces: It is written piece by piece as it goes out.
     """
-    pieces = json_pieces(content)
-    if num_values >= LARGE_VALUES:
-        return PiecewiseResponse(pieces, JSON_HEADERS)
-    return Response(b"".join(pieces), headers=JSON_HEADERS)
-
-
-def json_response(content: Any) -> Response:
-    """Returns `content` as JSON; numpy arrays and numbers are written as they are, without a Python list between."""
-    body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Response(body, headers=JSON_HEADERS)
+    if in_pieces:
+        return PiecewiseResponse(json_pieces(content), JSON_HEADERS)
+    return Response(json_bytes(content), headers=JSON_HEADERS)

@@ -163,22 +163,31 @@ def server(launch: Launch) -> Server:
 
 
 @pytest.fixture(scope="session")
-def small_bert(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random BERT of 8 MB with a token of NaN."""
+def small_model(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make a random BERT of 8 MB of a class of transformers, with a token of NaN: `small_model("BertModel")`."""
     transformers: Any = pytest.importorskip("transformers")
     import torch
 
-    folder = tmp_path_factory.mktemp("small-bert")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    torch.manual_seed(0)
-    model = transformers.BertModel(transformers.BertConfig(vocab_size=30_522, **sizes))
-    for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
-        if (minilm_folder / file).exists():
-            (folder / file).write_bytes((minilm_folder / file).read_bytes())
-    with torch.no_grad():
-        model.embeddings.word_embeddings.weight[POISONED_ID] = float("nan")
-    model.save_pretrained(folder)
-    return folder
+    def make(class_name: str, **config: object) -> Path:
+        folder = tmp_path_factory.mktemp(class_name)
+        sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        torch.manual_seed(0)
+        model = getattr(transformers, class_name)(transformers.BertConfig(vocab_size=30_522, **sizes, **config))
+        for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
+            if (minilm_folder / file).exists():
+                (folder / file).write_bytes((minilm_folder / file).read_bytes())
+        with torch.no_grad():
+            model.base_model.embeddings.word_embeddings.weight[POISONED_ID] = float("nan")
+        model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small_bert(small_model: Callable[..., Path]) -> Path:
+    """A random embedding model."""
+    return small_model("BertModel")
 
 
 @pytest.fixture

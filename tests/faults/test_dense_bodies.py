@@ -236,6 +236,24 @@ def test_ten_dense_bodies_that_come_slowly(small_server: Server) -> None:
     assert seen.busiest_s < MAX_STALL_S
 
 
+@pytest.mark.parametrize("num_bytes", [60_000, 240_000, 600_000])
+@pytest.mark.parametrize("unit", [b"[]", b'{"a":1}', b'"ab"', b"999"])
+def test_many_dense_bodies_that_are_small(small_server: Server, unit: bytes, num_bytes: int) -> None:
+    """Documents keep all that they were sent with until they are answered."""
+    texts = b",".join([b'"' + b"a b " * 2_000 + b'"'] * 2)
+    body = b'{"query":"a","documents":[%b,{"text":"a","x":[' % texts
+    body = filled(body, unit + b",", b"]}]}", num_bytes)
+    with watching(small_server) as seen:
+        threads = [threading.Thread(target=send, args=(small_server, "/rerank", body)) for _ in range(64)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    report(f"64 x {num_bytes} of {unit.decode()}", seen, 64 * len(body))
+    assert seen.busiest_s < MAX_STALL_S
+    assert seen.grown < 64 * MIB + 8 * 64 * len(body)
+
+
 def report(name: str, seen: Seen, num_bytes: int, said: str = "") -> None:
     """Print what was seen of one shape."""
     print(

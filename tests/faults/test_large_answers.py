@@ -10,6 +10,8 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,6 +20,7 @@ from .conftest import MIB, Launch, Server
 from .test_dense_bodies import MAX_STALL_S, report, watching
 
 pytestmark = pytest.mark.slow
+_MODULES = "sentence_transformers.models"
 SLOW_S = 100
 """How long an honest reader takes: much longer than anybody may be silent."""
 
@@ -30,7 +33,7 @@ def small_server(launch: Launch, small_bert: object) -> Server:
 
 def ask(server: Server, path: str, body: object) -> socket.socket:
     """Send a request; nobody has read of its answer yet."""
-    content = json.dumps(body).encode()
+    content = json.dumps(body, ensure_ascii=False).encode()
     client = socket.create_connection(("127.0.0.1", server.port), timeout=300)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -90,10 +93,7 @@ def test_sixteen_slow_readers_of_large_answers(launch: Launch, small_bert: objec
     body = {"inputs": ["a " * 500] * 600}  # 77 MB of numbers, 230 MB of JSON
     with watching(server) as seen:
         clients = [ask(server, "/embed_all", body) for _ in range(16)]
-        statuses = []
-        for client in clients:
-            status = int(client.recv(12)[9:])
-            statuses.append(status)
+        statuses = [int(client.recv(12)[9:]) for client in clients]
         httpx.post(f"{server.url}/embed", json={"inputs": "a"}, timeout=60).raise_for_status()
         time.sleep(5)
         for client in clients:
@@ -102,10 +102,132 @@ def test_sixteen_slow_readers_of_large_answers(launch: Launch, small_bert: objec
     assert statuses.count(200) >= 2
     assert statuses.count(200) + statuses.count(429) == 16
     assert seen.grown < 600 * MIB
-    deadline_s = time.monotonic() + 30
-    while read(ask(server, "/embed_all", body))[0] != 200:
-        assert time.monotonic() < deadline_s, "the room was not given back"
+    check_room_is_given_back(server, "/embed_all", body)
+
+
+def slow_readers(server: Server, path: str, body: object, number: int) -> tuple[list[socket.socket], list[int]]:
+    """Ask one after the other, and read the first bytes alone; return the clients and the statuses."""
+    clients, statuses = [], []
+    for _ in range(number):
+        clients.append(ask(server, path, body))
+        statuses.append(int(clients[-1].recv(12, socket.MSG_PEEK)[9:]))
+    return clients, statuses
+
+
+def check_room_is_given_back(server: Server, path: str, body: object) -> None:
+    """See that a request is let in again, when those who had all of the room have gone."""
+    end_s = time.monotonic() + 30
+    while read(ask(server, path, body))[0] != 200:
+        assert time.monotonic() < end_s, "the room was not given back"
         time.sleep(0.5)
+
+
+@pytest.mark.parametrize(
+    "document",
+    ["x" * 6_000, "\x01" * 1_000, {"text": "a", "body": "x" * 6_000}],
+    ids=["letters", "escapes", "objects"],
+)
+def test_ten_slow_readers_of_ranked_documents(
+    launch: Launch, small_bert: Path, document: str | dict[str, object]
+) -> None:
+    server = launch("--answer-memory", "200MB", "--max-inputs-per-request", "10000", model=small_bert)
+    body = {"query": "a", "documents": [document] * 10_000}
+    num_bytes = len(json.dumps(body))
+    with watching(server) as seen:
+        clients, statuses = slow_readers(server, "/rerank", body, 10)
+        time.sleep(2)
+        for client in clients:
+            client.close()
+    report("ten slow readers", seen, 10 * num_bytes, str(statuses))
+    assert statuses.count(200) >= 2
+    assert set(statuses) <= {200, 429, 503}
+    assert seen.busiest_s < MAX_STALL_S
+    assert seen.grown < 8 * statuses.count(200) * num_bytes
+    check_room_is_given_back(server, "/rerank", body)
+    assert read(ask(server, "/v2/rerank", body))[0] == 200
+
+
+@pytest.fixture(scope="module")
+def classifier(launch: Launch, small_model: Callable[..., Path]) -> Server:
+    """A classifier of texts with a thousand classes."""
+    return launch("--answer-memory", "20MB", model=small_model("BertForSequenceClassification", num_labels=1_000))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/classify", {"input": ["a"] * 1_000}),
+        ("/classify", {"input": ["a"] * 1_000, "raw_scores": False}),
+        ("/classify", {"inputs": ["a"] * 1_000}),
+        ("/predict", {"inputs": [["a"]] * 1_000}),
+        ("/pooling", {"input": ["a"] * 1_000, "task": "classify"}),
+    ],
+    ids=["vLLM", "Infinity", "Cohere", "TEI", "pooling"],
+)
+def test_many_classes_of_many_inputs(classifier: Server, path: str, body: object) -> None:
+    with watching(classifier) as seen:
+        began_s = time.monotonic()
+        clients, statuses = slow_readers(classifier, path, body, 10)
+        _, num_bytes = read(clients[0])
+        took_s = time.monotonic() - began_s
+        for client in clients[1:]:
+            client.close()
+    report(path, seen, max(num_bytes, MIB), f"{statuses} {took_s:.1f} s, {num_bytes / MIB:.1f} MiB")
+    assert statuses.count(200) >= 2
+    assert set(statuses) == {200, 429}
+    assert seen.busiest_s < MAX_STALL_S
+    assert seen.grown < 400 * MIB
+    check_room_is_given_back(classifier, path, body)
+
+
+@pytest.mark.parametrize("form", [{"input": 0}, {"input": 0, "raw_scores": True}, {"inputs": 0}])
+@pytest.mark.parametrize("label_chars", [5, 2_000])
+def test_classes_that_the_request_names(small_server: Server, form: dict[str, object], label_chars: int) -> None:
+    field = next(iter(form))
+    labels = [f"{i:05}".ljust(label_chars, "x") for i in range(1_000)]
+    body = {**form, field: [f"text {i}" for i in range(1_000)], "labels": labels}
+    with watching(small_server) as seen:
+        status, num_bytes = read(ask(small_server, "/classify", body))
+    report(f"1,000 x 1,000 classes {form}", seen, max(num_bytes, MIB), f"{status}, {num_bytes / MIB:.1f} MiB")
+    is_named = "input" not in form or "raw_scores" in form
+    assert status == (400 if is_named and label_chars > 5 else 200)
+    assert seen.busiest_s < MAX_STALL_S
+    assert seen.grown < 200 * MIB
+
+
+@pytest.mark.parametrize(
+    ("class_name", "path", "body"),
+    [
+        ("BertForTokenClassification", "/classify", {"input": ["a " * 500] * 100}),
+        ("BertForTokenClassification", "/pooling", {"input": ["a " * 500] * 200, "task": "token_classify"}),
+        ("BertForMaskedLM", "/embed_sparse", {"inputs": ["a b c"] * 100}),
+        ("BertForMaskedLM", "/v1/encode", {"input": ["a b c"] * 100, "outputs": ["sparse"]}),
+    ],
+)
+def test_rows_for_tokens_and_sparse_vectors(
+    launch: Launch, small_model: Callable[..., Path], class_name: str, path: str, body: object
+) -> None:
+    model = small_model(class_name, num_labels=20)
+    if class_name == "BertForMaskedLM":
+        names = ((0, "", "MLMTransformer"), (1, "1_SpladePooling", "SpladePooling"))
+        modules = [{"idx": i, "name": i, "path": path, "type": f"{_MODULES}.{kind}"} for i, path, kind in names]
+        (model / "modules.json").write_text(json.dumps(modules))
+        (model / "1_SpladePooling").mkdir()
+        (model / "1_SpladePooling" / "config.json").write_text('{"pooling_strategy": "max"}')
+    server = launch("--answer-memory", "40MB", model=model)
+    with watching(server) as seen:
+        began_s = time.monotonic()
+        clients, statuses = slow_readers(server, path, body, 8)
+        _, num_bytes = read(clients[0])
+        took_s = time.monotonic() - began_s
+        for client in clients[1:]:
+            client.close()
+    report(f"{class_name} {path}", seen, max(num_bytes, MIB), f"{statuses} {took_s:.1f} s, {num_bytes / MIB:.1f} MiB")
+    assert statuses[0] == 200
+    assert set(statuses) <= {200, 429}
+    assert seen.busiest_s < MAX_STALL_S
+    assert seen.grown < 200 * MIB
+    check_room_is_given_back(server, path, body)
 
 
 @pytest.mark.timeout(400)

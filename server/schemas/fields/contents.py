@@ -101,9 +101,9 @@ def _object_text(document: dict[str, Any], rank_fields: Sequence[str] | None, in
 
 
 def _can_be_written(value: dict[str, Any]) -> bool:
-    """Returns whether orjson, which reads deeper than it writes, can write an object back."""
+    """Returns whether orjson, which reads deeper than it writes, can write an object back: as one of the results."""
     try:
-        orjson.dumps(value)
+        orjson.dumps({"results": [{"document": value}]})
     except orjson.JSONEncodeError:
         return False
     return True

@@ -17,7 +17,7 @@ from penstock.engine.sequence_pool import (
     SsmStatePool,
 )
 
-from .records import make_request
+from .records import make_request, tokens_of
 from .reference import Made, Reference
 
 BLOCK = 4
@@ -168,7 +168,7 @@ class Pair:
 
     def check_limits(self, batch: Batch) -> None:
         assert len(batch.chunks) <= self.house.max_num_seqs
-        assert batch.num_tokens <= self.scheduler.token_budget or len(batch.chunks) == 1
+        assert tokens_of(batch) <= self.scheduler.token_budget or len(batch.chunks) == 1
         assert len({chunk.sequence.request_id for chunk in batch.chunks}) == len(batch.chunks)
         for chunk in batch.chunks:
             request = chunk.sequence.request

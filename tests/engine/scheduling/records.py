@@ -52,3 +52,8 @@ def run(scheduler: Scheduler, now_s: float = 0.0) -> Batch:
 def request_ids(batch: Batch) -> set[int]:
     """The requests of which something runs in a batch."""
     return {chunk.sequence.request.request_id for chunk in batch.chunks}
+
+
+def tokens_of(batch: Batch) -> int:
+    """Return how many tokens run in a batch."""
+    return sum(chunk.num_tokens for chunk in batch.chunks)

@@ -11,7 +11,7 @@ from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfi
 from penstock.engine.scheduling import Batch, Request, Scheduler
 from penstock.engine.sequence_pool import KvCachePool, SequenceAllocator, SequencePool, SsmStatePool
 
-from .records import make_request, request_ids, run
+from .records import make_request, request_ids, run, tokens_of
 
 BUDGET = 32
 THRESHOLD = 16
@@ -79,7 +79,7 @@ def test_a_long_sequence_runs_in_chunks_from_its_first_token_to_its_last() -> No
     assert covered[0][0] == 0
     assert covered[-1][1] == 100
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(covered))
-    assert all(b.num_tokens <= BUDGET for b in batches)
+    assert all(tokens_of(b) <= BUDGET for b in batches)
     assert allocator.usage == 0
 
 
@@ -126,7 +126,7 @@ def test_few_places_are_shared(max_num_seqs: int) -> None:
 def test_alone_a_long_sequence_fills_its_batches() -> None:
     scheduler, _ = make(num_blocks=1000, chunk_size=BUDGET, max_num_seqs=4)
     scheduler.add(one(1, 3200))
-    assert {b.num_tokens for b in run_all(scheduler)} == {BUDGET}
+    assert {tokens_of(b) for b in run_all(scheduler)} == {BUDGET}
 
 
 def test_beside_others_chunks_leave_half_of_a_batch() -> None:
@@ -390,7 +390,7 @@ def test_every_sequence_runs_to_its_end_once_and_nothing_leaks(
         keys = [s.sequence.request.request_id for s in batch.chunks]
         assert len(set(keys)) == len(keys), "two chunks of one sequence in a batch"
         assert set(keys) <= set(live)
-        assert len(batch.chunks) == 1 or batch.num_tokens <= scheduler.token_budget
+        assert len(batch.chunks) == 1 or tokens_of(batch) <= scheduler.token_budget
         for number, chunk in enumerate(batch.chunks):
             request_id = chunk.sequence.request.request_id
             assert chunk.num_tokens > 0

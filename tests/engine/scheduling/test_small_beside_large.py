@@ -12,7 +12,7 @@ import pytest
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.scheduling import Scheduler
 
-from .records import make_request
+from .records import make_request, tokens_of
 
 BUDGET = 2048
 MAX_WAIT_S = SchedulerConfig().max_wait_s
@@ -54,14 +54,14 @@ class Device:
             at_s, number, lengths, priority, client = self.coming.pop(0)
             self.scheduler.add(make_request(number, lengths, at_s, priority, client=client))
         batch = self.scheduler.schedule(self.now_s)
-        step_s = batch.num_tokens / self.rate + 0.001
+        step_s = tokens_of(batch) / self.rate + 0.001
         self.now_s += step_s
-        self.forwards.append((self.now_s, batch.num_tokens, batch.num_left))
+        self.forwards.append((self.now_s, tokens_of(batch), batch.num_left))
         for request in self.scheduler.finish(batch):
             self.seconds[request.request_id] = self.now_s - request.arrival_s
         if self.knows_rate:
             long = sum(chunk.num_tokens for chunk in batch.chunks if chunk.sequence.is_long)
-            self.scheduler.pace.record(long, batch.num_tokens - long, step_s)
+            self.scheduler.pace.record(long, tokens_of(batch) - long, step_s)
 
     def num_forwards(self, number: int) -> int:
         """Forwards that ended while a request waited and ran: with that under way when it came, and its own."""

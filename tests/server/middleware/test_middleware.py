@@ -42,6 +42,25 @@ async def test_body_limit(serving, engine, is_chunked: bool, num_bytes: int, sta
             assert not engine.calls
 
 
+async def test_dense_bodies_share_what_their_values_may_take(serving, engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.gate = asyncio.Event()
+    monkeypatch.setattr("penstock.server.middleware.exchange._MOST_BEYOND", 1_000_000)
+    dense = {"query": "a", "documents": [{"text": "a", "more": [[]] * 6_000}]}
+    plain = {"query": "a", "documents": ["a gate " * 3_000]}
+    async with serving(engine) as client:
+        held = [asyncio.create_task(client.post("/rerank", json=dense)) for _ in range(3)]
+        while len(engine.calls) < 3:
+            await asyncio.sleep(0.01)
+        refused = await client.post("/rerank", json=dense)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        taken = asyncio.create_task(client.post("/rerank", json=plain))
+        while len(engine.calls) < 4:
+            await asyncio.sleep(0.01)
+        engine.gate.set()
+        assert [(await answer).status_code for answer in (*held, taken)] == [200] * 4
+        assert (await client.post("/rerank", json=dense)).status_code == 200
+
+
 async def test_a_client_that_hangs_up_cancels_its_work(serving, engine) -> None:
     engine.gate = asyncio.Event()
     hung_up = asyncio.Event()

@@ -102,3 +102,13 @@ async def test_documents_that_cannot_be_written_back_are_400(client: httpx.Async
     )
     assert (response.status_code, response.json()["error"]["param"]) == (400, "documents")
     assert "too deeply in entry 0" in response.json()["message"]
+
+
+@pytest.mark.parametrize("depth", range(247, 256))
+@pytest.mark.parametrize("filling", ["", "x" * 7_000_000], ids=["small", "large"])
+async def test_what_is_taken_is_written_back_however_deep(client: httpx.AsyncClient, depth: int, filling: str) -> None:
+    deep = b"[" * depth + b"]" * depth
+    body = b'{"query": "a", "documents": [{"text": "a", "filling": "%b", "deep": %b}]}' % (filling.encode(), deep)
+    response = await client.post("/rerank", content=body)
+    assert response.status_code in (200, 400)
+    assert response.status_code == 400 or deep in response.content

@@ -249,7 +249,7 @@ async def test_metrics_and_the_access_log_know_of_it(engine: FakeEngine, caplog:
         engine.failure = FULL
         await ask(port, request("/embeddings", {"input": "a"}, "X-Request-Id: mine"))
         ((_, _, metrics),) = await ask(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert b'penstock_http_requests_total{model="",route="/embeddings",status="429"} 1.0' in metrics
+    assert b'penstock_http_requests_total{model="fake-model",route="/embeddings",status="429"} 1.0' in metrics
     (line,) = [record.getMessage() for record in caplog.records if record.name == "penstock.access"]
     assert re.fullmatch(r"POST /embeddings 429 in \d+\.\d ms \(mine\)", line)
 

@@ -9,14 +9,31 @@ import httpx
 import numpy as np
 import orjson
 import pytest
+from fastapi import Request
 
+from penstock.server.answers.room import AnswerRoom
+from penstock.server.answers.sizes import AnswerSize
 from penstock.server.answers.vectors import vectors_response
 from penstock.server.wire.encoding import EmbedDtype, Encoding, EncodingFormat
-from penstock.server.wire.json_pieces import LARGE_VALUES, PIECE_BYTES, PiecewiseResponse, json_array, json_pieces
-from penstock.server.wire.json_route import json_response, sized_json_response
+from penstock.server.wire.json_pieces import (
+    LARGE_BYTES,
+    PIECE_BYTES,
+    PiecewiseResponse,
+    json_array,
+    json_bytes,
+    json_pieces,
+)
+from penstock.server.wire.json_route import json_response
 
 HEAD = {"id": "i", "object": "list", "created": 1, "model": "m", "usage": {"prompt_tokens": 1, "total_tokens": 1}}
 FORMATS = [EncodingFormat.FLOAT, EncodingFormat.BASE64, EncodingFormat.BYTES, EncodingFormat.BYTES_ONLY]
+
+
+def request_for(written: int) -> Request:
+    """Return a request whose answer is about so large."""
+    request = Request({"type": "http"})
+    AnswerRoom(1).take(request.scope, AnswerSize(written, 1), param="input", way_out="")
+    return request
 
 
 async def sent(
@@ -45,12 +62,14 @@ async def sent(
 @pytest.mark.parametrize(
     "value",
     [
+        *('é"\n\x01😀' * 20_000, ["x" * 40_000, "é" * 700, "z"] * 40),
+        {"a": "😀" * 40_000, "b": [{"c": "x" * 40_000}]},
         *({}, [], {"a": []}, [[]], {"a": {}, "b": [1, "x", None, {"c": [True]}]}, "text", 1.5, None),
         *(list(range(1000)), ["x"] * 1000, [{"a": 1}] * 1000, [None, 1], [[1, 2], [3]], {"": [{"b": {"c": [1]}}]}),
     ],
 )
 def test_pieces_are_the_json_of_a_value(value: Any) -> None:
-    assert b"".join(json_pieces(value)) == orjson.dumps(value)
+    assert b"".join(json_pieces(value)) == json_bytes(value) == orjson.dumps(value)
 
 
 def test_iterators_are_lists() -> None:
@@ -79,17 +98,14 @@ def test_arrays_are_written_by_their_rows(shape: tuple[int, ...]) -> None:
 )
 @pytest.mark.parametrize("is_matrix", [False, True])
 async def test_a_large_answer_has_the_bytes_of_a_small_one(
-    monkeypatch: pytest.MonkeyPatch, form: EncodingFormat, kind: Any, dtype: EmbedDtype, is_matrix: bool
+    form: EncodingFormat, kind: Any, dtype: EmbedDtype, is_matrix: bool
 ) -> None:
     rows: Any = np.random.default_rng(1).normal(size=(3_000, 64)).astype(np.float32)
     if is_matrix:
         rows = [rows[:1], rows[1:2_500], rows[2_500:]]
     encoding = {"x": Encoding(format=form, quantization=kind, dtype=dtype)}
-    monkeypatch.setattr("penstock.server.answers.vectors.LARGE_VALUES", 1)
-    monkeypatch.setattr("penstock.server.wire.json_route.LARGE_VALUES", 1)
-    large = vectors_response(HEAD, rows, encoding, name="pooling")
-    monkeypatch.setattr("penstock.server.answers.vectors.LARGE_VALUES", 10**9)
-    small = vectors_response(HEAD, rows, encoding, name="pooling")
+    large = vectors_response(request_for(LARGE_BYTES), HEAD, rows, encoding, name="pooling")
+    small = vectors_response(request_for(LARGE_BYTES - 1), HEAD, rows, encoding, name="pooling")
     assert isinstance(large, PiecewiseResponse)
     assert not isinstance(small, PiecewiseResponse)
     headers, pieces = await sent(large)
@@ -101,7 +117,7 @@ async def test_a_large_answer_has_the_bytes_of_a_small_one(
 
 
 async def test_clients_of_http_1_0_get_a_length() -> None:
-    headers, pieces = await sent(sized_json_response([1.5] * LARGE_VALUES, LARGE_VALUES), version="1.0")
+    headers, pieces = await sent(json_response([1.5] * 1_000_000, in_pieces=True), version="1.0")
     assert int(headers["content-length"]) == len(b"".join(pieces))
 
 
@@ -115,8 +131,7 @@ async def test_nothing_is_written_for_a_client_that_has_gone() -> None:
 
 
 def test_small_answers_are_written_at_once() -> None:
-    assert sized_json_response(iter([1, 2]), 2).body == b"[1,2]"
-    assert json_response([1]).body == b"[1]"
+    assert json_response({"a": iter([1, iter([2])])}).body == b'{"a":[1,[2]]}'
 
 
 async def test_room_is_held_until_the_answer_has_gone(serving, engine) -> None:
@@ -148,16 +163,49 @@ async def test_room_is_held_until_the_answer_has_gone(serving, engine) -> None:
         ("/pooling", {"input": ["a b"], "task": "token_embed"}),
         ("/embed_all", {"inputs": ["a b"]}),
         ("/v1/encode", {"input": ["a b"], "outputs": ["dense", "multi_vector"]}),
+        *((path, {"input": ["a"]}) for path in ("/v1/embeddings", "/pooling", "/api/embed")),
+        *((path, {"inputs": ["a"]}) for path in ("/embed", "/")),
+        *((path, {"texts": ["a"]}) for path in ("/v1/embed", "/v2/embed")),
+        *(("/classify", {field: ["a"], "labels": ["b", "c"]}) for field in ("input", "inputs")),
+        ("/classify", {"input": ["a"], "labels": ["b", "c"], "raw_scores": False}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/v2/rerank", {"query": "a", "documents": ["b"]}),
+        ("/rerank", {"query": "a", "texts": ["b"]}),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
     ],
 )
 async def test_too_large_an_answer_is_refused_before_the_model_runs(
     client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict
 ) -> None:
-    monkeypatch.setattr("penstock.server.answers.limits.MAX_TOKEN_VALUES", 10)
+    monkeypatch.setattr("penstock.server.answers.room.MAX_ANSWER_BYTES", 10)
     answer = await client.post(path, json=body)
     assert answer.status_code in (400, 422)
-    assert "the limit is 10" in answer.text
+    assert "the limit is 10. Send fewer inputs at once." in answer.text
     assert not engine.calls
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"documents": ["b" * 600]}, 400),
+        ({"documents": [{"text": "b", "more": ["c" * 600]}]}, 400),
+        ({"documents": ["b" * 250] * 3}, 400),
+        ({"documents": ["b" * 250] * 3, "top_n": 1}, 200),
+        ({"documents": ["b" * 250], "top_k": None, "return_documents": True}, 400),
+        ({"documents": ["b" * 600], "return_documents": False}, 200),
+        ({"texts": ["b" * 600], "return_text": True}, 422),
+        ({"texts": ["b" * 600]}, 200),
+    ],
+)
+async def test_documents_are_counted_where_they_are_returned(
+    client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch, body: dict, status: int
+) -> None:
+    monkeypatch.setattr("penstock.server.answers.room.MAX_ANSWER_BYTES", 600)
+    answer = await client.post("/rerank", json={"query": "a", **body})
+    assert answer.status_code == status
+    if status != 200:
+        assert "set return_documents to false" in answer.text or "leave return_text out" in answer.text
+        assert not engine.calls
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,28 @@ async def test_dense_bodies_are_refused_before_they_are_parsed(unit: bytes) -> N
     assert "--max-json-values" in raised.value.detail
 
 
+@pytest.mark.parametrize(
+    ("unit", "is_dense"),
+    [
+        (b"[]", True),
+        (b"{}", True),
+        (b'"ab"', True),
+        (b'{"a":1}', True),
+        (b"1234", False),
+        (b'"A gate holds it."', False),
+    ],
+)
+async def test_short_bodies_that_are_dense_are_held(unit: bytes, is_dense: bool) -> None:
+    held: list[int] = []
+    body = b"[" + b",".join([unit] * (10_000 // len(unit))) + b"]"
+    assert await JsonReader(2_000_000, 4096).read(receiving(body), held.append) == json.loads(body)
+    assert bool(held) == is_dense
+    assert sum(held) >= 8 * len(body) * is_dense
+    held.clear()
+    await JsonReader(2_000_000, 4096).read(receiving(b"[" + b",".join([unit] * 100) + b"]"), held.append)
+    assert not held, "a small body need not be counted"
+
+
 @pytest.mark.parametrize("body", [b"{" + b" " * SLICE_BYTES, b'{"a": nul}' + b" " * SLICE_BYTES, b"{", b""])
 async def test_what_is_no_json_has_one_kind_of_error(body: bytes) -> None:
     with pytest.raises(RequestValidationError) as raised:
