@@ -56,7 +56,7 @@ def test_a_text_of_1_mb(http: httpx.Client, unit: str) -> None:
         (b'{"input": 1}', 400, "input"),
         (b'{"input": ["a", 1]}', 400, "entry 1"),
         (b'{"input": {"a": 1}}', 400, "input"),
-        (b'{"input": [-1]}', 400, "no token id"),
+        (b'{"input": [-1]}', 400, "out of vocabulary"),
         (b'{"input": [30522]}', 400, "out of vocabulary"),
         (b'{"input": [99999999999999999999]}', 400, "input"),
         (b'{"input": "\\ud800"}', 400, "not valid JSON"),
