@@ -203,7 +203,7 @@ PEERS = {
         ),
         Peer(
             "infinity",
-            "infinity-emb",
+            "infinity_emb",
             {"torch": BOTH, "ONNX Runtime": (FLOAT32,)},
             _open_infinity,
             environment="infinity",

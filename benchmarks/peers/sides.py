@@ -186,7 +186,7 @@ class WorkerSide:
         if self._process is None:
             return
         processes.kill_group(self._process.pid)
-        self._process.wait()
+        self._process.communicate()  # waits, and closes the pipes
 
     @property
     def _running(self) -> subprocess.Popen[bytes]:
