@@ -78,7 +78,7 @@ class Comparison:
         """
         report = self._head(threads, dtypes)
         peers = [peer for peer in self._peers if self._is_installed(peer)]
-        reference = make_reference(self._place.model, [*LOADS.values(), *self._loads.values()], self._place.logs)
+        reference = make_reference(self._place.model, list((LOADS | self._loads).values()), self._place.logs)
         report["peers"] = {}
         for peer in peers:
             self._settle(peer, reference, threads, dtypes, report["peers"])
@@ -96,7 +96,7 @@ class Comparison:
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
             "machine": machine() | {"load_average": round(os.getloadavg()[0], 2)},
             "commit": commit.stdout.strip() or "unknown",
-            "model": self._place.model.folder.parent.name,
+            "model_sha256": self._place.model.folder.parent.name,
             "settings": {
                 "rounds": self._times.loads.rounds,
                 "seconds": self._times.loads.seconds,

@@ -187,6 +187,7 @@ class WorkerSide:
             return
         processes.kill_group(self._process.pid)
         self._process.communicate()  # waits, and closes the pipes
+        self._process = None
 
     @property
     def _running(self) -> subprocess.Popen[bytes]:

@@ -16,6 +16,7 @@ mpl.use("svg")
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "peers", "font.size": 9, "axes.grid": True})
 
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.ticker import LogLocator  # noqa: E402
 
 UNITS = {"concurrency": "requests under way at once", "length": "words a text"}
 
@@ -41,19 +42,24 @@ def _save(figure: Any, stem: Path, name: str) -> None:
 
 
 def _loads(report: dict[str, Any], colours: dict[str, str]) -> Any:
-    """Throughput and share of the limit by load."""
+    """Throughput beside that of the first side, and share of the limit, by load."""
     figure, (rate, share) = plt.subplots(2, 1, figsize=(9, 6), layout="constrained", sharex=True)
     loads = report["loads"]
     width = 0.8 / len(colours)
+    first = next(iter(colours))
     for number, (name, colour) in enumerate(colours.items()):
         own = [(place, load["sides"][name]) for place, load in enumerate(loads.values()) if name in load["sides"]]
         x = [place + (number - (len(colours) - 1) / 2) * width for place, _ in own]
-        rate.bar(x, [facts["median_texts_per_s"] for _, facts in own], width, color=colour, label=name)
+        is_comparable = [first in load["sides"] for load in loads.values()]  # not in a load that it failed in
+        own_rates = [is_comparable[place] / facts["first_is_times_faster"] for place, facts in own]
+        rate.bar(x, own_rates, width, color=colour, label=name)
         share.bar(x, [100 * facts["share_of_limit"] for _, facts in own], width, color=colour)
-    rate.set(yscale="log", ylabel="texts/s")
+    rate.set(ylabel=f"texts/s, {first} = 1")
     share.set(ylabel="% of the machine's limit")
     share.set_xticks(range(len(loads)), list(loads))
-    rate.legend(ncols=3, fontsize=8)
+    for axes in (rate, share):
+        axes.grid(visible=False, axis="x")
+    figure.legend(loc="outside upper center", ncols=len(colours), fontsize=8)
     return figure
 
 
@@ -69,8 +75,10 @@ def _sweep(sweep: str, points: dict[str, Any], colours: dict[str, str]) -> Any:
     for axes, label in ((rate, "texts/s"), (latency, "ms: median, dotted: 99 %")):
         axes.set(xscale="log", yscale="log", xlabel=UNITS[sweep], ylabel=label)
         axes.set_xticks([int(point) for point in points], list(points))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
-    rate.legend(fontsize=7)
+    figure.legend(loc="outside upper center", ncols=len(colours), fontsize=8)
     return figure
 
 
@@ -84,6 +92,7 @@ def _facts(report: dict[str, Any], colours: dict[str, str]) -> Any:
         axes.invert_yaxis()
         axes.set(xlabel=label)
         axes.margins(x=0.15)
+        axes.grid(visible=False, axis="y")
     return figure
 
 
