@@ -202,7 +202,7 @@ bench: $(VENV)/.installed-test $(VENV)/.native ## Measure a bfloat16 server over
 	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/compare_servers.py \
 		--server penstock http://127.0.0.1:8101 "$(BIN)/penstock serve --port 8101 --dtype bfloat16" $(ARGS)
 
-# The peers' environments are built once, into the user's cache (ARGS='--cache FOLDER' for another place; about 7 GB with
+# The peers' environments are built once, into the user's cache (ARGS='--cache FOLDER' for another place; about 8 GB with
 # torch for CPUs, which TORCH_INDEX names). ARGS='--rounds 1 --seconds 3 --peers penstock,infinity' makes a short run.
 bench-peers: $(VENV)/.installed-test ## Measure penstock beside other servers and libraries, all on this machine.
 	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/compare_peers.py \

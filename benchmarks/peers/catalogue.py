@@ -110,7 +110,7 @@ def _open_penstock(place: Place, setting: Setting) -> Side:
     program = Path(sys.executable).with_name("penstock")
     port = free_port()
     command = (
-        f"{program} serve {shlex.quote(str(place.model.folder))} --host 127.0.0.1 --port {port} "
+        f"{_quoted(program)} serve {_quoted(place.model.folder)} --host 127.0.0.1 --port {port} "
         f"--dtype {setting.dtype} --num-threads {setting.threads} --max-queue-s 0"
     )
     return _server("penstock", command, port, place)
@@ -131,7 +131,7 @@ def _open_vllm(place: Place, setting: Setting) -> Side:
     if setting.variant == "Intel OpenMP":
         variables["LD_PRELOAD"] = str(environment.home / "lib" / "libiomp5.so")
     command = (
-        f"{_assignments(variables)} {environment.program('vllm')} serve {shlex.quote(str(place.model.folder))} "
+        f"{_assignments(variables)} {_quoted(environment.program('vllm'))} serve {_quoted(place.model.folder)} "
         f"--runner pooling --dtype {setting.dtype} --served-model-name m --host 127.0.0.1 --port {port} "
         "--gpu-memory-utilization 0.2 --disable-uvicorn-access-log"
     )
@@ -139,6 +139,7 @@ def _open_vllm(place: Place, setting: Setting) -> Side:
 
 
 def _open_infinity(place: Place, setting: Setting) -> Side:
+    """From inside the model's folder: with optimum of today it finds graphs below a relative path only."""
     engine = {"torch": "torch", "ONNX Runtime": "optimum"}[setting.variant]
     port = free_port()
     variables = {
@@ -147,12 +148,13 @@ def _open_infinity(place: Place, setting: Setting) -> Side:
         "INFINITY_ANONYMOUS_USAGE_STATS": "0",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        "HF_HUB_CACHE": str(place.model.folder.with_name("infinity")),
     }
     command = (
-        f"{_assignments(variables)} {place.environment('infinity').program('infinity_emb')} v2 "
-        f"--model-id {shlex.quote(str(place.model.folder))} --served-model-name m --host 127.0.0.1 --port {port} "
-        f"--engine {engine} --device cpu --dtype {setting.dtype} --no-bettertransformer --no-model-warmup "
-        "--url-prefix /v1 --log-level warning"
+        f"{_assignments(variables)} env -C {_quoted(place.model.folder)} "
+        f"{_quoted(place.environment('infinity').program('infinity_emb'))} v2 --model-id . --served-model-name m "
+        f"--host 127.0.0.1 --port {port} --engine {engine} --device cpu --dtype {setting.dtype} "
+        "--no-bettertransformer --no-model-warmup --url-prefix /v1 --log-level warning"
     )
     return _server("infinity", command, port, place)
 
@@ -176,6 +178,10 @@ def _worker(name: str, backend: str) -> Callable[[Place, Setting], Side]:
 
 def _server(name: str, command: str, port: int, place: Place) -> Side:
     return HttpSide(Server(name, command, f"http://127.0.0.1:{port}", place.logs / f"{name}.log"))
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
 
 
 def _assignments(variables: dict[str, str]) -> str:
