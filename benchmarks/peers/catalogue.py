@@ -139,7 +139,7 @@ def _open_vllm(place: Place, setting: Setting) -> Side:
 
 
 def _open_infinity(place: Place, setting: Setting) -> Side:
-    """From inside the model's folder: with optimum of today it finds graphs below a relative path only."""
+    """From inside the model's folder: with the optimum of today it finds a graph only there."""
     engine = {"torch": "torch", "ONNX Runtime": "optimum"}[setting.variant]
     port = free_port()
     variables = {
@@ -154,7 +154,7 @@ def _open_infinity(place: Place, setting: Setting) -> Side:
         f"{_assignments(variables)} env -C {_quoted(place.model.folder)} "
         f"{_quoted(place.environment('infinity').program('infinity_emb'))} v2 --model-id . --served-model-name m "
         f"--host 127.0.0.1 --port {port} --engine {engine} --device cpu --dtype {setting.dtype} "
-        "--no-bettertransformer --no-model-warmup --url-prefix /v1 --log-level warning"
+        "--pooling-method mean --no-bettertransformer --no-model-warmup --url-prefix /v1 --log-level warning"
     )
     return _server("infinity", command, port, place)
 

@@ -52,8 +52,8 @@ class Model:
 
     @property
     def graph(self) -> Path:
-        """The model as an ONNX graph; Infinity looks for it here."""
-        return self.folder / "onnx" / "model.onnx"
+        """The model as an ONNX graph; here Infinity finds it."""
+        return self.folder / "model.onnx"
 
     @property
     def fused_graph(self) -> Path:

@@ -23,7 +23,7 @@ from servers import Server
 
 PATIENCE_S = 120.0
 """Seconds beyond its length after which a round counts as hung."""
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 WORKER = Path(__file__).with_name("inside") / "worker.py"
 TEXTS_PER_ANSWER = 32
 
