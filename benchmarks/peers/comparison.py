@@ -87,6 +87,7 @@ class Comparison:
         return report
 
     def _head(self, threads: list[int], dtypes: list[str]) -> dict[str, Any]:
+        load_average = os.getloadavg()[0]  # before anything here adds to it
         limit = machine_limit(sorted({1, *threads}))
         print(f"limit of the machine, GFLOPS by dtype and threads: {limit}", flush=True)
         commit = subprocess.run(
@@ -94,7 +95,7 @@ class Comparison:
         )
         return {
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
-            "machine": machine() | {"load_average": round(os.getloadavg()[0], 2)},
+            "machine": machine() | {"load_average": round(load_average, 2)},
             "commit": commit.stdout.strip() or "unknown",
             "model_sha256": self._place.model.folder.parent.name,
             "settings": {
@@ -119,7 +120,7 @@ class Comparison:
         except InstallError as error:
             self._leave_out(peer.name, f"cannot be installed: {error}")
             return False
-        if peer.graph_variants and not self._place.model.fused_graph.exists():
+        if peer.graph_variants and not self._place.model.has_graphs:
             exporter = self._place.environment("onnxruntime")
             try:
                 exporter.install()

@@ -60,6 +60,11 @@ class Model:
         """The graph with the fused operations of ONNX Runtime."""
         return self.folder.with_name("fused") / "model.onnx"
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether both graphs have been exported."""
+        return self.graph.exists() and self.fused_graph.exists()
+
     def export(self, environment: Environment) -> None:
         """Writes both graphs with optimum, unless they are there.
 

@@ -75,7 +75,7 @@ def try_setting(
 ) -> Trial:
     """Starts a peer with one setting, compares its answers, and runs one round of every load; then stops it."""
     trial = Trial(setting)
-    if setting.variant in peer.graph_variants and not place.model.graph.exists():
+    if setting.variant in peer.graph_variants and not place.model.has_graphs:
         trial.reason = "needs the model as an ONNX graph, which could not be exported"
     else:
         side = peer.open(place, setting)
