@@ -204,7 +204,7 @@ bench: $(VENV)/.installed-test $(VENV)/.native ## Measure a bfloat16 server over
 
 # The peers' environments are built once, into the user's cache (ARGS='--cache FOLDER' for another place; about 8 GB with
 # torch for CPUs, which TORCH_INDEX names). ARGS='--rounds 1 --seconds 3 --peers penstock,infinity' makes a short run.
-bench-peers: $(VENV)/.installed-test ## Measure penstock beside other servers and libraries, all on this machine.
+bench-peers: $(VENV)/.installed-test $(VENV)/.native ## Measure penstock beside other servers and libraries, all on this machine.
 	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/compare_peers.py \
 		$(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(ARGS)
 
