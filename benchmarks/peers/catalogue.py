@@ -97,11 +97,15 @@ class Peer:
         return [Setting(dtype, number, variant) for dtype in dtypes for number in threads]
 
     def further_settings(self, best: Setting) -> list[Setting]:
-        """Returns its other variants, as near as they come to the best setting so far."""
+        """Returns its other variants, as near as they come to the best setting so far.
+
+        One thread is one stream, so that variants in streams are left out there.
+        """
         others = list(self.variants.items())[1:]
         return [
             Setting(best.dtype if best.dtype in dtypes else dtypes[0], best.threads, variant)
             for variant, dtypes in others
+            if best.threads > 1 or "streams" not in variant
         ]
 
 

@@ -29,6 +29,12 @@ def test_further_settings_are_as_near_to_the_best_as_they_can_be() -> None:
     assert PEERS["vllm"].further_settings(Setting(BFLOAT16, 1, "as it comes")) == [Setting(BFLOAT16, 1, "Intel OpenMP")]
 
 
+def test_one_thread_is_one_stream() -> None:
+    openvino = PEERS["openvino"]
+    assert openvino.further_settings(Setting(BFLOAT16, 1, "one stream")) == []
+    assert openvino.further_settings(Setting(BFLOAT16, 2, "one stream")) == [Setting(BFLOAT16, 2, "streams")]
+
+
 def test_a_setting_reads_well() -> None:
     assert str(Setting(FLOAT32, 1, "fused")) == "float32, 1 thread, fused"
     assert str(Setting(BFLOAT16, 2, "streams")) == "bfloat16, 2 threads, streams"
