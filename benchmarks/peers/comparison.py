@@ -88,7 +88,7 @@ class Comparison:
 
     def _head(self, threads: list[int], dtypes: list[str]) -> dict[str, Any]:
         load_average = os.getloadavg()[0]  # before anything here adds to it
-        limit = machine_limit(sorted({1, *threads}))
+        limit = machine_limit(sorted({1, len(self._place.cores)}))
         print(f"limit of the machine, GFLOPS by dtype and threads: {limit}", flush=True)
         commit = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
