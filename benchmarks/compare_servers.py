@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
 import tempfile
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from closed_loop import Round, run_round
 from loads import LOADS
 from machine import machine
 from servers import Server
+from summary import summarize
 
 
 def main() -> None:
@@ -77,7 +76,7 @@ async def measure(servers: list[Server], args: argparse.Namespace) -> dict[str, 
         "servers": {server.name: {} for server in servers},
         "loads": {},
     }
-    names = {server.name: _served_name(server.url) for server in servers}
+    names = {server.name: server.served_name() for server in servers}
     for load in (LOADS[name] for name in args.loads):
         rounds: dict[str, list[Round]] = {server.name: [] for server in servers}
         for server in servers:  # warm-up, not counted
@@ -87,19 +86,7 @@ async def measure(servers: list[Server], args: argparse.Namespace) -> dict[str, 
                 bodies = load.bodies(names[server.name], args.encoding_format, seed=number)
                 await run_round(server.url, load, bodies, args.settle)  # its memory may have gone cold meanwhile
                 rounds[server.name].append(await run_round(server.url, load, bodies, args.seconds))
-        first = rounds[servers[0].name]
-        report["loads"][load.name] = {
-            name: {
-                "texts_per_s": [round(r.texts_per_s, 1) for r in own],
-                "median_texts_per_s": round(statistics.median(r.texts_per_s for r in own), 1),
-                "p50_ms": round(statistics.median(r.latency_ms(0.5) for r in own), 2),
-                "p99_ms": round(statistics.median(r.latency_ms(0.99) for r in own), 2),
-                "first_is_times_faster": round(
-                    statistics.median(a.texts_per_s / b.texts_per_s for a, b in zip(first, own, strict=True)), 3
-                ),
-            }
-            for name, own in rounds.items()
-        }
+        report["loads"][load.name] = summarize(rounds)
         print(f"{load.name}: done", flush=True)
     return report
 
@@ -116,11 +103,6 @@ def show(report: dict[str, Any]) -> None:
                 f"{load:8} {name:12} {r['median_texts_per_s']:9.1f} {r['p50_ms']:9.2f} {r['p99_ms']:9.2f} "
                 f"{r['first_is_times_faster']:7.2f}"
             )
-
-
-def _served_name(url: str) -> str:
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
-        return str(json.load(response)["data"][0]["id"])
 
 
 if __name__ == "__main__":

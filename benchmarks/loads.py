@@ -30,20 +30,20 @@ class Load:
 
     def bodies(self, model: str, encoding_format: str, count: int = 256, seed: int = 0) -> list[bytes]:
         """Returns `count` request bodies of /v1/embeddings, the same for the same seed."""
+        return [request_body(texts, model, encoding_format) for texts in self.requests(count, seed)]
+
+    def requests(self, count: int = 256, seed: int = 0) -> list[list[str]]:
+        """Returns the texts of `count` requests, the same for the same seed."""
         rng = random.Random(f"{self.name}-{seed}")
-        return [
-            json.dumps(
-                {
-                    "model": model,
-                    "input": [self._text(rng) for _ in range(self.texts_per_request)],
-                    "encoding_format": encoding_format,
-                }
-            ).encode()
-            for _ in range(count)
-        ]
+        return [[self._text(rng) for _ in range(self.texts_per_request)] for _ in range(count)]
 
     def _text(self, rng: random.Random) -> str:
         return " ".join(rng.choices(WORDS, k=rng.randint(self.min_words, self.max_words)))
+
+
+def request_body(texts: list[str], model: str, encoding_format: str) -> bytes:
+    """Returns the body of /v1/embeddings that asks for `texts`."""
+    return json.dumps({"model": model, "input": texts, "encoding_format": encoding_format}).encode()
 
 
 LOADS = {

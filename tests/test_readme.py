@@ -22,7 +22,10 @@ OTHERS_FLAGS = {
     "pip": {"--index-url", "--no-deps"},
     "docker": {"--build-arg", "--gpus", "--profile", "--target"},
     "make test-schema": {"--seed"},
-    "benchmarks": {"--data", "--expect", "--help", "--output", "--server"},
+    "benchmarks": {
+        *("--cache", "--data", "--expect", "--help", "--model", "--output", "--peers", "--rounds", "--seconds"),
+        "--server",
+    },
     "mypy": {"--strict"},
 }
 """Flags that are no settings: of other programs, and of one command."""

@@ -1,0 +1,108 @@
+"""What is told of a run."""
+
+import copy
+from typing import Any
+
+import pytest
+from compare_peers import machine_slug
+
+from peers.report import show, table
+
+OWN = {
+    "texts_per_s": [10.0],
+    "median_texts_per_s": 10.0,
+    "p50_ms": 1.0,
+    "p99_ms": 2.0,
+    "first_is_times_faster": 1.5,
+    "ratios": [1.5, 1.4, 1.75],
+    "gflops": 1.0,
+    "share_of_limit": 0.25,
+    "share_of_dtype_limit": 0.5,
+}
+SETTING = {"dtype": "bfloat16", "threads": 2, "variant": "torch"}
+FACTS = {
+    "over": "HTTP",
+    "version": "1.2",
+    "setting": SETTING,
+    "trials": [
+        {"setting": SETTING, "least_cosine": 0.9999, "texts_per_s": {"query": 10}, "score": 10.0, "reason": ""},
+        {"setting": SETTING, "least_cosine": None, "texts_per_s": {}, "score": 0.0, "reason": "it | ended\nhere"},
+    ],
+    "ready_s": 2.5,
+    "idle_mib": 100,
+    "resident_mib": 110,
+    "peak_mib": 120,
+    "idle_processor_share": 0.01,
+    "least_cosine": 0.9999,
+    "agrees": True,
+}
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    load = {"about": "5 words", "tokens_per_text": 7.0, "gflop_per_text": 0.1, "sides": {"penstock": OWN, "vllm": OWN}}
+    return copy.deepcopy(
+        {
+            "date": "2026-01-02",
+            "machine": {"cpu": "2 x AMD EPYC", "load_average": 0.1},
+            "commit": "abc",
+            "settings": {
+                "rounds": 3,
+                "seconds": 4.0,
+                "sweep_rounds": 2,
+                "sweep_seconds": 1.5,
+                "least_cosine": 0.999,
+            },
+            "limit_gflops": {"float32": {"1": 100.0}, "bfloat16": {"1": 400.0}},
+            "peers": {"penstock": FACTS, "vllm": FACTS},
+            "loads": {"query": load},
+            "sweeps": {"concurrency": {"1": load, "2": {**load, "sides": {"penstock": OWN}}}},
+            "left_out": {"tei": "not to be had", "infinity": "no\nwheel"},
+            "minutes": 12.0,
+        }
+    )
+
+
+def test_every_figure_has_its_place(report: dict[str, Any]) -> None:
+    text = table(report, ["plot.svg"])
+    assert "| vllm | 10.0 | 1.00 | 2.00 | 1.50 (1.40 to 1.75) | 25.0% |" in text
+    assert "| vllm | 2.5 | 100 | 110 | 120 | 0.01 | 0.9999 |" in text
+    assert "| vllm 1.2 | HTTP | bfloat16, 2 threads, torch |" in text
+    assert "| at once | penstock | vllm |" in text
+    assert "float32 100 with 1; bfloat16 400 with 1" in text
+    assert "![plot.svg](plot.svg)" in text
+
+
+def test_what_was_left_out_is_told_with_its_reason(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    text = table(report, [])
+    assert "- tei: not to be had" in text
+    assert "- infinity: no wheel" in text
+    assert r"| it \| ended here |" in text
+    show(report)
+    assert "left out: tei: not to be had" in capsys.readouterr().out
+
+
+def test_a_side_that_failed_has_gaps(report: dict[str, Any]) -> None:
+    for name in ("resident_mib", "peak_mib", "least_cosine", "agrees", "idle_processor_share"):
+        del report["peers"]["vllm"][name]
+    text = table(report, [])
+    assert "| vllm | 2.5 | 100 |  |  |  |  |" in text
+    assert "| 2 | 10, 1.0 |  |" in text
+
+
+def test_answers_that_do_not_agree_stand_out(report: dict[str, Any]) -> None:
+    report["peers"]["vllm"] |= {"least_cosine": 0.9, "agrees": False}
+    assert "**0.9: too low**" in table(report, [])
+
+
+def test_a_run_without_loads_has_a_table(report: dict[str, Any]) -> None:
+    report |= {"loads": {}, "sweeps": {}, "left_out": {}}
+    assert "## Left out" not in table(report, [])
+
+
+@pytest.mark.parametrize(
+    ("cpu", "slug"),
+    [("2 x AMD EPYC", "2x-amd-epyc"), ("8 x Intel(R) Xeon(R) @ 2.20GHz", "8x-intel-r-xeon-r-2-20ghz")],
+)
+def test_a_machine_becomes_the_name_of_a_file(cpu: str, slug: str) -> None:
+    assert machine_slug(cpu) == slug
