@@ -23,7 +23,6 @@ from types import FrameType
 
 from loads import LOADS
 from machine import cpu_name
-
 from peers.catalogue import BOTH, NOT_TO_BE_HAD, PEERS, Place
 from peers.comparison import Comparison, Times
 from peers.environments import Environment, InstallError, run

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from peers.agreement import least_cosine
 from peers.sides import SideError
 

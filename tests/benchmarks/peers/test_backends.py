@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-
 from peers.inside.backends import BATCH_SIZE, _Graph
 from peers.model import embedded_model
 

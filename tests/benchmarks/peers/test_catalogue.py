@@ -1,7 +1,6 @@
 """The peers and their settings."""
 
 import pytest
-
 from peers.catalogue import BFLOAT16, FLOAT32, PEERS, Setting
 from peers.environments import REQUIREMENTS, Environment
 

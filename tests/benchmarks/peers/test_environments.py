@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from peers import environments
 from peers.environments import REQUIREMENTS, Environment, InstallError, run
 

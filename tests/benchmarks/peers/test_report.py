@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from compare_peers import machine_slug
-
 from peers.report import show, table
 
 OWN = {

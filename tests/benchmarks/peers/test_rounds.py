@@ -3,7 +3,6 @@
 import pytest
 from closed_loop import Round
 from loads import LOADS, Load
-
 from peers.rounds import Plan, run_rounds
 from peers.sides import SideError
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from closed_loop import Round
 from loads import LOADS
-from servers import Server
-
 from peers.model import embedded_model
 from peers.sides import HttpSide, SideError, WorkerSide
+from servers import Server
 
 SERVER = """
 import json, os, sys

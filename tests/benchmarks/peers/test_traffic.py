@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from loads import LOADS
-
 from peers.model import Model, embedded_model
 from peers.traffic import concurrency_loads, corpus_loads, cut, describe, length_loads
 

@@ -1,7 +1,6 @@
 """The search for the best setting."""
 
 import pytest
-
 from peers.catalogue import Setting
 from peers.trial import Trial, best_of
 
