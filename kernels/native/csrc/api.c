@@ -1,4 +1,4 @@
-/* What Python calls, through ctypes; kernels/native/_library.py declares the same. */
+/* What Python calls, through ctypes; kernels/native/_abi.py declares the same. */
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>

@@ -9,10 +9,11 @@
 #include "vec.h"
 #include "types.h"
 
-/* 2^x by x = n + f with |f| <= 1/2; Taylor's series of 2^f. Below -126 the result is 2^-126: nothing in a sum. */
+/* 2^x by x = n + f with |f| <= 1/2; Taylor's series of 2^f. Below -126 the result is 2^-126: nothing in a sum.
+ * From 128 on it is inf, so that sigmoid is 0 where it must be: even -inf times it is then right. */
 INLINE vf exp2_of(vf x) {
     x = v_max(v_set(-126.0f), x);
-    x = v_min(v_set(127.0f), x);
+    x = v_min(v_set(128.0f), x);
     vf n = v_round(x), f = v_sub(x, n);
     vf p = v_set(1.5403530e-4f);
     p = v_fma(p, f, v_set(1.3333558e-3f));

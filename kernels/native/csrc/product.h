@@ -7,6 +7,8 @@
 #ifndef PENSTOCK_PRODUCT_H
 #define PENSTOCK_PRODUCT_H
 
+#include <math.h>
+
 #include "functions.h"
 #include "tile.h"
 #include "types.h"
@@ -52,9 +54,10 @@ static void pack(const Product *product, const float *w, const float *b, void *w
         if (product->format == FORMAT_INT8) {
             for (long k = 0; row && k < num_in; k++) {
                 float a = row[k] < 0 ? -row[k] : row[k];
-                largest = a > largest ? a : largest;
+                largest = a > largest || a != a ? a : largest;
             }
             scales[place] = largest / 127.0f;
+            if (largest - largest != 0) scales[place] = largest = NAN; /* of NaN and inf, a column of NaN */
             sums[place] = 0;
         }
         for (long k = 0; k < num_in; k++) {
@@ -70,7 +73,7 @@ static void pack(const Product *product, const float *w, const float *b, void *w
                     ((uint16_t *)weights)[at + k / 2 * 2 * PANEL + 2 * c + k % 2] = to_bf16(value);
                     break;
                 case FORMAT_INT8: {
-                    float q = largest > 0 ? value * 127.0f / largest : 0.0f;
+                    float q = largest > 0 ? value / largest * 127.0f : 0.0f;
                     int whole = (int)(q < 0 ? q - 0.5f : q + 0.5f);
                     ((int8_t *)weights)[at + k / 4 * 4 * PANEL + 4 * c + k % 4] = (int8_t)whole;
                     sums[place] += 128 * whole;
@@ -91,15 +94,16 @@ static void convert_rows(int format, const float *x, long rows, long width, void
             for (; d < width; d++) to[d] = to_bf16(x[d]);
         } else if (format == FORMAT_INT8) {
             uint8_t *to = (uint8_t *)out + r * width;
-            vf most = v_zero(), total = v_zero();
+            vf most = v_zero(), wrong = v_zero();
             for (long d = 0; d < width; d += WIDTH) {
                 vf a = v_abs(v_load_part(x + d, width - d));
                 most = v_max(most, a);
-                total = v_add(total, a);
+                wrong = v_add(wrong, v_sub(a, a)); /* NaN where there is NaN or inf */
             }
-            float largest = v_largest(most), sum = v_sum(total), inverse = largest > 0 ? 127.0f / largest : 0.0f;
-            scales[r] = sum - sum == 0 ? largest / 127.0f : sum - sum; /* NaN and inf stay NaN */
-            if (sum - sum != 0) inverse = 0.0f;
+            /* The inverse of a smaller row is inf. */
+            float largest = v_largest(most), bad = v_sum(wrong), inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;
+            scales[r] = bad == 0 ? largest / 127.0f : bad;
+            if (bad != 0) inverse = 0.0f;
             vf scale = v_set(inverse);
             for (long d = 0; d < width; d += WIDTH) {
                 float whole[WIDTH];

@@ -45,7 +45,7 @@ INLINE vf v_copysign(vf magnitude, vf sign) {
     __m512i m = _mm512_castps_si512(magnitude), s = _mm512_castps_si512(sign);
     return _mm512_castsi512_ps(_mm512_or_si512(_mm512_andnot_si512(bit, m), _mm512_and_si512(bit, s)));
 }
-/* x * 2^n for whole n in -126..127 */
+/* x * 2^n for whole n in -126..128 and x > 1/2; with n = 128 inf may stand for what is just below it */
 INLINE vf v_scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 INLINE vf v_from_bf16(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
