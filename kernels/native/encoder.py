@@ -6,6 +6,7 @@ width, K head size, L longest sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,6 +137,8 @@ class NativeEncoder:
         self._num_words = len(spec.words)
         self._num_places = None if spec.places is None else len(spec.places)
         self._num_heads = spec.num_heads
+        # Tokens of the longest sequence that the tables by position hold.
+        self._max_length: float = math.inf
         layers = [self._layer(layer) for layer in spec.layers]
         self._layers = (_abi.Layer * len(layers))(*layers)
         heads = int(layers[0].attention_out.inputs)
@@ -180,7 +183,8 @@ class NativeEncoder:
             in the last layer.
 
         Raises:
-            ValueError: An id or a place has no row; array shapes do not fit.
+            ValueError: An id or a place has no row, a sequence is longer than the tables of a layer; array shapes do
+                not fit.
             MemoryError: Memory is short.
         """
         num_tokens = len(ids_T)
@@ -189,6 +193,13 @@ class NativeEncoder:
         _check_rows("ids", ids_T, num_tokens, self._num_words)
         if self._num_places is not None:
             _check_rows("places", places_T, num_tokens, self._num_places)
+        lengths_N = np.diff(starts)
+        if (longest := int(lengths_N.max())) > self._max_length:
+            raise ValueError(f"a sequence has {longest} tokens, of at most {self._max_length}")
+        if visible_N is not None and (
+            visible_N.shape != lengths_N.shape or (visible_N < 0).any() or (visible_N > lengths_N).any()
+        ):
+            raise ValueError(f"visible must be {len(lengths_N)} numbers from 0 to the lengths of the sequences")
         hidden_TD: Floats = aligned(num_tokens * self.hidden_size, np.float32).reshape(num_tokens, -1)
         weights_TH = np.empty((num_tokens, self._num_heads), np.float32) if need_attention else None
         arrays = (
@@ -211,6 +222,10 @@ class NativeEncoder:
 
     def _layer(self, spec: LayerSpec) -> _abi.Layer:
         left, right = spec.window or (-1, -1)
+        if spec.rotary is not None:
+            self._max_length = min(self._max_length, len(spec.rotary))
+        if spec.bias is not None:
+            self._max_length = min(self._max_length, spec.bias.shape[1] // 2 + 1)
         return _abi.Layer(
             attention_norm=self._norm(spec.attention_norm),
             mlp_norm=self._norm(spec.mlp_norm),

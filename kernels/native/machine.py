@@ -110,6 +110,13 @@ class Machine:
             self._library.penstock_close(self._handle)
             self._handle = None
 
+    @property
+    def _opened(self) -> int:
+        """What the library knows it by; a NULL would take the process down."""
+        if self._handle is None:
+            raise NativeError("these native kernels are closed")
+        return self._handle
+
     def pack(
         self,
         weight_ND: Floats,
@@ -134,13 +141,13 @@ class Machine:
         if form not in self.formats:
             raise NativeError(f"{self.isa} has no products in {form.name}")
         struct = _abi.Product(inputs=num_in, outputs=num_out, format=form, activation=activation, gated=gated)
-        places = self._library.penstock_panel_columns(self._handle, struct)
-        weights = aligned(self._library.penstock_packed_bytes(self._handle, struct), np.uint8)
+        places = self._library.penstock_panel_columns(self._opened, struct)
+        weights = aligned(self._library.penstock_packed_bytes(self._opened, struct), np.uint8)
         bias, scales, sums = aligned(places, np.float32), aligned(places, np.float32), aligned(places, np.int32)
         source = np.ascontiguousarray(weight_ND, np.float32)
         source_bias = None if bias_N is None else np.ascontiguousarray(bias_N, np.float32)
         self._library.penstock_pack(
-            self._handle, struct, at(source), at(source_bias), *map(at, (weights, bias, scales, sums))
+            self._opened, struct, at(source), at(source_bias), *map(at, (weights, bias, scales, sums))
         )
         arrays: tuple[Array, ...] = (weights, bias)
         struct.weights, struct.bias = at(weights), at(bias)
@@ -161,7 +168,7 @@ class Machine:
         inputs, scales = aligned(rows * width * 2, np.uint8), aligned(rows, np.float32)
         scratch = aligned(width * 64, np.float32)
         self._library.penstock_product(
-            self._handle, packed.struct, at(x_RD), at(add), rows, *map(at, (result, inputs, scales, scratch))
+            self._opened, packed.struct, at(x_RD), at(add), rows, *map(at, (result, inputs, scales, scratch))
         )
         return result
 
@@ -171,7 +178,7 @@ class Machine:
         Raises:
             MemoryError: Memory is short.
         """
-        if not self._library.penstock_encode(self._handle, encoder, batch):
+        if not self._library.penstock_encode(self._opened, encoder, batch):
             raise MemoryError("too little memory for the rows of a forward")
 
     def pool(
@@ -190,7 +197,7 @@ class Machine:
         """See penstock.kernels.pooling.pool_native."""
         out = np.empty((len(starts_N), width), np.float32)
         self._library.penstock_pool(
-            self._handle,
+            self._opened,
             pooling,
             at(hidden_TD),
             hidden_TD.strides[0] // 4,

@@ -111,7 +111,8 @@ INLINE float soften(float *scores, long begin, long end, long low, long high, co
     vf most = v_set(-INFINITY), sum = v_zero();
     for (long j = begin; j < last; j += WIDTH) most = v_max(most, v_load(scores + j));
     float largest = v_largest(most);
-    vf shift = v_set(largest > -INFINITY ? largest * LOG2_E : largest == largest ? 0.0f : largest);
+    /* Where all that is seen is -inf, the result is NaN; where nothing is seen, it is 0. */
+    vf shift = v_set(largest > -INFINITY ? largest * LOG2_E : low < high ? NAN : 0.0f);
     for (long j = begin; j < last; j += WIDTH) {
         vf p = exp2_of(v_sub(v_mul(v_load(scores + j), v_set(LOG2_E)), shift));
         if (j < low || j + WIDTH > high) {

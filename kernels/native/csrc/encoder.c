@@ -214,7 +214,7 @@ static void run_part(Team *team) {
 
 /* Bytes that a lane needs for itself: packed heads, or a panel in float32. */
 static long own_bytes(const Isa *isa, const Encoder *encoder, long longest) {
-    long heads = isa->attention_bytes(longest, encoder->head_size), widest = encoder->width;
+    long heads = isa->attention_bytes(longest, encoder->head_size), widest = encoder->projection.in;
     for (long i = 0; i < encoder->num_layers; i++) {
         const Layer *layer = encoder->layers + i;
         const Product *products[] = {&layer->qkv, &layer->attention_out, &layer->mlp_in, &layer->mlp_out};

@@ -1,0 +1,133 @@
+"""Encoders of random weights with one layer each: every option of the native kernels, in the shapes that models have."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.kernels.native import Activation, EncoderSpec, LayerSpec, MapSpec, NormSpec
+
+from .rounding import Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What an encoder is made of; the options are those of EncoderSpec and LayerSpec."""
+
+    name: str
+    head_size: int = 32
+    num_heads: int = 2
+    inner: int = 96
+    embedding_width: int | None = None
+    pre_norm: bool = False
+    rms: bool = False
+    has_bias: bool = True
+    gated: bool = False
+    activation: Activation = Activation.GELU
+    window: tuple[int, int] | None = None
+    rotary: bool = False
+    distance_bias: bool = False
+    places: bool = True
+    num_layers: int = 1
+
+    @property
+    def width(self) -> int:
+        """Columns of the hidden states."""
+        return self.num_heads * self.head_size
+
+
+SHAPES = (
+    Shape(name="bert"),
+    Shape(name="bert_8", head_size=8, num_heads=3, inner=17),
+    Shape(name="minilm_24", head_size=24, num_heads=3, activation=Activation.RELU),
+    Shape(name="bert_80", head_size=80, activation=Activation.GELU_TANH),
+    Shape(name="electra_128", head_size=128, num_heads=1, embedding_width=24, activation=Activation.QUICK_GELU),
+    Shape(name="wide_embedding", head_size=8, num_heads=2, embedding_width=400, inner=24),
+    Shape(name="mpnet_64", head_size=64, distance_bias=True),
+    Shape(name="modernbert_64", head_size=64, pre_norm=True, has_bias=False, gated=True, rotary=True, places=False),
+    Shape(name="modernbert_window", pre_norm=True, has_bias=False, gated=True, rotary=True, window=(7, 7)),
+    Shape(name="one_sided_window", head_size=24, window=(40, 3), num_heads=1),
+    Shape(name="looks_back", window=(-1, 0), rms=True, activation=Activation.SILU),
+    Shape(name="nomic_gated", gated=True, activation=Activation.SILU, rotary=True, has_bias=False, inner=50),
+    Shape(name="two_layers_windows", num_layers=2, window=(64, 64), rotary=True, activation=Activation.TANH),
+)
+
+VOCABULARY = 50
+LONGEST = 513
+
+
+def make_spec(shape: Shape, seed: int = 0) -> EncoderSpec:
+    """The same weights at every call."""
+    numbers = np.random.default_rng(seed)
+    width, embedding = shape.width, shape.embedding_width or shape.width
+
+    def normal(*sizes: int) -> Floats:
+        return numbers.standard_normal(sizes, np.float32)
+
+    def norm(size: int) -> NormSpec:
+        bias = None if shape.rms else np.float32(0.1) * normal(size)
+        return NormSpec(weight=1 + np.float32(0.1) * normal(size), bias=bias, eps=1e-5, rms=shape.rms)
+
+    def linear(num_in: int, num_out: int, activation: Activation = Activation.NONE, gated: bool = False) -> MapSpec:
+        weight = normal(num_out, num_in) / np.float32(np.sqrt(num_in))
+        bias = normal(num_out) * np.float32(0.1) if shape.has_bias else None
+        return MapSpec(weight=weight, bias=bias, activation=activation, gated=gated)
+
+    def layer() -> LayerSpec:
+        qkv = linear(width, 3 * width)
+        qkv.weight[: 2 * width] *= np.float32(1.5 * shape.head_size**-0.25)
+        angles = np.outer(np.arange(LONGEST), 100.0 ** -np.linspace(0, 1, shape.head_size // 2))
+        rotary = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32) if shape.rotary else None
+        return LayerSpec(
+            attention_norm=norm(width),
+            qkv=qkv,
+            attention_out=linear(width, width),
+            mlp_norm=norm(width),
+            mlp_in=linear(width, shape.inner * (2 if shape.gated else 1), shape.activation, shape.gated),
+            mlp_out=linear(shape.inner, width),
+            window=shape.window,
+            rotary=rotary,
+            bias=normal(shape.num_heads, 2 * LONGEST + 1) if shape.distance_bias else None,
+        )
+
+    return EncoderSpec(
+        num_heads=shape.num_heads,
+        pre_norm=shape.pre_norm,
+        words=normal(VOCABULARY, embedding),
+        places=normal(LONGEST, embedding) if shape.places else None,
+        embedding_norm=norm(embedding),
+        projection=None if embedding == width else linear(embedding, width),
+        layers=[layer() for _ in range(shape.num_layers)],
+        final_norm=norm(width) if shape.pre_norm else None,
+    )
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A packed batch: what NativeEncoder takes."""
+
+    ids: np.ndarray
+    places: np.ndarray
+    starts: np.ndarray
+    visible: np.ndarray | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [int(length) for length in np.diff(self.starts)]
+
+    def __getitem__(self, number: int) -> "Texts":
+        """The batch that holds one of the sequences alone."""
+        begin, end = int(self.starts[number]), int(self.starts[number + 1])
+        visible = None if self.visible is None else self.visible[number : number + 1]
+        starts = np.array([0, end - begin], np.int32)
+        return Texts(self.ids[begin:end], self.places[begin:end], starts, visible)
+
+
+def make_texts(lengths: list[int], seed: int = 0, hides: bool = False) -> Texts:
+    """Random ids; with `hides`, tokens at the end of each sequence are attended to by none."""
+    numbers = np.random.default_rng(seed)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    ids = numbers.integers(0, VOCABULARY, starts[-1])
+    places = np.concatenate([np.arange(length) for length in lengths])
+    visible = np.array([numbers.integers(1, length + 1) for length in lengths], np.int32) if hides else None
+    return Texts(ids, places, starts, visible)
