@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from .places import PLACES
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fills with NaN what torch would leave unwritten, so that an element that a kernel forgets is seen."""
+    """Fills with NaN what torch and numpy would leave unwritten, so that an element that a kernel forgets is seen."""
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
@@ -23,6 +24,15 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         return allocate_poisoned
 
+    empty = np.empty
+
+    def poisoned_array(*args: Any, **kwargs: Any) -> Any:
+        array = empty(*args, **kwargs)
+        if array.dtype.kind in "fiu":  # Every bit is set: NaN in each float type.
+            array.fill(np.frombuffer(b"\xff" * array.itemsize, array.dtype)[0])
+        return array
+
+    monkeypatch.setattr(np, "empty", poisoned_array)
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))

@@ -2,19 +2,22 @@
 
 import itertools
 import math
+from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from penstock.kernels.pooling import POOLING_KINDS, Backend, PoolingKind, PoolingState, finish, pool, pool_partial
+from penstock.kernels.native import Machine, NativeError
+from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, PoolingState, finish, pool, pool_partial
 
 from .assertions import assert_close
 from .cases import POOLING_CASES, PoolingCase, PoolingInputs, make_cu_seqlens, make_pooling_inputs
 from .marks import dtypes
-from .places import IS_INTERPRETED
+from .places import IS_INTERPRETED, PLACES
 
 # float32: sums in another order. Else one unit in the last place.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -22,6 +25,30 @@ QUICK_CASES = tuple(case for case in POOLING_CASES if case.is_quick)
 
 cases = pytest.mark.parametrize("case", POOLING_CASES, ids=lambda case: case.name)
 kinds = pytest.mark.parametrize("kind", POOLING_KINDS)
+
+NATIVE = ("avx512bf16", "avx512", "avx2", "plain")
+
+
+class Place(NamedTuple):
+    """What `pool` is told, and where the tensors lie."""
+
+    options: dict[str, Any]
+    device: torch.device
+
+
+@pytest.fixture(params=[*PLACES, *(("native", isa) for isa in NATIVE)], ids="-".join)
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    """A backend and a device that it runs on, or the native kernels for an instruction set."""
+    backend, where = request.param
+    if backend != "native":
+        yield Place({"backend": backend}, torch.device(where))
+        return
+    try:
+        machine = Machine(1, isa=where)
+    except NativeError as error:
+        pytest.skip(str(error))
+    with machine:
+        yield Place({"machine": machine}, torch.device("cpu"))
 
 
 def weights_of(kind: PoolingKind, inputs: PoolingInputs) -> Tensor | None:
@@ -85,12 +112,14 @@ def test_reference_equals_formulas(case: PoolingCase, kind: PoolingKind) -> None
 @kinds
 @cases
 def test_backend_equals_reference(
-    place: tuple[Backend, torch.device], case: PoolingCase, kind: PoolingKind, dtype: torch.dtype
+    place: Place, case: PoolingCase, kind: PoolingKind, dtype: torch.dtype
 ) -> None:
-    backend, device = place
+    chosen, device = place
     is_much = not case.is_quick or dtype == torch.float16
     if IS_INTERPRETED and is_much:
         pytest.skip("too much for the interpreter")
+    if "machine" in chosen and dtype != torch.float32:
+        pytest.skip("torch pools what is not float32")
     inputs = make_pooling_inputs(case, dtype, device)
     everything = {"dimensions": inputs.dimensions, "normalize": inputs.normalize, "skip_tokens": inputs.skip_tokens}
     width = -(-case.hidden_size // 2)
@@ -99,15 +128,15 @@ def test_backend_equals_reference(
     for options in (everything, cut_and_cast) if IS_INTERPRETED else ({}, everything, cut_and_cast, cut_by_sequence):
         arguments = (inputs.hidden_states, inputs.cu_seqlens, kind)
         expected = pool(*arguments, weights=weights_of(kind, inputs), backend="reference", **options)
-        actual = pool(*arguments, weights=weights_of(kind, inputs), backend=backend, **options)
+        actual = pool(*arguments, weights=weights_of(kind, inputs), **chosen, **options)
         assert actual.dtype == options.get("out_dtype", torch.float32)
         assert actual.device == inputs.hidden_states.device
         assert_close("pooled", expected, actual, TOLERANCE[actual.dtype])
 
 
 @kinds
-def test_sequences_without_rows_give_zeros(place: tuple[Backend, torch.device], kind: PoolingKind) -> None:
-    backend, device = place
+def test_sequences_without_rows_give_zeros(place: Place, kind: PoolingKind) -> None:
+    chosen, device = place
     inputs = make_pooling_inputs(PoolingCase("", (0, 2, 3, 0), 60), device=device)
     skip = torch.tensor([0, 0, 7, 5], dtype=torch.int32, device=device)
     rows = pool(
@@ -117,7 +146,7 @@ def test_sequences_without_rows_give_zeros(place: tuple[Backend, torch.device], 
         skip_tokens=skip,
         normalize=True,
         weights=weights_of(kind, inputs),
-        backend=backend,
+        **chosen,
     )
     assert rows[[0, 2, 3]].eq(0).all()
     assert rows[1].ne(0).all()
@@ -128,14 +157,14 @@ def test_sequences_without_rows_give_zeros(place: tuple[Backend, torch.device], 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @kinds
 def test_poisoned_sequence_touches_no_other(
-    place: tuple[Backend, torch.device], kind: PoolingKind, poison: float
+    place: Place, kind: PoolingKind, poison: float
 ) -> None:
-    backend, device = place
+    chosen, device = place
     case = PoolingCase("", (5, 3, 1, 4), 60)
     clean = make_pooling_inputs(case, device=device)
     dirty = make_pooling_inputs(case, device=device)
     dirty.hidden_states[5:8] = poison
-    options = {"normalize": True, "weights": weights_of(kind, clean), "backend": backend}
+    options = {"normalize": True, "weights": weights_of(kind, clean)} | chosen
     expected = pool(clean.hidden_states, clean.cu_seqlens, kind, **options)
     actual = pool(dirty.hidden_states, dirty.cu_seqlens, kind, **options)
     assert torch.equal(actual[[0, 2, 3]], expected[[0, 2, 3]])
@@ -143,18 +172,18 @@ def test_poisoned_sequence_touches_no_other(
 
 
 @kinds
-def test_one_nan_in_a_row_is_kept(place: tuple[Backend, torch.device], kind: PoolingKind) -> None:
-    backend, device = place
+def test_one_nan_in_a_row_is_kept(place: Place, kind: PoolingKind) -> None:
+    chosen, device = place
     inputs = make_pooling_inputs(PoolingCase("", (3,), 60), device=device)
     row = {"cls": 0, "last": 2}.get(kind, 1)
     inputs.hidden_states[row, 7] = float("nan")
-    pooled = pool(inputs.hidden_states, inputs.cu_seqlens, kind, weights=weights_of(kind, inputs), backend=backend)
+    pooled = pool(inputs.hidden_states, inputs.cu_seqlens, kind, weights=weights_of(kind, inputs), **chosen)
     assert pooled[0].isnan().nonzero().flatten().tolist() == [7]
 
 
 @kinds
-def test_strided_rows_and_rows_past_the_batch(place: tuple[Backend, torch.device], kind: PoolingKind) -> None:
-    backend, device = place
+def test_strided_rows_and_rows_past_the_batch(place: Place, kind: PoolingKind) -> None:
+    chosen, device = place
     inputs = make_pooling_inputs(PoolingCase("", (5, 0, 12), 60), device=device)
     buffer = torch.full((30, 100), float("nan"), device=device)
     buffer[:17, :60] = inputs.hidden_states
@@ -165,17 +194,40 @@ def test_strided_rows_and_rows_past_the_batch(place: tuple[Backend, torch.device
     expected = pool(
         inputs.hidden_states, inputs.cu_seqlens, kind, weights=weights_of(kind, inputs), backend="reference"
     )
-    actual = pool(buffer[:, :60], inputs.cu_seqlens, kind, weights=weights, backend=backend)
+    actual = pool(buffer[:, :60], inputs.cu_seqlens, kind, weights=weights, **chosen)
     assert_close("pooled", expected, actual, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-13, 1e-6, 1e10, 1e19, 1e30])
+@kinds
+def test_rows_of_any_size_are_normalised_as_by_the_reference(place: Place, kind: PoolingKind, size: float) -> None:
+    chosen, device = place
+    inputs = make_pooling_inputs(PoolingCase("", (5, 1, 12), 60), device=device)
+    arguments = (inputs.hidden_states * size, inputs.cu_seqlens, kind)
+    options = {"normalize": True, "weights": weights_of(kind, inputs)}
+    expected = pool(*arguments, **options, backend="reference")
+    assert_close("pooled", expected, pool(*arguments, **options, **chosen), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, 1e-20, float("inf"), float("nan")])
+def test_weights_of_any_value_do_as_in_the_reference(place: Place, weight: float) -> None:
+    chosen, device = place
+    inputs = make_pooling_inputs(PoolingCase("", (5, 3, 12), 60), device=device)
+    inputs.weights[5:8] = weight
+    arguments = (inputs.hidden_states, inputs.cu_seqlens, "weighted")
+    expected = pool(*arguments, weights=inputs.weights, backend="reference")
+    actual = pool(*arguments, weights=inputs.weights, **chosen)
+    for row in range(3):
+        assert_close(f"row {row}", expected[row], actual[row], TOLERANCE[torch.float32])
 
 
 @kinds
 def test_cutting_a_long_sequence_changes_nothing(
-    place: tuple[Backend, torch.device], kind: PoolingKind, monkeypatch: pytest.MonkeyPatch
+    place: Place, kind: PoolingKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, device = place
-    if backend != "triton":
-        pytest.skip("the torch backend does not cut")
+    chosen, device = place
+    if chosen.get("backend") != "triton":
+        pytest.skip("only the triton backend cuts")
     from penstock.kernels.pooling import _triton
 
     monkeypatch.setattr(_triton, "BLOCK_ROWS", 16)

@@ -1,27 +1,12 @@
-"""Fixtures of the native kernels' tests: a machine per instruction set, and memory that holds NaN until it is written."""
+"""Fixtures of the native kernels' tests: a machine per instruction set."""
 
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 
 from penstock.kernels.native import Machine, NativeError
 
 ISAS = ("avx512bf16", "avx512", "avx2", "plain")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets every bit of what numpy would leave unwritten: NaN in each float type, -1 in each of integers."""
-    empty = np.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Any:
-        array = empty(*args, **kwargs)
-        array.view(np.uint8).fill(255)
-        return array
-
-    monkeypatch.setattr(np, "empty", poisoned)
 
 
 @pytest.fixture(params=ISAS)

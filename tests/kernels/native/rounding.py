@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from penstock.kernels.native import Format
 
-Floats = NDArray[np.float32]
+from .specs import Floats
+
 Doubles = NDArray[np.float64]
 
 

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.kernels.native import Activation, EncoderSpec, LayerSpec, MapSpec, NormSpec
 
-from .rounding import Floats
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)

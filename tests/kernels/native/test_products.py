@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from penstock.kernels.native import Activation, Format, Machine, NativeError
 
-from .rounding import Floats, product_in_doubles
+from .rounding import product_in_doubles
+from .specs import Floats
 
 # Of the sum of what is added up, absolutely: float32 sums in order.
 TOLERANCE = 5e-7

@@ -1,0 +1,96 @@
+"""Forwards, products and pooling of random sizes, for a library that watches itself: python -m kernels.native.fuzz.
+
+Run with tests/ on PYTHONPATH. Computes alone: whether the numbers are right is what the other tests ask.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from penstock.kernels.native import Activation, Format, Machine, NativeEncoder, NativeError
+
+from .specs import LONGEST, SHAPES, make_spec, make_texts
+
+
+def main() -> None:
+    """Runs so many rounds on each instruction set that is here."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("library", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--isa", nargs="+", default=["avx512bf16", "avx512", "avx2", "plain"])
+    options = parser.parse_args()
+    done = 0
+    for isa in options.isa:
+        try:
+            machine = Machine(3, isa=isa, library=options.library)
+        except NativeError as error:
+            print(error)
+            continue
+        with machine:
+            for seed in range(options.rounds):
+                numbers = np.random.default_rng(seed)
+                encode(machine, numbers)
+                multiply(machine, numbers)
+                pool(machine, numbers)
+        done += options.rounds
+    print(f"{done} rounds")
+
+
+def encode(machine: Machine, numbers: np.random.Generator) -> None:
+    """Each shape in each format: short texts, and one that is long."""
+    for shape in SHAPES:
+        for form in machine.formats:
+            encoder = NativeEncoder(machine, make_spec(shape), form)
+            for most in (4, 60, LONGEST):
+                lengths = numbers.integers(1, most + 1, numbers.integers(1, 4 if most > 60 else 12)).tolist()
+                texts = make_texts(lengths, int(numbers.integers(100)), hides=bool(numbers.integers(2)))
+                rows, _ = encoder(
+                    texts.ids,
+                    texts.places,
+                    texts.starts,
+                    visible_N=texts.visible,
+                    need_attention=bool(numbers.integers(2)),
+                )
+                if not np.isfinite(rows).all():
+                    raise ArithmeticError(f"{machine.isa}, {shape}, {form.name}, {lengths}: not finite")
+
+
+def multiply(machine: Machine, numbers: np.random.Generator) -> None:
+    """Products of all formats and activations, gated and not; among the numbers some that are not finite."""
+    for form in machine.formats:
+        for activation in Activation:
+            for gated in (False, True):
+                num_in, num_out = numbers.integers(1, 130, 2)
+                weight = numbers.standard_normal((2 * num_out if gated else num_out, num_in), np.float32)
+                packed = machine.pack(weight, None, form, activation=activation, gated=gated)
+                x = numbers.standard_normal((numbers.integers(1, 230), num_in), np.float32)
+                x[numbers.random(x.shape) < 0.01] = numbers.choice(np.float32([np.nan, np.inf, 1e38, 1e-40]))
+                machine.product(packed, x)
+                weight[0, 0] = numbers.choice(np.float32([np.nan, np.inf, 3e38, 1e-40]))
+                machine.pack(weight, weight[:, 0], Format(form), activation=activation, gated=gated)
+
+
+def pool(machine: Machine, numbers: np.random.Generator) -> None:
+    """All kinds over sequences of which some are empty, and rows of which some are not finite."""
+    for kind in range(7):
+        for width in numbers.integers(1, 200, 6).tolist():
+            lengths = numbers.integers(0, 90, 7).astype(np.int32)
+            starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int32)
+            rows = numbers.standard_normal((int(lengths.sum()), width), np.float32)
+            rows[numbers.random(rows.shape) < 0.001] = numbers.choice(np.float32([np.nan, np.inf, -np.inf]))
+            machine.pool(
+                rows,
+                starts,
+                lengths,
+                kind,
+                width=int(numbers.integers(1, width + 1)),
+                dimensions=numbers.integers(1, width + 1, 7).astype(np.int32),
+                normalize=numbers.integers(0, 2, 7).astype(np.uint8),
+                skips=numbers.integers(0, 4, 7).astype(np.int32),
+                weights=numbers.random(len(rows), np.float32) if kind == 6 else None,
+            )
+
+
+if __name__ == "__main__":
+    main()
