@@ -1,0 +1,140 @@
+"""Lanes: they sleep without work, end without a trace, and never wait for each other in vain."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.kernels.native import Format, Machine, NativeEncoder, NativeError
+
+from .specs import SHAPES, Texts, make_spec, make_texts
+
+SPEC = make_spec(SHAPES[0])
+
+
+@pytest.fixture(autouse=True)
+def _needs_the_library(widest: Machine) -> None:
+    """Skips where there is none."""
+
+
+def forward(encoder: NativeEncoder, texts: Texts) -> np.ndarray:
+    return encoder(texts.ids, texts.places, texts.starts)[0]
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_thousand_forwards_of_any_shape_on_any_lanes() -> None:
+    """Tiny ones, of one text or of many: together and by parts, some lanes at work and some not."""
+    numbers = np.random.default_rng(0)
+    machines = [Machine(num_lanes) for num_lanes in (1, 2, 3, 5)]
+    encoders = [NativeEncoder(machine, SPEC, Format.F32) for machine in machines]
+    batches = [make_texts(numbers.integers(1, 60, n).tolist(), n) for n in (1, 1, 2, 3, 5, 9)]
+    expected = [forward(encoders[0], texts) for texts in batches]
+    for _ in range(1000):
+        number = int(numbers.integers(len(batches)))
+        rows = forward(encoders[int(numbers.integers(len(encoders)))], batches[number])
+        assert np.array_equal(rows, expected[number])
+    for machine in machines:
+        machine.close()
+
+
+def test_idle_lanes_take_no_processor() -> None:
+    with Machine(4) as machine:
+        forward(NativeEncoder(machine, SPEC, Format.F32), make_texts([200]))
+        time.sleep(0.1)
+        before = time.process_time()
+        time.sleep(1)
+        assert time.process_time() - before < 0.05
+
+
+def test_two_hundred_machines_leave_neither_threads_nor_memory() -> None:
+    texts = make_texts([300, 20])
+
+    def live() -> None:
+        with Machine(4) as machine:
+            forward(NativeEncoder(machine, SPEC, Format.F32), texts)
+
+    for _ in range(20):
+        live()
+    gc.collect()
+    threads, memory = num_threads(), resident_bytes()
+    for _ in range(200):
+        live()
+    gc.collect()
+    assert num_threads() == threads
+    assert resident_bytes() - memory < 8_000_000
+
+
+def test_a_machine_that_is_forgotten_ends_its_threads() -> None:
+    before = num_threads()
+    machine = Machine(4)
+    assert num_threads() == before + 3
+    del machine
+    gc.collect()
+    assert num_threads() == before
+
+
+def test_machines_side_by_side() -> None:
+    """Each called from its own thread, at the same time."""
+    texts = [make_texts([150, 3, 20], seed) for seed in range(3)]
+    with Machine(1) as machine:
+        encoder = NativeEncoder(machine, SPEC, Format.F32)
+        expected = [forward(encoder, batch) for batch in texts]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        with Machine(3) as machine:
+            encoder = NativeEncoder(machine, SPEC, Format.F32)
+            wrong.extend(number for _ in range(30) if not np.array_equal(forward(encoder, texts[number]), expected[number]))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """This thread, and those that it starts, on one core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.parametrize("lengths", [[400], [40] * 16], ids=["together", "parts"])
+def test_more_lanes_than_cores_do_not_collapse(one_core: None, lengths: list[int]) -> None:
+    """Time of the processor, not of the clock: lanes that wait must not spin it away."""
+
+    def cost(num_lanes: int) -> float:
+        with Machine(num_lanes) as machine:
+            encoder, texts = NativeEncoder(machine, SPEC, Format.F32), make_texts(lengths)
+            forward(encoder, texts)
+            least = float("inf")
+            for _ in range(5):
+                before = time.process_time()
+                for _ in range(10):
+                    forward(encoder, texts)
+                least = min(least, time.process_time() - before)
+            return least
+
+    assert cost(4) < 3 * cost(1) + 0.02
+
+
+@pytest.mark.parametrize("num_lanes", [0, -1])
+def test_a_number_of_lanes_that_cannot_be_is_refused(num_lanes: int) -> None:
+    with pytest.raises(NativeError, match=f"gives no {num_lanes} threads"):
+        Machine(num_lanes)
