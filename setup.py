@@ -27,7 +27,7 @@ def compile_into(folder: Path) -> None:
     spec.loader.exec_module(module)
     try:
         module.build(folder.resolve() / LIBRARY)
-    except (module.NoCompilerError, subprocess.CalledProcessError) as error:
+    except (module.NoCompilerError, subprocess.CalledProcessError, OSError) as error:
         sys.stdout.write(f"native kernels are not built: {error}\n")
 
 

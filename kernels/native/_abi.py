@@ -113,9 +113,10 @@ def load(path: str) -> ctypes.CDLL:
         OSError: It cannot be loaded, or was built from other sources than these.
     """
     library = ctypes.CDLL(path)
+    abi = getattr(library, "penstock_abi", None)
+    if abi is None or abi() != ABI:
+        raise OSError(f"{path} was built from other sources")
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-        if name == "penstock_abi" and function() != ABI:
-            raise OSError(f"{path} was built from other sources; build it again: make native")
     return library

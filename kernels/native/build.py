@@ -77,7 +77,9 @@ def build(target: Path = LIBRARY, *, machine: str | None = None, flags: Sequence
 
 def _compiler() -> list[str]:
     if named := os.environ.get("CC"):
-        return shlex.split(named)
+        if not (words := shlex.split(named)):
+            raise NoCompilerError("CC names no compiler")
+        return words
     if found := shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"):
         return [found]
     if importlib.util.find_spec("ziglang") is not None:
@@ -92,9 +94,10 @@ def _run(command: list[str]) -> None:
 def main() -> int:
     """Builds the library, or says in one line why it cannot be, and what that costs."""
     try:
-        sys.stdout.write(f"native kernels: {build()}\n")
+        sys.stdout.write(f"native kernels: {build(LIBRARY)}\n")
     except (NoCompilerError, subprocess.CalledProcessError, OSError) as error:
-        sys.stdout.write(f"native kernels are not built ({error}): torch serves CPUs, at about half the speed\n")
+        cause = f"{error.cmd[0]} failed" if isinstance(error, subprocess.CalledProcessError) else error
+        sys.stdout.write(f"native kernels are not built ({cause}): torch serves CPUs, at about half the speed\n")
     return 0
 
 

@@ -82,7 +82,7 @@ class Machine:
         try:
             self._library = _abi.load(str(library))
         except (OSError, AttributeError) as error:
-            raise NativeError(str(error)) from error
+            raise NativeError(f"{error}; build it again: make native") from error
         wanted = None if isa is None else isa.encode()
         self.isa = self._library.penstock_isa(wanted).decode()
         if not self.isa:

@@ -4,6 +4,7 @@ Run with tests/ on PYTHONPATH. Computes alone: whether the numbers are right is 
 """
 
 import argparse
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -30,17 +31,19 @@ def main() -> None:
         with machine:
             for seed in range(options.rounds):
                 numbers = np.random.default_rng(seed)
-                encode(machine, numbers)
+                encode(options.library, isa, numbers)
                 multiply(machine, numbers)
                 pool(machine, numbers)
         done += options.rounds
     print(f"{done} rounds")
 
 
-def encode(machine: Machine, numbers: np.random.Generator) -> None:
-    """Each shape in each format: short texts, and one that is long."""
-    for shape in SHAPES:
-        for form in machine.formats:
+def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
+    """Each shape on lanes of its own, whose memory is no larger than it needs, in each format: short texts, then long."""
+    for shape, form in itertools.product(SHAPES, Format):
+        with Machine(int(numbers.integers(1, 6)), isa=isa, library=library) as machine:
+            if form not in machine.formats:
+                continue
             encoder = NativeEncoder(machine, make_spec(shape), form)
             for most in (4, 60, LONGEST):
                 lengths = numbers.integers(1, most + 1, numbers.integers(1, 4 if most > 60 else 12)).tolist()

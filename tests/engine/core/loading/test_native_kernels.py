@@ -1,0 +1,138 @@
+"""Which kernels run a model, and in which type: what the operator says, what the model is, what is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.core.device import resolve_device
+from penstock.engine.core.loading import native_kernels
+from penstock.engine.core.loading.native_kernels import bfloat16_gain, choose_kernels
+from penstock.engine.core.model_runner import ModelRunner
+from penstock.engine.model_files.resolve import resolve_model, with_device
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.model_info import ModelInfo
+from penstock.kernels.native import Format, Machine, NativeError
+
+from .conftest import SaveFolder
+
+
+@pytest.fixture(autouse=True)
+def _needs_the_library() -> None:
+    try:
+        Machine(1).close()
+    except NativeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def gain(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What measuring bfloat16 gives: 1.0 unless a test says otherwise."""
+    measured = [1.0]
+    monkeypatch.setattr(native_kernels, "bfloat16_gain", lambda machine: measured[0])
+    return measured
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    missing = tmp_path / "libpenstock_native.so"
+    monkeypatch.setattr(native_kernels, "Machine", lambda num_lanes: Machine(num_lanes, library=missing))
+
+
+def resolved(folder: Path, device: str = "cpu", **options: object) -> tuple[ModelInfo, EngineConfig]:
+    config = EngineConfig(model=str(folder), device="cpu", **options)
+    info = with_device(resolve_model(config), *resolve_device(config))
+    return (with_device(info, device, info.dtype) if device != "cpu" else info), config
+
+
+@pytest.mark.parametrize("cpu_kernels", ["auto", "native"])
+def test_native_kernels_are_taken(cpu_kernels: str, save_folder: SaveFolder, gain: list[float]) -> None:
+    info, machine = choose_kernels(*resolved(save_folder(), cpu_kernels=cpu_kernels, num_threads=3))
+    assert machine is not None
+    assert machine.num_lanes == 3
+    assert info.kernels == f"native, {machine.isa}, 3 lanes"
+    assert info.dtype == "float32"
+
+
+def test_torch_is_taken_where_the_operator_says_so(save_folder: SaveFolder, gain: list[float]) -> None:
+    info, machine = choose_kernels(*resolved(save_folder(), cpu_kernels="torch"))
+    assert machine is None
+    assert info.kernels == "torch"
+    assert info.dtype == "float32"
+
+
+@pytest.mark.parametrize(("measured", "dtype"), [(0.0, "float32"), (1.14, "float32"), (1.15, "bfloat16")])
+def test_the_type_is_bfloat16_where_that_is_measured_to_be_faster(
+    measured: float, dtype: str, save_folder: SaveFolder, gain: list[float]
+) -> None:
+    gain[0] = measured
+    info, machine = choose_kernels(*resolved(save_folder(), dtype="auto"))
+    assert machine is not None
+    assert info.dtype == dtype
+    assert ("measured" in dict(info.sources).get("dtype", "")) == (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_type_that_the_operator_names_is_kept(dtype: str, save_folder: SaveFolder, gain: list[float]) -> None:
+    gain[0] = 9.0
+    info, machine = choose_kernels(*resolved(save_folder(), dtype=dtype))
+    assert machine is not None
+    assert info.dtype == dtype
+
+
+def test_a_cuda_device_is_left_alone(save_folder: SaveFolder, gain: list[float]) -> None:
+    gain[0] = 9.0
+    for cpu_kernels in ("auto", "native"):
+        info, config = resolved(save_folder(), device="cuda", cpu_kernels=cpu_kernels)
+        chosen, machine = choose_kernels(info, config)
+        assert machine is None
+        assert (chosen.kernels, chosen.device, chosen.dtype) == ("torch", "cuda", info.dtype)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("BertModel", "float16"), ("LlamaModel", "float32"), ("mish", "float32")]
+)
+def test_what_they_do_not_know_runs_through_torch(
+    model: str, dtype: str, save_folder: SaveFolder, gain: list[float]
+) -> None:
+    folder = save_folder("BertModel", hidden_act="mish") if model == "mish" else save_folder(model)
+    info, machine = choose_kernels(*resolved(folder, dtype=dtype))
+    assert machine is None
+    assert (info.kernels, info.dtype) == ("torch", dtype)
+    insisting = resolved(folder, dtype=dtype, cpu_kernels="native")
+    with pytest.raises(ModelLoadError, match=f"do not know .* in {dtype}; --cpu-kernels auto lets torch run it"):
+        choose_kernels(*insisting)
+
+
+def test_without_the_library_one_line_says_what_is_lost(
+    no_library: None, save_folder: SaveFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    info, machine = choose_kernels(*resolved(save_folder()))
+    assert machine is None
+    assert info.kernels == "torch"
+    (record,) = caplog.records
+    assert "at about half the speed: the native kernels are not built: `make native`" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_without_the_library_a_model_still_runs(no_library: None, save_folder: SaveFolder) -> None:
+    runner = ModelRunner.load(resolved(save_folder())[1])
+    assert runner.info.kernels == "torch"
+
+
+def test_without_the_library_insisting_is_refused_in_one_line(no_library: None, save_folder: SaveFolder) -> None:
+    with pytest.raises(ModelLoadError) as raised:
+        choose_kernels(*resolved(save_folder(), cpu_kernels="native"))
+    message = str(raised.value)
+    assert message.startswith("There are no native kernels: the native kernels are not built")
+    assert message.endswith("--cpu-kernels auto lets torch run it.")
+    assert "\n" not in message
+
+
+def test_the_gain_is_measured_where_there_is_something_to_measure() -> None:
+    with Machine(1, isa="plain") as plain:
+        assert bfloat16_gain(plain) == 0.0
+    with Machine(1) as machine:
+        assert (bfloat16_gain(machine) > 0) == (Format.DOT in machine.formats)
