@@ -4,14 +4,26 @@
 #include "isa.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
+
 extern const Isa isa_avx512bf16, isa_avx512, isa_avx2, isa_plain;
 
+static int all_of(unsigned flags, unsigned wanted) { return (flags & wanted) == wanted; }
+
 const Isa *find_isa(const char *name) {
-    __builtin_cpu_init(); /* reads XCR0 too: a feature whose registers are not kept is reported as missing */
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    int bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    /* Asked for here: what __builtin_cpu_supports says depends on the compiler's own library, and some have none. */
+    unsigned a, b, c, d, features = 0, more = 0, vnni = 0, bf16s = 0, kept = 0;
+    if (__get_cpuid(1, &a, &b, &c, &d)) features = c;
+    /* XCR0: a feature whose registers the operating system does not keep is as good as missing. */
+    if (features & bit_OSXSAVE) __asm__ volatile("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+        more = b;
+        vnni = c & bit_AVX512VNNI;
+        if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) bf16s = a & bit_AVX512BF16;
+    }
+    int avx2 = all_of(kept, 0x06) && all_of(features, bit_AVX | bit_FMA) && all_of(more, bit_AVX2);
+    int avx512 = avx2 && all_of(kept, 0xe6) && all_of(more, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL);
+    int bf16 = avx512 && vnni && bf16s;
     const Isa *here[] = {bf16 ? &isa_avx512bf16 : NULL, avx512 ? &isa_avx512 : NULL, avx2 ? &isa_avx2 : NULL};
     for (unsigned i = 0; i < sizeof here / sizeof *here; i++)
         if (here[i] && (!name || !strcmp(name, here[i]->name))) return here[i];

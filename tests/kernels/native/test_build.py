@@ -1,6 +1,7 @@
 """Building the library: without a compiler, with one that fails, and what is told of a library that does not fit."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -121,3 +122,23 @@ def test_no_library(tmp_path: Path) -> None:
 def test_an_instruction_set_that_is_not_here(widest: Machine) -> None:
     with pytest.raises(NativeError, match="this processor has not avx1024"):
         Machine(1, isa="avx1024")
+
+
+FLAGS = {
+    "avx2": {"avx2", "fma"},
+    "avx512": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    "avx512bf16": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"},
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
+@pytest.mark.parametrize("isa", FLAGS)
+def test_instruction_sets_are_those_that_the_kernel_lists(isa: str, widest: Machine) -> None:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = set(next(line for line in lines if line.startswith("flags")).split())
+    try:
+        Machine(1, isa=isa).close()
+    except NativeError:
+        assert not flags >= FLAGS[isa]
+    else:
+        assert flags >= FLAGS[isa]
