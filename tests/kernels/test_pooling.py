@@ -111,9 +111,7 @@ def test_reference_equals_formulas(case: PoolingCase, kind: PoolingKind) -> None
 @dtypes
 @kinds
 @cases
-def test_backend_equals_reference(
-    place: Place, case: PoolingCase, kind: PoolingKind, dtype: torch.dtype
-) -> None:
+def test_backend_equals_reference(place: Place, case: PoolingCase, kind: PoolingKind, dtype: torch.dtype) -> None:
     chosen, device = place
     is_much = not case.is_quick or dtype == torch.float16
     if IS_INTERPRETED and is_much:
@@ -156,9 +154,7 @@ def test_sequences_without_rows_give_zeros(place: Place, kind: PoolingKind) -> N
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @kinds
-def test_poisoned_sequence_touches_no_other(
-    place: Place, kind: PoolingKind, poison: float
-) -> None:
+def test_poisoned_sequence_touches_no_other(place: Place, kind: PoolingKind, poison: float) -> None:
     chosen, device = place
     case = PoolingCase("", (5, 3, 1, 4), 60)
     clean = make_pooling_inputs(case, device=device)

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
-    """Each shape on lanes of its own, whose memory is no larger than it needs, in each format: short texts, then long."""
+    """Each shape on lanes of its own, with no more memory than it needs, in each format: short texts first."""
     for shape, form in itertools.product(SHAPES, Format):
         with Machine(int(numbers.integers(1, 6)), isa=isa, library=library) as machine:
             if form not in machine.formats:

@@ -40,9 +40,7 @@ def encode(spec: EncoderSpec, texts: Texts, form: Format = Format.F32) -> tuple[
     return torch.cat(rows), torch.cat(weights)
 
 
-def _layer(
-    hidden_LD: Tensor, layer: LayerSpec, spec: EncoderSpec, visible: int, form: Format
-) -> tuple[Tensor, Tensor]:
+def _layer(hidden_LD: Tensor, layer: LayerSpec, spec: EncoderSpec, visible: int, form: Format) -> tuple[Tensor, Tensor]:
     if spec.pre_norm:
         attended_LD, weights_LH = _attend(_norm(hidden_LD, layer.attention_norm), layer, spec.num_heads, visible, form)
         hidden_LD = hidden_LD + attended_LD
@@ -57,7 +55,7 @@ def _mlp(x_LD: Tensor, layer: LayerSpec, form: Format) -> Tensor:
 
 
 def _attend(x_LD: Tensor, layer: LayerSpec, num_heads: int, visible: int, form: Format) -> tuple[Tensor, Tensor]:
-    length, width = x_LD.shape
+    length = len(x_LD)
     q, k, v = _map(x_LD, layer.qkv, form).view(length, 3, num_heads, -1).unbind(1)
     if layer.rotary is not None:
         cosines, sines = _doubles(layer.rotary)[:length, None].chunk(2, -1)

@@ -19,9 +19,7 @@ def to_bfloat16(values: Floats) -> Floats:
     return rounded
 
 
-def product_in_doubles(
-    x_RD: Floats, weight_ND: Floats, bias_N: Floats | None, form: Format
-) -> tuple[Doubles, Doubles]:
+def product_in_doubles(x_RD: Floats, weight_ND: Floats, bias_N: Floats | None, form: Format) -> tuple[Doubles, Doubles]:
     """x W^T + b, rounded as a format does and then exact.
 
     Returns:

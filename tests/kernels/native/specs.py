@@ -1,4 +1,4 @@
-"""Encoders of random weights with one layer each: every option of the native kernels, in the shapes that models have."""
+"""Encoders of random weights, most with one layer: every option of the native kernels, in the shapes of models."""
 
 from dataclasses import dataclass
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels.native import Machine, NativeError
-from penstock.kernels.native import build as build_module
+from penstock.kernels.native import Machine, NativeError, build as build_module
 from penstock.kernels.native.build import NoCompilerError, build, main
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
