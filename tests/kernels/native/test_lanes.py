@@ -96,9 +96,8 @@ def test_machines_side_by_side() -> None:
     def work(number: int) -> None:
         with Machine(3) as machine:
             encoder = NativeEncoder(machine, SPEC, Format.F32)
-            for _ in range(30):
-                if not np.array_equal(forward(encoder, texts[number]), expected[number]):
-                    wrong.append(number)
+            results = [forward(encoder, texts[number]) for _ in range(30)]
+            wrong.extend(number for rows in results if not np.array_equal(rows, expected[number]))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
     for thread in threads:
