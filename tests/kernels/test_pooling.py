@@ -194,6 +194,8 @@ def test_strided_rows_and_rows_past_the_batch(place: Place, kind: PoolingKind) -
     assert_close("pooled", expected, actual, TOLERANCE[torch.float32])
 
 
+# The interpreter computes with numpy, which warns.
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("size", [1e-30, 1e-13, 1e-6, 1e10, 1e19, 1e30])
 @kinds
 def test_rows_of_any_size_are_normalised_as_by_the_reference(place: Place, kind: PoolingKind, size: float) -> None:
@@ -205,6 +207,8 @@ def test_rows_of_any_size_are_normalised_as_by_the_reference(place: Place, kind:
     assert_close("pooled", expected, pool(*arguments, **options, **chosen), TOLERANCE[torch.float32])
 
 
+# The interpreter computes with numpy, which warns.
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("weight", [0.0, -1.0, 1e-20, float("inf"), float("nan")])
 def test_weights_of_any_value_do_as_in_the_reference(place: Place, weight: float) -> None:
     chosen, device = place
