@@ -126,6 +126,16 @@ def test_a_server_that_is_killed_leaves_nothing_behind(launch, default_model, tm
     assert not list(folder.iterdir())
 
 
+def test_no_process_imports_what_it_does_not_need(launch, default_model) -> None:
+    server = launch(PYTHONPROFILEIMPORTTIME="1")
+    httpx.post(f"{server.url}/v1/embeddings", json={"input": ["a text"]}, timeout=60).raise_for_status()
+    lines = (line.split("|") for line in server.log.read_text().splitlines() if line.startswith("import time:"))
+    imported = {parts[2].strip() for parts in lines if len(parts) == 3}
+    assert {"torch", "fastapi", "penstock.engine.core.model_runner", "penstock.server.app"} <= imported
+    heavy = {"transformers", "huggingface_hub", "sympy", "scipy", "sklearn", "pandas", "PIL", "torchvision", "triton"}
+    assert not imported & (heavy | {"torch._dynamo", "torch._inductor", "numpy.testing"})
+
+
 @pytest.fixture
 def beginning(penstock, default_model, tmp_path_factory) -> Iterator[Callable[..., tuple[subprocess.Popen, int, Path]]]:
     """Starts a server; returns it as soon as it has started its engine's process, which is the second, and its folder.
