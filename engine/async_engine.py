@@ -12,6 +12,7 @@ import numpy as np
 
 from .frontend.combined import CombinedEmbedder
 from .frontend.dispatcher import Dispatcher
+from .frontend.engine_process import EngineProcess
 from .frontend.scoring import PairScorer
 from .frontend.similarity import check_embeds, check_labels, few_shot_classes, zero_shot_classes
 from .frontend.stats import DispatcherStats
@@ -66,19 +67,27 @@ class AsyncEngine:
         self._combined = CombinedEmbedder(info, self._encoder, dispatcher, tokenizer.marks)
 
     @classmethod
-    async def start(cls, config: EngineConfig, *, log_level: str = "INFO", log_format: str = "console") -> AsyncEngine:
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        log_level: str = "INFO",
+        log_format: str = "console",
+        process: EngineProcess | None = None,
+    ) -> AsyncEngine:
         """Loads the model and returns the engine when it can serve.
 
         Args:
             config: What to serve.
             log_level: Least severe level that the engine process logs.
             log_format: Its log lines, "console" or "json"; see logs.py.
+            process: An engine process that has been started already; None to start one.
 
         Raises:
             ModelLoadError: The model cannot be served; the message says why.
         """
         dispatcher = Dispatcher(config.scheduler.max_queued_tokens, config.scheduler.max_queue_s)
-        supervisor = CoreSupervisor(config, dispatcher, log_level=log_level, log_format=log_format)
+        supervisor = CoreSupervisor(config, dispatcher, log_level=log_level, log_format=log_format, process=process)
         ready = await supervisor.start()
         try:
             tokenizer = TokenizerPool(

@@ -22,7 +22,6 @@ import zmq
 from ..logs import configure_logging
 from ..protocol.messages import Command, Frame, FromCore, Ping, Pong, Start, Stop, Submit, decode_to_core, encode
 from .core import EngineCore, Send
-from .model_runner import ModelRunner
 
 logger = logging.getLogger("penstock.engine")
 
@@ -40,6 +39,9 @@ def main() -> None:
         socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
     inbox.bind(inbox_endpoint)
     outbox.connect(outbox_endpoint)
+
+    # Here, as it imports torch for a second: the end of the parent has to be heard meanwhile.
+    from .model_runner import ModelRunner
 
     start = decode_to_core(inbox.recv())
     if not isinstance(start, Start):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 from collections.abc import Callable
 from typing import Final
 
@@ -24,7 +23,7 @@ from ..protocol.messages import (
     decode_from_core,
     encode,
 )
-from .socket_folder import socket_folder
+from .engine_process import EngineProcess
 
 logger = logging.getLogger("penstock.engine")
 
@@ -77,13 +76,16 @@ class ProcessCore:
         start: What to serve.
         on_message: Called for every message of the core.
         on_exit: Called once with a reason when the process ends without having been asked to, or hangs.
+        process: One that has been started already; None to start it.
     """
 
-    def __init__(self, start: Start, on_message: OnMessage, on_exit: OnExit) -> None:
+    def __init__(
+        self, start: Start, on_message: OnMessage, on_exit: OnExit, process: EngineProcess | None = None
+    ) -> None:
         self._start = start
         self._on_message = on_message
         self._on_exit = on_exit
-        self._process: asyncio.subprocess.Process | None = None
+        self._process = process
         self._tasks: list[asyncio.Task[None]] = []
         self._resources = contextlib.ExitStack()
         self._closing = False
@@ -92,24 +94,18 @@ class ProcessCore:
 
     async def start(self) -> None:
         """Starts the core; Ready or LoadFailed follows as a message. Raises OSError if no process can be started."""
-        folder = self._resources.enter_context(socket_folder())
-        inbox, outbox = (f"ipc://{folder.path}/{name}" for name in ("inbox", "outbox"))
+        process = self._process = self._process or EngineProcess()
+        self._resources.callback(process.close)
         context = zmq.Context()
         self._resources.callback(context.destroy, linger=0)
         self._inbox = context.socket(zmq.PUSH)
         self._outbox = context.socket(zmq.PULL)
         for socket in (self._inbox, self._outbox):
             socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
-        self._inbox.connect(inbox)  # a connected PUSH socket queues at once; a bound one waits for its peer
-        self._outbox.bind(outbox)
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "penstock.engine.core.worker", inbox, outbox),
-            stdin=asyncio.subprocess.PIPE,
-            pass_fds=folder.descriptors,
-            start_new_session=True,  # Ctrl-C in a terminal is for the server, which then stops the core
-        )
+        self._inbox.connect(process.inbox)  # a connected PUSH socket queues at once; a bound one waits for its peer
+        self._outbox.bind(process.outbox)
         self._inbox.send(encode(self._start), flags=zmq.NOBLOCK)
-        self._tasks = [asyncio.create_task(self._watch(self._process))]
+        self._tasks = [asyncio.create_task(self._watch(process))]
         loop, descriptor = asyncio.get_running_loop(), self._outbox.fileno()
         loop.add_reader(descriptor, self._receive)
         self._resources.callback(loop.remove_reader, descriptor)
@@ -136,13 +132,12 @@ class ProcessCore:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._resources.close()
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    async def _end(self, process: EngineProcess) -> None:
         self._inbox.send(encode(Stop()), flags=zmq.NOBLOCK)
         try:
             await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself in this very moment
-                process.kill()
+            process.kill()
             try:
                 await asyncio.wait_for(process.wait(), _KILL_TIMEOUT_S)
             except TimeoutError:
@@ -173,7 +168,7 @@ class ProcessCore:
             self._tasks.append(asyncio.create_task(self._heartbeat.run()))  # loading may hold the interpreter
         self._on_message(message, frames)
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, process: EngineProcess) -> None:
         code = await process.wait()
         if not self._closing:
             await asyncio.sleep(0.05)  # its last messages, such as LoadFailed, may still be on the way
@@ -185,8 +180,7 @@ class ProcessCore:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        process.kill()
         self._report_end(
             f"the engine process {process.pid} has not answered for {self._start.config.hang_timeout_s:g} s"
         )

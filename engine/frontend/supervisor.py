@@ -15,6 +15,7 @@ from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
 from ..protocol.messages import Failed, Frame, FromCore, LoadFailed, PrefixesCleared, Ready, Rows, Start
 from .dispatcher import Dispatcher
+from .engine_process import EngineProcess
 from .process_core import ProcessCore
 from .thread_core import ThreadCore
 
@@ -54,18 +55,28 @@ class CoreSupervisor:
         dispatcher: Gets the core's results.
         log_level: Level of the core's log.
         log_format: Its form, "console" or "json".
+        process: One that has been started already; the first core takes it.
 
     Attributes:
         state: Where the engine is in its life.
         num_restarts: How often a dead core was replaced.
     """
 
-    def __init__(self, config: EngineConfig, dispatcher: Dispatcher, *, log_level: str, log_format: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        dispatcher: Dispatcher,
+        *,
+        log_level: str,
+        log_format: str,
+        process: EngineProcess | None = None,
+    ) -> None:
         self.num_restarts = 0
         self._config = config
         self._start_message = Start(config, log_level, log_format)
         self._dispatcher = dispatcher
         self._enter(EngineState.STARTING)
+        self._process = process
         self._core: ProcessCore | ThreadCore | None = None
         self._ready: asyncio.Future[Ready]
         self._restarting: asyncio.Task[None] | None = None
@@ -74,14 +85,19 @@ class CoreSupervisor:
     async def start(self) -> Ready:
         """Starts a core and waits until it can serve. Raises ModelLoadError where the model cannot be served."""
         self._ready = asyncio.get_running_loop().create_future()
-        kind = ThreadCore if self._config.in_process else ProcessCore
-        self._core = kind(self._start_message, self._receive, self._core_ended)
+        core = self._core = self._make_core()
         try:
-            await self._core.start()
+            await core.start()
             return await self._ready
         except BaseException:
-            await self._core.close()
+            await core.close()
             raise
+
+    def _make_core(self) -> ProcessCore | ThreadCore:
+        if self._config.in_process:
+            return ThreadCore(self._start_message, self._receive, self._core_ended)
+        process, self._process = self._process, None
+        return ProcessCore(self._start_message, self._receive, self._core_ended, process)
 
     def drain(self) -> None:
         """Marks the engine as ending, so that its core is not replaced any more."""

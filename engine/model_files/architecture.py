@@ -81,6 +81,10 @@ def resolve_architecture(draft: ModelDraft) -> None:
     heads, source = draft.lookup("num_attention_heads")
     if native and heads is not None and (type(heads) is not int or heads < 1):
         raise ModelLoadError(f"{source} of {draft.name} is {heads!r}; it must be a positive integer.")
+    width = draft.fields["hidden_size"]
+    # A decoder may have heads of any width; where they do not fit, its weights show it.
+    if native and heads is not None and model_type not in DECODER_MODEL_TYPES and width % heads:
+        raise ModelLoadError(f"{source} of {draft.engine.model} is {heads}; it must divide hidden_size, {width}.")
     draft.set("num_attention_heads", heads if type(heads) is int else 0, source or "default")
     draft.set("is_causal", *_causality(draft, architecture, model_type))
 

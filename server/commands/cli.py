@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any, Final
+
+from penstock.engine.frontend.engine_process import EngineProcess
 
 from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings
 from ..wire.shown_values import short_count
@@ -82,10 +87,39 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(given: dict[str, Any]) -> int:
     settings = load(ServerSettings, given, positional=("model",))
     model, names = model_and_names(settings.model, settings.served_model_name)
-    from .serve import serve
+    with _engine_process(settings.in_process) as process:
+        from .serve import serve
 
-    serve(settings, model, names)
+        serve(settings, model, names, process)
     return 0
+
+
+@contextlib.contextmanager
+def _engine_process(in_process: bool) -> Iterator[EngineProcess | None]:
+    """Starts the engine's process, which imports torch while this one imports the server. It ends with this one.
+
+    None where there is to be none, or where none can be started: the engine says why when it starts one itself.
+    """
+    asked: list[int] = []
+    stops = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+    for each in stops:  # a process that is half started could not be ended
+        signal.signal(each, lambda number, _: asked.append(number))
+    with contextlib.ExitStack() as stack:
+        process = None
+        if not in_process:
+            with contextlib.suppress(OSError):
+                process = stack.enter_context(EngineProcess())
+        for each in stops:
+            signal.signal(each, _stop)
+        for number in asked:
+            _stop(number, None)
+        yield process
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(0)
 
 
 def _embed(given: dict[str, Any]) -> int:

@@ -19,6 +19,7 @@ from typing import Final
 import uvicorn
 
 from penstock.engine import AsyncEngine, EngineConfig
+from penstock.engine.frontend.engine_process import EngineProcess
 from penstock.engine.logs import configure_logging
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.errors import ModelLoadError
@@ -40,13 +41,14 @@ _COLLECT_AFTER: Final = 10_000
 KEEP_ALIVE_S: Final = 120  # Above the idle time of every client's pool (Go: 90 s), which do not replay a sent POST.
 
 
-def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
+def serve(settings: ServerSettings, model: str, names: tuple[str, ...], process: EngineProcess | None = None) -> None:
     """Serves until SIGTERM, SIGINT or SIGHUP, then lets running requests finish.
 
     Args:
         settings: What the operator asked for.
         model: Local folder or hub id.
         names: Served names, the shown one first.
+        process: The engine's, where it has been started already.
 
     Raises:
         UsageError: The address cannot be bound, or a file refuses: the model's, the certificate, the keys. Found before
@@ -59,8 +61,13 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...]) -> None:
     config = settings.engine_config(model, names[0])
     check_model(config, settings.default_prompt_name)
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
-    log_level, log_format = settings.log_level.upper(), settings.log_format
-    start = functools.partial(AsyncEngine.start, config, log_level=log_level, log_format=log_format)
+    start = functools.partial(
+        AsyncEngine.start,
+        config,
+        log_level=settings.log_level.upper(),
+        log_format=settings.log_format,
+        process=process,
+    )
     failures: list[Exception] = []
 
     def give_up(error: Exception) -> None:

@@ -4,8 +4,10 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -122,6 +124,86 @@ def test_a_server_that_is_killed_leaves_nothing_behind(launch, default_model, tm
         assert time.monotonic() < give_up_s, "the engine process outlived its server"
         time.sleep(0.1)
     assert not list(folder.iterdir())
+
+
+def test_no_process_imports_what_it_does_not_need(launch, default_model) -> None:
+    server = launch(PYTHONPROFILEIMPORTTIME="1")
+    httpx.post(f"{server.url}/v1/embeddings", json={"input": ["a text"]}, timeout=60).raise_for_status()
+    lines = (line.split("|") for line in server.log.read_text().splitlines() if line.startswith("import time:"))
+    imported = {parts[2].strip() for parts in lines if len(parts) == 3}
+    assert {"torch", "fastapi", "penstock.engine.core.model_runner", "penstock.server.app"} <= imported
+    heavy = {"transformers", "huggingface_hub", "sympy", "scipy", "sklearn", "pandas", "PIL", "torchvision", "triton"}
+    assert not imported & (heavy | {"torch._dynamo", "torch._inductor", "numpy.testing"})
+
+
+@pytest.fixture
+def beginning(penstock, default_model, tmp_path_factory) -> Iterator[Callable[..., tuple[subprocess.Popen, int, Path]]]:
+    """Starts a server; returns it as soon as it has started its engine's process, which is the second, and its folder.
+
+    It imports what it needs for a second then, and has not loaded its own handlers of signals.
+    """
+    servers = []
+
+    def begin(*flags: str) -> tuple[subprocess.Popen, int, Path]:
+        folder = tmp_path_factory.mktemp("t")
+        server = subprocess.Popen(
+            [*penstock, "serve", "--port", "0", *flags],
+            env={**os.environ, "TMPDIR": str(folder)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        servers.append(server)
+        while not (children := children_of(server.pid)):
+            assert server.poll() is None
+        return server, children[0], folder
+
+    yield begin
+    for server in servers:
+        server.kill()
+        server.communicate()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGTERM, 0, ""), (signal.SIGHUP, 0, ""), (signal.SIGINT, 130, "penstock: interrupted\n")],
+)
+def test_a_server_that_is_stopped_while_it_starts_leaves_nothing_behind(number, code, said, beginning) -> None:
+    server, child, folder = beginning()
+    server.send_signal(number)
+    assert server.communicate(timeout=60)[1] == said
+    assert server.returncode == code
+    assert not exists(child)
+    assert not list(folder.iterdir())
+
+
+def test_a_server_that_is_killed_while_it_starts_leaves_nothing_behind(beginning) -> None:
+    server, child, folder = beginning()
+    server.kill()
+    server.wait()
+    give_up_s = time.monotonic() + 30
+    while exists(child):
+        assert time.monotonic() < give_up_s, "the engine process outlived its server"
+        time.sleep(0.05)
+    assert not list(folder.iterdir())
+
+
+def test_what_is_refused_after_the_engine_began_ends_in_a_line(beginning, tmp_path) -> None:
+    server, child, folder = beginning("--api-key-file", str(tmp_path / "none"))
+    said = server.communicate(timeout=60)[1]
+    assert server.returncode == 2
+    assert said.count("\n") == 1
+    assert "--api-key-file" in said
+    assert not exists(child)
+    assert not list(folder.iterdir())
+
+
+def test_an_engine_process_that_ends_while_the_server_starts_ends_it(beginning) -> None:
+    server, child, _ = beginning()
+    os.kill(child, signal.SIGKILL)
+    said = server.communicate(timeout=60)[1]
+    assert server.returncode == 3
+    assert f"the engine process {child} ended with signal 9" in said
+    assert "Traceback" not in said
 
 
 def test_a_model_that_is_none_ends_in_a_line(run, tmp_path) -> None:

@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+
+from tokenizers import AddedToken
 
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import ModelInfo
 from ...protocol.vectors import MultiVector, QueryExpansion, TokenMarks
+from .loaded_tokenizer import LoadedTokenizer
 
 logger = logging.getLogger("penstock.engine")
 
 
-def register_markers(tokenizer: Any, recipe: MultiVector) -> None:
+def register_markers(tokenizer: LoadedTokenizer, recipe: MultiVector) -> None:
     """Lets the tokenizer read each marker that its vocabulary holds as one token, as the model was trained on it.
 
     Read as text, "[unused0]" would be four tokens. Markers that the vocabulary does not hold stay text.
 
     Args:
-        tokenizer: A fast tokenizer of transformers. Modified.
+        tokenizer: Modified.
         recipe: Names the markers.
     """
-    from transformers import AddedToken
-
-    vocabulary = tokenizer.get_vocab()
+    backend = tokenizer.backend
+    vocabulary = backend.get_vocab()
     for marker in recipe.markers:
         for token in (marker, *marker.split(None, 1)[:1]):
             if token in vocabulary:
-                if tokenizer.tokenize(token) != [token]:
-                    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True)], special_tokens=True)
+                if backend.encode(token, add_special_tokens=False).tokens != [token]:
+                    backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
                 break
 
 
-def find_marks(tokenizer: Any, info: ModelInfo) -> TokenMarks:
+def find_marks(tokenizer: LoadedTokenizer, info: ModelInfo) -> TokenMarks:
     """Returns the ids of the recipe's tokens.
 
     Raises:
@@ -41,7 +42,7 @@ def find_marks(tokenizer: Any, info: ModelInfo) -> TokenMarks:
     """
     recipe = info.multi_vector
     if info.token_heads is not None:
-        own = (tokenizer.cls_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+        own = (tokenizer.special_id(name) for name in ("cls_token", "eos_token", "pad_token", "unk_token"))
         return TokenMarks(unweighted_ids=tuple(sorted({i for i in own if i is not None})))
     if recipe is None:
         return TokenMarks()
@@ -49,15 +50,16 @@ def find_marks(tokenizer: Any, info: ModelInfo) -> TokenMarks:
     return TokenMarks(expansion_id=expansion_id, skip_ids=_ids(tokenizer, recipe.skip_words, info.name))
 
 
-def _expansion_id(tokenizer: Any, expansion: QueryExpansion, info: ModelInfo) -> int:
+def _expansion_id(tokenizer: LoadedTokenizer, expansion: QueryExpansion, info: ModelInfo) -> int:
     if tokenizer.padding_side != "right":
         raise UnsupportedModelError(
             f"{info.name} fills queries up on the left, which penstock does not ({info.sources['multi_vector']})."
         )
     if expansion.token is not None:
-        found = tokenizer.get_vocab().get(expansion.token)
+        found = tokenizer.backend.get_vocab().get(expansion.token)
     else:
-        found = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
+        mask_id = tokenizer.special_id("mask_token")
+        found = mask_id if mask_id is not None else tokenizer.special_id("eos_token")
     if found is None or not 0 <= found < info.vocab_size:
         raise UnsupportedModelError(
             f"{info.name} fills queries up with the token {expansion.token or 'for masks'!r} "
@@ -66,9 +68,9 @@ def _expansion_id(tokenizer: Any, expansion: QueryExpansion, info: ModelInfo) ->
     return int(found)
 
 
-def _ids(tokenizer: Any, words: Sequence[str], name: str) -> tuple[int, ...]:
+def _ids(tokenizer: LoadedTokenizer, words: Sequence[str], name: str) -> tuple[int, ...]:
     """Returns the ids of words that are one token each."""
-    vocabulary = tokenizer.get_vocab()
+    vocabulary = tokenizer.backend.get_vocab()
     unknown = [word for word in words if word not in vocabulary]
     if unknown:
         logger.warning("%s: no tokens of the vocabulary, so left in documents: %s", name, " ".join(unknown))

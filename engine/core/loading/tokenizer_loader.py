@@ -1,4 +1,4 @@
-"""Resolves the tokenizer of a model in the engine process, where transformers may be imported."""
+"""Resolves the tokenizer of a model in the engine process: from its files, or by transformers where those say more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from ...protocol.templates import ScoreTemplate, chat_template_of
 from ...tokenization.long_text import LongText
 from ...tokenization.special_tokens import SpecialTokens
 from .chat_score_template import chat_score_template
+from .loaded_tokenizer import LoadedTokenizer
 from .token_marks import find_marks, register_markers
+from .tokenizer_classes import NotBuiltHereError
+from .tokenizer_files import read_tokenizer
 
 logger = logging.getLogger("penstock.engine")
 
@@ -37,26 +40,16 @@ def load_tokenizer(
     Raises:
         UnsupportedModelError: The model has no tokenizer that the `tokenizers` library can run.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the tokenizers library raises no other class for a file that it cannot read
-        raise UnsupportedModelError(
-            f"The tokenizer of {info.name} in {info.path} cannot be loaded: {one_line(error)}"
-        ) from error
+        tokenizer = read_tokenizer(info)
+    except NotBuiltHereError as why:
+        logger.info("the tokenizer of %s is read by transformers, which takes a second: %s.", info.name, why)
+        tokenizer = _through_transformers(info, trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if info.multi_vector is not None:
         register_markers(tokenizer, info.multi_vector)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise UnsupportedModelError(
-            f"The tokenizer of {info.name} ({type(tokenizer).__name__}) has no tokenizer.json form; "
-            "convert it with transformers' fast tokenizers and save it in the model folder."
-        )
-    backend.no_truncation()
-    backend.no_padding()
+    backend = tokenizer.backend
     try:
         sample_ids, type_ids = backend.encode(_SAMPLE).ids, backend.encode("a", "b").type_ids
         special_tokens = SpecialTokens.of(backend)
@@ -101,7 +94,7 @@ def load_tokenizer(
         truncation_side=tokenizer.truncation_side,
         uses_token_types=uses_token_types,
         sample_ids=usable_ids,
-        score_template=_score_template(tokenizer, info),
+        score_template=_score_template(tokenizer, info, chat_template),
         chat_template=chat_template_of(tokenizer),
         marks=find_marks(tokenizer, info),
         end_id=_end_id(tokenizer, info.vocab_size),
@@ -109,17 +102,18 @@ def load_tokenizer(
     )
 
 
-def _config(tokenizer: Any) -> dict[str, Any]:
+def _config(tokenizer: LoadedTokenizer) -> dict[str, Any]:
     """Returns what a tokenizer was made of, without the places of its files, and with the chat template in use.
 
     The number that stands for a model_max_length which nobody knows is more than a message can hold: it is left out.
     """
-    config = {name: _plain(value) for name, value in tokenizer.init_kwargs.items() if name not in _OF_FILES}
-    if tokenizer.model_max_length >= 2**63:
+    config = {name: _plain(value) for name, value in tokenizer.settings.items() if name not in _OF_FILES}
+    longest = config.get("model_max_length")
+    if longest is None or longest >= 2**63:
         config.pop("model_max_length", None)
     if tokenizer.chat_template:
         config["chat_template"] = _plain(tokenizer.chat_template)
-    return {**config, "tokenizer_class": type(tokenizer).__name__}
+    return {**config, "tokenizer_class": tokenizer.class_name}
 
 
 def _plain(value: Any) -> Any:
@@ -131,9 +125,26 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
-def _end_id(tokenizer: Any, vocab_size: int) -> int | None:
+def _through_transformers(info: ModelInfo, trust_remote_code: bool) -> LoadedTokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the tokenizers library raises no other class for a file that it cannot read
+        raise UnsupportedModelError(
+            f"The tokenizer of {info.name} in {info.path} cannot be loaded: {one_line(error)}"
+        ) from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise UnsupportedModelError(
+            f"The tokenizer of {info.name} ({type(tokenizer).__name__}) has no tokenizer.json form; "
+            "convert it with transformers' fast tokenizers and save it in the model folder."
+        )
+    return LoadedTokenizer.of_transformers(tokenizer)
+
+
+def _end_id(tokenizer: LoadedTokenizer, vocab_size: int) -> int | None:
     """Returns the token that ends a text, or pads or begins one, where the model has an embedding of it."""
-    ids = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id)
+    ids = (tokenizer.special_id(name) for name in ("eos_token", "pad_token", "bos_token"))
     return next((token_id for token_id in ids if token_id is not None and 0 <= token_id < vocab_size), None)
 
 
@@ -142,10 +153,10 @@ def _asks_for_end(info: ModelInfo) -> bool:
     return read_object(Path(info.path) / "tokenizer_config.json").get("add_eos_token") is True
 
 
-def _score_template(tokenizer: Any, info: ModelInfo) -> ScoreTemplate | None:
+def _score_template(tokenizer: LoadedTokenizer, info: ModelInfo, chat_template: str | None) -> ScoreTemplate | None:
     """Returns the prompt around a pair: the one that is known, or the one that the chat template makes."""
-    chat = info.pair_chat
-    if chat is None:
+    chat, render = info.pair_chat, tokenizer.render
+    if chat is None or render is None:
         if info.score_template is None and info.classifier_tokens and info.kind is ModelKind.CROSS_ENCODER:
             logger.warning(
                 "%s answers with a word but has no prompt for pairs: a query and a document are joined bare. "
@@ -154,8 +165,8 @@ def _score_template(tokenizer: Any, info: ModelInfo) -> ScoreTemplate | None:
             )
         return info.score_template
 
-    def render(messages: list[dict[str, Any]]) -> str:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **chat.arguments))
+    def rendered(messages: list[dict[str, Any]]) -> str:
+        return str(render(messages, chat_template=chat_template, tokenize=False, **chat.arguments))
 
     prompt = info.prompts[info.default_prompt_name] if info.default_prompt_name is not None else None
-    return chat_score_template(render, chat, prompt, info.name)
+    return chat_score_template(rendered, chat, prompt, info.name)

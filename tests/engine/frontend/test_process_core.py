@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock.engine.frontend import process_core
+from penstock.engine.frontend import engine_process, process_core
 from penstock.engine.frontend.process_core import Heartbeat
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Failed, Pong, Ready, Start, Submit
@@ -25,15 +26,13 @@ Run = Callable[..., process_core.ProcessCore]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Makes cores whose processes run played_worker.py."""
-    create = asyncio.create_subprocess_exec
+    create = subprocess.Popen
 
-    async def created(*arguments: str, **named: Any) -> asyncio.subprocess.Process:
+    def created(arguments: tuple[str, ...], **named: Any) -> subprocess.Popen[bytes]:
         assert arguments[:-2] == (sys.executable, "-P", "-m", "penstock.engine.core.worker")
-        return await create(
-            sys.executable, "-P", str(Path(__file__).parent / "played_worker.py"), *arguments[-2:], **named
-        )
+        return create((sys.executable, "-P", str(Path(__file__).parent / "played_worker.py"), *arguments[-2:]), **named)
 
-    monkeypatch.setattr(process_core.asyncio, "create_subprocess_exec", created)
+    monkeypatch.setattr(engine_process.subprocess, "Popen", created)
 
     def made(model: str, *, hang_timeout_s: float = 60.0) -> process_core.ProcessCore:
         start = Start(EngineConfig(model=model, hang_timeout_s=hang_timeout_s))

@@ -1,5 +1,6 @@
 """The command line, as a process: exit codes, one line on stderr, nothing heavy before a mistake is found."""
 
+import contextlib
 import json
 import os
 import re
@@ -172,11 +173,17 @@ def test_every_flag_is_in_its_settings_class() -> None:
         assert flags == set(settings.model_fields)
 
 
+@pytest.fixture
+def no_engine_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_engine_process", contextlib.nullcontext)
+
+
+@pytest.mark.usefixtures("no_engine_process")
 def test_bool_flags_have_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_AUTO_TRUNCATE", "true")
     seen = {}
     monkeypatch.setattr(
-        "penstock.server.commands.serve.serve", lambda settings, model, names: seen.update(settings=settings)
+        "penstock.server.commands.serve.serve", lambda settings, model, names, _: seen.update(settings=settings)
     )
     assert cli.main(["serve", "some/model", "--no-auto-truncate"]) == 0
     assert seen["settings"].auto_truncate is False
@@ -184,6 +191,7 @@ def test_bool_flags_have_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["settings"].auto_truncate is True
 
 
+@pytest.mark.usefixtures("no_engine_process")
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -1,0 +1,226 @@
+"""Reads a tokenizer from its files as transformers does, without transformers, whose import takes a second and 31 MB.
+
+Only what transformers is known to do is done here. Where a file says anything else, it is left to transformers.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from tokenizers import Tokenizer
+
+from ...model_files.json_files import read_object
+from ...protocol.model_info import ModelInfo
+from .loaded_tokenizer import LoadedTokenizer
+from .tokenizer_classes import CLASSES, NotBuiltHereError, bare_texts, class_name
+
+_NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_EXTRA: Final = ("additional_special_tokens", "extra_special_tokens")
+_FLAGGED: Final = "AddedToken"
+_WITHOUT_EFFECT: Final = frozenset(
+    (
+        *("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "do_basic_tokenize"),
+        *("do_lower_case", "errors", "legacy", "max_length", "model_max_length", "name_or_path", "never_split"),
+        *("pad_to_multiple_of", "pad_token_type_id", "processor_class", "sp_model_kwargs", "special_tokens_map_file"),
+        *("spaces_between_special_tokens", "stride", "strip_accents", "tokenize_chinese_chars", "tokenizer_class"),
+        *("tokenizer_file", "trim_offsets", "truncation_strategy", "use_default_system_prompt"),
+    )
+)
+"""Keys of tokenizer_config.json that change no id, but for those that are options of a class (TokenizerClass)."""
+_READ: Final = frozenset(
+    (*_NAMED, *_EXTRA, "added_tokens_decoder", "chat_template", "model_input_names", "padding_side", "truncation_side")
+)
+
+
+class _AddedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A token that is found before the text is cut into words."""
+
+    id: int
+    content: str
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
+    normalized: bool
+    special: bool
+
+
+class _Model(msgspec.Struct):
+    """What tokenizer.json says of its vocabulary, and the `tokenizers` library does not tell."""
+
+    unk_id: int | None = None
+    byte_fallback: bool = False
+
+
+class _File(msgspec.Struct):
+    """What is read of tokenizer.json beside the tokenizer."""
+
+    added_tokens: list[_AddedToken]
+    model: _Model
+    normalizer: dict[str, Any] | None = None
+
+
+def read_tokenizer(info: ModelInfo) -> LoadedTokenizer:
+    """Reads the tokenizer of a model from tokenizer.json and the files beside it.
+
+    Raises:
+        NotBuiltHereError: transformers must read it; the message says why.
+    """
+    folder = Path(info.path)
+    if info.pair_chat is not None:
+        raise NotBuiltHereError("its chat template makes the prompt of pairs")
+    if info.model_type == "mistral" and find_spec("mistral_common") is not None:
+        raise NotBuiltHereError("mistral_common is installed, which transformers would ask")
+    try:
+        data = (folder / "tokenizer.json").read_bytes()
+        backend, file = Tokenizer.from_buffer(data), msgspec.json.decode(data, type=_File)
+    except FileNotFoundError:
+        raise NotBuiltHereError("there is no tokenizer.json") from None
+    except Exception as error:  # the tokenizers library raises no other class for a file that it cannot read
+        raise NotBuiltHereError("its tokenizer.json cannot be read") from error
+    settings = _settings(folder)
+    declared = settings.get("tokenizer_class") or info.config.get("tokenizer_class")
+    name = class_name(info.model_type, declared, is_byte_level=b'"ByteLevel"' in data)
+    if (known := CLASSES.get(name)) is None:
+        raise NotBuiltHereError(f"its class is {name}")
+    truncation, padding = backend.truncation or {}, backend.padding or {}
+    tokens: dict[str, str | None] = {"pad_token": padding["pad_token"]} if padding else {}
+    tokens.update(known.tokens)
+    tokens.update({key: _text(settings[key]) for key in _NAMED if key in settings})
+    extra = _extra(settings)
+    _check_added(file, backend, folder, settings, is_built=known.build is not None)
+    _check_special([*tokens.values(), *extra], file)
+    options = {key: _option(key, settings.get(key, default), default) for key, default in known.options.items()}
+    if known.build is not None:
+        if any(tokens[key] is None for key, default in known.tokens.items() if default is not None):
+            raise NotBuiltHereError("a special token is null")
+        known.build(
+            backend,
+            {
+                **options,
+                **{key: tokens[key] for key in _NAMED if key in tokens},
+                "extra_special_tokens": extra,
+                "unk_id": file.model.unk_id,
+                "byte_fallback": file.model.byte_fallback,
+                "charsmap": _charsmap(file.normalizer),
+            },
+        )
+    if backend.post_processor is None:
+        backend.post_processor = bare_texts()
+    types = ("token_type_ids",) if known.has_token_types else ()
+    return LoadedTokenizer(
+        backend=backend,
+        class_name=name,
+        settings={**settings, **options, **tokens, "added_tokens_decoder": backend.get_added_tokens_decoder()},
+        special_tokens_map={key: token for key in _NAMED if (token := tokens.get(key)) is not None},
+        extra_special_tokens=extra,
+        chat_template=_chat_template(folder, settings.get("chat_template")),
+        padding_side=_side(settings, "padding_side", padding.get("direction", known.padding_side)),
+        truncation_side=_side(settings, "truncation_side", truncation.get("direction", "right")),
+        model_input_names=settings.get("model_input_names", ("input_ids", *types, "attention_mask")),
+    )
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Returns tokenizer_config.json, with special_tokens_map.json over it where transformers still reads that."""
+    settings = read_object(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:
+        older = read_object(folder / "special_tokens_map.json")
+        if not older.keys() <= {*_NAMED, *_EXTRA} or any(
+            key in settings and settings[key] != older[key] for key in _EXTRA if key in older
+        ):
+            raise NotBuiltHereError("its special_tokens_map.json says more than which tokens are special")
+        settings |= {key: {"__type": _FLAGGED, **v} if isinstance(v, dict) else v for key, v in older.items()}
+    if unknown := settings.keys() - _READ - _WITHOUT_EFFECT:
+        raise NotBuiltHereError(f"its tokenizer_config.json has {min(unknown)}")
+    return settings
+
+
+def _text(token: Any) -> str | None:
+    """Returns a special token as the files write it: a text, null, or a text with flags."""
+    if token is None or isinstance(token, str):
+        return token
+    if isinstance(token, dict) and token.get("__type") == _FLAGGED and isinstance(token.get("content"), str):
+        return str(token["content"])
+    raise NotBuiltHereError("a special token is no text")
+
+
+def _extra(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the special tokens without a name."""
+    given = [settings[key] for key in _EXTRA if settings.get(key)]
+    tokens = given[0] if given else []
+    if len(given) > 1 or not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise NotBuiltHereError("its further special tokens are no list of texts")
+    return tuple(tokens)
+
+
+def _option(key: str, value: Any, default: bool | None) -> bool | None:
+    if isinstance(value, bool) or (value is None and default is None):
+        return value
+    raise NotBuiltHereError(f"{key} is {value!r}")
+
+
+def _side(settings: Mapping[str, Any], key: str, default: str) -> str:
+    side = settings.get(key, default)
+    if side not in ("left", "right"):
+        raise NotBuiltHereError(f"{key} is {side!r}")
+    return str(side)
+
+
+def _check_added(file: _File, backend: Tokenizer, folder: Path, settings: Mapping[str, Any], *, is_built: bool) -> None:
+    """Raises NotBuiltHereError where transformers would give the tokenizer other added tokens than the file does.
+
+    transformers adds those of tokenizer_config.json, or of the older added_tokens.json, that the file lacks. A class
+    that builds its tokenizer anew takes them from tokenizer_config.json alone, in the order of their ids.
+    """
+    ids = [token.id for token in file.added_tokens]
+    in_place = all(backend.token_to_id(token.content) == token.id for token in file.added_tokens)
+    if not in_place or ids != sorted(set(ids)):
+        raise NotBuiltHereError("its added tokens are not in the order of their ids")
+    if "added_tokens_decoder" not in settings:
+        if not set(read_object(folder / "added_tokens.json").values()) <= set(ids):
+            raise NotBuiltHereError("its added_tokens.json has tokens that its tokenizer.json lacks")
+        return
+    try:
+        table = [{"id": int(token_id), **token} for token_id, token in settings["added_tokens_decoder"].items()]
+        tokens = set(msgspec.convert(table, list[_AddedToken]))
+    except (TypeError, ValueError, AttributeError, msgspec.ValidationError):
+        raise NotBuiltHereError("its added_tokens_decoder is not read here") from None
+    if not tokens <= set(file.added_tokens) or (is_built and len(tokens) < len(ids)):
+        raise NotBuiltHereError("its tokenizer_config.json has other added tokens than its tokenizer.json")
+
+
+def _check_special(tokens: Iterable[str | None], file: _File) -> None:
+    """Raises NotBuiltHereError where transformers would make a token special that the file does not know as such."""
+    special = {token.content for token in file.added_tokens if token.special}
+    if missing := {token for token in tokens if token is not None} - special:
+        raise NotBuiltHereError(f"its tokenizer.json does not have the special token {min(missing)}")
+
+
+def _charsmap(normalizer: Mapping[str, Any] | None) -> bytes | None:
+    """Returns the table of SentencePiece by which texts are normalised; None where there is none."""
+    if normalizer is None:
+        return None
+    steps = normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer]
+    return next((base64.b64decode(s["precompiled_charsmap"]) for s in steps if s.get("type") == "Precompiled"), None)
+
+
+def _chat_template(folder: Path, given: Any) -> str | dict[str, str] | None:
+    """Returns the chat template, or several by their names: those of files, or else of tokenizer_config.json."""
+    try:
+        files = {path.stem: path.read_text("utf-8") for path in (folder / "additional_chat_templates").glob("*.jinja")}
+        if (default := folder / "chat_template.jinja").is_file():
+            files = {"default": default.read_text("utf-8")} | files
+        if isinstance(given, list):
+            given = {entry["name"]: entry["template"] for entry in given}
+    except (OSError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise NotBuiltHereError("its chat templates are not read here") from error
+    if files:
+        return files["default"] if files.keys() == {"default"} else files
+    if given is not None and not isinstance(given, str | dict):
+        raise NotBuiltHereError("its chat template is no text")
+    return given

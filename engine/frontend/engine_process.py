@@ -1,0 +1,90 @@
+"""An engine process as its parent sees it: started, waited for, killed. What is said to it is process_core.py's.
+
+Imports next to nothing, so that a server can start the process, which takes a second to import torch, before it imports
+what it needs itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+from types import TracebackType
+from typing import Final, Self
+
+from .socket_folder import socket_folder
+
+_KILLED_S: Final = 1.0
+"""Seconds that a killed process gets to be gone."""
+
+
+class EngineProcess:
+    """A process that runs worker.py and waits for Start. As a context manager it leaves none behind.
+
+    Attributes:
+        inbox: The ZeroMQ endpoint that it will bind.
+        outbox: The one that it will connect to.
+        pid: Its number.
+
+    Raises:
+        OSError: No process can be started, or there is no place for its sockets.
+    """
+
+    def __init__(self) -> None:
+        with contextlib.ExitStack() as resources:
+            folder = resources.enter_context(socket_folder())
+            self.inbox, self.outbox = (f"ipc://{folder.path}/{name}" for name in ("inbox", "outbox"))
+            self._process = subprocess.Popen(  # noqa: S603 - nothing of it comes from outside
+                (sys.executable, "-P", "-m", "penstock.engine.core.worker", self.inbox, self.outbox),
+                stdin=subprocess.PIPE,  # its end tells the process that this one has gone
+                pass_fds=folder.descriptors,
+                start_new_session=True,  # Ctrl-C in a terminal is for the server, which then stops the core
+            )
+            self.pid = self._process.pid
+            self._resources = resources.pop_all()
+        self._ended: asyncio.Future[int] | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, negative: the number of a signal; None while it runs."""
+        return self._process.poll()
+
+    async def wait(self) -> int:
+        """Waits until it has ended; returns its exit code. Belongs to one event loop."""
+        if self._ended is None:
+            loop = asyncio.get_running_loop()
+            self._ended = loop.create_future()
+            # A daemon: one that a driver holds for ever must not hold its parent.
+            threading.Thread(target=self._watch, args=(loop, self._ended), name="engine-watch", daemon=True).start()
+        return await asyncio.shield(self._ended)
+
+    def kill(self) -> None:
+        """Ends it at once, unless it has ended."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Kills it where it runs and removes its folder. Does not wait. May be called twice."""
+        self.kill()
+        self._resources.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver holds it: it is left behind
+            self._process.wait(_KILLED_S)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[int]) -> None:
+        code = self._process.wait()
+
+        def tell() -> None:
+            if not ended.done():
+                ended.set_result(code)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(tell)
