@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from .native.packed_arrays import PackedArrays
 from .protocol.request import TokenizedInput
 from .sequence_pool.cache_spec import CacheSpec
 
@@ -123,7 +126,7 @@ class HiddenTokens:
     is_visible: Tensor
 
     @classmethod
-    def of(cls, lengths: np.ndarray, num_hidden: np.ndarray, device: torch.device) -> list[HiddenTokens]:
+    def of(cls, lengths: NDArray[np.int32], num_hidden: NDArray[np.int32], device: torch.device) -> list[HiddenTokens]:
         """Returns the sequences with hidden tokens by length, given lengths [N] and numbers of hidden tokens [N]."""
         starts = np.cumsum(lengths) - lengths
         groups = []
@@ -185,36 +188,21 @@ class PackedBatch:
             starts: Place of each chunk in its sequence; None means that all begin at 0.
             cache: For chunks; see the attribute.
         """
-        lengths = np.array([len(i) for i in inputs], np.int64)
-        cu_seqlens = np.zeros(len(inputs) + 1, np.int64)
-        np.cumsum(lengths, out=cu_seqlens[1:])
-        first_rows = np.repeat(cu_seqlens[:-1], lengths)
-        positions = np.arange(cu_seqlens[-1]) - first_rows
-        if starts is not None:
-            positions += np.repeat(np.asarray(starts, np.int64), lengths)
-        input_ids = np.concatenate([i.token_ids for i in inputs]).astype(np.int64)
-        seq_lens = tuple(lengths.tolist())
-        boundaries = np.array([i.type_boundary for i in inputs], np.int64)
-        skips = np.array([i.num_prompt_tokens for i in inputs], np.int32)
-        types = None
-        if boundaries.any():
-            never = np.iinfo(np.int64).max
-            boundary_of = np.repeat(np.where(boundaries > 0, boundaries, never), lengths)
-            types = (positions >= boundary_of).astype(np.int64)
+        arrays = PackedArrays.build(inputs, starts)
 
-        def put(array: np.ndarray) -> Tensor:
+        def put(array: NDArray[Any]) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
-        num_hidden = np.array([i.num_hidden for i in inputs], np.int64)
-        device_cu_seqlens = put(cu_seqlens.astype(np.int32))
+        seq_lens = tuple(arrays.lengths.tolist())
+        types, skips, hidden = arrays.token_type_ids, arrays.skip_tokens, arrays.num_hidden
         return cls(
-            input_ids=put(input_ids),
-            positions=put(positions),
+            input_ids=put(arrays.input_ids),
+            positions=put(arrays.positions),
             token_type_ids=None if types is None else put(types),
-            cu_seqlens=device_cu_seqlens,
+            cu_seqlens=put(arrays.cu_seqlens),
             seq_lens=seq_lens,
             max_seqlen=max(seq_lens),
-            skip_tokens=put(skips) if skips.any() else None,
+            skip_tokens=None if skips is None else put(skips),
             cache=cache,
-            hidden=HiddenTokens.of(lengths, num_hidden, device) if num_hidden.any() else (),
+            hidden=() if hidden is None else HiddenTokens.of(arrays.lengths, hidden, device),
         )

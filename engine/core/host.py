@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
+from typing import Final
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+# Any of them is there where a driver of GPUs that torch knows may be: NVIDIA's, that of WSL or of Tegra, and AMD's.
+_GPU_MARKS: Final = tuple(
+    map(Path, ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/kfd"))
+)
+
+
+def may_have_gpu() -> bool:
+    """Whether torch might find a GPU; it is not imported to say so. Never False where there is one that it can use."""
+    if sys.platform == "linux" and not any(mark.exists() for mark in _GPU_MARKS):
+        return False
+    from importlib import metadata  # tens of ms
+
+    try:
+        return not metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def available_memory() -> int:

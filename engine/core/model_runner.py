@@ -1,4 +1,4 @@
-"""Runs tokenized inputs on the device. Above models/ and pooling/ few know it: this, chunk_memory.py, device.py."""
+"""Runs tokenized inputs on torch. Above models/ and pooling/ few know it: this, chunk_memory.py, device.py."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
 
-import numpy as np
 import torch
 
+from penstock.kernels.native import Machine
+
 from ..layers.dense import Dense
-from ..model_files.json_files import as_load_error, one_line
 from ..model_files.resolve import resolve_model, with_device
 from ..models.base import PackedModel
 from ..packed_batch import PackedBatch
@@ -21,10 +20,7 @@ from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
 from ..protocol.messages import TokenizerSpec
 from ..protocol.model_info import ModelInfo
-from ..protocol.params import PoolingParams
-from ..protocol.request import TokenizedInput
-from ..protocol.tasks import PoolingTask
-from ..scheduling import Chunk, PrefillChunk, QueuedSequence, Request
+from ..scheduling import Chunk, QueuedSequence
 from ..sequence_pool import (
     Allocation,
     Allocator,
@@ -41,17 +37,16 @@ from .chunk_memory import ChunkMemory, kept_of
 from .describe_pool import describe_pool
 from .device import DeviceMemory, ForwardClock, is_out_of_memory, resolve_device
 from .host import usable_cores
-from .loading.finite_weights import not_finite_error
+from .loading.load_errors import load_errors
 from .loading.native_kernels import choose_kernels
 from .loading.token_heads_loader import load_token_maps
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, torch_dtype
 from .memory_meter import MemoryMeter
 from .runner import DeviceLostError, DeviceMemoryError, ForwardTime, Outputs
+from .warm_up import warm_up
 
 logger = logging.getLogger("penstock.engine")
-
-_CLASS_TASKS: Final = (PoolingTask.CLASSIFY, PoolingTask.SCORE, PoolingTask.TOKEN_CLASSIFY)
 
 
 class ModelRunner:
@@ -90,14 +85,20 @@ class ModelRunner:
             self._make_pool(model.cache_spec, config)
 
     @classmethod
-    def load(cls, config: EngineConfig) -> ModelRunner:
+    def load(cls, config: EngineConfig, kernels: tuple[ModelInfo, Machine | None] | None = None) -> ModelRunner:
         """Loads the model that a configuration names.
+
+        Args:
+            config: What to serve.
+            kernels: The model on its device, and what choose_kernels said of it; None: that is decided here.
 
         Raises:
             ModelLoadError: The model cannot be served.
         """
         torch.set_num_threads(config.num_threads or usable_cores())
-        info, machine = choose_kernels(with_device(resolve_model(config), *resolve_device(config)), config)
+        if kernels is None:
+            kernels = choose_kernels(with_device(resolve_model(config), *resolve_device(config)), config)
+        info, machine = kernels
         with _load_errors(info):
             tokenizer = load_tokenizer(
                 info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
@@ -132,23 +133,9 @@ class ModelRunner:
         return self._clock.take()
 
     def warm_up(self) -> None:
-        """See Runner. All tasks run, classes as logits: an activation may hide that they are not finite."""
-        tokens = TokenizedInput(np.array(self.tokenizer.sample_ids[-self.info.max_model_len :], np.int32))
-        first, *others = self.info.tasks
-        requests = [
-            Request(0, PoolingParams(use_activation=False if task in _CLASS_TASKS else None).resolved(task, self.info))
-            for task in (first, first, *(task for task in others if task is not PoolingTask.SCORE))
-        ]
-        chunks = [
-            PrefillChunk(
-                QueuedSequence(request_id=i, prompt=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
-            )
-            for i, request in enumerate(requests)
-        ]
+        """See Runner."""
         with _load_errors(self.info):
-            outputs = self.execute(chunks)
-        if not all(np.isfinite(array).all() for arrays in outputs for array in arrays.values()):
-            raise not_finite_error(self.info)
+            warm_up(self.info, self.tokenizer, self.execute)
 
     @torch.inference_mode()
     def _execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
@@ -220,23 +207,14 @@ class ModelRunner:
 
 @contextmanager
 def _load_errors(info: ModelInfo) -> Iterator[None]:
-    """Says in one line, as a ModelLoadError, why a model cannot be built, or why it cannot run."""
-    with as_load_error(f"{info.name} cannot be built from {info.path}, its config.json and its weights"):
+    """As load_errors; torch says in words alone that memory was short."""
+    with load_errors(info):
         try:
             yield
-        except DeviceMemoryError as error:
-            raise _too_little_memory(info, error) from error
-        except (RuntimeError, MemoryError) as error:
+        except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise _too_little_memory(info, error) from error
-
-
-def _too_little_memory(info: ModelInfo, error: Exception) -> ModelLoadError:
-    return ModelLoadError(
-        f"There is too little memory on {info.device} for {info.name} in {info.dtype} ({one_line(error)}): free some, "
-        "or take a narrower --dtype or a smaller model."
-    )
+            raise DeviceMemoryError(str(error)) from error
 
 
 def _allocator(plan: PoolPlan, block_size: int, *, enable_prefix_caching: bool) -> SequenceAllocator:

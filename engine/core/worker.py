@@ -9,6 +9,7 @@ Start. End of standard input means that the parent has gone, however it went.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -22,6 +23,7 @@ import zmq
 from ..logs import configure_logging
 from ..protocol.messages import Command, Frame, FromCore, Ping, Pong, Start, Stop, Submit, decode_to_core, encode
 from .core import EngineCore, Send
+from .load_runner import load_runner
 
 logger = logging.getLogger("penstock.engine")
 
@@ -40,9 +42,6 @@ def main() -> None:
     inbox.bind(inbox_endpoint)
     outbox.connect(outbox_endpoint)
 
-    # Here, as it imports torch for a second: the end of the parent has to be heard meanwhile.
-    from .model_runner import ModelRunner
-
     start = decode_to_core(inbox.recv())
     if not isinstance(start, Start):
         raise TypeError(f"the first message must be Start, not {type(start).__name__}")
@@ -55,7 +54,7 @@ def main() -> None:
             if not outbox.closed:  # after the last step nobody waits for what the receiving thread says
                 outbox.send_multipart([encode(message), *frames], copy=False)
 
-    core = EngineCore(start.config, send, ModelRunner.load, on_ready=_freeze)
+    core = EngineCore(start.config, send, load_runner, on_ready=_freeze)
     receiving = threading.Thread(target=_receive, args=(inbox, core, send), name="inbox", daemon=True)
     receiving.start()
     try:
@@ -72,9 +71,14 @@ def main() -> None:
 
 
 def _freeze() -> None:
-    """Takes what loading has made, torch above all, out of the collector's sight: walking it takes tens of ms."""
+    """Takes what loading has made, torch above all, out of the collector's sight: walking it takes tens of ms.
+
+    What it has used meanwhile goes back to the system, as far as the C library can say so: glibc's keeps some 10 MB.
+    """
     gc.collect()
     gc.freeze()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _receive(inbox: zmq.Socket[bytes], core: EngineCore, send: Send) -> None:

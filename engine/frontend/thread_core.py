@@ -39,9 +39,9 @@ class ThreadCore:
             try:
                 # Here, as torch takes a second to import: not on the event loop.
                 from ..core.core import EngineCore
-                from ..core.model_runner import ModelRunner
+                from ..core.load_runner import load_runner
 
-                core = EngineCore(self._start.config, send, ModelRunner.load)
+                core = EngineCore(self._start.config, send, load_runner)
                 loop.call_soon_threadsafe(created.set_result, core)
                 core.run()
                 reason = "the engine thread ended"

@@ -15,8 +15,8 @@ from torch import Tensor
 from penstock.kernels.pooling import pool
 
 from ..protocol.model_info import Activation, ModelInfo
+from ..protocol.output_groups import distinct
 from ..protocol.params import PoolingParams
-from .packing import distinct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..models.base import PackedModel
 from ..protocol.model_info import ModelInfo
+from ..protocol.output_groups import OutputGroup
 from ..protocol.params import PoolingParams
 from ..protocol.vectors import SparseKind
 from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, RowMap
 from .metadata import PoolingMetadata
 from .output import OutputBlock
-from .packing import OutputGroup
 from .poolers import PoolerFactory
 from .token_vectors import SparsePooler, VectorFilter, compare
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..models.base import ModelOutput, PackedModel
 from ..protocol.model_info import ModelInfo
+from ..protocol.output_groups import OutputGroup, by_group, distinct
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
 from .chunks import BatchChunks
@@ -17,7 +18,7 @@ from .heads import Cut, RowMap
 from .metadata import PoolingMetadata
 from .model_heads import NO_TOKEN_MAPS, ModelHeads, TokenMaps
 from .output import OutputBlock, PoolerOutput
-from .packing import OutputGroup, by_group, distinct, rows_between
+from .packing import rows_between
 from .poolers import AttentionWeightedPooler, PoolerFactory
 
 

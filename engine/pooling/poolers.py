@@ -15,10 +15,10 @@ from torch import Tensor
 from penstock.kernels.native import Machine
 from penstock.kernels.pooling import PoolingKind, pool
 
+from ..protocol.output_groups import distinct
 from ..protocol.tasks import PoolingType
 from .heads import Cut
 from .metadata import PoolingMetadata
-from .packing import distinct
 
 _WHOLE_ROWS = Cut()
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from penstock.kernels.maxsim import maxsim
 
 from ..models.encoders.masked_lm import BLOCK_ROWS
+from ..protocol.output_groups import distinct
 from ..protocol.params import PoolingParams
 from ..protocol.vectors import MultiVector, SparseKind, SparsePooling
 from .heads import RowMap
 from .metadata import PoolingMetadata
-from .packing import distinct, prefix_sums, ranges
+from .packing import prefix_sums, ranges
 
 
 class VectorFilter:

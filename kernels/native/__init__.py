@@ -4,7 +4,7 @@
 """
 
 from .encoder import EncoderSpec, LayerSpec, MapSpec, NativeEncoder, NormSpec
-from .machine import Activation, Format, Machine, NativeError
+from .machine import Activation, Format, Machine, NativeError, Pooling
 
 __all__ = [
     "Activation",
@@ -16,4 +16,5 @@ __all__ = [
     "NativeEncoder",
     "NativeError",
     "NormSpec",
+    "Pooling",
 ]

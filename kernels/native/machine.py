@@ -44,6 +44,18 @@ class Activation(IntEnum):
     TANH = 6
 
 
+class Pooling(IntEnum):
+    """How the rows of a sequence become one; see csrc/types.h, and penstock.kernels.pooling for what each is."""
+
+    CLS = 0
+    LAST = 1
+    MEAN = 2
+    MAX = 3
+    MEAN_SQRT_LEN = 4
+    WEIGHTED_MEAN = 5
+    WEIGHTED = 6
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedProduct:
     """A product whose weights lie as one machine wants them.
@@ -157,7 +169,10 @@ class Machine:
         return PackedProduct(struct, arrays)
 
     def product(self, packed: PackedProduct, x_RD: Floats, add: Floats | None = None) -> Floats:
-        """Returns the product of rows [R, D], [R, N], on one core; `add` [R, N] is added. For tests and measuring."""
+        """Returns the product of rows [R, D], [R, N], on one core; `add` [R, N] is added.
+
+        For the few rows of a head, for tests and for measuring. A row's result is the same to the bit in any batch.
+        """
         x_RD = np.ascontiguousarray(x_RD, np.float32)
         rows, width = x_RD.shape
         if width != packed.struct.inputs:
@@ -186,7 +201,7 @@ class Machine:
         hidden_TD: Floats,
         starts_N: Array,
         lengths_N: Array,
-        pooling: int,
+        pooling: Pooling,
         *,
         width: int,
         dimensions: Array | None,
@@ -194,7 +209,22 @@ class Machine:
         skips: Array | None,
         weights: Array | None,
     ) -> Floats:
-        """See penstock.kernels.pooling.pool_native."""
+        """Pools sequences that may lie anywhere in a batch; see penstock.kernels.pooling.
+
+        Args:
+            hidden_TD: [T, D], rows contiguous.
+            starts_N: [N] int32, the first row of each sequence.
+            lengths_N: [N] int32, their numbers of rows.
+            pooling: How.
+            width: Columns of the result, 1..D.
+            dimensions: [N] int32, columns of each sequence, zeros after them; None: `width`.
+            normalize: [N] uint8, whether a row is L2-normalised.
+            skips: [N] int32, rows at the head of each sequence that are left out; None: none.
+            weights: [T] float32 for WEIGHTED; None for the others.
+
+        Returns:
+            [N, width] float32.
+        """
         out = np.empty((len(starts_N), width), np.float32)
         self._library.penstock_pool(
             self._opened,

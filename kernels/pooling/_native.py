@@ -1,23 +1,10 @@
 """Pooling on a CPU in C: a sequence at a time, while its rows lie in the cache."""
 
-from typing import Final
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..native import Machine
-
-# As csrc/types.h numbers them.
-_KINDS: Final = {
-    "cls": 0,
-    "last": 1,
-    "mean": 2,
-    "max": 3,
-    "mean_sqrt_len": 4,
-    "weighted_mean": 5,
-    "weighted": 6,
-}
+from ..native import Machine, Pooling
 
 
 def pool_native(
@@ -55,7 +42,7 @@ def pool_native(
         hidden_states.numpy(),
         seq_starts.contiguous().numpy(),
         seq_lens.contiguous().numpy(),
-        _KINDS[strategy],
+        Pooling[strategy.upper()],
         width=width,
         dimensions=None if dimensions is None else dimensions.contiguous().numpy(),
         normalize=flags.contiguous().numpy().view(np.uint8),

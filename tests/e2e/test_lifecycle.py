@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from penstock.kernels.native.machine import LIBRARY
+
 
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -131,7 +133,10 @@ def test_no_process_imports_what_it_does_not_need(launch, default_model) -> None
     httpx.post(f"{server.url}/v1/embeddings", json={"input": ["a text"]}, timeout=60).raise_for_status()
     lines = (line.split("|") for line in server.log.read_text().splitlines() if line.startswith("import time:"))
     imported = {parts[2].strip() for parts in lines if len(parts) == 3}
-    assert {"torch", "fastapi", "penstock.engine.core.model_runner", "penstock.server.app"} <= imported
+    has_kernels = LIBRARY.is_file()
+    runner = "array_runner" if has_kernels else "model_runner"
+    assert {"numpy", "fastapi", f"penstock.engine.core.{runner}", "penstock.server.app"} <= imported
+    assert not has_kernels or not imported & {"torch", "safetensors"}
     heavy = {"transformers", "huggingface_hub", "sympy", "scipy", "sklearn", "pandas", "PIL", "torchvision", "triton"}
     assert not imported & (heavy | {"torch._dynamo", "torch._inductor", "numpy.testing"})
 

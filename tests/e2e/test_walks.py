@@ -20,6 +20,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from penstock.kernels.native.machine import LIBRARY
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +111,7 @@ def check(walk: str, named_of: Calls, passed: set[str]) -> None:
     assert not missing
 
 
+@pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernels are not built")
 def test_one_request(trace: Trace) -> None:
     body = {"input": ["What holds back the water?", "A dam. " * 30]}
     headers = {"Authorization": "Bearer key"}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from ...checkpoint.files import open_checkpoint
 from ...layers.weights import are_finite
 from ...protocol.errors import WeightError
 from ...protocol.model_info import ModelInfo
-from .weights_loader import open_checkpoint, torch_dtype
+from .weights_loader import open_tensors, torch_dtype
 
 _MAX_NAMED: Final = 5
 
@@ -24,7 +25,7 @@ def not_finite_error(info: ModelInfo) -> WeightError:
     dtype = torch_dtype(info.dtype)
     found = f"{info.name} answers a plain text with values that are not finite"
     try:
-        with open_checkpoint(Path(info.path)) as checkpoint:
+        with open_checkpoint(Path(info.path), open_tensors) as checkpoint:
             for name in checkpoint.unused():
                 tensor = checkpoint.read(name)
                 if not are_finite(tensor):

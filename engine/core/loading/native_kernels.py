@@ -11,11 +11,12 @@ import numpy as np
 
 from penstock.kernels.native import Format, Machine, NativeError
 
+from ...model_files.registry import has_own_code
+from ...native.array_encoder import find_reader
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ModelLoadError
 from ...protocol.model_info import ModelInfo
 from ..host import usable_cores
-from .weights_loader import fits_native_kernels
 
 logger = logging.getLogger("penstock.engine")
 
@@ -75,7 +76,8 @@ def bfloat16_gain(machine: Machine) -> float:
 
 def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
     insists = config.cpu_kernels == "native"
-    if not fits_native_kernels(info):
+    has_own = config.trust_remote_code and has_own_code(info.architecture, info.config)  # transformers runs it
+    if has_own or find_reader(info) is None:
         if insists:
             raise ModelLoadError(
                 f"The native kernels do not know {info.architecture} in {info.dtype}; --cpu-kernels auto lets torch "

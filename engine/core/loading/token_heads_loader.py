@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 
+from ...checkpoint.files import Checkpoint
 from ...layers.linear import Linear
 from ...layers.weights import Weights
 from ...pooling import TokenMaps
 from ...protocol.messages import TokenizerSpec
 from ...protocol.model_info import ModelInfo
-from .weights_loader import Checkpoint
+from .weights_loader import open_tensors
 
 
 def load_token_maps(info: ModelInfo, tokenizer: TokenizerSpec) -> TokenMaps:
@@ -33,7 +34,7 @@ def load_token_maps(info: ModelInfo, tokenizer: TokenizerSpec) -> TokenMaps:
 def _load(info: ModelInfo, file: str | None, out_features: int) -> Linear | None:
     if file is None:
         return None
-    checkpoint = Checkpoint(dict.fromkeys(("weight", "bias"), Path(info.path) / file))
+    checkpoint = Checkpoint(dict.fromkeys(("weight", "bias"), Path(info.path) / file), open_tensors)
     with torch.no_grad():
         weights = Weights(checkpoint, torch.float32, torch.device(info.device))
         linear = Linear.load(weights, "", info.hidden_size, out_features, is_head=True)

@@ -59,7 +59,7 @@ class SelfAttention:
             bias: Whether they have one.
             window: As for the class.
         """
-        weight, bias_O = fused_qkv(weights, names, size, num_heads, bias=bias)
+        weight, bias_O = _fused_qkv(weights, names, size, num_heads, bias=bias)
         # Cast last: the scale must not cost a second rounding.
         qkv = Linear(weight.to(weights.dtype), None if bias_O is None else bias_O.to(weights.dtype))
         return cls(qkv, num_heads, window=window)
@@ -141,7 +141,7 @@ class SelfAttention:
         return q_THK, k_THK, v_THK
 
 
-def fused_qkv(
+def _fused_qkv(
     weights: Weights, names: Sequence[str], size: int, num_heads: int, *, bias: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns weight [3 * D, D] and bias [3 * D] or None of one map that gives q, k and v, in float32.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
 from ...layers.attention.rotary import RopeSpec
+from ...model_files.config_values import read_config
 from ...protocol.errors import UnsupportedModelError
-from ..base import read_config
 
 FULL: Final = "full_attention"
 LOCAL: Final = "sliding_attention"

@@ -20,10 +20,11 @@ from ...layers.norm import RmsNorm
 from ...layers.recurrent.mixers import Mamba2Mixer, Mamba2Sizes, MambaMixer, MambaSizes, StepNorms
 from ...layers.rows import Rows
 from ...layers.weights import Weights
+from ...model_files.config_values import read_config
 from ...protocol.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError
 from ...protocol.model_info import ModelInfo
 from ...sequence_pool.cache_spec import CacheSpec
-from ..base import ModelOutput, NativeModel, read_config
+from ..base import ModelOutput, NativeModel
 from ..heads import decoder_head
 
 if TYPE_CHECKING:

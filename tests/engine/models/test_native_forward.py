@@ -8,9 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.packed_batch import PackedBatch
+from penstock.engine.protocol.errors import UnsupportedTaskError
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.kernels.native import Machine, NativeError
 
@@ -45,7 +47,7 @@ def test_hidden_states_equal_transformers(family, config, machine, save_model, r
     folder, reference = save_model(f"{family}Model", **config)
     boundaries = boundaries_of(family, config, sequences)
     model = load_model(resolve(folder), machine=machine)
-    assert model.native is not None
+    assert model.machine is machine
     output = model.forward(pack(sequences, boundaries))
     expected = [reference(**arguments(s, b)).last_hidden_state[0] for s, b in zip(sequences, boundaries, strict=True)]
     assert output.attention_weights is None
@@ -59,6 +61,24 @@ def test_attention_of_the_first_token_equals_transformers(family, config, widest
     reference.set_attn_implementation("eager")
     expected = [reference(**arguments(s, 0), output_attentions=True).attentions[-1][0, :, 0].t() for s in sequences]
     assert_close(output.attention_weights, torch.cat(expected))
+
+
+@pytest.mark.parametrize(("family", "config"), FAMILIES)
+def test_heads_equal_transformers(family, config, widest, save_model, resolve, pack, sequences):
+    folder, reference = save_model(f"{family}ForSequenceClassification", **config)
+    model = load_model(resolve(folder), machine=widest)
+    hidden = model.forward(pack(sequences)).hidden_states.split([len(s) for s in sequences])
+    is_mean = config.get("classifier_pooling") == "mean"
+    pooled = torch.stack([rows.mean(0) if is_mean else rows[0] for rows in hidden])
+    assert_close(model.classify(pooled), torch.cat([reference(**arguments(s, 0)).logits for s in sequences]))
+    with pytest.raises(UnsupportedTaskError):
+        model.classify_tokens(pooled)
+    folder, reference = save_model(f"{family}ForTokenClassification", **config)
+    model = load_model(resolve(folder), machine=widest)
+    logits = model.classify_tokens(model.forward(pack(sequences)).hidden_states)
+    assert_close(logits, torch.cat([reference(**arguments(s, 0)).logits[0] for s in sequences]))
+    with pytest.raises(UnsupportedTaskError):
+        model.classify(logits)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -90,7 +110,10 @@ def test_nan_in_one_text_touches_no_other(widest, save_model, resolve, pack, seq
     model = load_model(resolve(folder), machine=widest)
     sequences = [[min(token, 198) for token in sequence] for sequence in sequences]
     expected = model.forward(pack(sequences)).hidden_states
-    model.embedding.word_VE[199] = float("nan")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["embeddings.word_embeddings.weight"][199] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(resolve(folder), machine=widest)
     broken = [[199, *sequences[0]], *sequences]
     rows = model.forward(pack(broken)).hidden_states
     assert rows[: len(broken[0])].isnan().all()
@@ -113,7 +136,7 @@ def test_hidden_tokens_are_not_attended_to(family, config, widest, save_model, r
 def test_an_activation_that_is_not_there_runs_through_torch(widest, save_model, resolve, pack, sequences):
     folder, reference = save_model("BertModel", **SIZES, hidden_act="mish")
     model = load_model(resolve(folder), machine=widest)
-    assert model.native is None
+    assert model.machine is None
     expected = [reference(**arguments(s, 0)).last_hidden_state[0] for s in sequences]
     assert_close(model.forward(pack(sequences)).hidden_states, torch.cat(expected))
 

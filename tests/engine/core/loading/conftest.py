@@ -11,6 +11,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from penstock.engine.core.load_runner import load_runner
+from penstock.engine.core.model_runner import ModelRunner
+from penstock.engine.core.runner import Runner
+from penstock.engine.protocol.config import EngineConfig
+
 WORDS = ["<pad>", "<unk>", "<s>", "One", "short", "text", "to", "begin", "with", "."]
 SIZES = {
     "vocab_size": 100,
@@ -23,6 +28,14 @@ SIZES = {
 }
 
 SaveFolder = Callable[..., Path]
+Load = Callable[[EngineConfig], Runner]
+
+
+@pytest.fixture(params=[ModelRunner.load, load_runner], ids=["torch", "suited"])
+def load(request: pytest.FixtureRequest) -> Load:
+    """Loads a model to run it on torch, or in the runner that suits it."""
+    loader: Load = request.param
+    return loader
 
 
 @pytest.fixture

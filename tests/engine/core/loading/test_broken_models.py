@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine.core.load_runner import load_runner
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.protocol.config import CacheConfig, EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 
-from .conftest import SaveFolder
+from .conftest import Load, SaveFolder
 
 
-def start(folder: Path) -> None:
+def start(load: Load, folder: Path) -> None:
     config = EngineConfig(
         model=str(folder),
         device="cpu",
@@ -24,7 +25,7 @@ def start(folder: Path) -> None:
         num_threads=1,
         cache=CacheConfig(kv_cache_memory=1 << 20),
     )
-    ModelRunner.load(config).warm_up()
+    load(config).warm_up()
 
 
 def change(folder: Path, **values: Any) -> None:
@@ -32,9 +33,9 @@ def change(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def refused(folder: Path) -> str:
+def refused(load: Load, folder: Path) -> str:
     with pytest.raises(ModelLoadError) as caught:
-        start(folder)
+        start(load, folder)
     assert "\n" not in caught.value.message
     return caught.value.message
 
@@ -70,11 +71,11 @@ MAMBA = {"state_size": 4}
     ],
 )
 def test_a_size_that_no_model_has_is_named(
-    class_name: str, sizes: dict[str, int], key: str, value: Any, save_folder: SaveFolder
+    class_name: str, sizes: dict[str, int], key: str, value: Any, load: Load, save_folder: SaveFolder
 ) -> None:
     folder = save_folder(class_name, **sizes)
     change(folder, **{key: value})
-    message = refused(folder)
+    message = refused(load, folder)
     assert key in message
     assert repr(value) in message
 
@@ -88,20 +89,22 @@ def test_a_size_that_no_model_has_is_named(
         ("BertModel", {"model_type": "unheard-of"}),
     ],
 )
-def test_what_only_the_library_finds_is_one_line(class_name: str, values: Any, save_folder: SaveFolder) -> None:
+def test_what_only_the_library_finds_is_one_line(
+    class_name: str, values: Any, load: Load, save_folder: SaveFolder
+) -> None:
     folder = save_folder(class_name)
     change(folder, **values)
-    assert str(folder) in refused(folder)
+    assert str(folder) in refused(load, folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000, b"\xff\xfe", b'{"version": 5, "model": {}}', b"3"])
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "model.safetensors"])
-def test_other_files_that_are_damaged_are_named(file: str, content: bytes, save_folder: SaveFolder) -> None:
+def test_other_files_that_are_damaged_are_named(file: str, content: bytes, load: Load, save_folder: SaveFolder) -> None:
     folder = save_folder()
     if file == "tokenizer_config.json" and content in (b"{}", b'{"version": 5, "model": {}}'):
         pytest.skip("harmless")
     (folder / file).write_bytes(content)
-    message = refused(folder)
+    message = refused(load, folder)
     assert str(folder) in message
 
 
@@ -109,17 +112,33 @@ def test_other_files_that_are_damaged_are_named(file: str, content: bytes, save_
     "header", [b"\xff" * 8, (10**6).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"]
 )
 @pytest.mark.parametrize("class_name", ["BertModel", "AlbertModel"])
-def test_a_safetensors_header_that_is_damaged_is_named(class_name: str, header: bytes, save_folder: SaveFolder) -> None:
+def test_a_safetensors_header_that_is_damaged_is_named(
+    class_name: str, header: bytes, load: Load, save_folder: SaveFolder
+) -> None:
     folder = save_folder(class_name)
     (folder / "model.safetensors").write_bytes(header)
-    assert str(folder) in refused(folder)
+    assert str(folder) in refused(load, folder)
 
 
-def test_too_little_memory_is_no_damage(save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("load", "module", "error"),
+    [
+        (
+            ModelRunner.load,
+            "model_runner",
+            torch.OutOfMemoryError("CUDA out of memory.\nTried to get 3 GiB."),
+        ),
+        (ModelRunner.load, "model_runner", MemoryError("none")),
+        (load_runner, "array_runner", MemoryError("none")),
+    ],
+)
+def test_too_little_memory_is_no_damage(
+    load: Load, module: str, error: Exception, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.\nDetails")
+        raise error
 
-    monkeypatch.setattr("penstock.engine.core.model_runner.load_dense", refuse)
-    message = refused(save_folder())
+    monkeypatch.setattr(f"penstock.engine.core.{module}.load_dense", refuse)
+    message = refused(load, save_folder())
     assert message.startswith("There is too little memory on cpu for ")
     assert "--dtype" in message

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import WeightError
 
-from .conftest import SaveFolder
+from .conftest import Load, SaveFolder
 
 QUERY = "encoder.layer.0.attention.self.query.weight"
 
@@ -24,14 +23,14 @@ def change(folder: Path, name: str, value: float, file: str = "model.safetensors
     save_file(tensors, folder / file, metadata={"format": "pt"})
 
 
-def start(folder: Path, **config: object) -> None:
+def start(load: Load, folder: Path, **config: object) -> None:
     options = {"dtype": "float32", "num_threads": 1, **config}
-    ModelRunner.load(EngineConfig(model=str(folder), device="cpu", **options)).warm_up()
+    load(EngineConfig(model=str(folder), device="cpu", **options)).warm_up()
 
 
-def refused(folder: Path, **config: object) -> str:
+def refused(load: Load, folder: Path, **config: object) -> str:
     with pytest.raises(WeightError) as caught:
-        start(folder, **config)
+        start(load, folder, **config)
     assert "\n" not in caught.value.message
     assert str(folder) in caught.value.message
     return caught.value.message
@@ -52,54 +51,54 @@ def refused(folder: Path, **config: object) -> str:
     ],
 )
 def test_a_weight_that_is_not_finite_is_named(
-    class_name: str, weight: str, value: float, save_folder: SaveFolder
+    class_name: str, weight: str, value: float, load: Load, save_folder: SaveFolder
 ) -> None:
     folder = save_folder(class_name, num_key_value_heads=2, embedding_size=16)
-    start(folder)
+    start(load, folder)
     change(folder, weight, value)
-    assert repr(weight) in refused(folder)
+    assert repr(weight) in refused(load, folder)
 
 
-def test_many_weights_are_counted(save_folder: SaveFolder) -> None:
+def test_many_weights_are_counted(load: Load, save_folder: SaveFolder) -> None:
     folder = save_folder("AlbertModel", embedding_size=16)
     for name in load_file(folder / "model.safetensors"):
         change(folder, name, math.nan)
-    assert " more: its file is damaged" in refused(folder)
+    assert " more: its file is damaged" in refused(load, folder)
 
 
-def test_rows_that_every_text_reads_are_named(save_folder: SaveFolder) -> None:
+def test_rows_that_every_text_reads_are_named(load: Load, save_folder: SaveFolder) -> None:
     """Tables are not searched: the warm-up reads the rows of usual tokens and of the first positions."""
     folder = save_folder()
     tensors = load_file(folder / "model.safetensors")
     tensors["embeddings.position_embeddings.weight"][1] = math.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    message = refused(folder)
+    message = refused(load, folder)
     assert "'embeddings.position_embeddings.weight'" in message
     assert str(folder) in message
 
 
-def test_rows_of_tokens_that_are_rare_cost_their_requests_alone(save_folder: SaveFolder) -> None:
+def test_rows_of_tokens_that_are_rare_cost_their_requests_alone(load: Load, save_folder: SaveFolder) -> None:
     folder = save_folder()
     tensors = load_file(folder / "model.safetensors")
     tensors["embeddings.word_embeddings.weight"][70] = math.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    start(folder)
+    start(load, folder)
 
 
-def test_weights_beyond_the_type_are_told_from_damaged_ones(save_folder: SaveFolder) -> None:
+def test_weights_beyond_the_type_are_told_from_damaged_ones(load: Load, save_folder: SaveFolder) -> None:
     folder = save_folder()
     change(folder, QUERY, 1e6)
-    start(folder)
-    message = refused(folder, dtype="float16")
+    start(load, folder)
+    message = refused(load, folder, dtype="float16")
     assert repr(QUERY) in message
     assert "do not fit into float16; --dtype float32" in message
 
 
-def test_a_forward_that_overflows_is_told_from_damaged_weights(save_folder: SaveFolder) -> None:
+def test_a_forward_that_overflows_is_told_from_damaged_weights(load: Load, save_folder: SaveFolder) -> None:
     folder = save_folder()
     name = "encoder.layer.0.intermediate.dense.weight"
     tensors = load_file(folder / "model.safetensors")
     tensors[name].fill_(60_000.0)
     tensors["encoder.layer.0.output.dense.weight"].fill_(60_000.0)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "the forward overflows in float16; --dtype float32" in refused(folder, dtype="float16")
+    assert "the forward overflows in float16; --dtype float32" in refused(load, folder, dtype="float16")

@@ -1,0 +1,207 @@
+"""The files of a folder that hold its tensors: one, or shards with an index. What opens them is the caller's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Generic, Protocol, TypeVar
+
+from ..model_files.json_files import read_object
+from ..protocol.errors import ModelLoadError, WeightError
+
+logger = logging.getLogger("penstock.engine")
+
+WEIGHT_FILES: Final = ("model.safetensors", "pytorch_model.bin")
+# A mapped file is let go after this many bytes, so that pages already converted leave memory.
+_REMAP_BYTES: Final = 32 << 20
+# Names of checkpoints converted from TensorFlow.
+_OLD_NAMES: Final = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+
+class Stored(Protocol):
+    """A tensor of any library."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its axes."""
+        ...
+
+
+StoredT = TypeVar("StoredT", bound=Stored)
+StoredT_co = TypeVar("StoredT_co", bound=Stored, covariant=True)
+
+
+class TensorFile(Protocol[StoredT_co]):
+    """One open file."""
+
+    def keys(self) -> Iterable[str]:
+        """Names of the tensors."""
+        ...
+
+    def get_tensor(self, name: str) -> StoredT_co:
+        """Returns one tensor, whose memory may belong to the file; raises KeyError where it holds none."""
+        ...
+
+
+OpenFile = Callable[[Path], TensorFile[StoredT]]
+"""Opens a file; raises WeightError where it cannot be read."""
+
+
+class Checkpoint(Generic[StoredT]):
+    """The tensors of a folder, read one at a time. Holds no tensor itself.
+
+    Args:
+        files: Tensor name in the file to the file that holds it.
+        open_file: Opens one of them.
+    """
+
+    def __init__(self, files: Mapping[str, Path], open_file: OpenFile[StoredT]) -> None:
+        self._open_file = open_file
+        self._files: dict[str, tuple[Path, str]] = {}
+        for name, path in files.items():
+            self._files[_modern_name(name)] = (path, name)
+        self._used: set[str] = set()
+        self._open: tuple[Path, TensorFile[StoredT]] | None = None
+        self._bytes_read = 0
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a tensor of that name exists."""
+        return name in self._files
+
+    def read(self, name: str) -> StoredT:
+        """Returns the tensor as stored; the memory belongs to the mapped file.
+
+        Raises:
+            WeightError: The file is damaged, or does not hold what its index says.
+        """
+        self._used.add(name)
+        path, stored_name = self._files[name]
+        try:
+            tensor = self._file(path).get_tensor(stored_name)
+        except KeyError as error:
+            raise WeightError(f"{path} does not hold {stored_name!r}, which the index says it does.") from error
+        self._bytes_read += tensor.nbytes
+        return tensor
+
+    def tell_unused(self, name: str) -> None:
+        """Logs, for those who look for it, what a model of that name has not read."""
+        if unused := self.unused():
+            logger.debug("%s: %d tensors of the checkpoint are not used: %s", name, len(unused), ", ".join(unused))
+
+    def unused(self) -> list[str]:
+        """Returns the names of the tensors that nobody has read."""
+        return sorted(self._files.keys() - self._used)
+
+    def close(self) -> None:
+        """Lets go of the mapped file."""
+        self._open, self._bytes_read = None, 0
+
+    def _file(self, path: Path) -> TensorFile[StoredT]:
+        if self._open is None or self._open[0] != path or self._bytes_read > _REMAP_BYTES:
+            self.close()
+            self._open = path, self._open_file(path)
+        return self._open[1]
+
+
+@contextmanager
+def open_checkpoint(folder: Path, open_file: OpenFile[StoredT]) -> Iterator[Checkpoint[StoredT]]:
+    """Opens the weights of a folder: safetensors before pytorch_model.bin, whole or in shards.
+
+    Raises:
+        WeightError: There are none, or a file is missing or damaged. One that is raised inside gets the folder's name.
+    """
+    checkpoint = Checkpoint(_find_tensors(folder, open_file), open_file)
+    try:
+        yield checkpoint
+    except WeightError as error:
+        if str(folder) in error.message:
+            raise
+        raise WeightError(f"{folder}: {error.message}") from error
+    finally:
+        checkpoint.close()
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """Returns the files that hold the tensors of a folder.
+
+    Raises:
+        WeightError: See open_checkpoint.
+    """
+    for name in WEIGHT_FILES:
+        path, index = folder / name, folder / f"{name}.index.json"
+        if path.is_file():
+            return [path]
+        if index.is_file():
+            return sorted(set(_read_index(index).values()))
+    raise _no_weights(folder)
+
+
+def indexed_files(index: Path) -> dict[str, str]:
+    """Returns the names of files in an index of shards, by tensor; none leads out of the folder.
+
+    Names are judged, and not where they lead: the files of a hub's snapshot are links to a folder beside it.
+
+    Raises:
+        WeightError: One does, or the index is damaged.
+    """
+    try:
+        files = read_object(index).get("weight_map")
+    except ModelLoadError as error:
+        raise WeightError(error.message) from error
+    if not isinstance(files, dict) or not files:
+        raise WeightError(f"{index} is damaged: its weight_map must be an object that names a file for each tensor.")
+    for tensor, file in files.items():
+        if not isinstance(file, str) or not file or Path(file).is_absolute() or ".." in Path(file).parts:
+            raise WeightError(
+                f"{index} puts the tensor {tensor!r} into the file {file!r}, which is not inside the model's folder; "
+                "files must be named relative to it."
+            )
+    return files
+
+
+def _find_tensors(folder: Path, open_file: OpenFile[StoredT]) -> dict[str, Path]:
+    """Returns the file of every tensor in the folder."""
+    for name in WEIGHT_FILES:
+        path, index = folder / name, folder / f"{name}.index.json"
+        if path.is_file():
+            return dict.fromkeys(open_file(path).keys(), path)
+        if index.is_file():
+            return _read_index(index)
+    raise _no_weights(folder)
+
+
+def _no_weights(folder: Path) -> WeightError:
+    return WeightError(
+        f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, nor an index of shards of either."
+    )
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    """Returns the file of every tensor that an index of shards lists."""
+    files = indexed_files(index)
+    missing = sorted(file for file in set(files.values()) if not _is_file(index.parent / file))
+    if missing:
+        raise WeightError(f"{index} lists files that are not there: {', '.join(missing)}.")
+    return {tensor: index.parent / file for tensor, file in files.items()}
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for any file
+        return False
+
+
+def _modern_name(name: str) -> str:
+    """Returns the name under which today's transformers would store the tensor."""
+    for old, new in _OLD_NAMES.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name

@@ -1,0 +1,91 @@
+"""Runs tokenized inputs through the native kernels alone: a Runner without torch, which takes a second to import."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from penstock.kernels.native import Machine
+
+from ..native.array_encoder import ArrayEncoder
+from ..native.array_pooler import ArrayPooler
+from ..native.heads import ArrayHead, load_dense
+from ..native.packed_arrays import PackedArrays
+from ..protocol.config import EngineConfig
+from ..protocol.messages import TokenizerSpec
+from ..protocol.model_info import ModelInfo
+from ..scheduling import Chunk, QueuedSequence
+from ..sequence_pool import Allocation, Allocator, NullAllocator
+from .loading.array_model import load_array_encoder
+from .loading.load_errors import load_errors
+from .loading.tokenizer_loader import load_tokenizer
+from .runner import DeviceMemoryError, ForwardTime, Outputs
+from .warm_up import warm_up
+
+
+class ArrayRunner:
+    """A Runner of an encoder on a CPU. `load` makes one of a model that runs as arrays.
+
+    Args:
+        info: The model, on the CPU.
+        tokenizer: For the frontend.
+        encoder: With its weights.
+        dense: The Dense modules that follow the pooling.
+    """
+
+    def __init__(
+        self, info: ModelInfo, tokenizer: TokenizerSpec, encoder: ArrayEncoder, dense: Sequence[ArrayHead] = ()
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self.allocator: Allocator = NullAllocator()
+        self._encoder = encoder
+        self._pooler = ArrayPooler(info, encoder, dense)
+        self._times: list[ForwardTime] = []
+
+    @classmethod
+    def load(cls, info: ModelInfo, machine: Machine, config: EngineConfig) -> ArrayRunner:
+        """Loads a model.
+
+        Args:
+            info: On the CPU, in its type; `runs_as_arrays` holds for it.
+            machine: The native kernels.
+            config: What to serve.
+
+        Raises:
+            ModelLoadError: The model cannot be served.
+        """
+        with load_errors(info):
+            tokenizer = load_tokenizer(
+                info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
+            )
+            return cls(info, tokenizer, load_array_encoder(info, machine), load_dense(info, machine))
+
+    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+        """See Runner. All chunks are whole sequences, as the model attends both ways."""
+        began_s = time.perf_counter()
+        params = [chunk.sequence.request.params for chunk in chunks]
+        try:
+            batch = PackedArrays.build([chunk.sequence.prompt for chunk in chunks])
+            output = self._encoder.forward(batch, need_attention=self._pooler.needs_attention(params))
+            outputs: list[Outputs] = [*self._pooler.pool(output, batch, params)]
+        except MemoryError as error:
+            raise DeviceMemoryError(str(error)) from error
+        self._times.append(ForwardTime(0, batch.num_tokens, time.perf_counter() - began_s))
+        return outputs
+
+    def warm_up(self) -> None:
+        """See Runner."""
+        with load_errors(self.info):
+            warm_up(self.info, self.tokenizer, self.execute)
+
+    def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+        """See Runner. Sequences that run whole have nothing to lose."""
+
+    def free_tokens(self) -> None:
+        """See Runner. Asked of chunks alone, which there are none of."""
+
+    def take_times(self) -> list[ForwardTime]:
+        """See Runner."""
+        times, self._times = self._times, []
+        return times

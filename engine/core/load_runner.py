@@ -1,0 +1,31 @@
+"""Loads a model into the runner that suits it. Imports torch only for one that needs it."""
+
+from __future__ import annotations
+
+from ..model_files.resolve import resolve_model, with_device
+from ..protocol.config import EngineConfig
+from .array_runner import ArrayRunner
+from .host import may_have_gpu
+from .loading.array_model import runs_as_arrays
+from .loading.native_kernels import choose_kernels
+from .runner import Runner
+
+
+def load_runner(config: EngineConfig) -> Runner:
+    """Loads the model that a configuration names.
+
+    Where there may be a GPU for it, torch decides on the device, and runs the model.
+
+    Raises:
+        ModelLoadError: The model cannot be served.
+    """
+    kernels = None
+    if config.device == "cpu" or (config.device == "auto" and not may_have_gpu()):
+        dtype = "float32" if config.dtype == "auto" else config.dtype
+        kernels = choose_kernels(with_device(resolve_model(config), "cpu", dtype), config)
+        info, machine = kernels
+        if machine is not None and runs_as_arrays(info):
+            return ArrayRunner.load(info, machine, config)
+    from .model_runner import ModelRunner
+
+    return ModelRunner.load(config, kernels)

@@ -1,0 +1,44 @@
+"""The first batch of a model: every task that it has, so that the first request pays for nothing that happens once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from ..protocol.messages import TokenizerSpec
+from ..protocol.model_info import ModelInfo
+from ..protocol.params import PoolingParams
+from ..protocol.request import TokenizedInput
+from ..protocol.tasks import PoolingTask
+from ..scheduling import Chunk, PrefillChunk, QueuedSequence, Request
+from .runner import Outputs
+
+_CLASS_TASKS: Final = (PoolingTask.CLASSIFY, PoolingTask.SCORE, PoolingTask.TOKEN_CLASSIFY)
+
+
+def warm_up(info: ModelInfo, tokenizer: TokenizerSpec, execute: Callable[[Sequence[Chunk]], list[Outputs]]) -> None:
+    """Runs the batch; see Runner.warm_up. Classes come as logits: an activation may hide that they are not finite.
+
+    Raises:
+        WeightError: The model gives NaN or inf.
+    """
+    tokens = TokenizedInput(np.array(tokenizer.sample_ids[-info.max_model_len :], np.int32))
+    first, *others = info.tasks
+    requests = [
+        Request(0, PoolingParams(use_activation=False if task in _CLASS_TASKS else None).resolved(task, info))
+        for task in (first, first, *(task for task in others if task is not PoolingTask.SCORE))
+    ]
+    outputs = execute(
+        [
+            PrefillChunk(
+                QueuedSequence(request_id=i, prompt=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
+            )
+            for i, request in enumerate(requests)
+        ]
+    )
+    if not all(np.isfinite(array).all() for arrays in outputs for array in arrays.values()):
+        from .loading.finite_weights import not_finite_error  # it reads with torch, which few starts need
+
+        raise not_finite_error(info)

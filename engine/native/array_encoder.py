@@ -1,0 +1,149 @@
+"""An encoder with its head, run by the native kernels: packed arrays in, arrays out.
+
+Shape letters: T packed tokens, N sequences, D model width, H heads, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.native import EncoderSpec, Format, Machine, NativeEncoder
+
+from ..checkpoint.views import ArrayWeights, Floats
+from ..model_files.registry import native_class
+from ..protocol.errors import UnsupportedTaskError
+from ..protocol.model_info import ModelInfo, ModelKind
+from .encoder_configs import DistilBertConfig, ElectraConfig, EncoderConfig, MPNetConfig, RobertaConfig
+from .heads import ArrayHead, HeadSteps
+from .modernbert import ModernBertConfig, ModernBertReader
+from .packed_arrays import PackedArrays
+from .post_norm import PostNormReader
+
+
+class EncoderReader(Protocol):
+    """What a family knows of its checkpoints; see PostNormReader."""
+
+    hidden_size: int
+
+    def fits(self, info: ModelInfo) -> bool:
+        """Whether the native kernels have all that the model needs."""
+        ...
+
+    def spec(self, info: ModelInfo, weights: ArrayWeights) -> EncoderSpec:
+        """Reads the encoder."""
+        ...
+
+    def head(self, info: ModelInfo, weights: ArrayWeights) -> HeadSteps:
+        """Reads the classification head."""
+        ...
+
+    def places(self, batch: PackedArrays) -> NDArray[np.int64]:
+        """Returns the rows of the table that is added to the words' rows, [T]."""
+        ...
+
+
+# By the class that the registry names.
+_READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], EncoderReader]]] = {
+    "BertModel": lambda config: PostNormReader(EncoderConfig.read(config)),
+    "RobertaModel": lambda config: PostNormReader(RobertaConfig.read(config)),
+    "ElectraModel": lambda config: PostNormReader(ElectraConfig.read(config)),
+    "DistilBertModel": lambda config: PostNormReader(DistilBertConfig.read(config)),
+    "MPNetModel": lambda config: PostNormReader(MPNetConfig.read(config)),
+    "ModernBertModel": lambda config: ModernBertReader(ModernBertConfig.read(config)),
+}
+
+
+def find_reader(info: ModelInfo) -> EncoderReader | None:
+    """Returns the reader of a model that the native kernels can run, on a CPU that has them; None for others.
+
+    Raises:
+        ModelLoadError: No family knows the model, or a value of its config.json is of no use.
+    """
+    if not info.native or info.device != "cpu" or info.dtype == "float16":
+        return None
+    _, class_name = native_class(info.architecture, info.model_type, info.config)
+    if class_name not in _READERS:
+        return None
+    reader = _READERS[class_name](info.config)
+    return reader if reader.fits(info) else None
+
+
+class ArrayOutput(NamedTuple):
+    """What one forward gives.
+
+    Attributes:
+        hidden_states: [T, D] float32: the last layer's rows.
+        attention_weights: [T, H] float32: how much the first token of each sequence attends to each of its tokens in
+            the last layer; None where nobody asked.
+    """
+
+    hidden_states: Floats
+    attention_weights: Floats | None
+
+
+class ArrayEncoder:
+    """An encoder with the head that its kind asks for. Calls come from one thread.
+
+    Args:
+        info: The resolved model.
+        reader: Of its family.
+        weights: View of the whole checkpoint; nothing here keeps memory of its files.
+        machine: The native kernels.
+
+    Raises:
+        WeightError: A tensor is missing, has another shape, or holds NaN or inf.
+        UnsupportedModelError: An option of it is not known.
+    """
+
+    def __init__(self, info: ModelInfo, reader: EncoderReader, weights: ArrayWeights, machine: Machine) -> None:
+        self.machine = machine
+        self.hidden_size = reader.hidden_size
+        self._places = reader.places
+        self._encoder = NativeEncoder(machine, reader.spec(info, weights), _format(machine, info.dtype))
+        head = ArrayHead(machine, reader.head(info, weights)) if info.kind is not ModelKind.EMBEDDING else None
+        is_of_tokens = info.kind is ModelKind.TOKEN_CLASSIFIER
+        self.sequence_head = None if is_of_tokens else head
+        self.token_head = head if is_of_tokens else None
+
+    def forward(self, batch: PackedArrays, *, need_attention: bool = False) -> ArrayOutput:
+        """Runs the encoder.
+
+        Args:
+            batch: Whole sequences.
+            need_attention: Also return the weights.
+
+        Raises:
+            MemoryError: Memory is short.
+            ValueError: An id or a place has no row.
+        """
+        hidden_states, attention_weights = self._encoder(
+            batch.input_ids,
+            self._places(batch),
+            batch.cu_seqlens,
+            visible_N=None if batch.num_hidden is None else batch.lengths - batch.num_hidden,
+            need_attention=need_attention,
+        )
+        return ArrayOutput(hidden_states, attention_weights)
+
+    def classify(self, rows_ND: Floats) -> Floats:
+        """Returns class logits [N, C] of pooled rows [N, D]."""
+        if self.sequence_head is None:
+            raise UnsupportedTaskError("This model has no sequence classification head.", param="task")
+        return self.sequence_head(rows_ND)
+
+    def classify_tokens(self, rows_TD: Floats) -> Floats:
+        """Returns class logits [T, C] of the rows of tokens [T, D]."""
+        if self.token_head is None:
+            raise UnsupportedTaskError("This model has no token classification head.", param="task")
+        return self.token_head(rows_TD)
+
+
+def _format(machine: Machine, dtype: str) -> Format:
+    """Returns how products with weights of a type are computed."""
+    if dtype == "float32":
+        return Format.F32
+    return Format.DOT if Format.DOT in machine.formats else Format.BF16

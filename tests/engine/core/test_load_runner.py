@@ -1,0 +1,129 @@
+"""Which models run without torch, and that torch is not imported for them, nor a GPU overlooked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine import AsyncEngine, EngineConfig, PoolingParams
+from penstock.engine.core import host, load_runner
+from penstock.engine.core.array_runner import ArrayRunner
+from penstock.engine.core.loading import native_kernels
+from penstock.engine.core.model_runner import ModelRunner
+from penstock.engine.protocol.errors import ModelLoadError
+from penstock.kernels.native import Machine, NativeError
+
+from .loading.conftest import SaveFolder, save_folder
+
+__all__ = ["save_folder"]
+
+
+@pytest.fixture(autouse=True)
+def _needs_kernels() -> None:
+    try:
+        Machine(1).close()
+    except NativeError as error:
+        pytest.skip(str(error))
+
+
+def loaded(folder: Path, **config: Any) -> type:
+    options = {"device": "cpu", "num_threads": 1, **config}
+    runner = load_runner.load_runner(EngineConfig(model=str(folder), **options))
+    runner.warm_up()
+    return type(runner)
+
+
+def test_an_encoder_on_a_cpu_runs_without_torch(save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_folder()
+    assert loaded(folder) is ArrayRunner
+    assert loaded(folder, dtype="bfloat16", cpu_kernels="native") is ArrayRunner
+    assert loaded(folder, cpu_kernels="torch") is ModelRunner
+    assert loaded(folder, dtype="float16") is ModelRunner
+    assert loaded(save_folder("Qwen2Model", num_key_value_heads=2)) is ModelRunner
+    assert loaded(save_folder("AlbertModel", embedding_size=16)) is ModelRunner
+    monkeypatch.setattr(load_runner, "may_have_gpu", lambda: True)
+    assert loaded(folder, device="auto") is ModelRunner
+    monkeypatch.setattr(load_runner, "may_have_gpu", lambda: False)
+    assert loaded(folder, device="auto") is ArrayRunner
+
+
+def test_a_class_with_code_of_its_own_is_left_to_transformers(save_folder: SaveFolder) -> None:
+    folder = save_folder()
+    values = json.loads((folder / "config.json").read_text())
+    values |= {"architectures": ["BertOwn"], "auto_map": {"AutoModel": "own.BertOwn"}}
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "own.py").write_text("from transformers import BertModel\n\n\nclass BertOwn(BertModel):\n    pass\n")
+    assert loaded(folder, trust_remote_code=True) is ModelRunner
+    with pytest.raises(ModelLoadError, match="BertOwn"):
+        loaded(folder)
+
+
+def test_without_the_library_torch_runs_the_model_and_the_log_says_so_once(
+    save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(num_lanes: int) -> Machine:
+        raise NativeError("not built")
+
+    monkeypatch.setattr(native_kernels, "Machine", missing)
+    with caplog.at_level(logging.WARNING, "penstock.engine"):
+        assert loaded(save_folder()) is ModelRunner
+    assert caplog.text.count("not built") == 1
+    with pytest.raises(ModelLoadError, match="There are no native kernels: not built"):
+        loaded(save_folder(), cpu_kernels="native")
+
+
+async def test_the_process_of_an_engine_holds_no_torch(minilm_folder: Path) -> None:
+    config = EngineConfig(model=str(minilm_folder), device="cpu", num_threads=1)
+    engine = await AsyncEngine.start(config)
+    try:
+        (worker,) = [pid for pid in children(os.getpid()) if b"penstock.engine.core.worker" in command(pid)]
+        await engine.embed(["a text"], PoolingParams())
+        files = {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{worker}/maps").read_text().splitlines()}
+        assert any("libpenstock_native" in file for file in files)
+        assert not [file for file in files if "torch" in file]
+        assert not [file for file in files if file.endswith(".safetensors")]
+    finally:
+        await engine.close()
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("version", "marks", "expected"),
+    [
+        ("2.13.0+cpu", ["nvidiactl"], False),
+        ("2.13.0+cu130", [], False),
+        ("2.13.0+cu130", ["nvidiactl"], True),
+        ("2.13.0", ["kfd"], True),
+        (None, ["nvidiactl"], False),
+    ],
+)
+def test_a_gpu_that_may_be_there_is_torchs_to_judge(
+    version: str | None, marks: list[str], expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        assert name == "torch"
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    monkeypatch.setattr(host, "_GPU_MARKS", (tmp_path / "nvidiactl", tmp_path / "kfd"))
+    for mark in marks:
+        (tmp_path / mark).touch()
+    assert host.may_have_gpu() is expected
