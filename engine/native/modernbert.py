@@ -102,7 +102,9 @@ class ModernBertReader:
         D = config.hidden_size
         base = weights.scope_of("embeddings.tok_embeddings.weight", ("model", ""))
         rotary = {
-            layer_type: _rotary(rope_theta(info.config, layer_type), D // config.num_attention_heads, info)
+            layer_type: rotary_table(
+                rope_theta(info.config, layer_type), D // config.num_attention_heads, info.max_model_len
+            )
             for layer_type in set(config.types)
         }
         read = SpecReader(base)
@@ -147,10 +149,10 @@ class ModernBertReader:
         )
 
 
-def _rotary(theta: float, head_size: int, info: ModelInfo) -> Floats:
+def rotary_table(theta: float, head_size: int, length: int) -> Floats:
     """Returns [L, K] float32: the cosines of the angles of each position, then their sines."""
     exponents_J = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
     # Rounded from double precision, which is what torch gives in all but one column in a hundred.
     frequencies_J = np.float32(1) / (theta ** exponents_J.astype(np.float64)).astype(np.float32)
-    angles_LJ = np.arange(info.max_model_len, dtype=np.float32)[:, None] * frequencies_J
+    angles_LJ = np.arange(length, dtype=np.float32)[:, None] * frequencies_J
     return np.concatenate([np.cos(angles_LJ), np.sin(angles_LJ)], axis=1)
