@@ -71,8 +71,6 @@ class SpecReader:
 
     def qkv(self, names: Sequence[str], size: int, num_heads: int, *, bias: bool = True) -> MapSpec:
         """The maps of q, k and v, or one of all three, as one [3 * D, D] with the scale of the scores in q."""
-        if size % num_heads:
-            raise ValueError(f"a width of {size} does not divide into {num_heads} heads")
         rows = 3 * size // len(names)
         parts = [np.concatenate([self.weights.floats(f"{name}.weight", rows, size) for name in names])]
         if bias:
