@@ -62,16 +62,17 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         documents = await cut_texts(engine, texts, body.max_tokens_per_doc)
         result = await engine.score([query], documents, body.pooling_params(), options)
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()].tolist()
+    scores: list[np.float32] = list(result.scores)
     version = "2" if path.startswith("/v2") else "1"
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)
     head = context.answer_head(request, "rerank", name, RERANK, result.num_tokens)
     answer: dict[str, Any] = {
         **{key: head[key] for key in ("id", "model", "usage")},
-        "results": (_row(body, texts, i, result.scores[i], with_document=with_documents) for i in best),
+        "results": (_row(body, texts, i, scores[i], with_document=with_documents) for i in best),
         "meta": {"api_version": {"version": version}, "billed_units": {"search_units": units}},
     }
     if body.is_voyage():
-        answer["data"] = (_voyage_row(texts, i, result.scores[i], with_document=with_documents) for i in best)
+        answer["data"] = (_voyage_row(texts, i, scores[i], with_document=with_documents) for i in best)
     return json_answer(request, answer)
 
 

@@ -29,6 +29,7 @@ def config(request: pytest.FixtureRequest, minilm_folder: Path) -> EngineConfig:
         model=str(minilm_folder),
         in_process=request.param == "in_process",
         num_threads=1,
+        dtype="float32",
         scheduler=SchedulerConfig(max_num_batched_tokens=512, max_queued_tokens=20_000),
     )
 

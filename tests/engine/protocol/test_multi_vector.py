@@ -171,7 +171,7 @@ def peer(folder: Path) -> Any:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder: Path) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(EngineConfig(model=str(folder), in_process=True, num_threads=1))
+    engine = await AsyncEngine.start(EngineConfig(model=str(folder), in_process=True, num_threads=1, dtype="float32"))
     yield engine
     await engine.close()
 

@@ -78,7 +78,7 @@ def splade(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(splade: Path) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(EngineConfig(model=str(splade), in_process=True, num_threads=1))
+    engine = await AsyncEngine.start(EngineConfig(model=str(splade), in_process=True, num_threads=1, dtype="float32"))
     yield engine
     await engine.close()
 
@@ -86,7 +86,9 @@ async def engine(splade: Path) -> AsyncIterator[AsyncEngine]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def m3(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncEngine]:
     engine = await AsyncEngine.start(
-        EngineConfig(model=str(write_m3(tmp_path_factory.mktemp("m3"))), in_process=True, num_threads=1)
+        EngineConfig(
+            model=str(write_m3(tmp_path_factory.mktemp("m3"))), in_process=True, num_threads=1, dtype="float32"
+        )
     )
     yield engine
     await engine.close()
@@ -227,7 +229,9 @@ async def test_settings_without_code(tmp_path: Path, name: str, change: dict[str
 async def test_a_checkpoint_without_the_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.ModelLoadError, match="holds no head of one that penstock knows"):
         await AsyncEngine.start(
-            EngineConfig(model=str(write_splade(tmp_path, "BertModel")), in_process=True, num_threads=1)
+            EngineConfig(
+                model=str(write_splade(tmp_path, "BertModel")), in_process=True, num_threads=1, dtype="float32"
+            )
         )
 
 

@@ -9,7 +9,7 @@ from penstock.engine.scheduling import Batch, QueuedSequence, Scheduler
 from penstock.engine.sequence_pool import SequenceAllocator
 
 from .pair import BLOCK, House, Pair
-from .records import make_request, request_ids, run
+from .records import make_request, request_ids, run, tokens_of
 
 NO_PREFIXES = House(prefixes=False, chunk_size=8)
 
@@ -102,7 +102,7 @@ def test_the_pressure_is_that_of_the_device_where_that_is_known() -> None:
     pair.add(200)
     pair.record(32, 0, 0.001)  # a chunk may have all of a batch
     for free_tokens in (None, 32, 100, 24, 8, 0):
-        sizes.append(pair.step(0.0, free_tokens=free_tokens).num_tokens)
+        sizes.append(tokens_of(pair.step(0.0, free_tokens=free_tokens)))
         pressures.append(pair.scheduler.memory_pressure)
     assert pressures == [0.0, 0.0, 0.0, 0.25, 0.75, 1.0]
     assert sizes == [32, 32, 32, 24, 8, 1]

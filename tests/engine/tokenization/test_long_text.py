@@ -190,6 +190,7 @@ async def serving(folder: Path, *, size: int | None = SIZE, max_queued_tokens: i
         max_model_len=size,
         in_process=True,
         num_threads=1,
+        dtype="float32",
         pooler_config=PoolerConfig(**{"enable_chunked_processing": True, **pooler}),
         scheduler=SchedulerConfig(max_queued_tokens=max_queued_tokens),
     )
