@@ -157,9 +157,9 @@ def cast_table(table: Array, dtype: str) -> Array:
 
     Args:
         table: As stored.
-        dtype: "float32" or "bfloat16".
+        dtype: Of the model: float32 keeps float32, the others take bfloat16.
     """
-    is_bfloat16 = dtype == "bfloat16"
+    is_bfloat16 = dtype != "float32"
     if table.dtype == np.uint16 and is_bfloat16:
         return table.copy()
     cast = np.empty(table.shape, np.uint16 if is_bfloat16 else np.float32)

@@ -32,6 +32,8 @@ def resolve_device(config: EngineConfig) -> tuple[str, str]:
             f"--device is {device}, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
             "install a CUDA build of torch and a driver, or take --device cpu."
         )
+    if device != "cpu" and config.dtype == "int8":
+        raise ModelLoadError(f"--dtype int8 is for the native kernels of a CPU, and the device is {device}.")
     if config.dtype != "auto":
         return device, config.dtype
     if device == "cpu":

@@ -146,4 +146,6 @@ def _format(machine: Machine, dtype: str) -> Format:
     """Returns how products with weights of a type are computed."""
     if dtype == "float32":
         return Format.F32
+    if dtype == "int8":
+        return Format.INT8
     return Format.DOT if Format.DOT in machine.formats else Format.BF16

@@ -12,7 +12,7 @@ from typing import Any, Final
 from .errors import InvalidRequestError
 from .pooler_config import PoolerConfig, check_least
 
-DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "int8")
 DEVICES: Final = ("auto", "cpu", "cuda")
 EMPTY_INPUTS: Final = ("embed", "error")
 CPU_KERNELS: Final = ("auto", "native", "torch")
@@ -137,8 +137,8 @@ class EngineConfig:
         name: What messages call the model; None takes `model`.
         revision: Branch, tag or commit of a hub id.
         device: "auto", "cpu" or "cuda" (or "cuda:1").
-        dtype: "float32", "bfloat16", "float16" or "auto": bfloat16 on CUDA and on a CPU whose native kernels are
-            faster in it, else float32.
+        dtype: "float32", "bfloat16", "float16", "int8" (the native kernels only) or "auto": bfloat16 on CUDA and on a
+            CPU whose native kernels are faster in it, else float32.
         max_model_len: Tokens. Longest input; None takes the model's own.
         auto_truncate: Cut over-long inputs instead of refusing them.
         empty_input: What becomes of a text that is empty or white space: "embed" runs what the tokenizer puts around

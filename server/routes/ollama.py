@@ -44,7 +44,7 @@ from .ops import Version
 router = APIRouter(route_class=JsonRoute, tags=["ollama"], responses=TEXT_ERROR_RESPONSES)
 
 _NEVER: Final = "2999-12-31T23:59:59Z"
-_LEVELS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_LEVELS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0"}
 
 
 @router.post("/api/embed", response_model=OllamaEmbedResponse)

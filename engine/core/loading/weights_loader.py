@@ -34,7 +34,12 @@ from ...protocol.vectors import SparseKind
 
 logger = logging.getLogger("penstock.engine")
 
-_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.float32,
+}  # what stands beside products in int8
 
 
 def load_model(info: ModelInfo, *, trust_remote_code: bool = False, machine: Machine | None = None) -> PackedModel:

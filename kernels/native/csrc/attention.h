@@ -188,7 +188,7 @@ static void attend_head(const AttentionCall *call, long start, long length, long
             else
 #endif
                 tile_f32(rows, scores + begin, stride, (const float *)values + at, end - begin, sums, PANEL);
-            Target target = {.out = call->out, .out_is_bf16 = call->is_bf16, .width = call->heads * size};
+            Target target = {.out = call->out, .out_is_bf16 = call->out_is_bf16, .width = call->heads * size};
             for (int r = 0; r < rows; r++)
                 for (long d = 0; d < PANEL && column + d < size; d += WIDTH)
                     store_result(&target, start + first + r, head * size + column + d,

@@ -120,14 +120,14 @@ static void step_norm(Team *team, const Norm *norm, const float *x, long width, 
     meet(team);
 }
 
-static void step_attention(Team *team, const Layer *layer, int is_bf16, int is_last) {
+static void step_attention(Team *team, const Layer *layer, int dot, int is_bf16, int is_last) {
     const Encoder *encoder = team->forward->encoder;
     const Batch *batch = team->forward->batch;
     const Part *part = team->part;
     AttentionCall call = {.layer = layer, .heads = encoder->num_heads, .kv_heads = encoder->num_kv_heads,
                           .head_size = encoder->head_size,
-                          .dot = layer->qkv.format == FORMAT_DOT && encoder->head_size % 2 == 0,
-                          .is_bf16 = is_bf16, .qkv = team->rows.qkv, .out = team->rows.attended};
+                          .dot = dot, .is_bf16 = is_bf16, .out_is_bf16 = keeps_bf16(&layer->attention_out),
+                          .qkv = team->rows.qkv, .out = team->rows.attended};
     if (is_last && batch->first_weights) call.first_weights = batch->first_weights + part->start * encoder->num_heads;
     long unit = 0, units = (part->last - part->first) * encoder->num_kv_heads, first, last;
     share(team, units, &first, &last);
@@ -176,9 +176,12 @@ static void embed(Team *team) {
 static void run_layer(Team *team, const Layer *layer, int is_last) {
     const Encoder *encoder = team->forward->encoder;
     Rows *rows = &team->rows;
-    long D = encoder->width, heads = encoder->num_heads * encoder->head_size;
+    long D = encoder->width;
     const float *x = rows->hidden;
-    int bf16 = keeps_bf16(&layer->qkv) && !layer->rotary;
+    /* Attention in bfloat16 where the products have no more: sums of int8 products, too, are rounded for it. */
+    int narrow = layer->qkv.format == FORMAT_DOT || layer->qkv.format == FORMAT_INT8;
+    int dot = narrow && (team->forward->isa->formats & 1 << FORMAT_DOT) && encoder->head_size % 2 == 0;
+    int bf16 = dot && !layer->rotary;
     Target qkv = {.out = rows->qkv, .out_is_bf16 = bf16, .width = layer->qkv.out};
     Target attended = {.add = rows->hidden, .out = encoder->pre_norm ? rows->hidden : rows->sums, .width = D};
     Target inner = {.out = rows->inner, .out_is_bf16 = keeps_bf16(&layer->mlp_out), .width = inner_width(&layer->mlp_in)};
@@ -189,9 +192,8 @@ static void run_layer(Team *team, const Layer *layer, int is_last) {
         x = rows->sums;
     }
     step_product(team, &layer->qkv, x, 0, &qkv);
-    step_attention(team, layer, bf16, is_last);
-    (void)heads;
-    step_product(team, &layer->attention_out, rows->attended, bf16 && keeps_bf16(&layer->attention_out), &attended);
+    step_attention(team, layer, dot, bf16, is_last);
+    step_product(team, &layer->attention_out, rows->attended, keeps_bf16(&layer->attention_out), &attended);
     if (encoder->pre_norm) {
         step_norm(team, &layer->mlp_norm, rows->hidden, D, rows->sums);
         x = rows->sums;

@@ -106,9 +106,10 @@ static void convert_rows(int format, const float *x, long rows, long width, void
             if (bad != 0) inverse = 0.0f;
             vf scale = v_set(inverse);
             for (long d = 0; d < width; d += WIDTH) {
-                float whole[WIDTH];
-                v_store(whole, v_add(v_round(v_mul(v_load_part(x + d, width - d), scale)), v_set(128.0f)));
-                for (long i = 0; i < WIDTH && d + i < width; i++) to[d + i] = inverse > 0 ? (uint8_t)(int)whole[i] : 128;
+                vf whole = v_add(v_round(v_mul(v_load_part(x + d, width - d), scale)), v_set(128.0f));
+                uint8_t bytes[WIDTH];
+                v_to_bytes(d + WIDTH <= width ? to + d : bytes, whole);
+                if (d + WIDTH > width) memcpy(to + d, bytes, (size_t)(width - d));
             }
         }
     }

@@ -107,7 +107,8 @@ typedef struct {
     const Layer *layer;
     int64_t heads, kv_heads, head_size;
     int32_t dot;           /* compute in FORMAT_DOT */
-    int32_t is_bf16;       /* type of `qkv` and `out`: bfloat16, else float32 */
+    int32_t is_bf16;       /* type of `qkv`: bfloat16, else float32 */
+    int32_t out_is_bf16;   /* type of `out` */
     const void *qkv;       /* [T, (heads + 2 * kv_heads) * head_size] */
     void *out;             /* [T, heads * head_size] */
     float *first_weights;  /* [T, heads] or NULL */

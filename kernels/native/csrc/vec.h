@@ -63,6 +63,11 @@ INLINE void v_to_bf16(uint16_t *p, vf x) {
 #endif
 }
 
+/* Whole numbers from 0 to 255 as bytes; anything else gives any byte. */
+INLINE void v_to_bytes(uint8_t *p, vf x) {
+    _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
+
 #elif defined(__AVX2__)
 
 #include <immintrin.h>
@@ -163,6 +168,14 @@ INLINE void v_to_bf16(uint16_t *p, vf x) {
     }
 }
 
+#endif
+
+#if !defined(__AVX512F__)
+INLINE void v_to_bytes(uint8_t *p, vf x) {
+    float lanes[WIDTH];
+    v_store(lanes, x);
+    for (int i = 0; i < WIDTH; i++) p[i] = lanes[i] >= 0 && lanes[i] <= 255 ? (uint8_t)lanes[i] : 0;
+}
 #endif
 
 /* Columns of a panel of weights: what one tile computes side by side. */

@@ -14,7 +14,7 @@ from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.protocol.errors import UnsupportedTaskError
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.kernels.native import Machine, NativeError
+from penstock.kernels.native import Format, Machine, NativeError
 
 from .parity import assert_close
 from .test_native_models import FAMILIES, SIZES, arguments, boundaries_of
@@ -81,9 +81,11 @@ def test_heads_equal_transformers(family, config, widest, save_model, resolve, p
         model.classify(logits)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
 def test_the_same_to_the_bit_in_any_batch(family, config, dtype, widest, save_model, resolve, pack):
+    if dtype == "int8" and Format.INT8 not in widest.formats:
+        pytest.skip("this processor has no int8 products")
     folder, _ = save_model(f"{family}Model", **config)
     model = load_model(resolve(folder, dtype), machine=widest)
     numbers = np.random.default_rng(1)

@@ -74,6 +74,29 @@ def test_the_type_is_bfloat16_where_that_is_measured_to_be_faster(
     assert ("measured" in dict(info.sources).get("dtype", "")) == (dtype == "bfloat16")
 
 
+def test_int8_is_taken_where_the_processor_has_it(save_folder: SaveFolder) -> None:
+    with Machine(1) as machine:
+        has_it = Format.INT8 in machine.formats
+    if has_it:
+        info, machine = choose_kernels(*resolved(save_folder(), dtype="int8"))
+        assert machine is not None
+        assert info.dtype == "int8"
+    else:
+        with pytest.raises(ModelLoadError, match="AVX-512 VNNI"):
+            choose_kernels(*resolved(save_folder(), dtype="int8"))
+
+
+def test_int8_is_refused_where_torch_would_run_the_model(save_folder: SaveFolder) -> None:
+    with pytest.raises(ModelLoadError, match="--dtype int8 needs native kernels"):
+        choose_kernels(*resolved(save_folder(), dtype="int8", cpu_kernels="torch"))
+
+
+def test_int8_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ModelLoadError, match="--dtype int8 is for the native kernels of a CPU"):
+        resolve_device(EngineConfig(model="m", device="cuda", dtype="int8"))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_type_that_the_operator_names_is_kept(dtype: str, save_folder: SaveFolder, gain: list[float]) -> None:
     gain[0] = 9.0
