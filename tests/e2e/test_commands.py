@@ -11,7 +11,7 @@ import numpy as np
 
 def test_a_killed_embed_run_goes_on(tmp_path: Path, penstock, run, server, http: httpx.Client) -> None:
     """Killed as soon as anything is shown, long before 256 rows: nothing that was shown is done again."""
-    texts = [f"text number {i} about water and gates" for i in range(200)]
+    texts = [f"text number {i} about water and gates" + ", water and gates" * 30 for i in range(500)]
     source, output = tmp_path / "in.txt", tmp_path / "out.npy"
     source.write_text("\n".join(texts))
     embed = ("embed", str(source), "--output", str(output), "--dtype", "float32")
@@ -21,7 +21,7 @@ def test_a_killed_embed_run_goes_on(tmp_path: Path, penstock, run, server, http:
         byte = first.stderr.read(1)
         assert byte, "the run ended before it was killed"
         line = b"" if byte == b"\r" else line + byte
-        if found := re.match(rb"(\d+)/200 rows", line):
+        if found := re.match(rb"(\d+)/500 rows", line):
             num_shown = int(found[1])
     first.kill()
     first.wait()
@@ -33,7 +33,7 @@ def test_a_killed_embed_run_goes_on(tmp_path: Path, penstock, run, server, http:
 
     second = run(*embed)
     assert second.returncode == 0, second.stderr
-    counts = [int(count) for count in re.findall(r"(\d+)/200 rows", second.stderr)]
+    counts = [int(count) for count in re.findall(r"(\d+)/500 rows", second.stderr)]
     assert counts == sorted(counts)
     assert (counts[-1], "100%" in second.stderr) == (len(texts), True)
     vectors = np.load(output)
