@@ -176,8 +176,9 @@ def small_model(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
         for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
             if (minilm_folder / file).exists():
                 (folder / file).write_bytes((minilm_folder / file).read_bytes())
-        with torch.no_grad():
-            model.base_model.embeddings.word_embeddings.weight[POISONED_ID] = float("nan")
+        if class_name != "BertForMaskedLM":  # its word table is the map to the vocabulary, too, and may hold no NaN
+            with torch.no_grad():
+                model.base_model.embeddings.word_embeddings.weight[POISONED_ID] = float("nan")
         model.save_pretrained(folder)
         return folder
 
