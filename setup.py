@@ -53,7 +53,9 @@ class TaggedWheel(bdist_wheel):
         library = next(Path(self.bdist_dir or ".").rglob(LIBRARY), None)
         if library is None:
             return super().get_tag()
-        needed = max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes()))
+        needed = max((int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes())), default=None)
+        if needed is None:  # another C library, which no tag of manylinux covers
+            return "py3", "none", super().get_tag()[2]
         machine = sysconfig.get_platform().rpartition("-")[2].replace("-", "_")
         return "py3", "none", f"manylinux_2_{needed}_{machine}"
 

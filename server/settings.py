@@ -140,7 +140,7 @@ class EngineSettings(BaseSettings):
         "auto",
         description=(
             "Type of weights and products. auto: bfloat16 where that is measured to be faster, else float32. int8: "
-            "faster and less exact, for encoders on a CPU with AVX-512 VNNI."
+            "faster and less exact, for encoders on a CPU with AVX-512 VNNI and BF16."
         ),
     )
     max_model_len: PositiveInt | None = Field(None, description="Longest input; default: the model's own.")
@@ -210,7 +210,9 @@ class EngineSettings(BaseSettings):
         None, description="File with the Jinja template of chats, or the template itself; default: the model's own."
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
-    num_threads: PositiveInt | None = Field(None, description="CPU threads of the forward; default: all cores.")
+    num_threads: PositiveInt | None = Field(
+        None, le=1024, description="CPU threads of the forward; default: all cores."
+    )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         "auto",
         description="What computes on a CPU. auto: native kernels that are built and know the model, else torch.",

@@ -48,7 +48,7 @@ def _host_memory() -> int:
 def _cgroup_memory() -> list[int]:
     """Bytes that are left of the memory limit of each control group that this process is in (v1 or v2)."""
     left = []
-    for folder in _memory_cgroups():
+    for folder in _cgroups("memory"):
         is_v2 = (folder / "memory.max").is_file()
         names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         try:
@@ -63,13 +63,13 @@ def _cgroup_memory() -> list[int]:
     return left
 
 
-def _memory_cgroups() -> list[Path]:
-    """Folders of the control groups that bound the memory of this process, from its own to the outermost in sight."""
+def _cgroups(controller: str) -> list[Path]:
+    """Folders of the control groups that bound a thing for this process, from its own to the outermost in sight."""
     own = [line.split(":", 2) for line in _OWN_CGROUPS.read_text().splitlines()] if _OWN_CGROUPS.is_file() else []
     folders = []
     for number, controllers, path in own:
-        if number == "0" or "memory" in controllers.split(","):
-            root = _CGROUPS if number == "0" else _CGROUPS / "memory"
+        if number == "0" or controller in controllers.split(","):
+            root = _CGROUPS if number == "0" else _CGROUPS / controller
             group = root / path.lstrip("/")
             # In a container the mount shows the own group as the root, whatever its name outside is.
             folders += [f for f in (group, *group.parents) if f.is_relative_to(root)] if group.is_dir() else [root]
@@ -79,9 +79,19 @@ def _memory_cgroups() -> list[Path]:
 def usable_cores() -> int:
     """Returns the processors that this process may use, by its affinity and by the quota of the container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota_file = _CGROUPS / "cpu.max"
-    if quota_file.is_file():
-        quota, period = quota_file.read_text().split()
-        if quota != "max":
-            cores = min(cores, max(math.ceil(int(quota) / int(period)), 1))
-    return cores
+    return min([cores, *(max(math.ceil(quota), 1) for quota in _cgroup_cores())])
+
+
+def _cgroup_cores() -> list[float]:
+    """Processors' worth of time that each control group with a quota gives this process (v1 or v2)."""
+    given = []
+    for folder in _cgroups("cpu"):
+        if (folder / "cpu.max").is_file():
+            quota, period = (folder / "cpu.max").read_text().split()
+        elif (folder / "cpu.cfs_quota_us").is_file():
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        else:
+            continue  # the root of the tree has no quota
+        if quota not in ("max", "-1"):
+            given.append(int(quota) / int(period))
+    return given

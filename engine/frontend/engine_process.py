@@ -1,7 +1,7 @@
 """An engine process as its parent sees it: started, waited for, killed. What is said to it is process_core.py's.
 
-Imports next to nothing, so that a server can start the process, which takes a second to import torch, before it imports
-what it needs itself.
+Imports next to nothing, so that a server can start the process, which may have torch to import, before it imports what
+it needs itself.
 """
 
 from __future__ import annotations

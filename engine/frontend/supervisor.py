@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from dataclasses import replace
 from enum import StrEnum
 from typing import Final
 
+import msgspec
 import zmq
 
 from ..protocol import errors
@@ -140,6 +142,9 @@ class CoreSupervisor:
         """Called when the core can serve. It may end before whoever waits in `start` goes on."""
         if self._core is None or self._is_ending or self._ready.done():
             return
+        # What was measured when the first one was loaded holds for those after it: vectors must not change on the way.
+        config = replace(self._start_message.config, dtype=message.info.dtype)
+        self._start_message = msgspec.structs.replace(self._start_message, config=config)
         self._dispatcher.connect(self._core.send)
         self._enter(EngineState.READY)
         self._ready.set_result(message)

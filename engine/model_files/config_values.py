@@ -25,7 +25,7 @@ _POSITIVE: Final = frozenset(
             "expert_layer_period",
             "attn_layer_period",
         ),
-        *("sliding_window_pattern", "global_attn_every_n_layers", "relative_attention_num_buckets"),
+        *("sliding_window_pattern", "local_attention", "global_attn_every_n_layers", "relative_attention_num_buckets"),
     )
 )
 """Sizes of which there is at least one."""

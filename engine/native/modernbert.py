@@ -23,7 +23,7 @@ from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ModelInfo, ModelKind
 from .heads import HeadSteps
 from .packed_arrays import PackedArrays
-from .spec_reader import SpecReader, has_activation
+from .spec_reader import SpecReader, has_activation, has_head_size
 
 GLOBAL: Final = "full_attention"
 LOCAL: Final = "sliding_attention"
@@ -94,7 +94,8 @@ class ModernBertReader:
         """See PostNormReader."""
         config = self._config
         has_head = info.kind is ModelKind.EMBEDDING or has_activation(config.classifier_activation)
-        return has_activation(config.hidden_activation) and has_head
+        has_size = has_head_size(config.hidden_size // config.num_attention_heads, is_rotary=True)
+        return has_activation(config.hidden_activation) and has_head and has_size
 
     def spec(self, info: ModelInfo, weights: ArrayWeights) -> EncoderSpec:
         """See PostNormReader."""

@@ -16,7 +16,7 @@ from .distance_buckets import distance_buckets
 from .encoder_configs import EncoderConfig
 from .heads import HeadSteps
 from .packed_arrays import PackedArrays
-from .spec_reader import SpecReader, has_activation
+from .spec_reader import SpecReader, has_activation, has_head_size
 
 
 class PostNormReader:
@@ -32,7 +32,8 @@ class PostNormReader:
 
     def fits(self, info: ModelInfo) -> bool:
         """Whether the native kernels have all that the model needs."""
-        return has_activation(self._config.hidden_act)
+        head_size = self._config.hidden_size // self._config.num_attention_heads
+        return has_activation(self._config.hidden_act) and has_head_size(head_size)
 
     def spec(self, info: ModelInfo, weights: ArrayWeights) -> EncoderSpec:
         """Reads the encoder.

@@ -29,9 +29,18 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
 }
 
 
+_MAX_HEAD_SIZE: Final = 1024
+"""Columns. Rows of a head lie on the stack of a lane."""
+
+
 def has_activation(name: str) -> bool:
     """Whether the native kernels have the activation that config.json calls `name`."""
     return name in _ACTIVATIONS
+
+
+def has_head_size(size: int, *, is_rotary: bool = False) -> bool:
+    """Whether the native kernels can attend with heads of so many columns; rotary positions turn them in pairs."""
+    return 1 <= size <= _MAX_HEAD_SIZE and not (is_rotary and size % 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ def load(path: str) -> ctypes.CDLL:
     """Loads the library.
 
     Raises:
-        OSError: It cannot be loaded, or was built from other sources than these.
+        OSError: It cannot be loaded, or has other structs and functions than these.
     """
     library = ctypes.CDLL(path)
     abi = getattr(library, "penstock_abi", None)

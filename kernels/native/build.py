@@ -97,7 +97,8 @@ def main() -> int:
         sys.stdout.write(f"native kernels: {build(LIBRARY)}\n")
     except (NoCompilerError, subprocess.CalledProcessError, OSError) as error:
         cause = f"{error.cmd[0]} failed" if isinstance(error, subprocess.CalledProcessError) else error
-        sys.stdout.write(f"native kernels are not built ({cause}): torch serves CPUs, at about half the speed\n")
+        left = "the older library stays" if LIBRARY.is_file() else "torch serves CPUs, at about half the speed"
+        sys.stdout.write(f"native kernels are not built ({cause}): {left}\n")
     return 0
 
 

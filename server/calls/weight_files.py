@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 _LENGTH_BYTES: Final = 8
-_SIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+_SIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class WeightFiles(NamedTuple):

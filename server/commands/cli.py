@@ -96,7 +96,7 @@ def _serve(given: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def _engine_process(in_process: bool) -> Iterator[EngineProcess | None]:
-    """Starts the engine's process, which imports torch while this one imports the server. It ends with this one.
+    """Starts the engine's process, which loads the model while this one imports the server. It ends with this one.
 
     None where there is to be none, or where none can be started: the engine says why when it starts one itself.
     """

@@ -1,7 +1,5 @@
 /* What Python calls, through ctypes; kernels/native/_abi.py declares the same. */
 #include <stdlib.h>
-#include <string.h>
-#include <time.h>
 
 #include "encoder.h"
 #include "isa.h"

@@ -19,10 +19,9 @@
 typedef struct {
     long first, last; /* sequences */
     long start, rows; /* tokens */
-    long longest;
 } Part;
 
-/* What one part needs between the steps of a layer. Bytes. */
+/* What one part needs between the steps of a layer. */
 typedef struct {
     float *hidden;     /* [R, D] */
     float *sums;       /* [R, D] */
@@ -269,7 +268,6 @@ static int cut(const Batch *batch, long target, Part *parts) {
         }
         part.last = s + 1;
         part.rows += length;
-        part.longest = length > part.longest ? length : part.longest;
     }
     parts[count++] = part;
     return count;
@@ -277,7 +275,7 @@ static int cut(const Batch *batch, long target, Part *parts) {
 
 int run_encoder(const Isa *isa, const Encoder *encoder, const Batch *batch, Lanes *lanes, Scratch *scratch) {
     long total = batch->starts[batch->num_seqs], longest = 0, bytes = 0;
-    int count = lanes_count(lanes), done = 0;
+    int count = lanes_count(lanes), done = 1;
     for (long s = 0; s < batch->num_seqs; s++) {
         long length = batch->starts[s + 1] - batch->starts[s];
         longest = length > longest ? length : longest;
@@ -301,7 +299,6 @@ int run_encoder(const Isa *isa, const Encoder *encoder, const Batch *batch, Lane
     }
     int used = forward.together ? count : forward.num_parts < count ? forward.num_parts : count;
     long own = own_bytes(isa, encoder, longest);
-    done = 1;
     for (int lane = 0; lane < used; lane++)
         done = done && grow(&scratch[lane], own + (forward.together && lane ? 0 : bytes));
     if (done) {

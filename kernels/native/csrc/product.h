@@ -16,13 +16,13 @@
 /* Rows that share one pass over a panel: their inputs stay in the second cache. */
 #define ROW_BLOCK 192
 
-/* Bytes of a row of inputs as the format wants it, and what `convert_rows` needs beside it. */
+/* Bytes of one input, and of one weight, in a format of fewer than 32 bits; 4 elsewhere. */
 INLINE long input_bytes(int format) { return format == FORMAT_DOT ? 2 : format == FORMAT_INT8 ? 1 : 4; }
 
 INLINE long num_panels(long out) { return (out + PANEL - 1) / PANEL; }
 
-/* The columns that lie in panel `panel`, at `first` and, of a gated product, half of them at `second`. A gated panel
- * holds PANEL / 2 columns of the gate, then the same of the values. */
+/* The column of W that lies at a place of the panels, -1 for none. A gated panel holds PANEL / 2 columns of the gate,
+ * then the same of the values. */
 INLINE long column_of(const Product *product, long place) {
     if (!product->gated) return place < product->out ? place : -1;
     long half = PANEL / 2, width = product->out / 2, column = place / PANEL * half + place % half;

@@ -3,7 +3,8 @@
  *   vf          WIDTH floats in one register
  *   ROWS, VECS  the tile that fills the registers: ROWS x VECS sums, VECS weights, one input (tile.h)
  *
- * bfloat16 is the upper half of a float32; it is rounded to nearest, ties to even, by every variant alike.
+ * bfloat16 is the upper half of a float32, rounded to nearest, ties to even; the instruction for it takes numbers below
+ * 2^-126 for 0, which the others keep.
  */
 #ifndef PENSTOCK_VEC_H
 #define PENSTOCK_VEC_H

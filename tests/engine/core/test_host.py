@@ -40,6 +40,25 @@ def test_the_quota_of_a_container_limits_the_cores(cgroup: Path, quota: str, cor
     assert host.usable_cores() == (available if cores is None else min(cores, available))
 
 
+def test_the_quotas_of_all_groups_around_limit_the_cores(cgroup: Path) -> None:
+    available = len(os.sched_getaffinity(0))
+    (cgroup / "outer" / "name").mkdir(parents=True)
+    (cgroup / "outer" / "name" / "cpu.max").write_text("max 100000\n")
+    (cgroup / "outer" / "cpu.max").write_text("100000 100000\n")
+    assert host.usable_cores() == 1
+    (cgroup / "outer" / "cpu.max").write_text("max 100000\n")
+    assert host.usable_cores() == available
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("100000", 1), ("-1", None)])
+def test_a_quota_of_version_1_limits_the_cores(cgroup: Path, quota: str, cores: int | None) -> None:
+    (cgroup / "own").write_text("4:cpu,cpuacct:/inner\n0::/\n")
+    (cgroup / "cpu" / "inner").mkdir(parents=True)
+    (cgroup / "cpu" / "inner" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (cgroup / "cpu" / "inner" / "cpu.cfs_period_us").write_text("100000\n")
+    assert host.usable_cores() == (cores or len(os.sched_getaffinity(0)))
+
+
 def limit(folder: Path, limit: int, used: int, files: int = 0) -> None:
     """What the kernel shows of a group of version 1."""
     folder.mkdir(parents=True, exist_ok=True)

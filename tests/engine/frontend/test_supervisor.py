@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ class Core:
 
     made: list[Core]
 
-    def __init__(self, _start: Start, on_message: OnMessage, on_exit: OnExit) -> None:
+    def __init__(self, start_message: Start, on_message: OnMessage, on_exit: OnExit) -> None:
+        self.start_message = start_message
         self.on_message, self.end = on_message, on_exit
         self.is_started = self.is_closed = False
         self.made.append(self)
@@ -44,8 +46,8 @@ class Core:
 
     def ready(self) -> None:
         assert self.is_started
-        nothing: Any = None  # of what it tells about the model
-        self.on_message(Ready(nothing, nothing), [])
+        model: Any = SimpleNamespace(dtype="bfloat16")  # all that is asked of what it tells
+        self.on_message(Ready(model, model), [])
 
 
 @pytest.fixture
@@ -91,6 +93,17 @@ async def test_a_core_that_ends_as_soon_as_it_is_ready_is_replaced(dispatcher: D
     await asyncio.sleep(0)
     assert supervised.state is EngineState.READY
     assert supervised.num_restarts == 1
+    await supervised.close()
+
+
+async def test_a_replacement_computes_in_the_type_that_was_measured_first(
+    dispatcher: Dispatcher, cores: list[Core]
+) -> None:
+    supervised = await started(dispatcher, cores)
+    assert cores[0].start_message.config.dtype == "auto"
+    cores[0].end("it ended")
+    await asyncio.sleep(0.01)
+    assert cores[1].start_message.config.dtype == "bfloat16"
     await supervised.close()
 
 

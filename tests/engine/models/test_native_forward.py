@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.engine.core.loading.weights_loader import load_model
+from penstock.engine.native.array_encoder import find_reader
 from penstock.engine.packed_batch import PackedBatch
-from penstock.engine.protocol.errors import UnsupportedTaskError
+from penstock.engine.protocol.errors import ModelLoadError, UnsupportedTaskError
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.kernels.native import Format, Machine, NativeError
 
@@ -148,3 +149,23 @@ def test_an_id_without_a_row_is_refused(widest, save_model, resolve, pack):
     model = load_model(resolve(folder), machine=widest)
     with pytest.raises(ValueError, match="from 0 to 199"):
         model.forward(pack([[5, 200]]))
+
+
+@pytest.mark.parametrize(
+    ("class_name", "config"),
+    [
+        ("ModernBertModel", FAMILIES[11].values[1] | {"num_attention_heads": 16}),
+        ("BertModel", SIZES | {"hidden_size": 4100}),
+    ],
+)
+def test_heads_that_the_native_kernels_have_not_are_left_to_torch(class_name, config, save_model, resolve):
+    """Rotary heads of 3 columns, which turn in pairs, and heads of 1,025, too many for the stack of a lane."""
+    folder, _ = save_model(class_name, **(SIZES if class_name == "BertModel" else FAMILIES[11].values[1]))
+    info = resolve(folder, hf_overrides=config)
+    assert find_reader(info) is None
+
+
+def test_a_window_of_less_than_nothing_is_refused(save_model, resolve):
+    folder, _ = save_model("ModernBertModel", **FAMILIES[11].values[1])
+    with pytest.raises(ModelLoadError, match="local_attention is -6"):
+        find_reader(resolve(folder, hf_overrides={"local_attention": -6}))

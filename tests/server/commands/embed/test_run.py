@@ -216,6 +216,14 @@ def test_another_run_is_not_mixed_in(change: str, what: str, lines, fake, tmp_pa
         run(lines, output, **settings)
 
 
+def test_a_run_goes_on_with_another_number_of_lanes(lines, fake, tmp_path) -> None:
+    output = tmp_path / "out.npy"
+    _run_and_stop(lines, output, fake)
+    fake.info = type(fake.info)(**{**_fields(fake.info), "kernels": "native, avx2, 1 lane"})
+    run(lines, output)
+    assert np.array_equal(np.load(output), expected(fake))
+
+
 def _run_and_stop(lines, output, engine) -> None:
     """Leaves an unfinished run: the engine fails at some row."""
     embed = type(engine).embed
