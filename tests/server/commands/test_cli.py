@@ -106,7 +106,7 @@ def test_help_imports_nothing_heavy(command: str) -> None:
         (("--port", "x"), "must be a whole number (got 'x')"),
         (("--max-queue-s", "long"), "must be a number (got 'long')"),
         (("--max-model-len", "0"), "must be greater than 0 (got '0')"),
-        (("--dtype", "fp8"), "must be 'auto', 'float32', 'bfloat16' or 'float16' (got 'fp8')"),
+        (("--dtype", "fp8"), "must be 'auto', 'float32', 'bfloat16', 'float16' or 'int8' (got 'fp8')"),
         (("--device", "tpu"), "must be auto, cpu, cuda or cuda:N, such as cuda:1 (got 'tpu')"),
         (("--otlp-traces-endpoint", "a"), "must begin with http:// or https:// and name a host (got 'a')"),
     ],
@@ -145,7 +145,7 @@ def test_help_shows_choices_words_for_values_and_defaults(
     text = help_of("serve", monkeypatch, capsys)
     for shown in (
         "--empty-input {embed,error}",
-        "--dtype {auto,float32,bfloat16,float16}",
+        "--dtype {auto,float32,bfloat16,float16,int8}",
         "--device {auto,cpu,cuda,cuda:N}",
         "--max-queue-s SECONDS",
         "--pooler-config JSON",
