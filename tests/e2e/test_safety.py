@@ -49,12 +49,12 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def starting(penstock, default_model, certificate, keys, log) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
-    """A server that has just been started, and a client that trusts it."""
+    """A server that has just been started, on torch so that it is not ready at once, and a client that trusts it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     files = ("--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(certificate[1]), "--api-key-file", str(keys))
-    flags = ("--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--cors-origins", PAGE, *files)
+    flags = ("--host", "127.0.0.1", "--port", str(port), "--cpu-kernels", "torch", "--cors-origins", PAGE, *files)
     with log.open("wb") as stderr:
         process = subprocess.Popen([*penstock, "serve", *flags], stdout=subprocess.DEVNULL, stderr=stderr)
     trust = ssl.create_default_context(cafile=str(certificate[0]))
