@@ -188,12 +188,12 @@ class NativeEncoder:
             MemoryError: Memory is short.
         """
         num_tokens = len(ids_T)
-        if num_tokens == 0 or starts[0] != 0 or starts[-1] != num_tokens or (np.diff(starts) <= 0).any():
+        lengths_N = np.diff(starts)
+        if num_tokens == 0 or starts[0] != 0 or starts[-1] != num_tokens or (lengths_N <= 0).any():
             raise ValueError("starts must rise from 0 to the number of tokens")
         _check_rows("ids", ids_T, num_tokens, self._num_words)
         if self._num_places is not None:
             _check_rows("places", places_T, num_tokens, self._num_places)
-        lengths_N = np.diff(starts)
         if (longest := int(lengths_N.max())) > self._max_length:
             raise ValueError(f"a sequence has {longest} tokens, of at most {self._max_length}")
         if visible_N is not None and (

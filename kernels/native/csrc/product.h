@@ -16,8 +16,7 @@
 /* Rows that share one pass over a panel: their inputs stay in the second cache. */
 #define ROW_BLOCK 192
 
-/* Bytes of one input, and of one weight, in a format of fewer than 32 bits; 4 elsewhere. */
-INLINE long input_bytes(int format) { return format == FORMAT_DOT ? 2 : format == FORMAT_INT8 ? 1 : 4; }
+INLINE long weight_bytes(int format) { return format == FORMAT_F32 ? 4 : format == FORMAT_INT8 ? 1 : 2; }
 
 INLINE long num_panels(long out) { return (out + PANEL - 1) / PANEL; }
 
@@ -38,8 +37,7 @@ INLINE long panels_of(const Product *product) {
 
 /* Bytes of the packed weights. */
 INLINE long packed_bytes(const Product *product) {
-    return panels_of(product) * PANEL * product->in * (product->format == FORMAT_F32 ? 4 : input_bytes(FORMAT_DOT)) /
-           (product->format == FORMAT_INT8 ? 2 : 1);
+    return panels_of(product) * PANEL * product->in * weight_bytes(product->format);
 }
 
 /* Packs W [N, K] float32 into `weights`, bias [N] or NULL into `bias`, and for FORMAT_INT8 scales and sums. */
@@ -87,7 +85,7 @@ static void pack(const Product *product, const float *w, const float *b, void *w
 /* Rows [R, K] float32 as inputs of a format; scales [R] for FORMAT_INT8. A row with NaN has the scale NaN. */
 static void convert_rows(int format, const float *x, long rows, long width, void *out, float *scales) {
     for (long r = 0; r < rows; r++, x += width) {
-        if (format == FORMAT_DOT || format == FORMAT_BF16) {
+        if (format == FORMAT_DOT) {
             uint16_t *to = (uint16_t *)out + r * width;
             long d = 0;
             for (; d + WIDTH <= width; d += WIDTH) v_to_bf16(to + d, v_load(x + d));
