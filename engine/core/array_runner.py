@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from penstock.kernels.native import Machine
+from penstock.kernels.native import Machine, NativeForward
 
-from ..native.array_encoder import ArrayEncoder
+from ..native.array_encoder import ArrayEncoder, ArrayOutput
 from ..native.array_pooler import ArrayPooler
 from ..native.heads import ArrayHead, load_dense
 from ..native.packed_arrays import PackedArrays
 from ..protocol.config import EngineConfig
 from ..protocol.messages import TokenizerSpec
 from ..protocol.model_info import ModelInfo
+from ..protocol.params import PoolingParams
 from ..scheduling import Chunk, QueuedSequence
 from ..sequence_pool import Allocation, Allocator, NullAllocator
 from .loading.array_model import load_array_encoder
@@ -21,6 +23,34 @@ from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .runner import DeviceMemoryError, ForwardTime, Outputs
 from .warm_up import warm_up
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayForward:
+    """See Forward.
+
+    Attributes:
+        runner: Began it.
+        running: On the lanes.
+        batch: Its sequences.
+        params: Theirs.
+        began_s: Seconds, of time.perf_counter.
+    """
+
+    runner: ArrayRunner
+    running: NativeForward
+    batch: PackedArrays
+    params: Sequence[PoolingParams]
+    began_s: float
+
+    @property
+    def is_done(self) -> bool:
+        """See Forward."""
+        return self.running.is_done
+
+    def outputs(self) -> list[Outputs]:
+        """See Forward."""
+        return self.runner.finish(self)
 
 
 class ArrayRunner:
@@ -39,9 +69,11 @@ class ArrayRunner:
         self.info = info
         self.tokenizer = tokenizer
         self.allocator: Allocator = NullAllocator()
+        self.num_lanes = encoder.machine.num_lanes
         self._encoder = encoder
         self._pooler = ArrayPooler(info, encoder, dense)
         self._times: list[ForwardTime] = []
+        self._ended_s = 0.0  # the last forward
 
     @classmethod
     def load(cls, info: ModelInfo, machine: Machine, config: EngineConfig) -> ArrayRunner:
@@ -61,17 +93,41 @@ class ArrayRunner:
             )
             return cls(info, tokenizer, load_array_encoder(info, machine), load_dense(info, machine))
 
-    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+    @property
+    def has_room(self) -> bool:
+        """See Runner."""
+        return self._encoder.machine.num_free > 0
+
+    def ring(self, bell: int | None) -> None:
+        """See Runner."""
+        self._encoder.machine.ring(bell)
+
+    def begin(self, chunks: Sequence[Chunk]) -> ArrayForward:
         """See Runner. All chunks are whole sequences, as the model attends both ways."""
         began_s = time.perf_counter()
         params = [chunk.sequence.request.params for chunk in chunks]
         try:
             batch = PackedArrays.build([chunk.sequence.prompt for chunk in chunks])
-            output = self._encoder.forward(batch, need_attention=self._pooler.needs_attention(params))
-            outputs: list[Outputs] = [*self._pooler.pool(output, batch, params)]
+            running = self._encoder.begin(batch, need_attention=self._pooler.needs_attention(params))
         except MemoryError as error:
             raise DeviceMemoryError(str(error)) from error
-        self._times.append(ForwardTime(0, batch.num_tokens, time.perf_counter() - began_s))
+        return ArrayForward(self, running, batch, params, began_s)
+
+    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+        """See Runner."""
+        return self.begin(chunks).outputs()
+
+    def finish(self, forward: ArrayForward) -> list[Outputs]:
+        """Waits for a forward and pools it; see Forward.outputs."""
+        try:
+            output = ArrayOutput(*forward.running.result())
+            outputs: list[Outputs] = [*self._pooler.pool(output, forward.batch, forward.params)]
+        except MemoryError as error:
+            raise DeviceMemoryError(str(error)) from error
+        now_s = time.perf_counter()
+        # Where forwards overlap, each counts for the time since the last one ended.
+        self._times.append(ForwardTime(0, forward.batch.num_tokens, now_s - max(forward.began_s, self._ended_s)))
+        self._ended_s = now_s
         return outputs
 
     def warm_up(self) -> None:

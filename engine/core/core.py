@@ -24,7 +24,6 @@ from ..protocol.errors import (
     ModelLoadError,
 )
 from ..protocol.messages import (
-    CacheUse,
     Cancel,
     ClearPrefixes,
     Command,
@@ -37,16 +36,18 @@ from ..protocol.messages import (
     RequestTime,
     RowHeader,
     Rows,
-    StepLoad,
     Submit,
     pack_rows,
     unpack_inputs,
 )
 from ..scheduling import Batch, Chunk, QueuedSequence, Request, Scheduler
-from ..sequence_pool import Allocation, SequenceAllocator
+from ..sequence_pool import Allocation
+from .bell import Bell
+from .figures import cache_use, step_load
 from .intake import Intake
 from .make_scheduler import make_scheduler
 from .runner import DeviceLostError, DeviceMemoryError, Outputs, Runner
+from .running import Running
 
 logger = logging.getLogger("penstock.engine")
 
@@ -76,11 +77,14 @@ class EngineCore:
         self._send = send
         self._on_ready = on_ready
         self._load_runner = load_runner
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # of the scheduler, and of what follows
+        self._bell = Bell()
         self._scheduler: Scheduler
         self._runner: Runner
         self._intake: Intake
+        self._running: list[Running] = []
         self._stopping = False
+        self._wants_work = False  # the device thread sleeps, and would begin what comes
         self._has_released = False  # memory was, by no step: a message has to say so
 
     def run(self) -> None:
@@ -94,8 +98,11 @@ class EngineCore:
             logger.exception("loading %s failed", self._config.model)
             self._send(LoadFailed(ModelLoadError.__name__, f"loading {self._config.model} failed: {error!r}"), [])
             return
-        while self.step():
-            pass
+        try:
+            while self.step():
+                pass
+        finally:
+            self._runner.ring(None)
 
     def load(self) -> None:
         """Loads the model and tells the frontend.
@@ -104,8 +111,9 @@ class EngineCore:
             ModelLoadError: The model cannot be served.
         """
         self._runner = self._load_runner(self._config)
+        self._runner.ring(self._bell.fd)
         allocator = self._runner.allocator
-        self._scheduler, info = make_scheduler(self._config, self._runner.info, allocator)
+        self._scheduler, info = make_scheduler(self._config, self._runner.info, allocator, self._runner.num_lanes)
         block_size = None if allocator.prefixes is None else self._config.cache.block_size
         self._intake = Intake(info, block_size, seed=f"{info.path}@{self._config.revision}")
         self._runner.warm_up()
@@ -113,24 +121,26 @@ class EngineCore:
         self._send(Ready(info, self._runner.tokenizer), [])
         if allocator.can_hold(1):
             # So that the figures of the pool are there from the start.
-            self._send(Rows([], 0, 0.0, self._cache_use(Batch()), self._step_load(0, 0)), [pack_rows([])])
+            figures = cache_use(self._scheduler, allocator, Batch()), step_load(self._scheduler, 0, 0)
+            self._send(Rows([], 0, 0.0, *figures), [pack_rows([])])
 
     def step(self) -> bool:
-        """Waits for work, runs one batch and sends what came of it. Returns False when it is time to end."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._stopping or self._scheduler.requests or self._has_released))
-            if self._stopping:
-                return False
-            free_tokens = self._runner.free_tokens() if self._scheduler.has_long else None
-            batch = self._scheduler.schedule(time.monotonic(), free_tokens)
-            for request in batch.expired:
-                self._send_failure(request, DeadlineExceededError("The deadline passed before the answer."))
-        for sequence, allocation in batch.preempted:
-            self._preempt(sequence, allocation)
-        started_s = time.monotonic()
-        finished = self._execute(batch.chunks) if batch.chunks else []
-        self._deliver(batch, finished, started_s, time.monotonic())
-        return True
+        """Waits for work; begins a batch where the device has room, and sends what came of those that have ended.
+
+        Returns False when it is time to end.
+        """
+        self._wait()
+        with self._lock:
+            batch = self._next_batch() if not self._stopping and self._can_begin() else None
+        if batch is not None:
+            for sequence, allocation in batch.preempted:
+                self._preempt(sequence, allocation)
+            self._running.append(Running.begin(self._runner, batch, time.monotonic()))
+        for running in list(self._running):
+            if running.forward.is_done or self._stopping:
+                self._running.remove(running)
+                self._finish(running)
+        return not self._stopping
 
     def receive(self, items: Sequence[Command | Frame]) -> None:
         """Takes messages in at once, each Submit followed by its frame.
@@ -155,16 +165,48 @@ class EngineCore:
                 changes.append(partial(self._clear_prefixes, item))
             else:
                 raise TypeError("a frame without its Submit message")
-        with self._changed:
+        with self._lock:
             for change in changes:
                 change()
-            self._changed.notify()
+            is_awaited = self._wants_work or self._has_released
+        if is_awaited:
+            self._bell.ring()
 
     def stop(self) -> None:
-        """Lets `run` return after the step that runs now."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
+        """Lets `run` return after what runs now."""
+        self._stopping = True
+        self._bell.ring()
+
+    def _wait(self) -> None:
+        """Sleeps until there is something to do."""
+        while True:
+            with self._lock:
+                if self._stopping or self._can_begin() or any(running.forward.is_done for running in self._running):
+                    self._wants_work = False
+                    return
+                self._wants_work = self._has_room()
+            self._bell.wait()
+
+    def _can_begin(self) -> bool:
+        """Whether there is work, and room for it. The caller holds the lock."""
+        return (self._scheduler.has_work or self._has_released) and self._has_room()
+
+    def _has_room(self) -> bool:
+        """Whether a batch may begin beside those that run. The caller holds the lock."""
+        return not self._running or (self._runner.has_room and not self._scheduler.has_long)
+
+    def _next_batch(self) -> Batch:
+        """Takes a batch from the scheduler. The caller holds the lock."""
+        free_tokens = self._runner.free_tokens() if self._scheduler.has_long else None
+        batch = self._scheduler.schedule(time.monotonic(), free_tokens)
+        for request in batch.expired:
+            self._send_failure(request, DeadlineExceededError("The deadline passed before the answer."))
+        return batch
+
+    def _finish(self, running: Running) -> None:
+        """Waits for a batch and sends what came of it."""
+        finished = self._collect(running.batch.chunks, running.forward.outputs)
+        self._deliver(running.batch, finished, running.started_s, time.monotonic())
 
     def _submit(self, request: Request) -> None:
         """Queues a request. The caller holds the lock."""
@@ -193,15 +235,15 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             self._fail(sequence, error)
 
-    def _execute(self, chunks: list[Chunk]) -> list[tuple[Chunk, Outputs]]:
-        """Runs a batch; on an error runs its halves, so that only the sequences at fault fail."""
+    def _collect(self, chunks: list[Chunk], outputs_of: Callable[[], list[Outputs]]) -> list[tuple[Chunk, Outputs]]:
+        """Returns what a batch gives; on an error runs its halves, so that only the sequences at fault fail."""
         try:
-            outputs = self._runner.execute(chunks)
+            outputs = outputs_of()
         except DeviceLostError:
             raise  # for all requests: the process ends and another takes over
         except DeviceMemoryError as error:
             num_tokens = sum(chunk.num_tokens for chunk in chunks)
-            with self._changed:
+            with self._lock:
                 self._scheduler.shrink(num_tokens // 2)
                 budget = self._scheduler.token_budget
                 if len(chunks) == 1 and self._scheduler.retry(chunks[0], error):
@@ -214,7 +256,8 @@ class EngineCore:
             return list(zip(chunks, outputs, strict=True))
         if len(chunks) > 1:
             middle = len(chunks) // 2
-            return self._execute(chunks[:middle]) + self._execute(chunks[middle:])
+            halves = chunks[:middle], chunks[middle:]
+            return [done for half in halves for done in self._collect(half, partial(self._runner.execute, half))]
         for chunk in chunks:
             self._fail(chunk.sequence, failure)
         return []
@@ -225,7 +268,7 @@ class EngineCore:
             request_id = sequence.request.request_id
             logger.error("input %d of request %d failed", sequence.index, request_id, exc_info=error)
             error = ModelExecutionError(f"The model failed on input {sequence.index}: {type(error).__name__}.")
-        with self._changed:
+        with self._lock:
             if (request := self._cancel(sequence.request.request_id)) is not None:
                 self._send_failure(request, error)
 
@@ -238,7 +281,7 @@ class EngineCore:
         headers: list[RowHeader] = []
         arrays = []
         are_finite = [all(np.isfinite(array).all() for array in outputs.values()) for _, outputs in finished]
-        with self._changed:
+        with self._lock:
             for (chunk, outputs), is_finite in zip(finished, are_finite, strict=True):
                 sequence, request = chunk.sequence, chunk.sequence.request
                 if sequence.chunk is not chunk:
@@ -259,29 +302,8 @@ class EngineCore:
             ]
             for forward in self._runner.take_times():
                 self._scheduler.pace.record(*forward)
-            cache_use = self._cache_use(batch)
-            load = self._step_load(len(finished), batch.num_left)
+            cache = cache_use(self._scheduler, self._runner.allocator, batch)
+            load = step_load(self._scheduler, len(finished), batch.num_left)
             self._has_released = False
         num_tokens = sum(chunk.num_tokens for chunk, _ in finished)
-        self._send(Rows(headers, num_tokens, ended_s - started_s, cache_use, load, ended), [pack_rows(arrays)])
-
-    def _step_load(self, num_seqs: int, num_left: int) -> StepLoad:
-        """Figures of a step and of the queue behind it. The caller holds the lock."""
-        waiting = self._scheduler.waiting
-        budget = self._scheduler.pace.budget(self._scheduler.token_budget)
-        return StepLoad(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_left)
-
-    def _cache_use(self, batch: Batch) -> CacheUse | None:
-        """Figures of the memory of sequences that run in chunks, and of their chunks. The caller holds the lock."""
-        allocator = self._runner.allocator
-        if not isinstance(allocator, SequenceAllocator):
-            return None
-        return CacheUse(
-            usage=allocator.usage,
-            memory_pressure=self._scheduler.memory_pressure,
-            chunk_tokens=max((chunk.num_tokens for chunk in batch.chunks if chunk.sequence.is_long), default=0),
-            prefix_queried_tokens_total=allocator.prefix_query_tokens,
-            prefix_hit_tokens_total=allocator.prefix_hit_tokens,
-            num_evicted_blocks_total=allocator.num_evicted_blocks,
-            chunks=self._scheduler.prefill.statistics(),
-        )
+        self._send(Rows(headers, num_tokens, ended_s - started_s, cache, load, ended), [pack_rows(arrays)])

@@ -20,13 +20,16 @@ _MAX_RETRIES: Final = 8
 """Failures in a row for want of memory that a chunk may have: each time it comes back about half as long."""
 
 
-def make_scheduler(config: EngineConfig, info: ModelInfo, allocator: Allocator) -> tuple[Scheduler, ModelInfo]:
+def make_scheduler(
+    config: EngineConfig, info: ModelInfo, allocator: Allocator, num_lanes: int = 1
+) -> tuple[Scheduler, ModelInfo]:
     """Returns the scheduler, and the model with the longest input that can run.
 
     Args:
         config: Limits.
         info: The model as loaded.
         allocator: Memory of sequences that run in chunks.
+        num_lanes: See Scheduler.
     """
     limits = config.scheduler
     budget = limits.token_budget(info.device)
@@ -52,7 +55,12 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, allocator: Allocator) 
         max_retries=_MAX_RETRIES,
     )
     scheduler = Scheduler(
-        limits, token_budget=budget, max_seq_len=info.max_model_len, prefill=prefill, allocator=allocator
+        limits,
+        token_budget=budget,
+        max_seq_len=info.max_model_len,
+        prefill=prefill,
+        allocator=allocator,
+        num_lanes=num_lanes,
     )
     return scheduler, info
 

@@ -43,13 +43,13 @@ from .loading.token_heads_loader import load_token_maps
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, torch_dtype
 from .memory_meter import MemoryMeter
-from .runner import DeviceLostError, DeviceMemoryError, ForwardTime, Outputs
+from .runner import DeviceLostError, DeviceMemoryError, ForwardTime, OneByOne, Outputs
 from .warm_up import warm_up
 
 logger = logging.getLogger("penstock.engine")
 
 
-class ModelRunner:
+class ModelRunner(OneByOne):
     """A Runner on torch. `load` makes one from an EngineConfig.
 
     Args:

@@ -38,6 +38,19 @@ class ForwardTime(NamedTuple):
     seconds: float
 
 
+class Forward(Protocol):
+    """A forward that was begun."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `outputs` would wait for nothing."""
+        ...
+
+    def outputs(self) -> list[Outputs]:
+        """Waits for the forward and pools it; to be called once. See Runner.execute for what it gives and raises."""
+        ...
+
+
 class Runner(Protocol):
     """One model on one device. Used by one thread at a time.
 
@@ -45,11 +58,13 @@ class Runner(Protocol):
         info: The model, on its device.
         tokenizer: For the frontend.
         allocator: Memory of the sequences that run in chunks.
+        num_lanes: Parts of the device that run forwards by themselves.
     """
 
     info: ModelInfo
     tokenizer: TokenizerSpec
     allocator: Allocator
+    num_lanes: int
 
     def warm_up(self) -> None:
         """Runs one small batch, so that the first request does not pay for what happens once.
@@ -57,6 +72,25 @@ class Runner(Protocol):
         Raises:
             ModelLoadError: The model gives what is no answer: NaN or inf.
         """
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a part of the device has nothing to do, though forwards may be under way."""
+        ...
+
+    def ring(self, bell: int | None) -> None:
+        """Names the descriptor that is written to where a forward ends, and where `has_room` becomes true.
+
+        After a call with None nobody writes to the last one any more.
+        """
+        ...
+
+    def begin(self, chunks: Sequence[Chunk]) -> Forward:
+        """Begins a forward: as `execute`, but may return before its end. Others under way have whole sequences alone.
+
+        Raises as `execute` does.
+        """
+        ...
 
     def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
         """Runs one forward and pools it. One that fails leaves no trace in what sequences keep.
@@ -84,3 +118,40 @@ class Runner(Protocol):
     def take_times(self) -> list[ForwardTime]:
         """Returns the times of the forwards that were seen to end since the last call."""
         ...
+
+
+class EndedForward:
+    """A forward that ran while it was begun.
+
+    Args:
+        result: What it gave, or raised.
+    """
+
+    is_done = True
+
+    def __init__(self, result: list[Outputs] | Exception) -> None:
+        self._result = result
+
+    def outputs(self) -> list[Outputs]:
+        """See Forward."""
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+class OneByOne:
+    """What a Runner says whose forwards run one after another, each while it is begun."""
+
+    has_room = True
+    num_lanes = 1
+
+    def ring(self, bell: int | None) -> None:
+        """See Runner. Nothing is ever waited for."""
+
+    def begin(self, chunks: Sequence[Chunk]) -> EndedForward:
+        """See Runner."""
+        return EndedForward(self.execute(chunks))
+
+    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+        """See Runner."""
+        raise NotImplementedError

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.native import EncoderSpec, Format, Machine, NativeEncoder
+from penstock.kernels.native import EncoderSpec, Format, Machine, NativeEncoder, NativeForward
 
 from ..checkpoint.views import ArrayWeights, Floats
 from ..model_files.registry import native_class
@@ -109,8 +109,8 @@ class ArrayEncoder:
         self.sequence_head = None if is_of_tokens else head
         self.token_head = head if is_of_tokens else None
 
-    def forward(self, batch: PackedArrays, *, need_attention: bool = False) -> ArrayOutput:
-        """Runs the encoder.
+    def begin(self, batch: PackedArrays, *, need_attention: bool = False) -> NativeForward:
+        """Begins a forward of the encoder; others may be under way.
 
         Args:
             batch: Whole sequences.
@@ -120,14 +120,17 @@ class ArrayEncoder:
             MemoryError: Memory is short.
             ValueError: An id or a place has no row.
         """
-        hidden_states, attention_weights = self._encoder(
+        return self._encoder.begin(
             batch.input_ids,
             self._places(batch),
             batch.cu_seqlens,
             visible_N=None if batch.num_hidden is None else batch.lengths - batch.num_hidden,
             need_attention=need_attention,
         )
-        return ArrayOutput(hidden_states, attention_weights)
+
+    def forward(self, batch: PackedArrays, *, need_attention: bool = False) -> ArrayOutput:
+        """As `begin`, and waits for it."""
+        return ArrayOutput(*self.begin(batch, need_attention=need_attention).result())
 
     def classify(self, rows_ND: Floats) -> Floats:
         """Returns class logits [N, C] of pooled rows [N, D]."""

@@ -38,8 +38,8 @@ _POOL_PRESSURE: Final = 0.5
 class Scheduler:
     """The book of requests, the queue that points into it, and the policy over them.
 
-    Not thread-safe: its owner holds a lock. A batch that `schedule` returns is finished (`finish`) before the next one;
-    what failed of it is cancelled or given to `retry` before that.
+    Not thread-safe: its owner holds a lock. Where `has_long`, a batch that `schedule` returns is finished (`finish`)
+    before the next one; others overlap. What failed of it is cancelled or given to `retry` before that.
     Invariant: a batch never exceeds `token_budget` (but for one sequence that has to run whole) or the number of
     sequences. What a sequence holds is released in `_leave` alone.
 
@@ -49,6 +49,7 @@ class Scheduler:
         max_seq_len: Tokens of the longest sequence that will come.
         prefill: How long sequences are cut.
         allocator: Memory of sequences that run in chunks; None where nothing can.
+        num_lanes: Parts of the device that run batches by themselves.
     """
 
     def __init__(
@@ -59,11 +60,11 @@ class Scheduler:
         max_seq_len: int,
         prefill: ChunkedPrefillConfig | None = None,
         allocator: Allocator | None = None,
+        num_lanes: int = 1,
     ) -> None:
         self._allocator = allocator or NullAllocator()
-        self._max_num_seqs = config.max_num_seqs
-        self._max_wait_s = config.max_wait_s
-        self._max_seq_len = max_seq_len
+        self._max_num_seqs, self._max_wait_s = config.max_num_seqs, config.max_wait_s
+        self._max_seq_len, self._num_lanes = max_seq_len, num_lanes
         self._full_budget = token_budget if self._allocator.can_hold(1) else max(token_budget, max_seq_len)
         self._num_good_steps = 0
         self._last_num_whole = 0  # whole sequences in the last batch
@@ -76,6 +77,11 @@ class Scheduler:
         self.token_budget = self._full_budget  # of a batch now
         self.memory_pressure = 0.0  # share of a full chunk for which memory was short when chunks were last cut, 0 to 1
         self.pace = ChunkPace(self.prefill.config.chunk_size, is_dynamic=self.prefill.config.is_dynamic)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a batch can be formed: something waits, or goes on in chunks."""
+        return bool(self.waiting.num_seqs or self.prefill.requests)
 
     @property
     def has_long(self) -> bool:
@@ -121,6 +127,8 @@ class Scheduler:
         batch, budget = Batch(), PrefillBudget(self.pace.budget(self.token_budget), self._max_num_seqs)
         if free_tokens is not None and self.prefill.config.is_dynamic:
             budget.num_tokens = min(budget.num_tokens, max(free_tokens, self.prefill.config.min_chunk_size))
+        if self._num_lanes > 1 and not self.has_long:  # answers leave while the others still run
+            budget.num_tokens = min(budget.num_tokens, self.waiting.share(self._num_lanes))
         self._expire(self.prefill.requests.values(), now_s, batch)
         window = self._lift_short(now_s, batch)
         if self.has_long:

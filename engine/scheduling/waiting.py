@@ -22,6 +22,9 @@ from .sequence import QueuedSequence, Status
 _Heap = list[tuple[float, int, QueuedSequence]]
 """Turn, order of arrival, sequence."""
 
+_BATCHES_A_LANE: Final = 2
+_LEAST_TOKENS: Final = 48
+
 BEGUN_SHARE: Final = 0.5
 """Of the device, which requests that have begun claim together while others wait to begin."""
 
@@ -127,6 +130,13 @@ class WaitingQueue:
             num_tokens += sequence.num_tokens
             heapq.heapreplace(places, (tokens + sequence.num_tokens, number, begun, firsts))
         return sequences
+
+    def share(self, num_lanes: int) -> int:
+        """Returns the tokens of a batch where lanes run batches by themselves: each lane gets some of what waits.
+
+        So answers leave while others still run; but for a few tokens, what surrounds a forward would cost too much.
+        """
+        return max(self.num_tokens // (_BATCHES_A_LANE * num_lanes), _LEAST_TOKENS)
 
     def first_long_s(self) -> float:
         """Returns the earliest turn, among all, of a long sequence whose request has not begun one; inf without any."""

@@ -3,7 +3,7 @@
 `csrc/` is the code, `build.py` compiles it, and torch is the truth that it is tested against. Knows numpy and no torch.
 """
 
-from .encoder import EncoderSpec, LayerSpec, MapSpec, NativeEncoder, NormSpec
+from .encoder import EncoderSpec, LayerSpec, MapSpec, NativeEncoder, NativeForward, NormSpec
 from .machine import Activation, Format, Machine, NativeError, Pooling
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "MapSpec",
     "NativeEncoder",
     "NativeError",
+    "NativeForward",
     "NormSpec",
     "Pooling",
 ]

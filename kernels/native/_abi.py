@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from typing import Any, Final
 
-ABI: Final = 1
+ABI: Final = 2
 
 
 class Product(Structure):
@@ -97,7 +97,11 @@ _FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "penstock_panel_columns": (c_long, (_MACHINE, _PRODUCT)),
     "penstock_packed_bytes": (c_long, (_MACHINE, _PRODUCT)),
     "penstock_pack": (None, (_MACHINE, _PRODUCT, *(c_void_p,) * 6)),
-    "penstock_encode": (c_int, (_MACHINE, POINTER(Encoder), POINTER(Batch))),
+    "penstock_free_lanes": (c_int, (_MACHINE,)),
+    "penstock_ring": (None, (_MACHINE, c_int)),
+    "penstock_begin": (c_void_p, (_MACHINE, POINTER(Encoder), POINTER(Batch))),
+    "penstock_is_done": (c_int, (c_void_p,)),
+    "penstock_end": (c_int, (c_void_p,)),
     "penstock_product": (None, (_MACHINE, _PRODUCT, c_void_p, c_void_p, c_long, *(c_void_p,) * 4)),
     "penstock_pool": (
         None,

@@ -6,6 +6,7 @@ width, K head size, L longest sequence.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -121,6 +122,51 @@ class _Memory:
         return at(kept)
 
 
+class NativeForward:
+    """A forward that lanes work on, until somebody asks for its result.
+
+    Args:
+        machine: Runs it.
+        handle: What the machine knows it by.
+        hidden_TD: [T, D] float32, to be filled.
+        weights_TH: [T, H] float32, to be filled; None: nobody asked.
+        inputs: What it reads, to be kept until the end.
+    """
+
+    def __init__(
+        self, machine: Machine, handle: int, hidden_TD: Floats, weights_TH: Floats | None, inputs: tuple[Any, ...]
+    ) -> None:
+        self._machine = machine
+        self._handle: int | None = handle
+        self._outputs = hidden_TD, weights_TH
+        self._inputs = inputs
+
+    def __del__(self) -> None:
+        if self._handle is not None:  # lanes may still write into the arrays
+            with contextlib.suppress(MemoryError):
+                self.result()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._handle is None or self._machine.is_done(self._handle)
+
+    def result(self) -> tuple[Floats, Floats | None]:
+        """Waits for the end.
+
+        Returns:
+            [T, D] float32, and [T, H] float32 where it was asked for: how much the first token of each sequence attends
+            to each of its tokens in the last layer.
+
+        Raises:
+            MemoryError: Memory was short.
+        """
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self._machine.end(handle)
+        return self._outputs
+
+
 class NativeEncoder:
     """An encoder, packed for one machine. Calls come from one thread.
 
@@ -169,7 +215,19 @@ class NativeEncoder:
         visible_N: NDArray[np.int32] | None = None,
         need_attention: bool = False,
     ) -> tuple[Floats, Floats | None]:
-        """Runs a forward.
+        """Runs a forward and waits for it; see `begin`, and NativeForward.result."""
+        return self.begin(ids_T, places_T, starts, visible_N=visible_N, need_attention=need_attention).result()
+
+    def begin(
+        self,
+        ids_T: NDArray[np.int64],
+        places_T: NDArray[np.int64],
+        starts: NDArray[np.int32],
+        *,
+        visible_N: NDArray[np.int32] | None = None,
+        need_attention: bool = False,
+    ) -> NativeForward:
+        """Begins a forward. Others may be under way.
 
         Args:
             ids_T: [T] int64 token ids.
@@ -177,10 +235,6 @@ class NativeEncoder:
             starts: [N + 1] int32, prefix sums of the lengths.
             visible_N: [N] int32: so many tokens at the head of each sequence are attended to; None: all.
             need_attention: Also return the weights.
-
-        Returns:
-            [T, D] float32, and [T, H] float32: how much the first token of each sequence attends to each of its tokens
-            in the last layer.
 
         Raises:
             ValueError: An id or a place has no row, a sequence is longer than the tables of a layer; array shapes do
@@ -217,8 +271,9 @@ class NativeEncoder:
             hidden=at(hidden_TD),
             first_weights=at(weights_TH),
         )
-        self._machine.encode(self._struct, batch)
-        return hidden_TD, weights_TH
+        return NativeForward(
+            self._machine, self._machine.begin(self._struct, batch), hidden_TD, weights_TH, (self, arrays)
+        )
 
     def _layer(self, spec: LayerSpec) -> _abi.Layer:
         left, right = spec.window or (-1, -1)

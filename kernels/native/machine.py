@@ -1,4 +1,4 @@
-"""The library with its threads and its memory: one Machine runs one forward at a time, on so many cores."""
+"""The library with its threads and its memory: one Machine runs forwards on so many cores."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from . import _abi
 
 LIBRARY: Final = Path(__file__).with_name("libpenstock_native.so")
 _ALIGNMENT: Final = 64
+_NO_MEMORY: Final = "too little memory for the rows of a forward"
 
 Floats = NDArray[np.float32]
 Array = NDArray[Any]
@@ -75,7 +76,7 @@ class PackedProduct:
 
 
 class Machine:
-    """Opens the library with `num_lanes` threads, of which the caller is one.
+    """Opens the library with `num_lanes` threads. Calls come from one thread.
 
     Args:
         num_lanes: Cores that a forward may use; at least 1.
@@ -187,14 +188,44 @@ class Machine:
         )
         return result
 
-    def encode(self, encoder: _abi.Encoder, batch: _abi.Batch) -> None:
-        """Runs a forward; see NativeEncoder.
+    @property
+    def num_free(self) -> int:
+        """Lanes that have nothing to do."""
+        return int(self._library.penstock_free_lanes(self._opened))
+
+    def ring(self, bell: int | None) -> None:
+        """Names the descriptor that is written to where a forward ends, and where a lane has nothing more to do.
+
+        After a call with None nobody writes to the last one any more.
+        """
+        self._library.penstock_ring(self._opened, -1 if bell is None else bell)
+
+    def begin(self, encoder: _abi.Encoder, batch: _abi.Batch) -> int:
+        """Begins a forward; see NativeEncoder. What the structs point to lives until `end` has returned.
+
+        Returns:
+            What `is_done` and `end` know it by.
 
         Raises:
             MemoryError: Memory is short.
         """
-        if not self._library.penstock_encode(self._opened, encoder, batch):
-            raise MemoryError("too little memory for the rows of a forward")
+        handle = self._library.penstock_begin(self._opened, encoder, batch)
+        if handle is None:
+            raise MemoryError(_NO_MEMORY)
+        return int(handle)
+
+    def is_done(self, handle: int) -> bool:
+        """Whether `end` would return at once."""
+        return bool(self._library.penstock_is_done(handle))
+
+    def end(self, handle: int) -> None:
+        """Waits for a forward and forgets it: each is ended once.
+
+        Raises:
+            MemoryError: Memory was short.
+        """
+        if not self._library.penstock_end(handle):
+            raise MemoryError(_NO_MEMORY)
 
     def pool(
         self,

@@ -8,7 +8,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* A changed struct or function has another number, so that a stale library is refused. */
-#define ABI 1
+#define ABI 2
 
 typedef struct {
     const Isa *isa;
@@ -24,7 +24,7 @@ EXPORT const char *penstock_isa(const char *wanted) {
     return isa ? isa->name : "";
 }
 
-/* Threads and memory for forwards, one at a time; NULL where the system gives none. */
+/* Threads and memory for forwards; NULL where the system gives none. */
 EXPORT Machine *penstock_open(const char *wanted, int num_lanes) {
     Machine *machine = calloc(1, sizeof *machine);
     if (!machine) return NULL;
@@ -59,9 +59,21 @@ EXPORT void penstock_pack(const Machine *machine, const Product *product, const 
     machine->isa->pack(product, weights, bias, packed, packed_bias, scales, sums);
 }
 
-EXPORT int penstock_encode(Machine *machine, const Encoder *encoder, const Batch *batch) {
-    return run_encoder(machine->isa, encoder, batch, machine->lanes, machine->scratch);
+/* Lanes with nothing to do. */
+EXPORT int penstock_free_lanes(Machine *machine) { return lanes_free(machine->lanes); }
+
+/* A descriptor to write to where a forward ends, and where a lane has nothing more to do; -1: none. */
+EXPORT void penstock_ring(Machine *machine, int bell) { lanes_ring(machine->lanes, bell); }
+
+/* Begins a forward; what encoder and batch point to lives until penstock_end has returned. NULL: memory is short. */
+EXPORT Forward *penstock_begin(Machine *machine, const Encoder *encoder, const Batch *batch) {
+    return forward_begin(machine->isa, encoder, batch, machine->lanes, machine->scratch);
 }
+
+EXPORT int penstock_is_done(const Forward *forward) { return forward_is_done(forward); }
+
+/* Waits for a forward and forgets it. Returns 0 where memory was short. */
+EXPORT int penstock_end(Forward *forward) { return forward_end(forward); }
 
 /* y = product of float32 rows, on one core: for tests, and to measure. `input` and `scales` are scratch. */
 EXPORT void penstock_product(const Machine *machine, const Product *product, const float *x, const float *add,

@@ -1,8 +1,8 @@
 /* A whole encoder as one call: embeddings, layers, final norm.
  *
  * A forward is cut into parts of some sequences each, which lanes take one after another, each through all layers by
- * itself. Where one sequence outweighs the others, all lanes go through the layers together instead, and meet after
- * every step. Every result is the same to the bit either way: no sum is ever cut.
+ * itself. Where one sequence outweighs the others, the lanes that are free go through the layers together instead, and
+ * meet after every step. Every result is the same to the bit either way: no sum is ever cut.
  */
 #include "encoder.h"
 
@@ -11,7 +11,7 @@
 #include <string.h>
 
 /* Tokens of a part: at least so many that reading the weights does not count, at most what caches hold. */
-#define LEAST_TOKENS 48
+#define LEAST_TOKENS 24
 #define MOST_TOKENS 320
 /* Lanes go together where the heaviest sequence is so many times a lane's share. */
 #define HEAVY 1.25
@@ -32,18 +32,20 @@ typedef struct {
     void *inner;       /* [R, I] */
 } Rows;
 
-typedef struct {
+struct Forward {
+    Job job;
+    Lanes *lanes;
     const Isa *isa;
     const Encoder *encoder;
-    const Batch *batch;
-    Lanes *lanes;
+    Batch batch;
     Scratch *scratch;  /* of each lane */
-    Part *parts;
-    int num_parts;
-    int together;      /* all lanes on the one part */
+    long longest;      /* tokens of a sequence */
+    Part whole;        /* the batch, for lanes that go together */
     Rows rows;         /* of that part */
-    atomic_int next;
-} Forward;
+    int num_parts;
+    Part *parts;
+    atomic_int lacks_memory;
+};
 
 /* One lane of those that go through a part. */
 typedef struct {
@@ -86,7 +88,7 @@ static long lay_out(const Encoder *encoder, long rows, char *at, Rows *out) {
 }
 
 static void meet(const Team *team) {
-    if (team->members > 1) lanes_meet(team->forward->lanes);
+    if (team->members > 1) lanes_meet(&team->forward->job);
 }
 
 /* This lane's share of `count` things. */
@@ -121,7 +123,7 @@ static void step_norm(Team *team, const Norm *norm, const float *x, long width, 
 
 static void step_attention(Team *team, const Layer *layer, int dot, int is_bf16, int is_last) {
     const Encoder *encoder = team->forward->encoder;
-    const Batch *batch = team->forward->batch;
+    const Batch *batch = &team->forward->batch;
     const Part *part = team->part;
     AttentionCall call = {.layer = layer, .heads = encoder->num_heads, .kv_heads = encoder->num_kv_heads,
                           .head_size = encoder->head_size,
@@ -143,7 +145,7 @@ static void step_attention(Team *team, const Layer *layer, int dot, int is_bf16,
 
 static void embed(Team *team) {
     const Encoder *encoder = team->forward->encoder;
-    const Batch *batch = team->forward->batch;
+    const Batch *batch = &team->forward->batch;
     long E = encoder->embedding_width, first, last;
     float *to = encoder->projection.in ? (float *)team->rows.inner : team->rows.hidden;
     share(team, team->part->rows, &first, &last);
@@ -209,7 +211,7 @@ static void run_part(Team *team) {
     const Encoder *encoder = team->forward->encoder;
     embed(team);
     for (long i = 0; i < encoder->num_layers; i++) run_layer(team, encoder->layers + i, i + 1 == encoder->num_layers);
-    float *to = team->forward->batch->hidden + team->part->start * encoder->width;
+    float *to = team->forward->batch.hidden + team->part->start * encoder->width;
     step_norm(team, &encoder->final_norm, team->rows.hidden, encoder->width, to);
 }
 
@@ -235,25 +237,25 @@ static int grow(Scratch *scratch, long bytes) {
     return 1;
 }
 
-static void work(void *argument, int lane) {
-    Forward *forward = argument;
+/* Unit of a job: a part for one lane, or one lane's share of the whole batch. */
+static void work(Job *job, int unit, int lane) {
+    Forward *forward = (Forward *)job;
     const Encoder *encoder = forward->encoder;
-    if (forward->together) {
-        Team team = {.forward = forward, .part = forward->parts, .rows = forward->rows, .member = lane,
-                     .members = lanes_count(forward->lanes), .own = forward->scratch[lane].memory};
-        if (lane == 0) team.own += lay_out(encoder, forward->parts->rows, NULL, &team.rows);
-        run_part(&team);
-        return;
-    }
-    for (;;) {
-        int number = atomic_fetch_add(&forward->next, 1);
-        if (number >= forward->num_parts) return;
-        const Part *part = forward->parts + (forward->num_parts - 1 - number); /* the last are the longest */
-        Team team = {.forward = forward, .part = part, .member = 0, .members = 1};
-        long bytes = lay_out(encoder, part->rows, forward->scratch[lane].memory, &team.rows);
-        team.own = forward->scratch[lane].memory + bytes;
-        run_part(&team);
-    }
+    Scratch *scratch = &forward->scratch[lane];
+    int together = job->members > 1;
+    /* The last parts have the longest sequences: they go first. */
+    const Part *part = together ? &forward->whole : forward->parts + (forward->num_parts - 1 - unit);
+    Rows *rows = &forward->rows, mine;
+    long bytes = !together ? lay_out(encoder, part->rows, NULL, &mine) : unit ? 0 : lay_out(encoder, part->rows, NULL, rows);
+    if (!grow(scratch, own_bytes(forward->isa, encoder, forward->longest) + bytes))
+        atomic_store(&forward->lacks_memory, 1);
+    else if (bytes)
+        lay_out(encoder, part->rows, scratch->memory, together ? rows : &mine);
+    lanes_meet(job);
+    if (atomic_load(&forward->lacks_memory)) return;
+    Team team = {.forward = forward, .part = part, .rows = together ? *rows : mine, .member = together ? unit : 0,
+                 .members = job->members, .own = scratch->memory + bytes};
+    run_part(&team);
 }
 
 /* Cuts the batch into parts of about `target` tokens. Returns their number. */
@@ -273,38 +275,36 @@ static int cut(const Batch *batch, long target, Part *parts) {
     return count;
 }
 
-int run_encoder(const Isa *isa, const Encoder *encoder, const Batch *batch, Lanes *lanes, Scratch *scratch) {
-    long total = batch->starts[batch->num_seqs], longest = 0, bytes = 0;
-    int count = lanes_count(lanes), done = 1;
+Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batch, Lanes *lanes, Scratch *scratch) {
+    Forward *forward = malloc(sizeof *forward);
+    Part *parts = malloc((size_t)batch->num_seqs * sizeof(Part));
+    if (!forward || !parts) {
+        free(forward);
+        free(parts);
+        return NULL;
+    }
+    long total = batch->starts[batch->num_seqs], longest = 0, count = lanes_count(lanes);
     for (long s = 0; s < batch->num_seqs; s++) {
         long length = batch->starts[s + 1] - batch->starts[s];
         longest = length > longest ? length : longest;
     }
-    Forward forward = {.isa = isa, .encoder = encoder, .batch = batch, .lanes = lanes, .scratch = scratch};
-    forward.parts = malloc((size_t)batch->num_seqs * sizeof(Part));
-    if (!forward.parts) return 0;
-    forward.together = count > 1 && (double)longest * count > HEAVY * (double)total;
-    if (forward.together) {
-        forward.num_parts = cut(batch, total, forward.parts);
-        bytes = lay_out(encoder, total, NULL, &forward.rows);
-    } else {
-        long target = total / count + total % count;
-        if (target > 2 * LEAST_TOKENS) target = (target + 1) / 2;
-        target = target > MOST_TOKENS ? MOST_TOKENS : target < LEAST_TOKENS ? LEAST_TOKENS : target;
-        forward.num_parts = cut(batch, target, forward.parts);
-        long most = 0;
-        for (int i = 0; i < forward.num_parts; i++)
-            most = forward.parts[i].rows > most ? forward.parts[i].rows : most;
-        bytes = lay_out(encoder, most, NULL, &forward.rows);
-    }
-    int used = forward.together ? count : forward.num_parts < count ? forward.num_parts : count;
-    long own = own_bytes(isa, encoder, longest);
-    for (int lane = 0; lane < used; lane++)
-        done = done && grow(&scratch[lane], own + (forward.together && lane ? 0 : bytes));
-    if (done) {
-        if (forward.together) lay_out(encoder, total, scratch[0].memory, &forward.rows);
-        lanes_run(lanes, used, work, &forward);
-    }
-    free(forward.parts);
+    long target = total / count + total % count;
+    if (target > 2 * LEAST_TOKENS) target = (target + 1) / 2;
+    target = target > MOST_TOKENS ? MOST_TOKENS : target < LEAST_TOKENS ? LEAST_TOKENS : target;
+    *forward = (Forward){.job = {.run = work}, .lanes = lanes, .isa = isa, .encoder = encoder, .batch = *batch,
+                         .scratch = scratch, .longest = longest, .parts = parts,
+                         .whole = {.last = batch->num_seqs, .rows = total}};
+    forward->num_parts = cut(batch, target, parts);
+    lanes_begin(lanes, &forward->job, forward->num_parts, (double)longest * (double)count > HEAVY * (double)total);
+    return forward;
+}
+
+int forward_is_done(const Forward *forward) { return lanes_is_done(&forward->job); }
+
+int forward_end(Forward *forward) {
+    lanes_end(forward->lanes, &forward->job);
+    int done = !atomic_load(&forward->lacks_memory);
+    free(forward->parts);
+    free(forward);
     return done;
 }

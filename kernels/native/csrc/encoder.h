@@ -12,7 +12,16 @@ typedef struct {
     long bytes;
 } Scratch;
 
-/* Runs a forward; `scratch` holds one entry a lane. Returns 0 where memory is short, and then nothing was written. */
-int run_encoder(const Isa *isa, const Encoder *encoder, const Batch *batch, Lanes *lanes, Scratch *scratch);
+typedef struct Forward Forward;
+
+/* Begins a forward on the lanes; `scratch` holds one entry a lane. What `encoder` and `batch` point to lives until
+ * forward_end has returned; `batch` itself is copied. NULL where memory is short. */
+Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batch, Lanes *lanes, Scratch *scratch);
+
+/* Whether forward_end will not wait. */
+int forward_is_done(const Forward *forward);
+
+/* Waits for a forward and forgets it. Returns 0 where memory was short, and then what was written is of no use. */
+int forward_end(Forward *forward);
 
 #endif

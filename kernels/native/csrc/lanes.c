@@ -5,7 +5,6 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
@@ -16,7 +15,6 @@
 #define CACHE_LINE 64
 
 typedef struct {
-    _Alignas(CACHE_LINE) atomic_uint calls; /* so many calls of this lane have begun; it waits for the next */
     Lanes *lanes;
     int number;
     pthread_t thread;
@@ -25,21 +23,22 @@ typedef struct {
 struct Lanes {
     int count;
     Lane *lane;
-    void (*work)(void *, int); /* NULL: the thread ends */
-    void *argument;
-    int members;                                     /* lanes of the running call */
-    _Alignas(CACHE_LINE) atomic_int running;         /* those that have not returned from it */
-    _Alignas(CACHE_LINE) atomic_uint ended;          /* calls that all lanes have returned from */
-    _Alignas(CACHE_LINE) atomic_int arrived;         /* lanes that wait in lanes_meet */
-    _Alignas(CACHE_LINE) atomic_uint meetings;       /* meetings that are over */
+    pthread_mutex_t lock; /* of what follows */
+    Job *first, *last;    /* jobs with units that no lane has taken */
+    int untaken;          /* units of these */
+    int waiting;          /* lanes that wait for work, or have been woken and will look for it */
+    int closing;
+    int bell;
+    _Alignas(CACHE_LINE) atomic_uint begun; /* jobs that have been given; counts on when the lanes end */
+    _Alignas(CACHE_LINE) atomic_uint ended; /* jobs that are done */
 };
 
 static void sleep_on(atomic_uint *word, unsigned value) {
     syscall(SYS_futex, (unsigned *)word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
 }
 
-static void wake_all(atomic_uint *word) {
-    syscall(SYS_futex, (unsigned *)word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+static void wake(atomic_uint *word, int count) {
+    syscall(SYS_futex, (unsigned *)word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
 }
 
 static int64_t now_ns(void) {
@@ -68,38 +67,64 @@ static void wait_while(atomic_uint *word, unsigned value) {
     while (atomic_load_explicit(word, memory_order_acquire) == value) sleep_on(word, value);
 }
 
-static void call(Lane *lane) {
-    atomic_fetch_add_explicit(&lane->calls, 1, memory_order_acq_rel);
-    wake_all(&lane->calls);
+/* Tells whoever gives the lanes work. The caller holds the lock. */
+static void ring(const Lanes *lanes) {
+    if (lanes->bell >= 0 && write(lanes->bell, "", 1) < 0) return; /* it has rung as often as can be */
+}
+
+/* The caller holds the lock. */
+static Job *take(Lanes *lanes, int *unit) {
+    Job *job = lanes->first;
+    *unit = job->taken++;
+    lanes->untaken--;
+    if (job->taken == job->units) lanes->first = job->next;
+    return job;
 }
 
 static void *live(void *argument) {
-    Lane *lane = argument;
+    const Lane *lane = argument;
     Lanes *lanes = lane->lanes;
-    for (unsigned seen = 0;; seen++) {
-        wait_while(&lane->calls, seen);
-        if (!lanes->work) return NULL;
-        lanes->work(lanes->argument, lane->number);
-        if (atomic_fetch_sub_explicit(&lanes->running, 1, memory_order_acq_rel) == 1) {
-            atomic_fetch_add_explicit(&lanes->ended, 1, memory_order_acq_rel);
-            wake_all(&lanes->ended);
+    pthread_mutex_lock(&lanes->lock);
+    for (;;) {
+        if (lanes->first) {
+            int unit;
+            Job *job = take(lanes, &unit);
+            pthread_mutex_unlock(&lanes->lock);
+            job->run(job, unit, lane->number);
+            pthread_mutex_lock(&lanes->lock);
+            if (++job->ended == job->units) {
+                atomic_store_explicit(&job->is_done, 1, memory_order_release); /* the job may be gone from here on */
+                atomic_fetch_add_explicit(&lanes->ended, 1, memory_order_acq_rel);
+                wake(&lanes->ended, INT_MAX);
+                if (lanes->first) ring(lanes); /* else it rings below */
+            }
+        } else if (lanes->closing) {
+            break;
+        } else {
+            unsigned begun = atomic_load_explicit(&lanes->begun, memory_order_acquire);
+            lanes->waiting++;
+            ring(lanes);
+            pthread_mutex_unlock(&lanes->lock);
+            wait_while(&lanes->begun, begun);
+            pthread_mutex_lock(&lanes->lock);
+            lanes->waiting--;
         }
     }
+    pthread_mutex_unlock(&lanes->lock);
+    return NULL;
 }
 
 Lanes *lanes_open(int count) {
     Lanes *lanes = NULL;
     if (count < 1 || posix_memalign((void **)&lanes, CACHE_LINE, sizeof *lanes)) return NULL;
-    *lanes = (Lanes){.count = 1};
-    if (posix_memalign((void **)&lanes->lane, CACHE_LINE, (size_t)count * sizeof(Lane))) {
-        free(lanes);
-        return NULL;
-    }
+    *lanes = (Lanes){.bell = -1};
+    pthread_mutex_init(&lanes->lock, NULL);
+    lanes->lane = calloc((size_t)count, sizeof(Lane));
     /* Signals are for the threads of the interpreter. */
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
-    for (int i = 1; i < count; i++) {
+    for (int i = 0; lanes->lane && i < count; i++) {
         Lane *lane = &lanes->lane[i];
         *lane = (Lane){.lanes = lanes, .number = i};
         if (pthread_create(&lane->thread, NULL, live, lane)) break;
@@ -115,45 +140,76 @@ Lanes *lanes_open(int count) {
 }
 
 void lanes_close(Lanes *lanes) {
-    lanes->work = NULL;
-    for (int i = 1; i < lanes->count; i++) {
-        call(&lanes->lane[i]);
-        pthread_join(lanes->lane[i].thread, NULL);
-    }
+    pthread_mutex_lock(&lanes->lock);
+    lanes->closing = 1;
+    atomic_fetch_add_explicit(&lanes->begun, 1, memory_order_acq_rel);
+    wake(&lanes->begun, INT_MAX);
+    pthread_mutex_unlock(&lanes->lock);
+    for (int i = 0; i < lanes->count; i++) pthread_join(lanes->lane[i].thread, NULL);
+    pthread_mutex_destroy(&lanes->lock);
     free(lanes->lane);
     free(lanes);
 }
 
 int lanes_count(const Lanes *lanes) { return lanes->count; }
 
-void lanes_run(Lanes *lanes, int count, void (*work)(void *, int), void *argument) {
-    lanes->members = count < lanes->count ? count : lanes->count;
-    if (lanes->members == 1) {
-        work(argument, 0);
-        return;
-    }
-    lanes->work = work;
-    lanes->argument = argument;
-    atomic_store(&lanes->running, lanes->members);
-    atomic_store(&lanes->arrived, 0);
-    for (int i = 1; i < lanes->members; i++) call(&lanes->lane[i]);
-    work(argument, 0);
-    if (atomic_fetch_sub_explicit(&lanes->running, 1, memory_order_acq_rel) == 1) return;
-    for (;;) {
+/* The caller holds the lock. A lane that waits will take a unit that nobody has. */
+static int num_free(const Lanes *lanes) {
+    return lanes->waiting > lanes->untaken ? lanes->waiting - lanes->untaken : 0;
+}
+
+int lanes_free(Lanes *lanes) {
+    pthread_mutex_lock(&lanes->lock);
+    int free_now = num_free(lanes);
+    pthread_mutex_unlock(&lanes->lock);
+    return free_now;
+}
+
+void lanes_ring(Lanes *lanes, int bell) {
+    pthread_mutex_lock(&lanes->lock);
+    lanes->bell = bell;
+    pthread_mutex_unlock(&lanes->lock);
+}
+
+void lanes_begin(Lanes *lanes, Job *job, int units, int together) {
+    pthread_mutex_lock(&lanes->lock);
+    int members = together ? num_free(lanes) : 1;
+    job->members = members > 1 ? members : 1;
+    job->units = members > 1 ? members : units;
+    job->next = NULL;
+    job->taken = job->ended = 0;
+    atomic_init(&job->is_done, 0);
+    atomic_init(&job->arrived, 0);
+    atomic_init(&job->meetings, 0);
+    if (lanes->first)
+        lanes->last->next = job;
+    else
+        lanes->first = job;
+    lanes->last = job;
+    lanes->untaken += job->units;
+    int wanted = job->units; /* the job may be gone once the lock is free */
+    atomic_fetch_add_explicit(&lanes->begun, 1, memory_order_acq_rel);
+    pthread_mutex_unlock(&lanes->lock);
+    wake(&lanes->begun, wanted);
+}
+
+int lanes_is_done(const Job *job) { return atomic_load_explicit(&job->is_done, memory_order_acquire); }
+
+void lanes_end(Lanes *lanes, Job *job) {
+    while (!lanes_is_done(job)) {
         unsigned ended = atomic_load_explicit(&lanes->ended, memory_order_acquire);
-        if (atomic_load_explicit(&lanes->running, memory_order_acquire) == 0) return;
-        wait_while(&lanes->ended, ended);
+        if (!lanes_is_done(job)) wait_while(&lanes->ended, ended);
     }
 }
 
-void lanes_meet(Lanes *lanes) {
-    if (lanes->members == 1) return;
-    unsigned over = atomic_load_explicit(&lanes->meetings, memory_order_acquire);
-    if (atomic_fetch_add_explicit(&lanes->arrived, 1, memory_order_acq_rel) + 1 == lanes->members) {
-        atomic_store_explicit(&lanes->arrived, 0, memory_order_relaxed);
-        atomic_fetch_add_explicit(&lanes->meetings, 1, memory_order_acq_rel);
-        wake_all(&lanes->meetings);
+void lanes_meet(Job *job) {
+    if (job->members == 1) return;
+    unsigned over = atomic_load_explicit(&job->meetings, memory_order_acquire);
+    if (atomic_fetch_add_explicit(&job->arrived, 1, memory_order_acq_rel) + 1 == (unsigned)job->members) {
+        atomic_store_explicit(&job->arrived, 0, memory_order_relaxed);
+        atomic_fetch_add_explicit(&job->meetings, 1, memory_order_acq_rel);
+        wake(&job->meetings, INT_MAX);
     } else {
-        wait_while(&lanes->meetings, over);
+        wait_while(&job->meetings, over);
     }
 }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.runner import ForwardTime, Outputs
+from penstock.engine.core.runner import ForwardTime, OneByOne, Outputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.messages import (
     CacheUse,
@@ -61,7 +61,7 @@ def model(max_model_len: int = 4096) -> ModelInfo:
     )
 
 
-class FakeRunner:
+class FakeRunner(OneByOne):
     """See Runner.
 
     Attributes:

@@ -1,0 +1,201 @@
+"""Batches that overlap: the device gets the next one as soon as a part of it is free, and answers leave as they end."""
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.engine.core.bell import Bell
+from penstock.engine.core.runner import DeviceMemoryError, EndedForward, Outputs
+from penstock.engine.scheduling import Chunk
+
+from .fake_runner import FakeRunner, Steps
+
+
+class SlowForward:
+    """Ends when it is told to."""
+
+    def __init__(self, runner: "LaneRunner", chunks: Sequence[Chunk]) -> None:
+        self.runner, self.chunks = runner, chunks
+        self.is_done = False
+
+    def outputs(self) -> list[Outputs]:
+        self.runner.running.remove(self)
+        return FakeRunner.execute(self.runner, self.chunks)
+
+
+class LaneRunner(FakeRunner):
+    """Two lanes, each of which runs a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_lanes = 2
+        self.running: list[SlowForward] = []
+        self.began: list[list[int]] = []
+        self.bell: int | None = None
+
+    @property
+    def has_room(self) -> bool:  # type: ignore[override]
+        return sum(not forward.is_done for forward in self.running) < self.num_lanes
+
+    def ring(self, bell: int | None) -> None:
+        self.bell = bell
+
+    def begin(self, chunks: Sequence[Chunk]) -> SlowForward | EndedForward:  # type: ignore[override]
+        self.began.append([chunk.sequence.request.request_id for chunk in chunks])
+        self.running.append(SlowForward(self, chunks))
+        return self.running[-1]
+
+    def end(self, number: int) -> None:
+        self.running[number].is_done = True
+
+
+@pytest.fixture
+def lanes() -> tuple[LaneRunner, Steps]:
+    runner = LaneRunner()
+    return runner, Steps(runner, budget=4096)
+
+
+def test_the_second_batch_begins_while_the_first_runs(lanes: tuple[LaneRunner, Steps]) -> None:
+    runner, steps = lanes
+    steps.submit(1, 40)
+    steps.run()
+    steps.submit(2, 40)
+    steps.run()
+    assert runner.began == [[1], [2]]
+    assert not steps.answers
+
+
+def test_answers_leave_in_the_order_in_which_batches_end(lanes: tuple[LaneRunner, Steps]) -> None:
+    runner, steps = lanes
+    for request_id in (1, 2):
+        steps.submit(request_id, 40, token=request_id)
+        steps.run()
+    runner.end(1)
+    steps.run()
+    assert steps.answers == {2: {0: [80.0]}}
+    runner.end(0)
+    steps.run()
+    assert steps.answers == {1: {0: [40.0]}, 2: {0: [80.0]}}
+    assert not steps.core._scheduler.requests
+
+
+def test_what_waits_is_cut_into_a_share_for_each_lane(lanes: tuple[LaneRunner, Steps]) -> None:
+    runner, steps = lanes
+    steps.submit(1, *[50] * 16)
+    steps.run(2)
+    assert [len(batch) for batch in runner.began] == [4, 3]  # of 800 tokens a quarter, then of 600
+
+
+def test_a_full_device_gets_nothing_until_a_lane_is_free(lanes: tuple[LaneRunner, Steps]) -> None:
+    runner, steps = lanes
+    for request_id in (1, 2):
+        steps.submit(request_id, 40)
+        steps.run()
+    steps.submit(3, 40)
+    assert not steps.core._can_begin()
+    runner.end(0)
+    steps.run()
+    assert runner.began == [[1], [2], [3]]
+    assert steps.answers == {1: {0: [40.0]}}
+
+
+def test_a_request_that_ends_while_it_runs_is_not_answered(lanes: tuple[LaneRunner, Steps]) -> None:
+    runner, steps = lanes
+    for request_id in (1, 2):
+        steps.submit(request_id, 40)
+        steps.run()
+    steps.cancel(1)
+    runner.end(0)
+    runner.end(1)
+    steps.run()
+    assert set(steps.answers) == {2}
+
+
+def test_a_forward_that_fails_runs_again_by_halves_beside_the_other(lanes: tuple[LaneRunner, Steps]) -> None:
+    runner, steps = lanes
+
+    def fail(chunks: Sequence[Chunk]) -> None:
+        if any(chunk.sequence.request.request_id == 2 for chunk in chunks):
+            raise ValueError("a text that no model likes")
+
+    runner.hook = fail
+    for request_ids in ((1,), (2, 3)):
+        for request_id in request_ids:
+            steps.submit(request_id, 24)
+        steps.run()
+    assert runner.began == [[1], [2, 3]]
+    runner.end(1)
+    steps.run()
+    assert set(steps.answers) == {3}
+    assert set(steps.failures) == {2}
+    runner.end(0)
+    steps.run()
+    assert set(steps.answers) == {1, 3}
+
+
+def test_a_forward_that_cannot_begin_fails_its_requests_alone(lanes: tuple[LaneRunner, Steps]) -> None:
+    runner, steps = lanes
+    steps.submit(1, 40)
+    steps.run()
+
+    def begin(chunks: Sequence[Chunk]) -> EndedForward:
+        raise DeviceMemoryError("none")
+
+    runner.begin = begin  # type: ignore[method-assign]
+    runner.hook = lambda chunks: begin(chunks)
+    steps.submit(2, 40)
+    steps.run()
+    assert set(steps.failures) == {2}
+
+
+def test_what_runs_is_answered_when_the_core_stops(lanes: tuple[LaneRunner, Steps]) -> None:
+    runner, steps = lanes
+    steps.submit(1, 40)
+    steps.run()
+    steps.core.stop()
+    assert not steps.core.step()
+    assert steps.answers == {1: {0: [40.0]}}
+    assert runner.running == []
+
+
+def test_an_arrival_wakes_a_device_with_room_and_not_a_full_one(lanes: tuple[LaneRunner, Steps]) -> None:
+    _, steps = lanes
+    rings: list[str] = []
+    steps.core._bell.ring = lambda: rings.append("ring")  # type: ignore[method-assign]
+    steps.core._bell.wait = lambda: (_ for _ in ()).throw(TimeoutError)  # type: ignore[method-assign]
+
+    def sleep() -> None:
+        with pytest.raises(TimeoutError):
+            steps.core._wait()
+
+    sleep()
+    steps.submit(1, 40)
+    assert rings == ["ring"]
+    steps.run()
+    sleep()  # one lane is free
+    steps.submit(2, 40)
+    assert rings == ["ring"] * 2
+    steps.run()
+    sleep()  # none is
+    steps.submit(3, 40)
+    assert rings == ["ring"] * 2
+
+
+def test_a_bell_keeps_its_rings_and_never_blocks_who_rings() -> None:
+    bell = Bell()
+    for _ in range(200_000):
+        bell.ring()
+    bell.wait()  # all of them at once
+    woken = threading.Event()
+
+    def sleep() -> None:
+        bell.wait()
+        woken.set()
+
+    thread = threading.Thread(target=sleep, daemon=True)
+    thread.start()
+    assert not woken.wait(0.1)
+    bell.ring()
+    assert woken.wait(5)
+    thread.join()
