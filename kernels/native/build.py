@@ -22,7 +22,16 @@ from typing import Final
 SOURCES: Final = Path(__file__).with_name("csrc")
 LIBRARY: Final = Path(__file__).with_name("libpenstock_native.so")
 
-_FLAGS: Final = ("-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
+_FLAGS: Final = (
+    "-std=gnu11",
+    "-O2",
+    "-ftree-vectorize",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+)
 # isa.c is compiled once for each. The names are those of cpu.c.
 _AVX512: Final = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _ISAS: Final[dict[str, dict[str, tuple[str, ...]]]] = {

@@ -53,24 +53,21 @@ INLINE const void *take_head(const AttentionCall *call, long token, long head, l
     return row;
 }
 
-/* Keys [L, size] as the weights of q k^T. Columns past the last key are left as they are: nobody reads their sums. */
+/* Keys [L, size] as the weights of q k^T: WIDTH of them at a time, input after input (in FORMAT_DOT pair after pair).
+ * Columns past the last key are left as they are: nobody reads their sums. */
 static void pack_keys(const AttentionCall *call, long start, long length, const int32_t *positions, long kv_head,
                       void *keys) {
-    long size = call->head_size;
-    float row[size];
-    for (long j = 0; j < length; j++) {
-        long panel = j / PANEL * PANEL * size, column = j % PANEL;
-        const void *key = take_head(call, start + j, call->heads + kv_head, positions ? positions[j] : j, row);
-        if (call->dot) {
-            uint32_t *to = (uint32_t *)keys + panel / 2 + column, pair; /* pairs of inputs: [size / 2][PANEL] */
-            for (long d = 0; d < size; d += 2) {
-                memcpy(&pair, (const uint16_t *)key + d, 4);
-                to[d / 2 * PANEL] = pair;
-            }
-        } else {
-            float *to = (float *)keys + panel + column;
-            for (long d = 0; d < size; d++) to[d * PANEL] = ((const float *)key)[d];
+    long size = call->head_size, words = call->dot ? size / 2 : size; /* of 32 bits, in a key */
+    int32_t rows[WIDTH][words];
+    for (long first = 0; first < length; first += WIDTH) {
+        long count = length - first < WIDTH ? length - first : WIDTH;
+        for (long j = first; j < first + count; j++) {
+            int32_t *row = rows[j - first];
+            const void *key = take_head(call, start + j, call->heads + kv_head, positions ? positions[j] : j, row);
+            if (key != row) memcpy(row, key, (size_t)words * 4);
         }
+        float *to = (float *)keys + first / PANEL * PANEL * words + first % PANEL;
+        for (long d = 0; d < words; d++) v_store(to + d * PANEL, v_load_strided(rows[0] + d, words));
     }
 }
 
@@ -87,7 +84,10 @@ static void pack_values(const AttentionCall *call, long start, long length, long
             if (call->dot) {
                 uint32_t *to = (uint32_t *)values + (first * stride + j * PANEL) / 2;
                 const uint16_t *low = (const uint16_t *)even + first, *high = odd ? (const uint16_t *)odd + first : NULL;
-                for (long d = 0; d < count; d++) to[d] = low[d] | (high ? (uint32_t)high[d] << 16 : 0);
+                if (high)
+                    for (long d = 0; d < count; d++) to[d] = low[d] | (uint32_t)high[d] << 16;
+                else
+                    for (long d = 0; d < count; d++) to[d] = low[d];
                 for (long d = count; d < PANEL; d++) to[d] = 0;
             } else {
                 float *to = (float *)values + first * stride + j * PANEL;
@@ -100,31 +100,38 @@ static void pack_values(const AttentionCall *call, long start, long length, long
 
 /* Turns the scores of one query into probabilities that are not yet divided by their sum, which is returned.
  *
- * Keys `low` to `high` are seen; what lies beside them between `begin`, a multiple of WIDTH, and `end` becomes 0.
+ * Keys `low` to `high` are seen; what lies beside them between `begin`, a multiple of WIDTH, and `end` becomes 0. The
+ * probabilities go to `rounded` in bfloat16, or where it is NULL into the place of the scores.
  */
-INLINE float soften(float *scores, long begin, long end, long low, long high, const float *bias) {
+INLINE float soften(float *scores, long begin, long end, long low, long high, const float *bias, uint16_t *rounded) {
+    const vf nothing = v_set(-INFINITY);
     long last = round_to(high, WIDTH);
-    for (long j = begin; j < low; j++) scores[j] = -INFINITY;
-    for (long j = high; j < last; j++) scores[j] = -INFINITY;
     if (bias)
         for (long j = low; j < high; j++) scores[j] += bias[j];
-    vf most = v_set(-INFINITY), sum = v_zero();
-    for (long j = begin; j < last; j += WIDTH) most = v_max(most, v_load(scores + j));
+    vf most = nothing, sum = v_zero();
+    for (long j = begin; j < last; j += WIDTH) {
+        vf s = v_load(scores + j);
+        if (j < low || j + WIDTH > high) s = v_only(s, low - j, high - j, nothing);
+        most = v_max(most, s);
+    }
     float largest = v_largest(most);
     /* Where all that is seen is -inf, the result is NaN; where nothing is seen, it is 0. */
-    vf shift = v_set(largest > -INFINITY ? largest * LOG2_E : low < high ? NAN : 0.0f);
+    vf shift = v_set(largest > -INFINITY ? -largest * LOG2_E : low < high ? NAN : 0.0f);
     for (long j = begin; j < last; j += WIDTH) {
-        vf p = exp2_of(v_sub(v_mul(v_load(scores + j), v_set(LOG2_E)), shift));
-        if (j < low || j + WIDTH > high) {
-            v_store(scores + j, p);
-            for (long i = j; i < low && i < j + WIDTH; i++) scores[i] = 0.0f;
-            for (long i = high > j ? high : j; i < j + WIDTH; i++) scores[i] = 0.0f;
-            p = v_load(scores + j);
-        }
-        v_store(scores + j, p);
+        vf p = exp2_of(v_fma(v_load(scores + j), v_set(LOG2_E), shift));
+        if (j < low || j + WIDTH > high) p = v_only(p, low - j, high - j, v_zero());
         sum = v_add(sum, p);
+        if (rounded)
+            v_to_bf16(rounded + j, p);
+        else
+            v_store(scores + j, p);
     }
-    for (long j = last; j < end; j++) scores[j] = 0.0f;
+    for (long j = last; j < end; j++) {
+        if (rounded)
+            rounded[j] = 0;
+        else
+            scores[j] = 0.0f;
+    }
     return v_sum(sum);
 }
 
@@ -172,13 +179,14 @@ static void attend_head(const AttentionCall *call, long start, long length, long
             float *row = scores + r * stride;
             const float *bias = NULL;
             if (layer->bias) bias = layer->bias + head * (2 * layer->bias_reach + 1) + layer->bias_reach - (first + r);
-            float sum = soften(row, begin, end, low[r], high[r], bias);
+            int is_asked = call->first_weights && first + r == 0;
+            float sum = soften(row, begin, end, low[r], high[r], bias, call->dot && !is_asked ? rounded + r * stride : NULL);
             inverse[r] = sum > 0 ? 1.0f / sum : sum;
-            if (call->first_weights && first + r == 0)
-                for (long j = 0; j < length; j++)
-                    call->first_weights[(start + j) * call->heads + head] = j < high[r] ? row[j] * inverse[r] : 0.0f;
+            if (!is_asked) continue;
+            for (long j = 0; j < length; j++)
+                call->first_weights[(start + j) * call->heads + head] = j < high[r] ? row[j] * inverse[r] : 0.0f;
             if (call->dot)
-                for (long j = begin; j < end; j += WIDTH) v_to_bf16(rounded + r * stride + j, v_load(row + j));
+                for (long j = begin; j < end; j++) rounded[j] = to_bf16(row[j]);
         }
         for (long column = 0; column < size; column += PANEL) {
             long at = column * stride + begin * PANEL;
@@ -191,7 +199,7 @@ static void attend_head(const AttentionCall *call, long start, long length, long
             Target target = {.out = call->out, .out_is_bf16 = call->out_is_bf16, .width = call->heads * size};
             for (int r = 0; r < rows; r++)
                 for (long d = 0; d < PANEL && column + d < size; d += WIDTH)
-                    store_result(&target, start + first + r, head * size + column + d,
+                    store_result(&target, (start + first + r) * target.width + head * size + column + d,
                                  v_mul(v_load(sums + r * PANEL + d), v_set(inverse[r])), size - column - d);
         }
         first += rows;

@@ -14,29 +14,29 @@ static void run_norm(const Norm *norm, const float *x, long rows, long width, fl
             if (y != x) memcpy(y, x, (size_t)width * sizeof(float));
             continue;
         }
+        const long whole = width / WIDTH * WIDTH, rest = width - whole; /* what fills up the last vector must not count */
         float mean = 0.0f;
         if (!norm->rms) {
             vf sum = v_zero();
-            for (long d = 0; d < width; d += WIDTH) sum = v_add(sum, v_load_part(x + d, width - d));
+            for (long d = 0; d < whole; d += WIDTH) sum = v_add(sum, v_load(x + d));
+            if (rest) sum = v_add(sum, v_load_part(x + whole, rest));
             mean = v_sum(sum) / (float)width;
         }
         vf centre = v_set(mean), squares = v_zero();
-        for (long d = 0; d < width; d += WIDTH) {
-            vf off = v_sub(v_load_part(x + d, width - d), centre);
-            if (width - d < WIDTH) { /* what fills up the last vector must not count */
-                float lanes[WIDTH] = {0};
-                for (long i = 0; d + i < width; i++) lanes[i] = x[d + i] - mean;
-                off = v_load(lanes);
-            }
+        for (long d = 0; d < whole; d += WIDTH) {
+            vf off = v_sub(v_load(x + d), centre);
+            squares = v_fma(off, off, squares);
+        }
+        if (rest) {
+            vf off = v_only(v_sub(v_load_part(x + whole, rest), centre), 0, rest, v_zero());
             squares = v_fma(off, off, squares);
         }
         vf scale = v_set(1.0f / sqrtf(v_sum(squares) / (float)width + norm->eps));
         for (long d = 0; d < width; d += WIDTH) {
             long left = width - d;
             vf off = v_mul(v_sub(v_load_part(x + d, left), centre), scale);
-            vf weight = v_load_part(norm->weight + d, left);
             vf bias = norm->bias ? v_load_part(norm->bias + d, left) : v_zero();
-            v_store_part(y + d, v_fma(off, weight, bias), left);
+            v_store_part(y + d, v_fma(off, v_load_part(norm->weight + d, left), bias), left);
         }
     }
 }

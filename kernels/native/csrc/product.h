@@ -92,18 +92,21 @@ static void convert_rows(int format, const float *x, long rows, long width, void
             for (; d < width; d++) to[d] = to_bf16(x[d]);
         } else if (format == FORMAT_INT8) {
             uint8_t *to = (uint8_t *)out + r * width;
-            vf most = v_zero(), wrong = v_zero();
-            for (long d = 0; d < width; d += WIDTH) {
-                vf a = v_abs(v_load_part(x + d, width - d));
-                most = v_max(most, a);
-                wrong = v_add(wrong, v_sub(a, a)); /* NaN where there is NaN or inf */
+            vf most = v_zero(), more = v_zero();
+            long d = 0;
+            for (; d + 2 * WIDTH <= width; d += 2 * WIDTH) {
+                most = v_max_abs(most, v_load(x + d));
+                more = v_max_abs(more, v_load(x + d + WIDTH));
             }
+            for (; d < width; d += WIDTH) most = v_max_abs(most, v_load_part(x + d, width - d));
+            vf all = v_max_abs(most, more), bad = v_sub(all, all); /* NaN where there is NaN or inf */
+            float largest = v_largest(all), wrong = v_sum(bad);
             /* The inverse of a smaller row is inf. */
-            float largest = v_largest(most), bad = v_sum(wrong), inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;
-            scales[r] = bad == 0 ? largest / 127.0f : bad;
-            if (bad != 0) inverse = 0.0f;
+            float inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;
+            scales[r] = wrong == 0 ? largest / 127.0f : wrong;
+            if (wrong != 0) inverse = 0.0f;
             vf scale = v_set(inverse);
-            for (long d = 0; d < width; d += WIDTH) {
+            for (d = 0; d < width; d += WIDTH) {
                 vf whole = v_add(v_round(v_mul(v_load_part(x + d, width - d), scale)), v_set(128.0f));
                 uint8_t bytes[WIDTH];
                 v_to_bytes(d + WIDTH <= width ? to + d : bytes, whole);
@@ -113,8 +116,8 @@ static void convert_rows(int format, const float *x, long rows, long width, void
     }
 }
 
-INLINE void store_result(const Target *to, long row, long column, vf y, long count) {
-    long at = row * to->width + column;
+/* Stores the first `count` floats of y at a place of the result. */
+INLINE void store_result(const Target *to, long at, vf y, long count) {
     if (to->add) y = v_add(y, v_load_part(to->add + at, count));
     if (!to->out_is_bf16) {
         v_store_part((float *)to->out + at, y, count);
@@ -127,39 +130,59 @@ INLINE void store_result(const Target *to, long row, long column, vf y, long cou
     }
 }
 
-/* Bias, activation, gate, sum and rounding of a tile's sums [rows, PANEL], for one activation. */
-INLINE void finish_as(const Product *product, int activation, const float *sums, int rows, long panel, long first_row,
-                      const float *row_scales, const Target *to) {
-    const float *bias = product->bias + panel * PANEL;
-    const float *scales = product->format == FORMAT_INT8 ? product->scales + panel * PANEL : NULL;
+/* Bias, activation, gate, sum and rounding of a tile's sums [rows, PANEL], for one activation. A whole panel goes from
+ * registers to memory; of a narrower last one each vector is looked at. */
+INLINE void finish_as(const Product *product, int activation, int is_gated, int is_rough, const float *sums, int rows,
+                      long panel, long first_row, const float *row_scales, const Target *to) {
+    const int vecs = is_gated ? VECS / 2 : VECS, is_bf16 = to->out_is_bf16;
+    const long column = panel * vecs * WIDTH, width = to->width, left = width - column;
+    const float *add = to->add ? to->add + first_row * width + column : NULL;
+    vf bias[VECS], scales[VECS];
+    UNROLL for (int v = 0; v < VECS; v++) {
+        bias[v] = v_load(product->bias + panel * PANEL + v * WIDTH);
+        scales[v] = row_scales ? v_load(product->scales + panel * PANEL + v * WIDTH) : v_zero();
+    }
     for (int r = 0; r < rows; r++, sums += PANEL) {
+        const long at = (first_row + r) * width + column;
         vf y[VECS];
         UNROLL for (int v = 0; v < VECS; v++) {
-            vf x = v_load(sums + v * WIDTH), b = v_load(bias + v * WIDTH);
-            y[v] = scales ? v_fma(v_mul(x, v_set(row_scales[r])), v_load(scales + v * WIDTH), b) : v_add(x, b);
+            vf x = v_load(sums + v * WIDTH);
+            y[v] = row_scales ? v_fma(v_mul(x, v_set(row_scales[r])), scales[v], bias[v]) : v_add(x, bias[v]);
         }
-        if (product->gated) {
-            long column = panel * (PANEL / 2);
-            UNROLL for (int v = 0; v < VECS / 2; v++) {
-                vf gate = activate(y[v], activation);
-                long at = column + v * WIDTH;
-                if (at < to->width) store_result(to, first_row + r, at, v_mul(gate, y[v + VECS / 2]), to->width - at);
+        UNROLL for (int v = 0; v < vecs; v++) {
+            y[v] = activate(y[v], activation, is_rough);
+            if (is_gated) y[v] = v_mul(y[v], y[v + VECS / 2]);
+        }
+        if (left >= vecs * WIDTH) {
+            UNROLL for (int v = 0; v < vecs; v++) {
+                vf sum = add ? v_add(y[v], v_load(add + r * width + v * WIDTH)) : y[v];
+                if (is_bf16)
+                    v_to_bf16((uint16_t *)to->out + at + v * WIDTH, sum);
+                else
+                    v_store((float *)to->out + at + v * WIDTH, sum);
             }
         } else {
-            UNROLL for (int v = 0; v < VECS; v++) {
-                long at = panel * PANEL + v * WIDTH;
-                if (at < to->width)
-                    store_result(to, first_row + r, at, activate(y[v], activation), to->width - at);
-            }
+            for (int v = 0; v < vecs && v * WIDTH < left; v++) store_result(to, at + v * WIDTH, y[v], left - v * WIDTH);
         }
     }
 }
 
 static void finish(const Product *product, const float *sums, int rows, long panel, long first_row,
                    const float *row_scales, const Target *to) {
+    /* Inputs of 8 bits make greater errors than a rough function. */
+    const int is_rough = product->format == FORMAT_DOT || product->format == FORMAT_INT8;
+#define FINISH(activation, is_gated, is_rough) \
+    finish_as(product, activation, is_gated, is_rough, sums, rows, panel, first_row, row_scales, to)
 #define CASE(activation) \
     case activation: \
-        finish_as(product, activation, sums, rows, panel, first_row, row_scales, to); \
+        if (product->gated && is_rough) \
+            FINISH(activation, 1, 1); \
+        else if (product->gated) \
+            FINISH(activation, 1, 0); \
+        else if (is_rough) \
+            FINISH(activation, 0, 1); \
+        else \
+            FINISH(activation, 0, 0); \
         break;
     switch (product->activation) {
         CASE(ACT_NONE)
@@ -171,6 +194,7 @@ static void finish(const Product *product, const float *sums, int rows, long pan
         CASE(ACT_TANH)
     }
 #undef CASE
+#undef FINISH
 }
 
 /* Rows [R, K] in the format of the product, times panels `first` to `last`.
@@ -180,6 +204,7 @@ static void finish(const Product *product, const float *sums, int rows, long pan
 static void run_product(const Product *product, const void *x, const float *row_scales, long rows, long first,
                         long last, const Target *to, float *scratch) {
     long num_in = product->in;
+    int is_scaled = product->format == FORMAT_INT8;
     float sums[ROWS * PANEL] __attribute__((aligned(64)));
     for (long begin = 0; begin < rows; begin += ROW_BLOCK) {
         long end = begin + ROW_BLOCK < rows ? begin + ROW_BLOCK : rows;
@@ -217,7 +242,7 @@ static void run_product(const Product *product, const void *x, const float *row_
                         break;
 #endif
                 }
-                finish(product, sums, n, panel, row, row_scales ? row_scales + row : NULL, to);
+                finish(product, sums, n, panel, row, is_scaled ? row_scales + row : NULL, to);
                 row += n;
             }
         }

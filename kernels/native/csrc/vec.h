@@ -40,14 +40,29 @@ INLINE vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 INLINE vf v_abs(vf a) { return _mm512_abs_ps(a); }
+/* The larger of a, which has no sign, and |b|; NaN is larger than inf. */
+INLINE vf v_max_abs(vf a, vf b) {
+    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(v_abs(b))));
+}
 INLINE vf v_round(vf a) { return _mm512_roundscale_ps(a, 8); }
+/* x - floor(x); `whole` is what v_scale2 takes for floor(x). */
+INLINE vf v_split(vf x, vf *whole) {
+    *whole = x;
+    return _mm512_reduce_ps(x, 9);
+}
 INLINE vf v_copysign(vf magnitude, vf sign) {
     const __m512i bit = _mm512_set1_epi32((int)0x80000000u);
     __m512i m = _mm512_castps_si512(magnitude), s = _mm512_castps_si512(sign);
     return _mm512_castsi512_ps(_mm512_or_si512(_mm512_andnot_si512(bit, m), _mm512_and_si512(bit, s)));
 }
-/* x * 2^n for whole n in -126..128 and x > 1/2; with n = 128 inf may stand for what is just below it */
+/* x * 2^n for whole n in -126..128 and x >= 1 */
 INLINE vf v_scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
+/* Lanes `from` to `to` of x, `other` in place of the rest. */
+INLINE vf v_only(vf x, long from, long to, vf other) {
+    unsigned below = to <= 0 ? 0 : to >= WIDTH ? 0xffffu : (1u << to) - 1;
+    unsigned left_out = from <= 0 ? 0 : from >= WIDTH ? 0xffffu : (1u << from) - 1;
+    return _mm512_mask_mov_ps(other, (__mmask16)(below & ~left_out), x);
+}
 INLINE vf v_from_bf16(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
 }
@@ -89,7 +104,11 @@ INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 INLINE vf v_abs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+INLINE vf v_max_abs(vf a, vf b) {
+    return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(v_abs(b))));
+}
 INLINE vf v_round(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vf v_split(vf x, vf *whole) { return _mm256_sub_ps(x, *whole = _mm256_floor_ps(x)); }
 INLINE vf v_copysign(vf magnitude, vf sign) {
     const vf bit = _mm256_set1_ps(-0.0f);
     return _mm256_or_ps(_mm256_andnot_ps(bit, magnitude), _mm256_and_ps(bit, sign));
@@ -148,9 +167,15 @@ INLINE vf v_select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & 
 INLINE vf v_max(vf a, vf b) { return v_select(a > b, a, b); }
 INLINE vf v_min(vf a, vf b) { return v_select(a < b, a, b); }
 INLINE vf v_abs(vf a) { return (vf)((vi)a & 0x7fffffff); }
+INLINE vf v_max_abs(vf a, vf b) { return v_select((vi)a > (vi)v_abs(b), a, v_abs(b)); }
 INLINE vf v_round(vf a) {
     const vf big = v_set(12582912.0f); /* 1.5 * 2^23: adding it rounds |a| < 2^22 to a whole number */
     return (a + big) - big;
+}
+INLINE vf v_split(vf x, vf *whole) {
+    vf n = v_round(x);
+    *whole = n - v_select(n > x, v_set(1.0f), v_zero());
+    return x - *whole;
 }
 INLINE vf v_copysign(vf magnitude, vf sign) {
     return (vf)(((vi)magnitude & 0x7fffffff) | ((vi)sign & (int32_t)0x80000000u));
@@ -172,6 +197,12 @@ INLINE void v_to_bf16(uint16_t *p, vf x) {
 #endif
 
 #if !defined(__AVX512F__)
+INLINE vf v_only(vf x, long from, long to, vf other) {
+    float lanes[WIDTH];
+    v_store(lanes, other);
+    for (long i = from > 0 ? from : 0; i < to && i < WIDTH; i++) lanes[i] = x[i];
+    return v_load(lanes);
+}
 INLINE void v_to_bytes(uint8_t *p, vf x) {
     float lanes[WIDTH];
     v_store(lanes, x);
@@ -181,6 +212,20 @@ INLINE void v_to_bytes(uint8_t *p, vf x) {
 
 /* Columns of a panel of weights: what one tile computes side by side. */
 #define PANEL (WIDTH * VECS)
+
+/* 32-bit values at `p`, `p + stride`, ... */
+INLINE vf v_load_strided(const int32_t *p, long stride) {
+#if defined(__AVX512F__)
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_castsi512_ps(_mm512_i32gather_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32((int)stride)), p, 4));
+#else
+    int32_t lanes[WIDTH];
+    for (int i = 0; i < WIDTH; i++) lanes[i] = p[i * stride];
+    vf x;
+    memcpy(&x, lanes, sizeof x);
+    return x;
+#endif
+}
 
 /* The sum, and the largest, of the floats of a vector, in one fixed order. */
 #if defined(__AVX512F__)

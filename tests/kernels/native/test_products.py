@@ -14,6 +14,7 @@ from .specs import Floats
 
 # Of the sum of what is added up, absolutely: float32 sums in order.
 TOLERANCE = 5e-7
+ROUGH = (Format.DOT, Format.INT8)
 WIDTHS = (1, 2, 3, 17, 48, 312, 384)
 
 forms = pytest.mark.parametrize("form", Format, ids=lambda form: form.name)
@@ -79,9 +80,9 @@ def test_gated(machine: Machine, form: Format, activation: Activation) -> None:
         sums, size = product_in_doubles(x, weight, bias, Format(packed.struct.format))
         gate = function(torch.from_numpy(sums[:, :width])).numpy()
         actual = machine.product(packed, x, add)
-        # The slope of both functions is at most 1.2; they err by 1e-6 themselves.
+        # The slope of both functions is at most 1.2; they err by 1e-6 themselves, where nothing is rounded to 8 bits.
         limit = TOLERANCE * (1.2 * size[:, :width] * np.abs(sums[:, width:]) + size[:, width:] * np.abs(gate))
-        limit += 1e-6 * np.abs(sums[:, width:]) + TOLERANCE * np.abs(add)
+        limit += (6e-5 if form in ROUGH else 1e-6) * np.abs(sums[:, width:]) + TOLERANCE * np.abs(add)
         assert (np.abs(actual - (gate * sums[:, width:] + add)) <= limit).all(), f"{num_in} to {width}"
 
 
