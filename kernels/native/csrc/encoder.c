@@ -1,7 +1,7 @@
 /* A whole encoder as one call: embeddings, layers, final norm.
  *
  * A forward is cut into parts of some sequences each, which lanes take one after another, each through all layers by
- * itself. Where one sequence outweighs the others, the lanes that are free go through the layers together instead, and
+ * itself. Where one sequence outweighs the others, some lanes that are free go through the layers together instead, and
  * meet after every step. Every result is the same to the bit either way: no sum is ever cut.
  */
 #include "encoder.h"
@@ -275,6 +275,12 @@ static int cut(const Batch *batch, long target, Part *parts) {
     return count;
 }
 
+/* Lanes that get two panels or more of every product: with more, meeting costs what they save. */
+static int most_together(const Isa *isa, const Encoder *encoder) {
+    long narrowest = isa->panels(&encoder->layers->attention_out);
+    return narrowest < 4 ? 2 : (int)(narrowest / 2);
+}
+
 Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batch, Lanes *lanes, Scratch *scratch) {
     Forward *forward = malloc(sizeof *forward);
     Part *parts = malloc((size_t)batch->num_seqs * sizeof(Part));
@@ -295,7 +301,8 @@ Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batc
                          .scratch = scratch, .longest = longest, .parts = parts,
                          .whole = {.last = batch->num_seqs, .rows = total}};
     forward->num_parts = cut(batch, target, parts);
-    lanes_begin(lanes, &forward->job, forward->num_parts, (double)longest * (double)count > HEAVY * (double)total);
+    int is_heavy = (double)longest * (double)count > HEAVY * (double)total;
+    lanes_begin(lanes, &forward->job, forward->num_parts, is_heavy ? most_together(isa, encoder) : 1);
     return forward;
 }
 

@@ -171,9 +171,9 @@ void lanes_ring(Lanes *lanes, int bell) {
     pthread_mutex_unlock(&lanes->lock);
 }
 
-void lanes_begin(Lanes *lanes, Job *job, int units, int together) {
+void lanes_begin(Lanes *lanes, Job *job, int units, int most) {
     pthread_mutex_lock(&lanes->lock);
-    int members = together ? num_free(lanes) : 1;
+    int members = num_free(lanes) < most ? num_free(lanes) : most;
     job->members = members > 1 ? members : 1;
     job->units = members > 1 ? members : units;
     job->next = NULL;

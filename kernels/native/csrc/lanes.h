@@ -40,8 +40,9 @@ int lanes_free(Lanes *lanes);
 /* From now on `bell` is written to where a job ends, and where a lane has nothing more to do; -1: no descriptor is. */
 void lanes_ring(Lanes *lanes, int bell);
 
-/* Begins a job of `units` units; where `together`, of one unit for each lane that is free, if these are two or more. */
-void lanes_begin(Lanes *lanes, Job *job, int units, int together);
+/* Begins a job of `units` units; or, where two lanes or more are free and as many may run it together, of one for each
+ * of these, `most` at most. */
+void lanes_begin(Lanes *lanes, Job *job, int units, int most);
 
 /* Whether all units have been run. */
 int lanes_is_done(const Job *job);
