@@ -58,12 +58,16 @@ def _device(info: ModelInfo, settings: ServerSettings) -> str:
 
 
 def _dtype(info: ModelInfo, settings: ServerSettings) -> str:
-    """Returns the type that it runs in, and why."""
-    if settings.dtype != "auto":
-        return f"{info.dtype} (--dtype)"
+    """Returns the type that it runs in, and why; where that is not all, what bfloat16 is computed in."""
     source = info.sources["dtype"]
-    place = "a CPU" if info.device == "cpu" else "a GPU"
-    return f"{info.dtype} ({source if source.startswith('measured') else f'auto: {info.dtype} on {place}'})"
+    if settings.dtype != "auto":
+        why = "--dtype"
+    elif source.startswith("measured"):
+        why = source
+    else:
+        why = f"auto: {info.dtype} on {'a CPU' if info.device == 'cpu' else 'a GPU'}"
+    arithmetic = "" if info.arithmetic is None else f", arithmetic in {info.arithmetic} ({info.sources['arithmetic']})"
+    return f"{info.dtype} ({why}){arithmetic}"
 
 
 def _sizes(info: ModelInfo) -> str:

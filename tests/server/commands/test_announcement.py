@@ -40,6 +40,13 @@ def test_what_was_measured_is_the_reason_for_the_type(make_engine, tmp_path: Pat
     assert ") by native, avx512, 2 lanes, in bfloat16 (measured: 1.8 times as fast as float32 here); " in said(info)[2]
 
 
+def test_arithmetic_is_told_where_the_type_does_not_say_it(make_engine, tmp_path: Path) -> None:
+    info = make_engine(path=str(tmp_path), dtype="bfloat16", arithmetic="float32").info
+    info.sources["arithmetic"] = "measured: bfloat16 runs at 0.5 times the speed of float32 here"
+    line = said(info, dtype="bfloat16")[2]
+    assert "in bfloat16 (--dtype), arithmetic in float32 (measured: bfloat16 runs at 0.5 times the speed of " in line
+
+
 @pytest.mark.parametrize(
     ("host", "shown"), [("127.0.0.1", "http://127.0.0.1:81"), ("::1", "http://[::1]:81"), ("::", "http://localhost:81")]
 )
