@@ -38,9 +38,9 @@ def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Ma
     machine = _open(info, config) if info.device == "cpu" and config.cpu_kernels != "torch" else None
     sources = dict(info.sources) | {"kernels": "chosen at start-up"}
     if info.dtype == "int8" and (machine is None or Format.INT8 not in machine.formats):
-        lack = f"nothing but torch runs {info.architecture} here" if machine is None else f"{machine.isa} has none"
+        lack = f"{machine.isa} is what this one has" if machine else f"nothing but torch runs {info.architecture} here"
         raise ModelLoadError(
-            "--dtype int8 needs the native kernels, on a processor with AVX-512 VNNI and BF16, and "
+            "--dtype int8 needs the native kernels, on a processor with AVX-512 VNNI or AVX-VNNI, and "
             f"{lack}; take float32 or bfloat16."
         )
     if machine is None:

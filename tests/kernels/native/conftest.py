@@ -6,7 +6,7 @@ import pytest
 
 from penstock.kernels.native import Machine, NativeError
 
-ISAS = ("avx512bf16", "avx512", "avx2", "plain")
+ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain")
 
 
 @pytest.fixture(params=ISAS)

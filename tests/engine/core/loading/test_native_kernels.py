@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,17 @@ def gain(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor without products in bfloat16."""
-    monkeypatch.setattr(native_kernels, "Machine", lambda num_lanes: Machine(num_lanes, isa="plain"))
+def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Gives this one no more than an instruction set: `processor("avx2")`."""
+
+    def has(isa: str) -> None:
+        try:
+            Machine(1, isa=isa).close()
+        except NativeError as error:
+            pytest.skip(str(error))
+        monkeypatch.setattr(native_kernels, "Machine", lambda num_lanes: Machine(num_lanes, isa=isa))
+
+    return has
 
 
 @pytest.fixture
@@ -105,7 +114,10 @@ def test_arithmetic_is_in_bfloat16_where_that_is_measured_to_be_faster(
     assert Arithmetic.of(info) == (products, rounding)
 
 
-def test_arithmetic_is_in_float32_where_there_is_no_other(no_bfloat16: None, save_folder: SaveFolder) -> None:
+def test_arithmetic_is_in_float32_where_there_is_no_other(
+    processor: Callable[[str], None], save_folder: SaveFolder
+) -> None:
+    processor("plain")
     info, machine = choose_kernels(*resolved(save_folder(), dtype="bfloat16"))
     assert machine is not None
     assert (info.arithmetic, info.sources["arithmetic"]) == ("float32", "plain has no products in bfloat16")
@@ -134,6 +146,24 @@ def test_int8_is_taken_where_the_processor_has_it(save_folder: SaveFolder) -> No
     else:
         with pytest.raises(ModelLoadError, match="AVX-512 VNNI"):
             choose_kernels(*resolved(save_folder(), dtype="int8"))
+
+
+@pytest.mark.parametrize("isa", ["avx512vnni", "avx2vnni"])
+def test_int8_needs_no_bfloat16(isa: str, processor: Callable[[str], None], save_folder: SaveFolder) -> None:
+    processor(isa)
+    info, _ = choose_kernels(*resolved(save_folder(), dtype="int8"))
+    assert (info.dtype, info.arithmetic) == ("int8", "float32")
+    assert Arithmetic.of(info) == (Format.INT8, Format.F32)
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "plain"])
+def test_int8_is_refused_in_words_where_the_processor_lacks_it(
+    isa: str, processor: Callable[[str], None], save_folder: SaveFolder
+) -> None:
+    processor(isa)
+    message = f"AVX-512 VNNI or AVX-VNNI, and {isa} is what this one has; take float32 or bfloat16"
+    with pytest.raises(ModelLoadError, match=message):
+        choose_kernels(*resolved(save_folder(), dtype="int8"))
 
 
 def test_int8_is_refused_where_torch_would_run_the_model(save_folder: SaveFolder) -> None:
