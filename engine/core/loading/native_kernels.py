@@ -7,6 +7,7 @@ import logging
 from typing import Final
 
 from penstock.kernels.native import Format, Machine, NativeError
+from penstock.kernels.native.self_check import multiplies_right
 
 from ...model_files.registry import has_own_code
 from ...native.array_encoder import find_reader
@@ -84,7 +85,7 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
             )
         return None
     try:
-        return Machine(config.num_threads or usable_cores())
+        return _checked(config.num_threads or usable_cores())
     except NativeError as error:
         if insists:
             raise ModelLoadError(
@@ -92,3 +93,14 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
             ) from error
         logger.warning("torch runs %s, at about half the speed: %s", info.name, error)
         return None
+
+
+def _checked(num_lanes: int) -> Machine:
+    """Opens the best instruction set; AMX, which was tested on a model of it, only where it multiplies right."""
+    machine = Machine(num_lanes)
+    if machine.isa != "amx" or multiplies_right(machine):
+        return machine
+    machine.close()
+    machine = Machine(num_lanes, isa="avx512bf16")
+    logger.warning("AMX gives wrong products on this processor: %s runs in its place", machine.isa)
+    return machine

@@ -252,7 +252,9 @@ static void work(Job *job, int unit, int lane) {
     if (atomic_load(&forward->lacks_memory)) return;
     Team team = {.forward = forward, .part = part, .rows = together ? *rows : mine, .member = together ? unit : 0,
                  .members = job->members, .own = scratch->memory + bytes};
+    enter_isa(forward->isa);
     run_part(&team);
+    leave_isa(forward->isa);
 }
 
 /* Cuts the batch into parts of about `target` tokens. Returns their number. */

@@ -15,6 +15,7 @@
 #ifndef PENSTOCK_TILE_H
 #define PENSTOCK_TILE_H
 
+#include "types.h"
 #include "vec.h"
 
 /* Fetches a cache line to the second cache; an address without memory is no error. */
@@ -136,6 +137,9 @@ static void tile_bf16(int rows, const float *x, long stride, const uint16_t *pan
 #undef CALL
 }
 
+#if HAS_AMX
+#include "amx.h"
+#else
 #if HAS_DOT
 static void tile_dot(int rows, const uint16_t *x, long stride, const uint16_t *panel, long num_in, float *out,
                      long out_stride) {
@@ -153,6 +157,7 @@ static void tile_int8(int rows, const uint8_t *x, long stride, const int8_t *pan
 #undef CALL
 }
 #endif
+#endif
 
 /* Rows of the next tile of `left` rows: as many as fit, or two even parts where one would leave a narrow rest. */
 INLINE int tile_rows(long left) {
@@ -160,5 +165,20 @@ INLINE int tile_rows(long left) {
     if (left < 2 * ROWS) return (int)((left + 1) / 2);
     return ROWS;
 }
+
+/* The same for a product in some format; at most MOST_ROWS. */
+#if HAS_AMX
+#define MOST_ROWS AMX_ROWS
+INLINE int product_rows(int format, long left) {
+    if (format != FORMAT_DOT && format != FORMAT_INT8) return tile_rows(left);
+    return left < AMX_ROWS ? (int)left : AMX_ROWS;
+}
+#else
+#define MOST_ROWS ROWS
+INLINE int product_rows(int format, long left) {
+    (void)format;
+    return tile_rows(left);
+}
+#endif
 
 #endif

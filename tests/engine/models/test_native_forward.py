@@ -21,7 +21,7 @@ from penstock.kernels.native import Format, Machine, NativeError
 from .parity import assert_close
 from .test_native_models import FAMILIES, SIZES, arguments, boundaries_of
 
-ISAS = ["avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain"]
+ISAS = ["amx", "avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain"]
 
 
 @pytest.fixture(params=ISAS)

@@ -19,7 +19,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("library", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--isa", nargs="+", default=["avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain"])
+    parser.add_argument(
+        "--isa", nargs="+", default=["amx", "avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain"]
+    )
     options = parser.parse_args()
     done = 0
     for isa in options.isa:

@@ -131,6 +131,7 @@ FLAGS = {
     "avx512": AVX512,
     "avx512vnni": AVX512 | {"avx512_vnni"},
     "avx512bf16": AVX512 | {"avx512_vnni", "avx512_bf16"},
+    "amx": AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
 }
 FORMATS = {
     "avx2": {Format.F32, Format.BF16},
@@ -138,6 +139,7 @@ FORMATS = {
     "avx512": {Format.F32, Format.BF16},
     "avx512vnni": {Format.F32, Format.BF16, Format.INT8},
     "avx512bf16": set(Format),
+    "amx": set(Format),
 }
 
 

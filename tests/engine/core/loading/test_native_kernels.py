@@ -232,6 +232,27 @@ def test_without_the_library_insisting_is_refused_in_one_line(no_library: None, 
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_amx_runs_where_it_multiplies_right(
+    is_right: bool, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def as_amx(num_lanes: int, isa: str | None = None) -> Machine:
+        machine = Machine(num_lanes, isa=isa)
+        machine.isa = "amx" if isa is None else isa
+        return machine
+
+    try:
+        Machine(1, isa="avx512bf16").close()
+    except NativeError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(native_kernels, "Machine", as_amx)
+    monkeypatch.setattr(native_kernels, "multiplies_right", lambda machine: is_right)
+    info, _ = choose_kernels(*resolved(save_folder(), num_threads=2))
+    assert info.kernels == ("native, amx, 2 lanes" if is_right else "native, avx512bf16, 2 lanes")
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [] if is_right else ["AMX gives wrong products on this processor: avx512bf16 runs in its place"]
+
+
 def _skip_without_int8(dtype: str) -> None:
     with Machine(1) as machine:
         if dtype == "int8" and Format.INT8 not in machine.formats:
