@@ -58,7 +58,7 @@ def _device(info: ModelInfo, settings: ServerSettings) -> str:
 
 
 def _dtype(info: ModelInfo, settings: ServerSettings) -> str:
-    """Returns the type that it runs in, and why; where that is not all, what bfloat16 is computed in."""
+    """Returns the type that it runs in, and why; and in what its products or its attention are, where that differs."""
     source = info.sources["dtype"]
     if settings.dtype != "auto":
         why = "--dtype"
@@ -66,8 +66,10 @@ def _dtype(info: ModelInfo, settings: ServerSettings) -> str:
         why = source
     else:
         why = f"auto: {info.dtype} on {'a CPU' if info.device == 'cpu' else 'a GPU'}"
-    arithmetic = "" if info.arithmetic is None else f", arithmetic in {info.arithmetic} ({info.sources['arithmetic']})"
-    return f"{info.dtype} ({why}){arithmetic}"
+    if info.arithmetic is None or (why == source and info.arithmetic == info.dtype):  # the same said twice
+        return f"{info.dtype} ({why})"
+    part = "attention" if info.dtype == "int8" else "products"
+    return f"{info.dtype} ({why}), {part} in {info.arithmetic} ({info.sources['arithmetic']})"
 
 
 def _sizes(info: ModelInfo) -> str:

@@ -108,7 +108,7 @@ def test_arithmetic_is_in_bfloat16_where_that_is_measured_to_be_faster(
     _skip_without_int8(dtype)
     info, _ = choose_kernels(info, config)
     assert (info.dtype, info.arithmetic) == (dtype, arithmetic)
-    assert info.sources["arithmetic"] == f"measured: bfloat16 runs at {measured:.1f} times the speed of float32 here"
+    assert info.sources["arithmetic"] == f"measured: bfloat16 is {measured:.1f} times as fast as float32 here"
     rounding = Format.DOT if arithmetic == "bfloat16" else Format.F32
     products = {"int8": Format.INT8, "bfloat16": Format.DOT if arithmetic == "bfloat16" else Format.BF16}[dtype]
     assert Arithmetic.of(info) == (products, rounding)
