@@ -5,7 +5,7 @@
  * is 0, so that one configuration serves all. A sum runs over its inputs in blocks of 64 bytes, whatever the rows.
  *
  * It has not run on a processor that has AMX: tests run it on AMX_MODEL, the instructions in C (amx_model.h), and a
- * machine that has them is checked when it is opened (machine.py).
+ * processor that has them is checked when a model is loaded (self_check.py).
  */
 #ifndef PENSTOCK_AMX_H
 #define PENSTOCK_AMX_H
