@@ -143,7 +143,8 @@ class CoreSupervisor:
         if self._core is None or self._is_ending or self._ready.done():
             return
         # What was measured when the first one was loaded holds for those after it: vectors must not change on the way.
-        config = replace(self._start_message.config, dtype=message.info.dtype)
+        info = message.info
+        config = replace(self._start_message.config, dtype=info.dtype, arithmetic=info.arithmetic)
         self._start_message = msgspec.structs.replace(self._start_message, config=config)
         self._dispatcher.connect(self._core.send)
         self._enter(EngineState.READY)

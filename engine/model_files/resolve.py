@@ -259,7 +259,9 @@ def _resolve_operator_settings(draft: ModelDraft) -> None:
         value = getattr(engine.pooler_config, name)
         draft.set(name, defaults.get(name) if value is None else value, "default" if value is None else _POOLER_FLAG)
     draft.set("auto_truncate", engine.auto_truncate, "--auto-truncate" if engine.auto_truncate else "default")
-    draft.set("kernels", "torch", "default")  # what computes is decided where the model is loaded
+    # What computes, and in what, is decided where the model is loaded.
+    draft.set("kernels", "torch", "default")
+    draft.set("arithmetic", None, "default")
     for name in ("dtype", "device"):
         value = getattr(engine, name)
         draft.set(name, value, "default" if value == "auto" else f"--{name}")

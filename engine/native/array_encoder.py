@@ -11,12 +11,13 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.native import EncoderSpec, Format, Machine, NativeEncoder, NativeForward
+from penstock.kernels.native import EncoderSpec, Machine, NativeEncoder, NativeForward
 
 from ..checkpoint.views import ArrayWeights, Floats
 from ..model_files.registry import native_class
 from ..protocol.errors import UnsupportedTaskError
 from ..protocol.model_info import ModelInfo, ModelKind
+from .arithmetic import Arithmetic
 from .encoder_configs import DistilBertConfig, ElectraConfig, EncoderConfig, MPNetConfig, RobertaConfig
 from .heads import ArrayHead, HeadSteps
 from .modernbert import ModernBertConfig, ModernBertReader
@@ -103,7 +104,10 @@ class ArrayEncoder:
         self.machine = machine
         self.hidden_size = reader.hidden_size
         self._places = reader.places
-        self._encoder = NativeEncoder(machine, reader.spec(info, weights), _format(machine, info.dtype))
+        arithmetic = Arithmetic.of(info)
+        self._encoder = NativeEncoder(
+            machine, reader.spec(info, weights), arithmetic.products, attention=arithmetic.attention
+        )
         head = ArrayHead(machine, reader.head(info, weights)) if info.kind is not ModelKind.EMBEDDING else None
         is_of_tokens = info.kind is ModelKind.TOKEN_CLASSIFIER
         self.sequence_head = None if is_of_tokens else head
@@ -143,12 +147,3 @@ class ArrayEncoder:
         if self.token_head is None:
             raise UnsupportedTaskError("This model has no token classification head.", param="task")
         return self.token_head(rows_TD)
-
-
-def _format(machine: Machine, dtype: str) -> Format:
-    """Returns how products with weights of a type are computed."""
-    if dtype == "float32":
-        return Format.F32
-    if dtype == "int8":
-        return Format.INT8
-    return Format.DOT if Format.DOT in machine.formats else Format.BF16

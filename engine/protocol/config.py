@@ -16,6 +16,7 @@ DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "int8")
 DEVICES: Final = ("auto", "cpu", "cuda")
 EMPTY_INPUTS: Final = ("embed", "error")
 CPU_KERNELS: Final = ("auto", "native", "torch")
+ARITHMETICS: Final = (None, "float32", "bfloat16")
 _CPU_TOKEN_BUDGET: Final = 2048
 """Tokens. More brings no throughput on a CPU, but longer steps and more memory."""
 _CUDA_TOKEN_BUDGET: Final = 16_384
@@ -152,6 +153,8 @@ class EngineConfig:
         num_threads: CPU threads of the forward; None takes all cores.
         cpu_kernels: What computes on a CPU: "auto" takes the native kernels where they are built and know the model,
             and torch elsewhere; "native" insists on them; "torch" leaves all to torch.
+        arithmetic: What native kernels compute in where numbers are rounded to bfloat16: "bfloat16" or "float32"; None
+            takes what is measured to be faster.
         tokenizer_workers: Threads that tokenize.
         max_queued_chars: Characters that may wait for them at once; more is refused whole.
         scheduler: Batch and queue limits.
@@ -174,6 +177,7 @@ class EngineConfig:
     hang_timeout_s: float = 60.0
     num_threads: int | None = None
     cpu_kernels: str = "auto"
+    arithmetic: str | None = None
     tokenizer_workers: int = 2
     max_queued_chars: int = 64_000_000
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -187,6 +191,8 @@ class EngineConfig:
             raise ValueError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}.")
         if self.cpu_kernels not in CPU_KERNELS:
             raise ValueError(f"cpu_kernels is {self.cpu_kernels!r}; it must be one of {', '.join(CPU_KERNELS)}.")
+        if self.arithmetic not in ARITHMETICS:
+            raise ValueError(f"arithmetic is {self.arithmetic!r}; it must be float32, bfloat16 or None.")
         if self.empty_input not in EMPTY_INPUTS:
             raise ValueError(f"empty_input is {self.empty_input!r}; it must be one of {', '.join(EMPTY_INPUTS)}.")
         if not 0 <= self.hang_timeout_s < inf:

@@ -128,6 +128,8 @@ class ModelInfo:
         dtype: Resolved type of weights and hidden states, such as "float32".
         device: Resolved device, such as "cpu".
         kernels: What runs the forward: "torch", or the native kernels with their instruction set and lanes.
+        arithmetic: What native kernels compute in where numbers are rounded to bfloat16: "bfloat16", or "float32" where
+            the processor is no faster in it; None where nothing is rounded to it, or torch runs the model.
         sources: Field name to the file and key that it was read from.
         config: config.json with overrides, as plain values.
     """
@@ -180,6 +182,7 @@ class ModelInfo:
     dtype: str = "float32"
     device: str = "cpu"
     kernels: str = "torch"
+    arithmetic: str | None = None
     sources: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from typing import Any, Final
 
-ABI: Final = 2
+ABI: Final = 3
 
 
 class Product(Structure):
@@ -61,6 +61,8 @@ class Encoder(Structure):
         ("head_size", c_int64),
         ("pre_norm", c_int32),
         ("table_is_bf16", c_int32),
+        ("attention_dot", c_int32),
+        ("unused", c_int32),
         ("words", c_void_p),
         ("places", c_void_p),
         ("embedding_width", c_int64),

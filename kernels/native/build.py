@@ -33,12 +33,17 @@ _FLAGS: Final = (
     "-Wextra",
 )
 # isa.c is compiled once for each. The names are those of cpu.c.
-_AVX512: Final = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_AVX2: Final = ("-mavx2", "-mfma")
+_AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_AVX512_BF16: Final = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 _ISAS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "x86_64": {
-        "avx2": ("-mavx2", "-mfma"),
+        "avx2": _AVX2,
+        "avx2vnni": (*_AVX2, "-mavxvnni"),
         "avx512": _AVX512,
-        "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+        "avx512vnni": (*_AVX512, "-mavx512vnni"),
+        "avx512bf16": _AVX512_BF16,
+        "amx": (*_AVX512_BF16, "-DHAS_AMX=1"),
         "plain": (),
     },
     "aarch64": {"plain": ()},

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _abi
-from .machine import Activation, Format, Machine, PackedProduct, aligned, at
+from .machine import Activation, Format, Machine, NativeError, PackedProduct, aligned, at
 
 Floats = NDArray[np.float32]
 
@@ -173,10 +173,14 @@ class NativeEncoder:
     Args:
         machine: Runs it.
         spec: The encoder. Its weights may be forgotten afterwards, except `words`, which are read in place.
-        form: Of the products; attention computes in bfloat16 with DOT, in float32 with the others.
+        form: Of the products.
+        attention: DOT or F32; DOT becomes F32 where heads do not divide into pairs. None: DOT where the products are.
+
+    Raises:
+        NativeError: The machine has not these formats.
     """
 
-    def __init__(self, machine: Machine, spec: EncoderSpec, form: Format) -> None:
+    def __init__(self, machine: Machine, spec: EncoderSpec, form: Format, *, attention: Format | None = None) -> None:
         self._machine = machine
         self._form = form
         self._memory = _Memory()
@@ -189,6 +193,9 @@ class NativeEncoder:
         self._layers = (_abi.Layer * len(layers))(*layers)
         heads = int(layers[0].attention_out.inputs)
         self.hidden_size = int(layers[0].attention_out.outputs)
+        dots = (form if attention is None else attention) is Format.DOT
+        if dots and Format.DOT not in machine.formats:
+            raise NativeError(f"{machine.isa} has no attention in {Format.DOT.name}")
         self._struct = _abi.Encoder(
             width=self.hidden_size,
             num_layers=len(layers),
@@ -197,6 +204,7 @@ class NativeEncoder:
             head_size=heads // spec.num_heads,
             pre_norm=spec.pre_norm,
             table_is_bf16=spec.words.dtype == np.uint16,
+            attention_dot=dots and heads // spec.num_heads % 2 == 0,
             words=self._memory.keep(spec.words),
             places=self._memory.keep(spec.places),
             embedding_width=spec.words.shape[1],

@@ -80,7 +80,8 @@ class Machine:
 
     Args:
         num_lanes: Cores that a forward may use; at least 1.
-        isa: Instruction set: "avx2", "avx512", "avx512bf16", "plain"; None takes the widest.
+        isa: Instruction set: "plain", "avx2", "avx2vnni", "avx512", "avx512vnni", "avx512bf16", "amx"; None takes the
+            last of them that is here.
         library: The file.
 
     Raises:

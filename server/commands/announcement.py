@@ -58,12 +58,18 @@ def _device(info: ModelInfo, settings: ServerSettings) -> str:
 
 
 def _dtype(info: ModelInfo, settings: ServerSettings) -> str:
-    """Returns the type that it runs in, and why."""
-    if settings.dtype != "auto":
-        return f"{info.dtype} (--dtype)"
+    """Returns the type that it runs in, and why; and in what its products or its attention are, where that differs."""
     source = info.sources["dtype"]
-    place = "a CPU" if info.device == "cpu" else "a GPU"
-    return f"{info.dtype} ({source if source.startswith('measured') else f'auto: {info.dtype} on {place}'})"
+    if settings.dtype != "auto":
+        why = "--dtype"
+    elif source.startswith("measured"):
+        why = source
+    else:
+        why = f"auto: {info.dtype} on {'a CPU' if info.device == 'cpu' else 'a GPU'}"
+    if info.arithmetic is None or (why == source and info.arithmetic == info.dtype):  # the same said twice
+        return f"{info.dtype} ({why})"
+    part = "attention" if info.dtype == "int8" else "products"
+    return f"{info.dtype} ({why}), {part} in {info.arithmetic} ({info.sources['arithmetic']})"
 
 
 def _sizes(info: ModelInfo) -> str:

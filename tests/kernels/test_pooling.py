@@ -26,7 +26,7 @@ QUICK_CASES = tuple(case for case in POOLING_CASES if case.is_quick)
 cases = pytest.mark.parametrize("case", POOLING_CASES, ids=lambda case: case.name)
 kinds = pytest.mark.parametrize("kind", POOLING_KINDS)
 
-NATIVE = ("avx512bf16", "avx512", "avx2", "plain")
+NATIVE = ("avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain")
 
 
 class Place(NamedTuple):

@@ -1,15 +1,13 @@
-"""Which kernels run a model on a CPU, on how many cores, and in which type: measured when the model is loaded."""
+"""Which kernels run a model on a CPU, on how many cores, in which type and arithmetic: decided when it is loaded."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from typing import Final
 
-import numpy as np
-
 from penstock.kernels.native import Format, Machine, NativeError
+from penstock.kernels.native.self_check import multiplies_right
 
 from ...model_files.registry import has_own_code
 from ...native.array_encoder import find_reader
@@ -17,13 +15,11 @@ from ...protocol.config import EngineConfig
 from ...protocol.errors import ModelLoadError
 from ...protocol.model_info import ModelInfo
 from ..host import usable_cores
+from .bfloat16_gain import bfloat16_gain
 
 logger = logging.getLogger("penstock.engine")
 
-# Rows, inputs and outputs of the product that is measured: a layer of a small model, in the second cache.
-_SHAPE: Final = (96, 384, 768)
-_ROUNDS: Final = 7
-# bfloat16 must be so many times as fast as float32: below that its rounding buys nothing.
+# bfloat16 must be so many times as fast: below that its rounding buys nothing.
 _WORTH: Final = 1.15
 
 
@@ -35,7 +31,7 @@ def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Ma
         config: What the operator asks for.
 
     Returns:
-        `info` with kernels and dtype, and the native kernels; None where torch runs it.
+        `info` with kernels, dtype and arithmetic, and the native kernels; None where torch runs it.
 
     Raises:
         ModelLoadError: The operator insists on native kernels that are not here, or do not know the model.
@@ -43,41 +39,39 @@ def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Ma
     machine = _open(info, config) if info.device == "cpu" and config.cpu_kernels != "torch" else None
     sources = dict(info.sources) | {"kernels": "chosen at start-up"}
     if info.dtype == "int8" and (machine is None or Format.INT8 not in machine.formats):
-        lack = f"nothing but torch runs {info.architecture} here" if machine is None else f"{machine.isa} has none"
+        lack = f"{machine.isa} is what this one has" if machine else f"nothing but torch runs {info.architecture} here"
         raise ModelLoadError(
-            "--dtype int8 needs the native kernels, on a processor with AVX-512 VNNI and BF16, and "
+            "--dtype int8 needs the native kernels, on a processor with AVX-512 VNNI or AVX-VNNI, and "
             f"{lack}; take float32 or bfloat16."
         )
     if machine is None:
         return dataclasses.replace(info, sources=sources), None
-    dtype = info.dtype
-    if config.dtype == "auto" and (gain := bfloat16_gain(machine)) >= _WORTH:
-        dtype = "bfloat16"
-        sources["dtype"] = f"measured: {gain:.1f} times as fast as float32 here"
     lanes = "1 lane" if machine.num_lanes == 1 else f"{machine.num_lanes} lanes"
-    info = dataclasses.replace(info, dtype=dtype, kernels=f"native, {machine.isa}, {lanes}", sources=sources)
-    return info, machine
+    info = dataclasses.replace(info, kernels=f"native, {machine.isa}, {lanes}", sources=sources)
+    return _with_arithmetic(info, config, machine), machine
 
 
-def bfloat16_gain(machine: Machine) -> float:
-    """Returns how many times as fast a product in bfloat16 is as in float32, by the quickest of some rounds each.
-
-    What flags of the processor say is not asked: some that have bfloat16 products run them at half the speed.
-    """
-    if Format.DOT not in machine.formats:
-        return 0.0
-    num_rows, num_in, num_out = _SHAPE
-    numbers = np.random.default_rng(0)
-    rows = numbers.standard_normal((num_rows, num_in), np.float32)
-    weights = numbers.standard_normal((num_out, num_in), np.float32)
-    products = [machine.pack(weights, None, form) for form in (Format.F32, Format.DOT)]
-    seconds = [float("inf")] * 2
-    for _ in range(_ROUNDS):
-        for i, product in enumerate(products):
-            begin = time.perf_counter()
-            machine.product(product, rows)
-            seconds[i] = min(seconds[i], time.perf_counter() - begin)
-    return seconds[0] / seconds[1]
+def _with_arithmetic(info: ModelInfo, config: EngineConfig, machine: Machine) -> ModelInfo:
+    """Decides on the type of the weights where the operator leaves it open, and what bfloat16 is computed in."""
+    is_open, dtype, sources = config.dtype == "auto", info.dtype, dict(info.sources)
+    if dtype == "float32" and not is_open:
+        return info
+    if config.arithmetic is not None and not is_open:
+        sources["arithmetic"] = "measured at the first start"
+        return dataclasses.replace(info, arithmetic=config.arithmetic, sources=sources)
+    gain = bfloat16_gain(machine, info.hidden_size)
+    if is_open and gain is not None and gain.over_float32 >= _WORTH:
+        dtype = "bfloat16"
+        sources["dtype"] = f"measured: {gain.over_float32:.1f} times as fast as float32 here"
+    if dtype == "float32":
+        return info
+    arithmetic = "bfloat16" if gain is not None and gain.over_widened >= _WORTH else "float32"
+    sources["arithmetic"] = (
+        f"{machine.isa} has no products in bfloat16"
+        if gain is None
+        else f"measured: bfloat16 is {gain.over_widened:.1f} times as fast as float32 here"
+    )
+    return dataclasses.replace(info, dtype=dtype, arithmetic=arithmetic, sources=sources)
 
 
 def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
@@ -91,7 +85,7 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
             )
         return None
     try:
-        return Machine(config.num_threads or usable_cores())
+        return _checked(config.num_threads or usable_cores())
     except NativeError as error:
         if insists:
             raise ModelLoadError(
@@ -99,3 +93,14 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
             ) from error
         logger.warning("torch runs %s, at about half the speed: %s", info.name, error)
         return None
+
+
+def _checked(num_lanes: int) -> Machine:
+    """Opens the best instruction set; AMX, which was tested on a model of it, only where it multiplies right."""
+    machine = Machine(num_lanes)
+    if machine.isa != "amx" or multiplies_right(machine):
+        return machine
+    machine.close()
+    machine = Machine(num_lanes, isa="avx512bf16")
+    logger.warning("AMX gives wrong products on this processor: %s runs in its place", machine.isa)
+    return machine

@@ -8,7 +8,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* A changed struct or function has another number, so that a stale library is refused. */
-#define ABI 2
+#define ABI 3
 
 typedef struct {
     const Isa *isa;
@@ -79,12 +79,14 @@ EXPORT int penstock_end(Forward *forward) { return forward_end(forward); }
 EXPORT void penstock_product(const Machine *machine, const Product *product, const float *x, const float *add,
                              long rows, float *y, void *input, float *scales, float *scratch) {
     const void *in = x;
+    enter_isa(machine->isa);
     if (product->format == FORMAT_DOT || product->format == FORMAT_INT8) {
         machine->isa->convert_rows(product->format, x, rows, product->in, input, scales);
         in = input;
     }
     Target to = {.add = add, .out = y, .width = product->gated ? product->out / 2 : product->out};
     machine->isa->run_product(product, in, scales, rows, 0, machine->isa->panels(product), &to, scratch);
+    leave_isa(machine->isa);
 }
 
 /* Pools sequences [start, start + length) of hidden states [T, stride] to rows [S, width]. */

@@ -3,28 +3,56 @@
 
 #include "isa.h"
 
+#ifndef AMX_MODEL
+#define AMX_MODEL 0 /* 1: the tile registers are played by amx_model.h */
+#endif
+
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
-extern const Isa isa_avx512bf16, isa_avx512, isa_avx2, isa_plain;
+/* AMX-BF16, AMX-TILE and AMX-INT8, in EDX of leaf 7. */
+#define AMX_FLAGS (1u << 22 | 1u << 24 | 1u << 25)
+
+extern const Isa isa_amx, isa_avx512bf16, isa_avx512vnni, isa_avx512, isa_avx2vnni, isa_avx2, isa_plain;
+
+/* Whether the system lets this process use the tile registers of AMX, which it keeps for nobody who has not asked. */
+static int may_use_tiles(void) {
+#if AMX_MODEL
+    return 1;
+#else
+    const long arch_req_xcomp_perm = 0x1023, xfeature_xtiledata = 18;
+    return syscall(SYS_arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata) == 0;
+#endif
+}
 
 static int all_of(unsigned flags, unsigned wanted) { return (flags & wanted) == wanted; }
 
 const Isa *find_isa(const char *name) {
     /* Asked for here: what __builtin_cpu_supports says depends on the compiler's own library, and some have none. */
-    unsigned a, b, c, d, features = 0, more = 0, vnni = 0, bf16s = 0, kept = 0;
+    unsigned a, b, c, d, features = 0, more = 0, vnni = 0, latest = 0, tiles = AMX_MODEL, kept = 0;
     if (__get_cpuid(1, &a, &b, &c, &d)) features = c;
     /* XCR0: a feature whose registers the operating system does not keep is as good as missing. */
     if (features & bit_OSXSAVE) __asm__ volatile("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
         more = b;
         vnni = c & bit_AVX512VNNI;
-        if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) bf16s = a & bit_AVX512BF16;
+        tiles |= all_of(d, AMX_FLAGS) && all_of(kept, 0x60000);
+        if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) latest = a;
     }
     int avx2 = all_of(kept, 0x06) && all_of(features, bit_AVX | bit_FMA) && all_of(more, bit_AVX2);
     int avx512 = avx2 && all_of(kept, 0xe6) && all_of(more, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL);
-    int bf16 = avx512 && vnni && bf16s;
-    const Isa *here[] = {bf16 ? &isa_avx512bf16 : NULL, avx512 ? &isa_avx512 : NULL, avx2 ? &isa_avx2 : NULL};
+    int bf16 = avx512 && vnni && latest & bit_AVX512BF16;
+    int wants_tiles = !name || !strcmp(name, isa_amx.name);
+    const Isa *here[] = {
+        bf16 && tiles && wants_tiles && may_use_tiles() ? &isa_amx : NULL,
+        bf16 ? &isa_avx512bf16 : NULL,
+        avx512 && vnni ? &isa_avx512vnni : NULL,
+        avx512 ? &isa_avx512 : NULL,
+        avx2 && latest & bit_AVXVNNI ? &isa_avx2vnni : NULL,
+        avx2 ? &isa_avx2 : NULL,
+    };
     for (unsigned i = 0; i < sizeof here / sizeof *here; i++)
         if (here[i] && (!name || !strcmp(name, here[i]->name))) return here[i];
     /* Older processors do as well with torch; by its name the code for other machines can be tested here. */

@@ -179,10 +179,7 @@ static void run_layer(Team *team, const Layer *layer, int is_last) {
     Rows *rows = &team->rows;
     long D = encoder->width;
     const float *x = rows->hidden;
-    /* Attention in bfloat16 where the products have no more: sums of int8 products, too, are rounded for it. */
-    int narrow = layer->qkv.format == FORMAT_DOT || layer->qkv.format == FORMAT_INT8;
-    int dot = narrow && (team->forward->isa->formats & 1 << FORMAT_DOT) && encoder->head_size % 2 == 0;
-    int bf16 = dot && !layer->rotary;
+    int dot = encoder->attention_dot, bf16 = dot && !layer->rotary;
     Target qkv = {.out = rows->qkv, .out_is_bf16 = bf16, .width = layer->qkv.out};
     Target attended = {.add = rows->hidden, .out = encoder->pre_norm ? rows->hidden : rows->sums, .width = D};
     Target inner = {.out = rows->inner, .out_is_bf16 = keeps_bf16(&layer->mlp_out), .width = inner_width(&layer->mlp_in)};
@@ -255,7 +252,9 @@ static void work(Job *job, int unit, int lane) {
     if (atomic_load(&forward->lacks_memory)) return;
     Team team = {.forward = forward, .part = part, .rows = together ? *rows : mine, .member = together ? unit : 0,
                  .members = job->members, .own = scratch->memory + bytes};
+    enter_isa(forward->isa);
     run_part(&team);
+    leave_isa(forward->isa);
 }
 
 /* Cuts the batch into parts of about `target` tokens. Returns their number. */

@@ -24,6 +24,10 @@ const Isa JOIN(isa_, ISA) = {
                | 1 << FORMAT_INT8
 #endif
     ,
+#if HAS_AMX
+    .enter = amx_enter,
+    .leave = amx_leave,
+#endif
     .panels = panels,
     .packed_bytes = bytes,
     .pack = pack,

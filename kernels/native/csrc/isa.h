@@ -8,6 +8,8 @@ typedef struct {
     const char *name;
     long panel;    /* columns of a panel of packed weights */
     int formats;   /* bit per enum Format that it can compute */
+    void (*enter)(void); /* called by each thread before it computes, and `leave` when it has; NULL: nothing to do */
+    void (*leave)(void);
     long (*panels)(const Product *);
     long (*packed_bytes)(const Product *);
     void (*pack)(const Product *, const float *, const float *, void *, float *, float *, int32_t *);
@@ -18,6 +20,13 @@ typedef struct {
     void (*run_attention)(const AttentionCall *, long, long, long, const int32_t *, long, void *);
     void (*run_pooling)(int, const float *, long, const float *, long, long, long, long, long, int, float *);
 } Isa;
+
+static inline void enter_isa(const Isa *isa) {
+    if (isa->enter) isa->enter();
+}
+static inline void leave_isa(const Isa *isa) {
+    if (isa->leave) isa->leave();
+}
 
 /* The widest instruction set that processor and operating system have, or the one of that name; NULL: not here. */
 const Isa *find_isa(const char *name);

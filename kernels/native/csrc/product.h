@@ -205,7 +205,7 @@ static void run_product(const Product *product, const void *x, const float *row_
                         long last, const Target *to, float *scratch) {
     long num_in = product->in;
     int is_scaled = product->format == FORMAT_INT8;
-    float sums[ROWS * PANEL] __attribute__((aligned(64)));
+    float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
     for (long begin = 0; begin < rows; begin += ROW_BLOCK) {
         long end = begin + ROW_BLOCK < rows ? begin + ROW_BLOCK : rows;
         for (long panel = first; panel < last; panel++) {
@@ -216,7 +216,7 @@ static void run_product(const Product *product, const void *x, const float *row_
                 for (long i = 0; i < PANEL * num_in; i += WIDTH) v_store(scratch + i, v_from_bf16(from + i));
             }
             for (long row = begin; row < end;) {
-                int n = tile_rows(end - row);
+                int n = product_rows(product->format, end - row);
                 switch (product->format) {
                     case FORMAT_F32:
                         tile_f32(n, (const float *)x + row * num_in, num_in, (const float *)product->weights + at,

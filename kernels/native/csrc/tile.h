@@ -15,6 +15,7 @@
 #ifndef PENSTOCK_TILE_H
 #define PENSTOCK_TILE_H
 
+#include "types.h"
 #include "vec.h"
 
 /* Fetches a cache line to the second cache; an address without memory is no error. */
@@ -78,31 +79,25 @@ INLINE void tile_dot_rows(int rows, const uint16_t *x, long stride, const uint16
 }
 #endif
 
-#if defined(__AVX512VNNI__)
-#define HAS_INT8 1
+#if HAS_INT8
 /* Inputs are 128 above their value, so that they have no sign; `sums_128` takes that out again. */
 INLINE void tile_int8_rows(int rows, const uint8_t *x, long stride, const int8_t *panel, long num_in,
                            const int32_t *sums_128, float *out, long out_stride) {
-    __m512i sums[ROWS][VECS];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++) sums[r][v] = _mm512_setzero_si512();
+    vi sums[ROWS][VECS];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++) sums[r][v] = vi_zero();
     for (long k = 0; k < num_in; k += 4) {
-        __m512i w[VECS];
-        UNROLL for (int v = 0; v < VECS; v++)
-            w[v] = _mm512_loadu_si512((const void *)(panel + k * PANEL + v * 4 * WIDTH));
+        vi w[VECS];
+        UNROLL for (int v = 0; v < VECS; v++) w[v] = vi_load(panel + k * PANEL + v * 4 * WIDTH);
         UNROLL for (int v = 0; v < VECS; v++) fetch(panel + (num_in + k) * PANEL + v * 4 * WIDTH);
         UNROLL for (int r = 0; r < rows; r++) {
             int32_t four;
             memcpy(&four, x + r * stride + k, sizeof four);
-            __m512i input = _mm512_set1_epi32(four);
-            /* By the intrinsic, gcc 12 stores every sum in every step. */
-            UNROLL for (int v = 0; v < VECS; v++)
-                __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][v]) : "v"(input), "v"(w[v]));
+            vi input = vi_set(four);
+            UNROLL for (int v = 0; v < VECS; v++) sums[r][v] = vi_dot(sums[r][v], input, w[v]);
         }
     }
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++) {
-        __m512i offset = _mm512_loadu_si512((const void *)(sums_128 + v * WIDTH));
-        v_store(out + r * out_stride + v * WIDTH, _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r][v], offset)));
-    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++)
+        v_store(out + r * out_stride + v * WIDTH, vi_difference(sums[r][v], vi_load(sums_128 + v * WIDTH)));
 }
 #endif
 
@@ -142,6 +137,9 @@ static void tile_bf16(int rows, const float *x, long stride, const uint16_t *pan
 #undef CALL
 }
 
+#if HAS_AMX
+#include "amx.h"
+#else
 #if HAS_DOT
 static void tile_dot(int rows, const uint16_t *x, long stride, const uint16_t *panel, long num_in, float *out,
                      long out_stride) {
@@ -159,6 +157,7 @@ static void tile_int8(int rows, const uint8_t *x, long stride, const int8_t *pan
 #undef CALL
 }
 #endif
+#endif
 
 /* Rows of the next tile of `left` rows: as many as fit, or two even parts where one would leave a narrow rest. */
 INLINE int tile_rows(long left) {
@@ -166,5 +165,20 @@ INLINE int tile_rows(long left) {
     if (left < 2 * ROWS) return (int)((left + 1) / 2);
     return ROWS;
 }
+
+/* The same for a product in some format; at most MOST_ROWS. */
+#if HAS_AMX
+#define MOST_ROWS AMX_ROWS
+INLINE int product_rows(int format, long left) {
+    if (format != FORMAT_DOT && format != FORMAT_INT8) return tile_rows(left);
+    return left < AMX_ROWS ? (int)left : AMX_ROWS;
+}
+#else
+#define MOST_ROWS ROWS
+INLINE int product_rows(int format, long left) {
+    (void)format;
+    return tile_rows(left);
+}
+#endif
 
 #endif

@@ -73,6 +73,8 @@ typedef struct {
     int64_t head_size;
     int32_t pre_norm;
     int32_t table_is_bf16; /* of `words` */
+    int32_t attention_dot; /* attention computes in FORMAT_DOT, of an even head size; else in float32 */
+    int32_t unused;
     const void *words;     /* [V, E] float32 or bfloat16 */
     const float *places;   /* [P, E] float32, or NULL: positions and token types, summed */
     int64_t embedding_width; /* E */

@@ -46,7 +46,7 @@ class Core:
 
     def ready(self) -> None:
         assert self.is_started
-        model: Any = SimpleNamespace(dtype="bfloat16")  # all that is asked of what it tells
+        model: Any = SimpleNamespace(dtype="bfloat16", arithmetic="float32")  # all that is asked of what it tells
         self.on_message(Ready(model, model), [])
 
 
@@ -96,14 +96,12 @@ async def test_a_core_that_ends_as_soon_as_it_is_ready_is_replaced(dispatcher: D
     await supervised.close()
 
 
-async def test_a_replacement_computes_in_the_type_that_was_measured_first(
-    dispatcher: Dispatcher, cores: list[Core]
-) -> None:
+async def test_a_replacement_computes_in_what_was_measured_first(dispatcher: Dispatcher, cores: list[Core]) -> None:
     supervised = await started(dispatcher, cores)
-    assert cores[0].start_message.config.dtype == "auto"
+    assert (cores[0].start_message.config.dtype, cores[0].start_message.config.arithmetic) == ("auto", None)
     cores[0].end("it ended")
     await asyncio.sleep(0.01)
-    assert cores[1].start_message.config.dtype == "bfloat16"
+    assert (cores[1].start_message.config.dtype, cores[1].start_message.config.arithmetic) == ("bfloat16", "float32")
     await supervised.close()
 
 

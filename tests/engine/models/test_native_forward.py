@@ -4,6 +4,7 @@ alone and in any batch, on any number of lanes."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from penstock.kernels.native import Format, Machine, NativeError
 from .parity import assert_close
 from .test_native_models import FAMILIES, SIZES, arguments, boundaries_of
 
-ISAS = ["avx512bf16", "avx512", "avx2", "plain"]
+ISAS = ["amx", "avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain"]
 
 
 @pytest.fixture(params=ISAS)
@@ -82,13 +83,18 @@ def test_heads_equal_transformers(family, config, widest, save_model, resolve, p
         model.classify(logits)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "arithmetic"),
+    [("float32", None), ("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("int8", "float32"), ("int8", "bfloat16")],
+)
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
-def test_the_same_to_the_bit_in_any_batch(family, config, dtype, widest, save_model, resolve, pack):
+def test_the_same_to_the_bit_in_any_batch(family, config, dtype, arithmetic, widest, save_model, resolve, pack):
     if dtype == "int8" and Format.INT8 not in widest.formats:
         pytest.skip("this processor has no int8 products")
+    if arithmetic == "bfloat16" and Format.DOT not in widest.formats:
+        pytest.skip("this processor has no bfloat16 products")
     folder, _ = save_model(f"{family}Model", **config)
-    model = load_model(resolve(folder, dtype), machine=widest)
+    model = load_model(replace(resolve(folder, dtype), arithmetic=arithmetic), machine=widest)
     numbers = np.random.default_rng(1)
     texts = [
         numbers.integers(3, SIZES["vocab_size"], n).tolist() for n in (1, 2, 3, 5, 8, 13, 31, 47, 64, 90, 129, 150)
@@ -104,8 +110,10 @@ def test_the_same_to_the_bit_in_any_batch(family, config, dtype, widest, save_mo
 def test_bfloat16_stays_close(family, config, machine, save_model, resolve, pack, sequences):
     folder, _ = save_model(f"{family}Model", **config)
     exact = load_model(resolve(folder)).forward(pack(sequences)).hidden_states
-    reduced = load_model(resolve(folder, "bfloat16"), machine=machine).forward(pack(sequences)).hidden_states
-    assert torch.cosine_similarity(reduced, exact, dim=1).min() > 0.999
+    for arithmetic in ("float32", "bfloat16") if Format.DOT in machine.formats else ("float32",):
+        info = replace(resolve(folder, "bfloat16"), arithmetic=arithmetic)
+        reduced = load_model(info, machine=machine).forward(pack(sequences)).hidden_states
+        assert torch.cosine_similarity(reduced, exact, dim=1).min() > 0.999
 
 
 def test_nan_in_one_text_touches_no_other(widest, save_model, resolve, pack, sequences):

@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.kernels.native import Activation, Format, Machine, NativeEncoder, NativeError
 
-from .specs import LONGEST, SHAPES, make_spec, make_texts
+from .specs import LONGEST, SHAPES, make_spec, make_texts, ways
 
 
 def main() -> None:
@@ -19,7 +19,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("library", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--isa", nargs="+", default=["avx512bf16", "avx512", "avx2", "plain"])
+    parser.add_argument(
+        "--isa", nargs="+", default=["amx", "avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain"]
+    )
     options = parser.parse_args()
     done = 0
     for isa in options.isa:
@@ -44,7 +46,8 @@ def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
         with Machine(int(numbers.integers(1, 6)), isa=isa, library=library) as machine:
             if form not in machine.formats:
                 continue
-            encoder = NativeEncoder(machine, make_spec(shape), form)
+            attention = numbers.choice([of for products, of in ways(machine) if products is form])
+            encoder = NativeEncoder(machine, make_spec(shape), form, attention=Format(attention))
             for most in (4, 60, LONGEST):
                 lengths = numbers.integers(1, most + 1, numbers.integers(1, 4 if most > 60 else 12)).tolist()
                 texts = make_texts(lengths, int(numbers.integers(100)), hides=bool(numbers.integers(2)))

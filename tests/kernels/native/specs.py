@@ -5,9 +5,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.native import Activation, EncoderSpec, LayerSpec, MapSpec, NormSpec
+from penstock.kernels.native import Activation, EncoderSpec, Format, LayerSpec, Machine, MapSpec, NormSpec
 
 Floats = NDArray[np.float32]
+
+
+def ways(machine: Machine) -> list[tuple[Format, Format]]:
+    """Formats of products and of attention that go together, as far as a machine has them."""
+    pairs = [
+        (Format.F32, Format.F32),
+        (Format.BF16, Format.F32),
+        (Format.DOT, Format.DOT),
+        (Format.INT8, Format.F32),
+        (Format.INT8, Format.DOT),
+    ]
+    return [pair for pair in pairs if machine.formats.issuperset(pair)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels.native import Machine, NativeError, build as build_module
+from penstock.kernels.native import Format, Machine, NativeError, build as build_module
 from penstock.kernels.native.build import NoCompilerError, build, main
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
@@ -123,10 +123,23 @@ def test_an_instruction_set_that_is_not_here(widest: Machine) -> None:
         Machine(1, isa="avx1024")
 
 
+AVX2 = {"avx2", "fma"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 FLAGS = {
-    "avx2": {"avx2", "fma"},
-    "avx512": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
-    "avx512bf16": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"},
+    "avx2": AVX2,
+    "avx2vnni": AVX2 | {"avx_vnni"},
+    "avx512": AVX512,
+    "avx512vnni": AVX512 | {"avx512_vnni"},
+    "avx512bf16": AVX512 | {"avx512_vnni", "avx512_bf16"},
+    "amx": AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
+}
+FORMATS = {
+    "avx2": {Format.F32, Format.BF16},
+    "avx2vnni": {Format.F32, Format.BF16, Format.INT8},
+    "avx512": {Format.F32, Format.BF16},
+    "avx512vnni": {Format.F32, Format.BF16, Format.INT8},
+    "avx512bf16": set(Format),
+    "amx": set(Format),
 }
 
 
@@ -136,8 +149,16 @@ def test_instruction_sets_are_those_that_the_kernel_lists(isa: str, widest: Mach
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = set(next(line for line in lines if line.startswith("flags")).split())
     try:
-        Machine(1, isa=isa).close()
+        with Machine(1, isa=isa) as machine:
+            assert machine.formats == FORMATS[isa]
     except NativeError:
         assert not flags >= FLAGS[isa]
     else:
         assert flags >= FLAGS[isa]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
+def test_the_best_instruction_set_is_taken(widest: Machine) -> None:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = set(next(line for line in lines if line.startswith("flags")).split())
+    assert widest.isa == next(isa for isa in reversed(FLAGS) if flags >= FLAGS[isa])

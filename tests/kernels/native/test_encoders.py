@@ -10,7 +10,7 @@ from penstock.kernels.native import EncoderSpec, Format, Machine, NativeEncoder,
 
 from ..assertions import assert_close
 from .reference import encode
-from .specs import LONGEST, SHAPES, Shape, Texts, make_spec, make_texts
+from .specs import LONGEST, SHAPES, Shape, Texts, make_spec, make_texts, ways
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 # Of the largest value: float32 sums, and functions within 1e-6, through one or two layers.
@@ -26,8 +26,10 @@ def run(encoder: NativeEncoder, texts: Texts, need_attention: bool = True) -> tu
     return torch.from_numpy(rows), None if weights is None else torch.from_numpy(weights)
 
 
-def rows_of(machine: Machine, spec: EncoderSpec, texts: Texts, form: Format = Format.F32) -> torch.Tensor:
-    return run(NativeEncoder(machine, spec, form), texts)[0]
+def rows_of(
+    machine: Machine, spec: EncoderSpec, texts: Texts, form: Format = Format.F32, attention: Format | None = None
+) -> torch.Tensor:
+    return run(NativeEncoder(machine, spec, form, attention=attention), texts)[0]
 
 
 @shapes
@@ -49,9 +51,9 @@ def test_equals_float64(machine: Machine, shape: Shape) -> None:
 def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
     """BF16 rounds weights alone and is held to that; DOT and INT8 round what they multiply, and so the scores."""
     spec, texts = make_spec(shape), make_texts([70, 3, 150, 17])
-    for form in machine.formats:
+    for form, attention in ways(machine):
         expected, _ = encode(spec, texts, form)
-        actual = rows_of(machine, spec, texts, form).double()
+        actual = rows_of(machine, spec, texts, form, attention).double()
         if form in (Format.F32, Format.BF16):
             assert_close(form.name, expected, actual, TOLERANCE)
         else:
@@ -61,20 +63,21 @@ def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
             assert torch.cosine_similarity(actual, expected, dim=1).min() > least, form
 
 
-@pytest.mark.parametrize("form", [Format.F32, Format.BF16, Format.DOT], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", Format, ids=lambda form: form.name)
 @shapes
 def test_the_same_to_the_bit_in_any_batch_on_any_lanes(widest: Machine, shape: Shape, form: Format) -> None:
     if form not in widest.formats:
         pytest.skip(f"{widest.isa} has no {form.name}")
     spec = make_spec(shape)
+    attention = [of for products, of in ways(widest) if products is form][-1]
     texts = make_texts([1, 2, 5, 13, 31, 32, 33, 64, 90, 129, 150, 300], hides=True)
     with Machine(1) as single:
-        encoder = NativeEncoder(single, spec, form)
+        encoder = NativeEncoder(single, spec, form, attention=attention)
         alone = [run(encoder, texts[i]) for i in range(len(texts.lengths))]
     numbers = np.random.default_rng(4)
     for num_lanes in (1, 2, 3, 4, 5):
         with Machine(num_lanes) as machine:
-            encoder = NativeEncoder(machine, spec, form)
+            encoder = NativeEncoder(machine, spec, form, attention=attention)
             # One long text: lanes go together. Many: each lane takes some.
             for order in ([11], [0], [11, 0], [10, 11], numbers.permutation(12), numbers.permutation(12)[:5]):
                 rows, weights = run(encoder, join([texts[int(i)] for i in order]))
@@ -97,8 +100,8 @@ def test_nan_touches_no_other_text(machine: Machine, shape: Shape) -> None:
     spec.words[49] = np.nan
     dirty = replace(texts, ids=texts.ids.copy())
     dirty.ids[33] = 49
-    for form in machine.formats:
-        encoder = NativeEncoder(machine, spec, form)
+    for form, attention in ways(machine):
+        encoder = NativeEncoder(machine, spec, form, attention=attention)
         clean_rows, _ = run(encoder, texts)
         rows, weights = run(encoder, dirty)
         assert weights is not None
@@ -109,6 +112,21 @@ def test_nan_touches_no_other_text(machine: Machine, shape: Shape) -> None:
         if shape.window is None:
             assert rows[31:38].isnan().all()
             assert weights[31:38].isnan().all()
+
+
+def test_attention_that_is_not_here_is_refused() -> None:
+    spec = make_spec(SHAPES[0])
+    with Machine(1, isa="plain") as plain, pytest.raises(NativeError, match="plain has no attention in DOT"):
+        NativeEncoder(plain, spec, Format.F32, attention=Format.DOT)
+
+
+def test_attention_in_bfloat16_is_another_than_in_float32(widest: Machine) -> None:
+    if Format.DOT not in widest.formats:
+        pytest.skip(f"{widest.isa} has no DOT")
+    spec, texts = make_spec(SHAPES[0]), make_texts([20])
+    exact = rows_of(widest, spec, texts, Format.F32)
+    rounded = rows_of(widest, spec, texts, Format.F32, Format.DOT)
+    assert 1e-6 < (exact - rounded).abs().max() < 0.05 * exact.abs().max()
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])

@@ -43,7 +43,7 @@ def test_nothing_is_found(flags: tuple[str, ...], tmp_path: Path, monkeypatch: p
     preload = runtime("libasan.so" if flags is ADDRESSES else "libtsan.so")
     monkeypatch.setenv("CC", "gcc")
     try:
-        library = build(tmp_path / "watched.so", flags=flags)
+        library = build(tmp_path / "watched.so", flags=(*flags, "-DAMX_MODEL=1"))
     except NoCompilerError as error:
         pytest.skip(str(error))
     variables = {

@@ -41,6 +41,35 @@ def test_what_was_measured_is_the_reason_for_the_type(make_engine, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("dtype", "arithmetic", "asked", "told"),
+    [
+        ("bfloat16", "float32", "bfloat16", "bfloat16 (--dtype), products in float32 (measured: bfloat16 is 0.5 times"),
+        (
+            "bfloat16",
+            "bfloat16",
+            "bfloat16",
+            "bfloat16 (--dtype), products in bfloat16 (measured: bfloat16 is 0.5 times",
+        ),
+        ("int8", "bfloat16", "int8", "int8 (--dtype), attention in bfloat16 (measured: bfloat16 is 0.5 times"),
+        ("bfloat16", "bfloat16", "auto", "bfloat16 (measured: 1.8 times as fast as float32 here); tasks"),
+        (
+            "bfloat16",
+            "float32",
+            "auto",
+            "bfloat16 (measured: 1.8 times as fast as float32 here), products in float32 (",
+        ),
+    ],
+)
+def test_what_bfloat16_is_computed_in(
+    dtype: str, arithmetic: str, asked: str, told: str, make_engine, tmp_path: Path
+) -> None:
+    info = make_engine(path=str(tmp_path), dtype=dtype, arithmetic=arithmetic).info
+    info.sources["dtype"] = "measured: 1.8 times as fast as float32 here"
+    info.sources["arithmetic"] = "measured: bfloat16 is 0.5 times as fast as float32 here"
+    assert f", in {told}" in said(info, dtype=asked)[2]
+
+
+@pytest.mark.parametrize(
     ("host", "shown"), [("127.0.0.1", "http://127.0.0.1:81"), ("::1", "http://[::1]:81"), ("::", "http://localhost:81")]
 )
 def test_the_address_can_be_opened(info: ModelInfo, host: str, shown: str) -> None:

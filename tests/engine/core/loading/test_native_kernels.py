@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from penstock.engine.core.device import resolve_device
 from penstock.engine.core.loading import native_kernels
-from penstock.engine.core.loading.native_kernels import bfloat16_gain, choose_kernels
+from penstock.engine.core.loading.bfloat16_gain import Bfloat16Gain, bfloat16_gain
+from penstock.engine.core.loading.native_kernels import choose_kernels
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.model_files.resolve import resolve_model, with_device
+from penstock.engine.native.arithmetic import Arithmetic
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.kernels.native import Format, Machine, NativeError
 
-from .conftest import SaveFolder
+from .conftest import SIZES, SaveFolder
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +32,29 @@ def _needs_the_library() -> None:
 
 @pytest.fixture
 def gain(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What measuring bfloat16 gives: 1.0 unless a test says otherwise."""
-    measured = [1.0]
-    monkeypatch.setattr(native_kernels, "bfloat16_gain", lambda machine: measured[0])
+    """What measuring bfloat16 gives, over float32 and over widened weights: 1.0 unless a test says otherwise."""
+    measured = [1.0, 1.0]
+
+    def as_measured(machine: Machine, width: int) -> Bfloat16Gain:
+        assert width == SIZES["hidden_size"]
+        return Bfloat16Gain(*measured)
+
+    monkeypatch.setattr(native_kernels, "bfloat16_gain", as_measured)
     return measured
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Gives this one no more than an instruction set: `processor("avx2")`."""
+
+    def has(isa: str) -> None:
+        try:
+            Machine(1, isa=isa).close()
+        except NativeError as error:
+            pytest.skip(str(error))
+        monkeypatch.setattr(native_kernels, "Machine", lambda num_lanes: Machine(num_lanes, isa=isa))
+
+    return has
 
 
 @pytest.fixture
@@ -72,6 +94,46 @@ def test_the_type_is_bfloat16_where_that_is_measured_to_be_faster(
     assert machine is not None
     assert info.dtype == dtype
     assert ("measured" in dict(info.sources).get("dtype", "")) == (dtype == "bfloat16")
+    assert info.arithmetic == (None if dtype == "float32" else "float32")  # which is measured as well, by itself
+
+
+@pytest.mark.parametrize(("measured", "arithmetic"), [(0.5, "float32"), (1.14, "float32"), (2.0, "bfloat16")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_arithmetic_is_in_bfloat16_where_that_is_measured_to_be_faster(
+    dtype: str, measured: float, arithmetic: str, save_folder: SaveFolder, gain: list[float]
+) -> None:
+    """Also where the operator names the type: some processors run these products at half the speed of float32."""
+    gain[1] = measured
+    info, config = resolved(save_folder(), dtype=dtype)
+    _skip_without_int8(dtype)
+    info, _ = choose_kernels(info, config)
+    assert (info.dtype, info.arithmetic) == (dtype, arithmetic)
+    assert info.sources["arithmetic"] == f"measured: bfloat16 is {measured:.1f} times as fast as float32 here"
+    rounding = Format.DOT if arithmetic == "bfloat16" else Format.F32
+    products = {"int8": Format.INT8, "bfloat16": Format.DOT if arithmetic == "bfloat16" else Format.BF16}[dtype]
+    assert Arithmetic.of(info) == (products, rounding)
+
+
+def test_arithmetic_is_in_float32_where_there_is_no_other(
+    processor: Callable[[str], None], save_folder: SaveFolder
+) -> None:
+    processor("plain")
+    info, machine = choose_kernels(*resolved(save_folder(), dtype="bfloat16"))
+    assert machine is not None
+    assert (info.arithmetic, info.sources["arithmetic"]) == ("float32", "plain has no products in bfloat16")
+    assert Arithmetic.of(info) == (Format.BF16, Format.F32)
+    info, _ = choose_kernels(*resolved(save_folder(), dtype="auto"))
+    assert (info.dtype, info.arithmetic) == ("float32", None)
+    assert Arithmetic.of(info) == (Format.F32, Format.F32)
+
+
+@pytest.mark.parametrize(("arithmetic", "measured"), [("float32", 9.0), ("bfloat16", 0.1)])
+def test_what_was_measured_first_is_kept(
+    arithmetic: str, measured: float, save_folder: SaveFolder, gain: list[float]
+) -> None:
+    gain[:] = measured, measured
+    info, _ = choose_kernels(*resolved(save_folder(), dtype="bfloat16", arithmetic=arithmetic))
+    assert (info.arithmetic, info.sources["arithmetic"]) == (arithmetic, "measured at the first start")
 
 
 def test_int8_is_taken_where_the_processor_has_it(save_folder: SaveFolder) -> None:
@@ -84,6 +146,24 @@ def test_int8_is_taken_where_the_processor_has_it(save_folder: SaveFolder) -> No
     else:
         with pytest.raises(ModelLoadError, match="AVX-512 VNNI"):
             choose_kernels(*resolved(save_folder(), dtype="int8"))
+
+
+@pytest.mark.parametrize("isa", ["avx512vnni", "avx2vnni"])
+def test_int8_needs_no_bfloat16(isa: str, processor: Callable[[str], None], save_folder: SaveFolder) -> None:
+    processor(isa)
+    info, _ = choose_kernels(*resolved(save_folder(), dtype="int8"))
+    assert (info.dtype, info.arithmetic) == ("int8", "float32")
+    assert Arithmetic.of(info) == (Format.INT8, Format.F32)
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "plain"])
+def test_int8_is_refused_in_words_where_the_processor_lacks_it(
+    isa: str, processor: Callable[[str], None], save_folder: SaveFolder
+) -> None:
+    processor(isa)
+    message = f"AVX-512 VNNI or AVX-VNNI, and {isa} is what this one has; take float32 or bfloat16"
+    with pytest.raises(ModelLoadError, match=message):
+        choose_kernels(*resolved(save_folder(), dtype="int8"))
 
 
 def test_int8_is_refused_where_torch_would_run_the_model(save_folder: SaveFolder) -> None:
@@ -152,8 +232,48 @@ def test_without_the_library_insisting_is_refused_in_one_line(no_library: None, 
     assert "\n" not in message
 
 
-def test_the_gain_is_measured_where_there_is_something_to_measure() -> None:
-    with Machine(1, isa="plain") as plain:
-        assert bfloat16_gain(plain) == 0.0
+@pytest.mark.parametrize("is_right", [True, False])
+def test_amx_runs_where_it_multiplies_right(
+    is_right: bool, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def as_amx(num_lanes: int, isa: str | None = None) -> Machine:
+        machine = Machine(num_lanes, isa=isa)
+        machine.isa = "amx" if isa is None else isa
+        return machine
+
+    try:
+        Machine(1, isa="avx512bf16").close()
+    except NativeError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(native_kernels, "Machine", as_amx)
+    monkeypatch.setattr(native_kernels, "multiplies_right", lambda machine: is_right)
+    info, _ = choose_kernels(*resolved(save_folder(), num_threads=2))
+    assert info.kernels == ("native, amx, 2 lanes" if is_right else "native, avx512bf16, 2 lanes")
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [] if is_right else ["AMX gives wrong products on this processor: avx512bf16 runs in its place"]
+
+
+def _skip_without_int8(dtype: str) -> None:
     with Machine(1) as machine:
-        assert (bfloat16_gain(machine) > 0) == (Format.DOT in machine.formats)
+        if dtype == "int8" and Format.INT8 not in machine.formats:
+            pytest.skip(f"{machine.isa} has no products in int8")
+
+
+@pytest.mark.parametrize("width", [1, 33, 384, 1024])
+def test_the_gain_is_measured_where_there_is_something_to_measure(width: int) -> None:
+    with Machine(1, isa="plain") as plain:
+        assert bfloat16_gain(plain, width) is None
+    with Machine(1) as machine:
+        gain = bfloat16_gain(machine, width)
+        assert (gain is None) == (Format.DOT not in machine.formats)
+        assert gain is None or min(gain) > 0
+
+
+def test_what_is_measured_decides(save_folder: SaveFolder) -> None:
+    """On whatever machine this is."""
+    info, machine = choose_kernels(*resolved(save_folder(), dtype="bfloat16"))
+    assert machine is not None
+    if Format.DOT in machine.formats:
+        assert info.sources["arithmetic"].startswith("measured: ")
+    else:
+        assert info.arithmetic == "float32"

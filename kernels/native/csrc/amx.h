@@ -1,0 +1,145 @@
+/* Products by the tile registers of AMX: up to 32 rows against one panel of weights, in bfloat16 or int8.
+ *
+ * The panels of FORMAT_DOT and FORMAT_INT8 fit as they are: 64 bytes of a row of inputs meet 16 lines of 128 bytes, which
+ * are two tiles of 16 columns side by side. What is missing in the last 64 bytes of a row, and in the last tile of rows,
+ * is 0, so that one configuration serves all. A sum runs over its inputs in blocks of 64 bytes, whatever the rows.
+ *
+ * It has not run on a processor that has AMX: tests run it on AMX_MODEL, the instructions in C (amx_model.h), and a
+ * processor that has them is checked when a model is loaded (self_check.py).
+ */
+#ifndef PENSTOCK_AMX_H
+#define PENSTOCK_AMX_H
+
+#include "vec.h"
+
+/* Of one tile, and of the two that run side by side. */
+#define TILE 16
+#define AMX_ROWS 32
+
+/* Palette 1, as LDTILECFG reads it. */
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} TileConfig;
+
+#if AMX_MODEL
+#include "amx_model.h"
+#else
+/* By the intrinsics gcc 12 does not know that memory is read. */
+#define TILE_CONFIG(config) __asm__ volatile("ldtilecfg %0" : : "m"(*(config)) : "memory")
+#define TILE_RELEASE() __asm__ volatile("tilerelease" : : : "memory")
+#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : : : "memory")
+#define TILE_LOAD(tile, from, stride) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((long)(stride)) : "memory")
+#define TILE_STORE(tile, to, stride) \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((long)(stride)) : "memory")
+/* sums += a b, of pairs of bfloat16; of four unsigned bytes of `a` and signed ones of `b` */
+#define TILE_DOT(sums, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sums : : : "memory")
+#define TILE_INT8(sums, a, b) __asm__ volatile("tdpbusd %%tmm" #b ", %%tmm" #a ", %%tmm" #sums : : : "memory")
+#endif
+
+/* A thread has tiles from here ... */
+static void amx_enter(void) {
+    TileConfig config = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        config.row_bytes[tile] = 64;
+        config.rows[tile] = TILE;
+    }
+    TILE_CONFIG(&config);
+}
+
+/* ... to here: while it has, the system saves 8 KiB more with each switch of threads. */
+static void amx_leave(void) { TILE_RELEASE(); }
+
+/* `count` bytes of up to 16 rows: where they lie if they fill a tile, else copied to `room`, which holds zeros beside. */
+INLINE const char *whole_tile(const char *x, long *stride, int rows, long count, char *room) {
+    if (rows == TILE && count == 64) return x;
+    for (int r = 0; r < rows; r++) {
+        if (count == 64) {
+            memcpy(room + r * 64, x + r * *stride, 64);
+        } else {
+            memset(room + r * 64, 0, 64);
+            memcpy(room + r * 64, x + r * *stride, (size_t)count);
+        }
+    }
+    *stride = 64;
+    return room;
+}
+
+#define MULTIPLY(sums, a, b) \
+    if (is_int8) \
+        TILE_INT8(sums, a, b); \
+    else \
+        TILE_DOT(sums, a, b)
+
+/* sums[32][PANEL], float32 or int32, of `rows` rows of `bytes` bytes that lie `stride` bytes apart. */
+INLINE void amx_sums(int is_int8, int is_tall, int rows, const char *x, long stride, const char *panel, long bytes,
+                     void *sums) {
+    char upper[TILE * 64] __attribute__((aligned(64))), lower[TILE * 64] __attribute__((aligned(64)));
+    char last[TILE * 4 * PANEL] __attribute__((aligned(64)));
+    int above = is_tall ? TILE : rows, below = rows - above;
+    if (above < TILE) memset(upper, 0, sizeof upper);
+    if (is_tall && below < TILE) memset(lower, 0, sizeof lower);
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    if (is_tall) {
+        TILE_ZERO(2);
+        TILE_ZERO(3);
+    }
+    for (long k = 0; k < bytes; k += 64) {
+        long count = bytes - k < 64 ? bytes - k : 64, apart = stride;
+        const char *weights = panel + k * PANEL, *next = weights + bytes * PANEL;
+        if (count < 64) {
+            memcpy(last, weights, (size_t)(count * PANEL));
+            memset(last + count * PANEL, 0, (size_t)((64 - count) * PANEL));
+            weights = last;
+        }
+        TILE_LOAD(6, weights, 4 * PANEL);
+        TILE_LOAD(7, weights + 64, 4 * PANEL);
+        const char *inputs = whole_tile(x + k, &apart, above, count, upper);
+        TILE_LOAD(4, inputs, apart);
+        MULTIPLY(0, 4, 6);
+        MULTIPLY(1, 4, 7);
+        if (is_tall) {
+            apart = stride;
+            inputs = whole_tile(x + TILE * stride + k, &apart, below, count, lower);
+            TILE_LOAD(5, inputs, apart);
+            MULTIPLY(2, 5, 6);
+            MULTIPLY(3, 5, 7);
+        }
+        for (long line = 0; line < count * PANEL; line += 64) __builtin_prefetch(next + line, 0, 2);
+    }
+    TILE_STORE(0, sums, 4 * PANEL);
+    TILE_STORE(1, (char *)sums + 64, 4 * PANEL);
+    if (is_tall) {
+        TILE_STORE(2, (char *)sums + TILE * 4 * PANEL, 4 * PANEL);
+        TILE_STORE(3, (char *)sums + TILE * 4 * PANEL + 64, 4 * PANEL);
+    }
+}
+#undef MULTIPLY
+
+/* See tile.h; up to AMX_ROWS rows. */
+static void tile_dot(int rows, const uint16_t *x, long stride, const uint16_t *panel, long num_in, float *out,
+                     long out_stride) {
+    float sums[AMX_ROWS * PANEL] __attribute__((aligned(64)));
+    if (rows > TILE)
+        amx_sums(0, 1, rows, (const char *)x, 2 * stride, (const char *)panel, 2 * num_in, sums);
+    else
+        amx_sums(0, 0, rows, (const char *)x, 2 * stride, (const char *)panel, 2 * num_in, sums);
+    for (int r = 0; r < rows; r++) memcpy(out + r * out_stride, sums + r * PANEL, 4 * PANEL);
+}
+
+static void tile_int8(int rows, const uint8_t *x, long stride, const int8_t *panel, long num_in,
+                      const int32_t *sums_128, float *out, long out_stride) {
+    int32_t sums[AMX_ROWS * PANEL] __attribute__((aligned(64)));
+    if (rows > TILE)
+        amx_sums(1, 1, rows, (const char *)x, stride, (const char *)panel, num_in, sums);
+    else
+        amx_sums(1, 0, rows, (const char *)x, stride, (const char *)panel, num_in, sums);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < PANEL; c += WIDTH)
+            v_store(out + r * out_stride + c, vi_difference(vi_load(sums + r * PANEL + c), vi_load(sums_128 + c)));
+}
+
+#endif

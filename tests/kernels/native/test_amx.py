@@ -1,0 +1,91 @@
+"""AMX: where a processor has none, by a model of its instructions; tiles that are not set up end the process there."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.kernels.native import Format, Machine, NativeEncoder, NativeError
+from penstock.kernels.native.self_check import multiplies_right
+
+from .specs import SHAPES, make_spec, make_texts
+
+Opener = Callable[[int], Machine]
+
+
+@pytest.fixture
+def amx(request: pytest.FixtureRequest) -> Opener:
+    """Opens AMX on so many lanes."""
+    try:
+        Machine(1, isa="amx").close()
+    except NativeError:
+        library: Path = request.getfixturevalue("amx_model")
+        return lambda num_lanes: Machine(num_lanes, isa="amx", library=library)
+    return lambda num_lanes: Machine(num_lanes, isa="amx")
+
+
+@pytest.mark.parametrize("num_in", [2, 4, 30, 32, 34, 64, 68, 312, 384])
+def test_products_are_those_of_avx512(amx: Opener, num_in: int) -> None:
+    """In int8 to the bit, as whole numbers are summed; bfloat16 is summed in another order."""
+    numbers = np.random.default_rng(num_in)
+    with amx(1) as tiles, Machine(1, isa="avx512bf16") as plain:
+        for num_out in (1, 31, 33, 96):
+            weight = numbers.standard_normal((num_out, num_in), np.float32)
+            for num_rows in (1, 15, 16, 17, 31, 32, 33, 48, 193):
+                x = numbers.standard_normal((num_rows, num_in), np.float32)
+                for form, limit in ((Format.DOT, 1e-6), (Format.INT8, 0)):
+                    if form is Format.INT8 and num_in % 4:
+                        continue
+                    actual = tiles.product(tiles.pack(weight, None, form), x)
+                    expected = plain.product(plain.pack(weight, None, form), x)
+                    size = np.abs(x) @ np.abs(weight).T
+                    assert (np.abs(actual - expected) <= limit * size).all(), f"{num_rows} rows to {num_out}, {form}"
+
+
+@pytest.mark.parametrize("form", [Format.DOT, Format.INT8], ids=lambda form: form.name)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[7]], ids=lambda shape: shape.name)
+def test_the_same_to_the_bit_in_any_batch_on_any_lanes(amx: Opener, shape, form: Format) -> None:
+    spec, texts = make_spec(shape), make_texts([1, 2, 16, 17, 33, 64, 90, 200])
+    with amx(1) as machine:
+        encoder = NativeEncoder(machine, spec, form, attention=Format.DOT)
+        alone = [encoder(text.ids, text.places, text.starts)[0] for text in map(texts.__getitem__, range(8))]
+    for num_lanes in (1, 2, 3):
+        with amx(num_lanes) as machine:
+            encoder = NativeEncoder(machine, spec, form, attention=Format.DOT)
+            assert np.array_equal(encoder(texts.ids, texts.places, texts.starts)[0], np.concatenate(alone))
+            longest = texts[7]  # all lanes go together
+            assert np.array_equal(encoder(longest.ids, longest.places, longest.starts)[0], alone[7])
+
+
+def test_any_thread_may_call(amx: Opener) -> None:
+    """Each has tiles of its own, for as long as a call takes."""
+    texts = make_texts([40, 3])
+    with amx(2) as machine, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        encoder = NativeEncoder(machine, make_spec(SHAPES[0]), Format.DOT)
+        first, second = (
+            thread.submit(encoder, texts.ids, texts.places, texts.starts).result()[0] for thread in (one, other)
+        )
+        assert np.array_equal(first, second)
+
+
+def test_every_machine_multiplies_right(machine: Machine) -> None:
+    assert multiplies_right(machine)
+
+
+@pytest.mark.parametrize("form", [Format.DOT, Format.INT8], ids=lambda form: form.name)
+def test_a_product_that_is_wrong_in_one_place_is_seen(
+    form: Format, amx: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = Machine.product
+
+    def wrong(self, packed, x_RD, add=None):
+        result = product(self, packed, x_RD, add)
+        if packed.struct.format == form and len(x_RD) == 17:
+            result[16, -1] += 1
+        return result
+
+    monkeypatch.setattr(Machine, "product", wrong)
+    with amx(1) as machine:
+        assert not multiplies_right(machine)
