@@ -244,7 +244,7 @@ def test_memory_that_runs_short_is_told(machine, save_model, resolve, monkeypatc
     def refuse(*_: Any) -> None:
         raise MemoryError("too little memory")
 
-    monkeypatch.setattr(machine, "encode", refuse)
+    monkeypatch.setattr(machine, "begin", refuse)
     with pytest.raises(DeviceMemoryError, match="too little memory"):
         arrays.execute(batch)
     monkeypatch.undo()
