@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from itertools import islice
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from ..protocol.errors import (
 from ..protocol.messages import (
     Cancel,
     ClearPrefixes,
-    Command,
     Failed,
     Frame,
     FromCore,
@@ -37,6 +37,7 @@ from ..protocol.messages import (
     RowHeader,
     Rows,
     Submit,
+    Turn,
     pack_rows,
     unpack_inputs,
 )
@@ -142,29 +143,29 @@ class EngineCore:
                 self._finish(running)
         return not self._stopping
 
-    def receive(self, items: Sequence[Command | Frame]) -> None:
-        """Takes messages in at once, each Submit followed by its frame.
+    def receive(self, turn: Turn, frame: Frame) -> None:
+        """Takes in at once what the frontend has to say.
 
         Raises:
-            TypeError: A Submit without a frame, or a frame without a Submit.
+            ValueError: The frame has not the inputs of the requests.
         """
-        rest = iter(items)
         now_s = time.monotonic()
+        inputs = iter(unpack_inputs(frame))
         changes: list[Callable[[], object]] = []
-        for item in rest:
-            if isinstance(item, Submit):
-                frame = next(rest, None)
-                if frame is None or isinstance(frame, Command):
-                    raise TypeError("a Submit message without its frame")
-                inputs = unpack_inputs(frame)
+        for command in turn.commands:
+            if isinstance(command, Submit):
+                own = list(islice(inputs, command.num_inputs))
+                if len(own) < command.num_inputs:
+                    raise ValueError("a Submit without its inputs")
                 # Named before the lock is taken: that takes time for long inputs.
-                changes.append(partial(self._submit, self._intake.request(item, inputs, now_s)))
-            elif isinstance(item, Cancel):
-                changes.append(partial(self._cancel, item.request_id))
-            elif isinstance(item, ClearPrefixes):
-                changes.append(partial(self._clear_prefixes, item))
+                request = self._intake.request(command, turn.params[command.params], own, now_s)
+                changes.append(partial(self._submit, request))
+            elif isinstance(command, Cancel):
+                changes.append(partial(self._cancel, command.request_id))
             else:
-                raise TypeError("a frame without its Submit message")
+                changes.append(partial(self._clear_prefixes, command))
+        if next(inputs, None) is not None:
+            raise ValueError("an input without its Submit")
         with self._lock:
             for change in changes:
                 change()

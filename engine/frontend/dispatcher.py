@@ -27,14 +27,15 @@ from ..protocol.errors import (
 from ..protocol.messages import (
     Cancel,
     ClearPrefixes,
+    Command,
     Failed,
     Frame,
-    Outgoing,
     PrefixesCleared,
     RequestTime,
     RowHeader,
     Rows,
     Submit,
+    Turn,
     pack_inputs,
     unpack_rows,
 )
@@ -48,10 +49,28 @@ logger = logging.getLogger("penstock.engine")
 
 Arrays = dict[str, NDArray[np.float32]]
 """The outputs of one input by name."""
+Send = Callable[[Turn, Frame], None]
 
 _FAILURES: dict[str, type[EngineError]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
 }
+
+
+@dataclass(slots=True, eq=False)
+class _Outgoing:
+    """What a turn of the event loop has to say so far; see Turn."""
+
+    commands: list[Command] = field(default_factory=list)
+    params: list[PoolingParams] = field(default_factory=list)
+    inputs: list[TokenizedInput] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
+
+    def place(self, params: PoolingParams) -> int:
+        """Returns the place of a request's parameters, which others may share, by identity."""
+        place = self.places.setdefault(id(params), len(self.params))
+        if place == len(self.params):
+            self.params.append(params)
+        return place
 
 
 @dataclass(slots=True, eq=False)
@@ -136,8 +155,8 @@ class Dispatcher:
     def __init__(self, max_queued_tokens: int, max_queue_s: float = math.inf) -> None:
         self.stats = DispatcherStats()
         self.admission = Admission(self.stats, max_queued_tokens, max_queue_s)
-        self._send: Callable[[list[Outgoing]], None] | None = None
-        self._outgoing: list[Outgoing] = []
+        self._send: Send | None = None
+        self._outgoing = _Outgoing()
         self._runs: dict[int, _Run] = {}
         self._clearings: dict[int, asyncio.Future[int | None]] = {}
         self._ids = itertools.count()
@@ -145,14 +164,14 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def connect(self, send: Callable[[list[Outgoing]], None]) -> None:
+    def connect(self, send: Send) -> None:
         """Begins to run requests and sends them with `send`."""
         self._send = send
 
     def disconnect(self, reason: str) -> None:
         """Stops to run requests and fails what is under way with EngineUnavailableError."""
         self._send = None
-        self._outgoing.clear()
+        self._outgoing = _Outgoing()
         for request_id in list(self._runs):
             self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
         for clearing in self._clearings.values():
@@ -201,7 +220,8 @@ class Dispatcher:
         self._runs[request_id] = run
         sent_s = time.perf_counter()
         try:
-            self._post(Submit(request_id, params, options.priority, left_s, options.client), pack_inputs(inputs))
+            place = self._outgoing.place(params)
+            self._post(Submit(request_id, place, len(inputs), options.priority, left_s, options.client), inputs)
             outputs = await run.answer
         finally:
             if self._runs.pop(request_id, None) is not None:
@@ -264,26 +284,27 @@ class Dispatcher:
         if self._send is None:
             raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
 
-    def _post(self, *items: Outgoing) -> None:
+    def _post(self, command: Command, inputs: Sequence[TokenizedInput] = ()) -> None:
         """Sends at the end of this turn of the event loop."""
-        if not self._outgoing:
+        if not self._outgoing.commands:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing.extend(items)
+        self._outgoing.commands.append(command)
+        self._outgoing.inputs.extend(inputs)
 
     def _flush(self) -> None:
-        items, self._outgoing = self._outgoing, []
-        if not items or self._send is None:
+        outgoing, self._outgoing = self._outgoing, _Outgoing()
+        if not outgoing.commands or self._send is None:
             return
         try:
-            self._send(items)
+            self._send(Turn(outgoing.commands, outgoing.params), pack_inputs(outgoing.inputs))
         except Exception:  # our own bug, such as a number that no message can hold: it must leave nobody waiting
             logger.exception("requests could not be sent to the engine")
-            for item in items:
+            for command in outgoing.commands:
                 error = ModelExecutionError("The request could not be sent to the engine.")
-                if isinstance(item, Submit):
-                    self._settle(item.request_id, error)
-                elif isinstance(item, ClearPrefixes) and item.request_id in self._clearings:
-                    self._clearings[item.request_id].set_exception(error)
+                if isinstance(command, Submit):
+                    self._settle(command.request_id, error)
+                elif isinstance(command, ClearPrefixes) and command.request_id in self._clearings:
+                    self._clearings[command.request_id].set_exception(error)
 
     def _settle(self, request_id: int, error: EngineError | None) -> None:
         run = self._runs.pop(request_id, None)
