@@ -11,8 +11,10 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,11 +105,27 @@ class _Run:
 class OpenRequest:
     """A request from its arrival to its answer: one deadline, and one run or several. Made by `Dispatcher.open`."""
 
-    def __init__(self, dispatcher: Dispatcher, options: RequestOptions, deadline: asyncio.Timeout) -> None:
+    def __init__(self, dispatcher: Dispatcher, options: RequestOptions) -> None:
         self._dispatcher = dispatcher
         self._options = options
-        self._deadline = deadline
+        self._deadline = asyncio.timeout(options.timeout_s)
         self._is_admitted = False
+
+    async def __aenter__(self) -> Self:
+        self._dispatcher.begin(self._options.client)
+        await self._deadline.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._deadline.__aexit__(kind, error, traceback)
+        except TimeoutError as timeout:
+            message = f"The deadline of {self._options.timeout_s:g} s passed before the answer."
+            raise DeadlineExceededError(message) from timeout
+        finally:
+            self._dispatcher.end()
 
     @contextlib.contextmanager
     def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[None]:
@@ -132,10 +150,12 @@ class OpenRequest:
         """
         if not inputs:
             return []
-        with contextlib.nullcontext() if self._is_admitted else self.admitted(inputs):
-            ends_s = self._deadline.when()
-            left_s = None if ends_s is None else max(ends_s - asyncio.get_running_loop().time(), 0.0)
-            return await self._dispatcher.run(inputs, params, self._options, left_s)
+        if not self._is_admitted:
+            with self.admitted(inputs):
+                return await self.run(inputs, params)
+        ends_s = self._deadline.when()
+        left_s = None if ends_s is None else max(ends_s - asyncio.get_running_loop().time(), 0.0)
+        return await self._dispatcher.run(inputs, params, self._options, left_s)
 
 
 class Dispatcher:
@@ -178,24 +198,24 @@ class Dispatcher:
             if not clearing.done():
                 clearing.set_exception(EngineUnavailableError(f"The prefix cache went with its engine: {reason}."))
 
-    @contextlib.asynccontextmanager
-    async def open(self, options: RequestOptions) -> AsyncIterator[OpenRequest]:
-        """Holds a request from its arrival to its answer: its deadline counts from here on, for all that it takes.
+    def open(self, options: RequestOptions) -> OpenRequest:
+        """Holds a request from its arrival to its answer, `async with`: its deadline counts for all that it takes.
 
         Raises what Admission.check raises, and DeadlineExceededError where the deadline passed inside.
         """
-        self.admission.check(options.client)
+        return OpenRequest(self, options)
+
+    def begin(self, client: str) -> None:
+        """Counts a request as open. Raises what Admission.check raises."""
+        self.admission.check(client)
         self._num_open += 1
         self._idle.clear()
-        try:
-            async with asyncio.timeout(options.timeout_s) as deadline:
-                yield OpenRequest(self, options, deadline)
-        except TimeoutError as error:
-            raise DeadlineExceededError(f"The deadline of {options.timeout_s:g} s passed before the answer.") from error
-        finally:
-            self._num_open -= 1
-            if not self._num_open:
-                self._idle.set()
+
+    def end(self) -> None:
+        """Counts a request as open no more."""
+        self._num_open -= 1
+        if not self._num_open:
+            self._idle.set()
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
         """Waits until no request is open. Returns False if some were left after `timeout_s`."""
