@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from .frontend.combined import CombinedEmbedder
 from .frontend.dispatcher import Dispatcher
 from .frontend.engine_process import EngineProcess
@@ -29,6 +27,7 @@ from .protocol.results import (
     SparseResult,
     TokenizedText,
     TokenResult,
+    stacked,
 )
 from .protocol.tasks import PoolingTask
 from .protocol.templates import ChatOptions, Conversation
@@ -148,7 +147,7 @@ class AsyncEngine:
         async with self._dispatcher.open(options) as request:
             windows = await self._encoder.windows(inputs, params, options)
             outputs = await request.run(windows.sequences, params)
-        vectors = np.stack([output["embedding"] for output in outputs])
+        vectors = stacked([output["embedding"] for output in outputs])
         return EmbeddingResult(windows.join(vectors, normalized=bool(params.normalize)), windows.num_tokens)
 
     async def embed_late(
@@ -200,7 +199,7 @@ class AsyncEngine:
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
             outputs = await request.run(tokenized, params)
-        return ClassResult(np.stack([o["scores"] for o in outputs]), self.info.labels, [len(t) for t in tokenized])
+        return ClassResult(stacked([o["scores"] for o in outputs]), self.info.labels, [len(t) for t in tokenized])
 
     async def classify_pairs(
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
@@ -211,7 +210,7 @@ class AsyncEngine:
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.pairs(pairs, params, options, param="input")
             outputs = await request.run(tokenized, params)
-        return ClassResult(np.stack([o["scores"] for o in outputs]), self.info.labels, [len(t) for t in tokenized])
+        return ClassResult(stacked([o["scores"] for o in outputs]), self.info.labels, [len(t) for t in tokenized])
 
     async def token_classify(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
