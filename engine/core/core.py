@@ -15,6 +15,7 @@ from functools import partial
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..protocol.config import EngineConfig
 from ..protocol.errors import (
@@ -280,8 +281,12 @@ class EngineCore:
     def _deliver(self, batch: Batch, finished: list[tuple[Chunk, Outputs]], started_s: float, ended_s: float) -> None:
         """Sends the finite outputs of live requests in one message; an output that is not finite fails its request."""
         headers: list[RowHeader] = []
-        arrays = []
-        are_finite = [all(np.isfinite(array).all() for array in outputs.values()) for _, outputs in finished]
+        arrays: list[NDArray[np.float32]] = []
+        frame = pack_rows([array for _, outputs in finished for array in outputs.values()])
+        if np.isfinite(np.frombuffer(frame, np.float32)).all():  # looked at together: each by itself takes as long
+            are_finite = [True] * len(finished)
+        else:
+            are_finite = [all(np.isfinite(array).all() for array in outputs.values()) for _, outputs in finished]
         with self._lock:
             for (chunk, outputs), is_finite in zip(finished, are_finite, strict=True):
                 sequence, request = chunk.sequence, chunk.sequence.request
@@ -306,5 +311,7 @@ class EngineCore:
             cache = cache_use(self._scheduler, self._runner.allocator, batch)
             load = step_load(self._scheduler, len(finished), batch.num_left)
             self._has_released = False
+        if len(arrays) < sum(len(outputs) for _, outputs in finished):
+            frame = pack_rows(arrays)
         num_tokens = sum(chunk.num_tokens for chunk, _ in finished)
-        self._send(Rows(headers, num_tokens, ended_s - started_s, cache, load, ended), [pack_rows(arrays)])
+        self._send(Rows(headers, num_tokens, ended_s - started_s, cache, load, ended), [frame])
