@@ -7,6 +7,8 @@ result = await engine.embed(["some text"], PoolingParams())  # and in the end: a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, cast
 
 from .frontend.combined import CombinedEmbedder
 from .frontend.dispatcher import Dispatcher
@@ -35,6 +37,9 @@ from .tokenization.input_encoder import InputEncoder
 from .tokenization.jobs import CharAdmission
 from .tokenization.tokenizer import OnCount, TokenizerPool
 
+_NUM_PARAMS: Final = 64
+"""Resolved parameters that are kept for requests that ask for the same."""
+
 
 class AsyncEngine:
     """One served model. Create it with `start`.
@@ -57,6 +62,8 @@ class AsyncEngine:
         supervisor: CoreSupervisor,
     ) -> None:
         self.info = info
+        # Most requests ask for the same: they share one object, which is sent to the core once a turn.
+        self._resolved = lru_cache(_NUM_PARAMS)(lambda params, task: cast("PoolingParams", params).resolved(task, info))
         self.tokenizer_config = tokenizer.config
         self._tokenizer = tokenizer
         self._dispatcher = dispatcher
@@ -143,7 +150,7 @@ class AsyncEngine:
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> EmbeddingResult:
         """Embeds each input into one vector; in long-text mode, longer ones than the model takes too (long_text.py)."""
-        params = params.resolved(PoolingTask.EMBED, self.info)
+        params = self._resolved(params, PoolingTask.EMBED)
         async with self._dispatcher.open(options) as request:
             windows = await self._encoder.windows(inputs, params, options)
             outputs = await request.run(windows.sequences, params)
@@ -195,7 +202,7 @@ class AsyncEngine:
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> ClassResult:
         """Gives every input a score for each class of the model."""
-        params = params.resolved(PoolingTask.CLASSIFY, self.info)
+        params = self._resolved(params, PoolingTask.CLASSIFY)
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
             outputs = await request.run(tokenized, params)
@@ -206,7 +213,7 @@ class AsyncEngine:
     ) -> ClassResult:
         """Gives every pair of texts, read as one sequence, a score for each class of the model."""
         is_scorer = self.info.kind is ModelKind.CROSS_ENCODER
-        params = params.resolved(PoolingTask.SCORE if is_scorer else PoolingTask.CLASSIFY, self.info)
+        params = self._resolved(params, PoolingTask.SCORE if is_scorer else PoolingTask.CLASSIFY)
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.pairs(pairs, params, options, param="input")
             outputs = await request.run(tokenized, params)
@@ -216,7 +223,7 @@ class AsyncEngine:
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> TokenResult:
         """Gives every token of each input a score for each class of the model."""
-        params = params.resolved(PoolingTask.TOKEN_CLASSIFY, self.info)
+        params = self._resolved(params, PoolingTask.TOKEN_CLASSIFY)
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
             token_ids = [tokens.token_ids.tolist() for tokens in tokenized]
