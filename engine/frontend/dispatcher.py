@@ -150,9 +150,16 @@ class OpenRequest:
         """
         if not inputs:
             return []
-        if not self._is_admitted:
-            with self.admitted(inputs):
-                return await self.run(inputs, params)
+        if self._is_admitted:
+            return await self._run(inputs, params)
+        num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
+        admission.enter(num_tokens, self._options.client)
+        try:
+            return await self._run(inputs, params)
+        finally:
+            admission.leave(num_tokens, self._options.client)
+
+    async def _run(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
         ends_s = self._deadline.when()
         left_s = None if ends_s is None else max(ends_s - asyncio.get_running_loop().time(), 0.0)
         return await self._dispatcher.run(inputs, params, self._options, left_s)
