@@ -12,12 +12,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ..protocol.errors import (
     DeadlineExceededError,
@@ -33,8 +29,6 @@ from ..protocol.messages import (
     Failed,
     Frame,
     PrefixesCleared,
-    RequestTime,
-    RowHeader,
     Rows,
     Submit,
     Turn,
@@ -43,63 +37,18 @@ from ..protocol.messages import (
 )
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, TokenizedInput
-from ..protocol.stage_times import STAGE_TIMES, Stage, StageTimes
+from ..protocol.stage_times import STAGE_TIMES
 from .admission import Admission
 from .stats import DispatcherStats
+from .under_way import Arrays, Outgoing, Run
 
 logger = logging.getLogger("penstock.engine")
 
-Arrays = dict[str, NDArray[np.float32]]
-"""The outputs of one input by name."""
 Send = Callable[[Turn, Frame], None]
 
 _FAILURES: dict[str, type[EngineError]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
 }
-
-
-@dataclass(slots=True, eq=False)
-class _Outgoing:
-    """What a turn of the event loop has to say so far; see Turn."""
-
-    commands: list[Command] = field(default_factory=list)
-    params: list[PoolingParams] = field(default_factory=list)
-    inputs: list[TokenizedInput] = field(default_factory=list)
-    places: dict[int, int] = field(default_factory=dict)
-
-    def place(self, params: PoolingParams) -> int:
-        """Returns the place of a request's parameters, which others may share, by identity."""
-        place = self.places.setdefault(id(params), len(self.params))
-        if place == len(self.params):
-            self.params.append(params)
-        return place
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """Inputs that the core has been sent, whose answer is awaited."""
-
-    answer: asyncio.Future[list[Arrays]]
-    outputs: list[Arrays]
-    num_left: int
-    parts: dict[tuple[int, str], list[NDArray[np.float32]]] = field(default_factory=dict)
-    timing: RequestTime | None = None
-
-    def put(self, header: RowHeader, array: NDArray[np.float32]) -> None:
-        """Keeps one array of the answer; parts are joined when the last one is there."""
-        key = (header.index, header.name)
-        if not header.is_last:
-            self.parts.setdefault(key, []).append(array)
-            return
-        parts = self.parts.pop(key, None)
-        self.outputs[header.index][header.name] = array if parts is None else np.concatenate([*parts, array])
-
-    def time(self, times: StageTimes, sent_s: float) -> None:
-        """Records where the time went since the run was sent."""
-        if self.timing is not None:
-            times.add(Stage.QUEUE, sent_s, self.timing.queue_s)
-            times.add(Stage.INFERENCE, sent_s + self.timing.queue_s, self.timing.inference_s)
-        times.last_s = time.perf_counter()
 
 
 class OpenRequest:
@@ -183,8 +132,8 @@ class Dispatcher:
         self.stats = DispatcherStats()
         self.admission = Admission(self.stats, max_queued_tokens, max_queue_s)
         self._send: Send | None = None
-        self._outgoing = _Outgoing()
-        self._runs: dict[int, _Run] = {}
+        self._outgoing = Outgoing()
+        self._runs: dict[int, Run] = {}
         self._clearings: dict[int, asyncio.Future[int | None]] = {}
         self._ids = itertools.count()
         self._num_open = 0
@@ -198,7 +147,7 @@ class Dispatcher:
     def disconnect(self, reason: str) -> None:
         """Stops to run requests and fails what is under way with EngineUnavailableError."""
         self._send = None
-        self._outgoing = _Outgoing()
+        self._outgoing = Outgoing()
         for request_id in list(self._runs):
             self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
         for clearing in self._clearings.values():
@@ -243,7 +192,7 @@ class Dispatcher:
         """Runs inputs that have been let in; see OpenRequest.run. `left_s` are the seconds up to their deadline."""
         self._check_running()
         request_id = next(self._ids)
-        run = _Run(asyncio.get_running_loop().create_future(), [{} for _ in inputs], len(inputs))
+        run = Run(asyncio.get_running_loop().create_future(), [{} for _ in inputs], len(inputs))
         self._runs[request_id] = run
         sent_s = time.perf_counter()
         try:
@@ -319,7 +268,7 @@ class Dispatcher:
         self._outgoing.inputs.extend(inputs)
 
     def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, _Outgoing()
+        outgoing, self._outgoing = self._outgoing, Outgoing()
         if not outgoing.commands or self._send is None:
             return
         try:
