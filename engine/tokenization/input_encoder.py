@@ -165,8 +165,9 @@ class InputEncoder:
             if isinstance(item, str):
                 self._check_text(item, index, "input")
             elif isinstance(item, tuple):
-                self._check_text(item[0], index, "text_1")
-                self._check_text(item[1], index, "text_2")
+                for param, text in zip(("text_1", "text_2"), item, strict=False):
+                    if isinstance(text, str):  # token ids may come as a tuple, too
+                        self._check_text(text, index, param)
 
     def _check_text(self, text: str, index: int, param: str) -> None:
         if self._refuses_empty and (not text or text.isspace()):
