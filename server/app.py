@@ -28,7 +28,6 @@ from .openapi import DocumentedApp
 from .routes import (
     classify,
     cohere,
-    documentation,
     encode,
     invocations,
     ollama,
@@ -42,7 +41,7 @@ from .routes import (
     tokenize,
     vllm,
 )
-from .routes.playground import page as playground
+from .routes.pages import documentation, playground
 from .settings import ServerSettings
 from .transport.connection import SHEDDER
 from .transport.connection_limits import file_limit
