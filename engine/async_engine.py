@@ -7,16 +7,15 @@ result = await engine.embed(["some text"], PoolingParams())  # and in the end: a
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from functools import lru_cache
+from typing import Final
 
 from .frontend.combined import CombinedEmbedder
 from .frontend.dispatcher import Dispatcher
-from .frontend.engine_process import EngineProcess
+from .frontend.engine_life import EngineLife
 from .frontend.scoring import PairScorer
 from .frontend.similarity import check_embeds, check_labels, few_shot_classes, zero_shot_classes
-from .frontend.stats import DispatcherStats
-from .frontend.supervisor import CoreSupervisor, EngineState
+from .frontend.supervisor import CoreSupervisor
 from .protocol.config import EngineConfig
 from .protocol.model_info import ModelInfo, ModelKind
 from .protocol.params import PoolingParams
@@ -29,24 +28,23 @@ from .protocol.results import (
     SparseResult,
     TokenizedText,
     TokenResult,
+    stacked,
 )
 from .protocol.tasks import PoolingTask
 from .protocol.templates import ChatOptions, Conversation
 from .tokenization.input_encoder import InputEncoder
-from .tokenization.jobs import CharAdmission
 from .tokenization.tokenizer import OnCount, TokenizerPool
 
+_NUM_PARAMS: Final = 64
+"""Resolved parameters that are kept for requests that ask for the same."""
 
-class AsyncEngine:
+
+class AsyncEngine(EngineLife):
     """One served model. Create it with `start`.
 
     Every call that runs the model raises InvalidRequestError where the request is wrong (see PoolingParams.verify and
     TokenizerPool), and, whatever is asked for, EngineUnavailableError, EngineOverloadedError, DeadlineExceededError and
     ModelExecutionError as Dispatcher.open and OpenRequest.run do.
-
-    Attributes:
-        info: The resolved description of the model.
-        tokenizer_config: The class of its tokenizer, and what transformers made it of.
     """
 
     def __init__(
@@ -57,98 +55,27 @@ class AsyncEngine:
         dispatcher: Dispatcher,
         supervisor: CoreSupervisor,
     ) -> None:
-        self.info = info
-        self.tokenizer_config = tokenizer.config
-        self._tokenizer = tokenizer
-        self._dispatcher = dispatcher
-        self._supervisor = supervisor
+        super().__init__(config, info, tokenizer, dispatcher, supervisor)
+
+        # Most requests ask for the same: they share one object, which is sent to the core once a turn.
+        @lru_cache(_NUM_PARAMS)
+        def resolved(params: PoolingParams, task: PoolingTask) -> PoolingParams:
+            return params.resolved(task, info)
+
+        self._resolved = resolved
         self._encoder = InputEncoder(info, tokenizer, config)
         self._scorer = PairScorer(info, self._encoder, dispatcher)
         self._combined = CombinedEmbedder(info, self._encoder, dispatcher, tokenizer.marks)
-
-    @classmethod
-    async def start(
-        cls,
-        config: EngineConfig,
-        *,
-        log_level: str = "INFO",
-        log_format: str = "console",
-        process: EngineProcess | None = None,
-    ) -> AsyncEngine:
-        """Loads the model and returns the engine when it can serve.
-
-        Args:
-            config: What to serve.
-            log_level: Least severe level that the engine process logs.
-            log_format: Its log lines, "console" or "json"; see logs.py.
-            process: An engine process that has been started already; None to start one.
-
-        Raises:
-            ModelLoadError: The model cannot be served; the message says why.
-        """
-        dispatcher = Dispatcher(config.scheduler.max_queued_tokens, config.scheduler.max_queue_s)
-        supervisor = CoreSupervisor(config, dispatcher, log_level=log_level, log_format=log_format, process=process)
-        ready = await supervisor.start()
-        try:
-            tokenizer = TokenizerPool(
-                ready.tokenizer,
-                vocab_size=ready.info.vocab_size,
-                do_lower_case=ready.info.do_lower_case,
-                num_workers=config.tokenizer_workers,
-                admission=CharAdmission(config.max_queued_chars, dispatcher.stats.count_refusal),
-            )
-            return cls(config, ready.info, tokenizer, dispatcher, supervisor)
-        except BaseException:
-            await supervisor.close()
-            raise
-
-    @property
-    def state(self) -> EngineState:
-        """Where the engine is in its life."""
-        return self._supervisor.state
-
-    @property
-    def num_restarts(self) -> int:
-        """How often a dead core was replaced."""
-        return self._supervisor.num_restarts
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the engine works, and has so much to do that `check_room` refuses every client."""
-        return self._dispatcher.admission.is_full
-
-    @property
-    def queue_s(self) -> float:
-        """Seconds that what waits or runs takes at the rate of the last forwards; 0 before that is measured."""
-        return self._dispatcher.admission.queue_s
-
-    def check_room(self, client: str = "") -> None:
-        """Refuses what every call refuses first: a request of `client` that has no room now; see Admission.check."""
-        self._dispatcher.admission.check(client)
-
-    def stats(self) -> DispatcherStats:
-        """Returns counters and what is under way."""
-        return self._dispatcher.stats
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for those under way. Returns False if some were left after `timeout_s`."""
-        self._supervisor.drain()
-        return await self._dispatcher.wait_until_idle(timeout_s)
-
-    async def close(self) -> None:
-        """Stops the core; requests under way fail with EngineUnavailableError. May be called twice."""
-        await self._supervisor.close()
-        self._tokenizer.close()
 
     async def embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> EmbeddingResult:
         """Embeds each input into one vector; in long-text mode, longer ones than the model takes too (long_text.py)."""
-        params = params.resolved(PoolingTask.EMBED, self.info)
+        params = self._resolved(params, PoolingTask.EMBED)
         async with self._dispatcher.open(options) as request:
             windows = await self._encoder.windows(inputs, params, options)
             outputs = await request.run(windows.sequences, params)
-        vectors = np.stack([output["embedding"] for output in outputs])
+        vectors = stacked([output["embedding"] for output in outputs])
         return EmbeddingResult(windows.join(vectors, normalized=bool(params.normalize)), windows.num_tokens)
 
     async def embed_late(
@@ -196,28 +123,28 @@ class AsyncEngine:
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> ClassResult:
         """Gives every input a score for each class of the model."""
-        params = params.resolved(PoolingTask.CLASSIFY, self.info)
+        params = self._resolved(params, PoolingTask.CLASSIFY)
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
             outputs = await request.run(tokenized, params)
-        return ClassResult(np.stack([o["scores"] for o in outputs]), self.info.labels, [len(t) for t in tokenized])
+        return ClassResult(stacked([o["scores"] for o in outputs]), self.info.labels, [len(t) for t in tokenized])
 
     async def classify_pairs(
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> ClassResult:
         """Gives every pair of texts, read as one sequence, a score for each class of the model."""
         is_scorer = self.info.kind is ModelKind.CROSS_ENCODER
-        params = params.resolved(PoolingTask.SCORE if is_scorer else PoolingTask.CLASSIFY, self.info)
+        params = self._resolved(params, PoolingTask.SCORE if is_scorer else PoolingTask.CLASSIFY)
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.pairs(pairs, params, options, param="input")
             outputs = await request.run(tokenized, params)
-        return ClassResult(np.stack([o["scores"] for o in outputs]), self.info.labels, [len(t) for t in tokenized])
+        return ClassResult(stacked([o["scores"] for o in outputs]), self.info.labels, [len(t) for t in tokenized])
 
     async def token_classify(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> TokenResult:
         """Gives every token of each input a score for each class of the model."""
-        params = params.resolved(PoolingTask.TOKEN_CLASSIFY, self.info)
+        params = self._resolved(params, PoolingTask.TOKEN_CLASSIFY)
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
             token_ids = [tokens.token_ids.tolist() for tokens in tokenized]
@@ -316,10 +243,6 @@ class AsyncEngine:
     async def detokenize(self, batches: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
         """Returns the text of each list of token ids. Raises InvalidRequestError for an id outside the vocabulary."""
         return await self._tokenizer.decode(batches, skip_special_tokens=skip_special_tokens)
-
-    async def clear_prefixes(self) -> int | None:
-        """Empties the prefix cache; see Dispatcher.clear_prefixes."""
-        return await self._dispatcher.clear_prefixes()
 
     async def _embed_for_classes(
         self, texts: Sequence[Text], params: PoolingParams, options: RequestOptions

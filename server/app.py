@@ -28,7 +28,6 @@ from .openapi import DocumentedApp
 from .routes import (
     classify,
     cohere,
-    documentation,
     encode,
     invocations,
     ollama,
@@ -42,13 +41,13 @@ from .routes import (
     tokenize,
     vllm,
 )
-from .routes.playground import page as playground
+from .routes.pages import documentation, playground
 from .settings import ServerSettings
 from .transport.connection import SHEDDER
 from .transport.connection_limits import file_limit
 from .transport.load_shedding import LoadShedder
 from .wire.json_reader import JsonReader
-from .wire.json_route import JsonPaths
+from .wire.json_route import JsonPaths, routes_by_path
 from .wire.version import penstock_version
 
 
@@ -77,7 +76,7 @@ def create_app(
     observers = Observers(settings, context.metrics)
     dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools, ollama)
     routes = [route for module in (*dialects, encode) for route in module.router.routes]
-    json_paths = JsonPaths(routes, on_end=answer_room.leave)
+    json_routes = routes_by_path(routes)
     pace = RefusalPace(max_waiting=file_limit() // 2)
     cors: dict[str, Any] = {
         "allow_origins": settings.cors_origins,
@@ -85,19 +84,19 @@ def create_app(
         "allow_headers": ("*",),
         "expose_headers": ("*",),
     }
-    shedder = LoadShedder(
-        json_paths.routes,
-        table,
-        keys,
-        observers.all,
-        pace,
-        settings.max_body_bytes,
-        CORSMiddleware(json_paths, **cors) if settings.cors_origins else None,
-    )
     startup = Startup(models, settings, table, on_ready, on_failure)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
+        shedder = LoadShedder(
+            json_routes,
+            table,
+            keys,
+            observers.all,
+            pace,
+            settings.max_body_bytes,
+            CORSMiddleware(app, **cors) if settings.cors_origins else None,
+        )
         async with observers.running(), startup.running():
             yield {SHEDDER: shedder}
 
@@ -114,13 +113,14 @@ def create_app(
     app.state.context = context
     app.state.json_reader = JsonReader(settings.max_json_values, settings.max_inputs_per_request)
     app.state.startup = startup
+    app.state.json_routes = json_routes
     app.router.redirect_slashes = False
     more = [operators] if settings.operator_routes else []
     for module in (*dialects, encode, ops, documentation, playground, *more):
         app.include_router(module.router)
-    app.router.routes.insert(0, json_paths)
     install_error_handlers(app)
     # The last one added sees a request first.
+    app.add_middleware(JsonPaths, routes=json_routes, error_handlers=app.exception_handlers, on_end=answer_room.leave)
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(UnexpectedErrorMiddleware)
     if keys.are_required:

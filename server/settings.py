@@ -9,30 +9,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ByteSize,
-    Field,
-    NonNegativeFloat,
-    PlainValidator,
-    PositiveInt,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import BeforeValidator, ByteSize, Field, PlainValidator, PositiveInt
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from penstock.engine import CacheConfig, EngineConfig, PoolerConfig, SchedulerConfig
 from penstock.engine.protocol.pooler_config import json_object
 
+from .setting_types import Bytes, Device, Origins, Seconds, ServedNames, Template, Url, listed
+
 ENV_PREFIX: Final = "PENSTOCK_"
 Config = TypeVar("Config", SchedulerConfig, CacheConfig, EngineConfig)
-_ORIGIN: Final = re.compile(r"https?://[^\s/?#@]+")
 
 
 class CommandError(Exception):
@@ -51,76 +40,16 @@ def _pooler_config(value: object) -> PoolerConfig:
     return value if isinstance(value, PoolerConfig) else PoolerConfig.from_dict(json_object(value))
 
 
-def _listed(value: object) -> object:
-    """Splits `a,b` and flattens repeated flags into one list of names."""
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple):
-        return value
-    return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
-
-
 def _keys(value: object) -> object:
     """Refuses keys that were given but are none: the server would be open to everyone by mistake."""
-    keys = _listed(value)
+    keys = listed(value)
     # The default arrives here too, where env_ignore_empty has hidden an empty variable.
     if not keys and (value != () or environment_variable("api_key") in os.environ):
         raise ValueError("holds no key; give a key, or leave it out to serve without keys")
     return keys
 
 
-def _served_names(value: object) -> object:
-    """Refuses a list that was given but names nothing."""
-    names = _listed(value)
-    if not names and value != ():
-        raise ValueError("holds no name; give a name, or leave it out to serve the model under its own")
-    return names
-
-
-def _size(value: object, parse: ValidatorFunctionWrapHandler) -> object:
-    try:
-        return parse(value)
-    except ValidationError as error:
-        raise ValueError("must be a size such as 2GiB or 500MB") from error
-
-
-def _template(value: str) -> str:
-    """Returns a template, read from its file unless it stands there itself."""
-    if "{" in value:
-        return value
-    try:
-        return Path(value).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"is neither a template nor a file of UTF-8 text that can be read: {error}") from error
-
-
-def _origins(value: tuple[str, ...]) -> tuple[str, ...]:
-    """Refuses what no browser sends as an Origin: it would never match."""
-    for origin in value:
-        if origin != "*" and not _ORIGIN.fullmatch(origin):
-            raise ValueError(f"{origin!r} is no origin; write it as https://host or http://host:port, or * for all")
-    return value
-
-
-def _url(value: str) -> str:
-    if not re.match(r"https?://[^\s/]", value):
-        raise ValueError("must begin with http:// or https:// and name a host")
-    return value
-
-
-def _device(value: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
-        raise ValueError("must be auto, cpu, cuda or cuda:N, such as cuda:1")
-    return value
-
-
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
-Origins = Annotated[Names, AfterValidator(_origins)]
 Keys = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_keys)]
-Seconds = Annotated[NonNegativeFloat, Field(allow_inf_nan=False)]
-Bytes = Annotated[ByteSize, WrapValidator(_size), Field(gt=0)]
-ServedNames = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_served_names)]
-Url = Annotated[str, AfterValidator(_url)]
-Device = Annotated[str, AfterValidator(_device)]
 
 
 def _config(kind: type[Config], given: dict[str, Any]) -> Config:
@@ -206,7 +135,7 @@ class EngineSettings(BaseSettings):
             '{"score_template": "qwen3-reranker"}.'
         ),
     )
-    chat_template: Annotated[str, AfterValidator(_template)] | None = Field(
+    chat_template: Template | None = Field(
         None, description="File with the Jinja template of chats, or the template itself; default: the model's own."
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")

@@ -27,22 +27,25 @@ class Intake:
         self._seed = seed.encode()
         self._pools_last_row = info.sequence_pooling == (PoolingType.LAST,)
 
-    def request(self, message: Submit, inputs: Sequence[TokenizedInput], now_s: float) -> Request:
+    def request(
+        self, message: Submit, params: PoolingParams, inputs: Sequence[TokenizedInput], now_s: float
+    ) -> Request:
         """Returns the request with one sequence per input.
 
         Args:
             message: What the frontend sent.
+            params: Its parameters, resolved.
             inputs: Its inputs, in order.
             now_s: Seconds. Monotonic time of its arrival.
         """
         request = Request(
             message.request_id,
-            message.params,
+            params,
             now_s,
             message.priority,
             None if message.timeout_s is None else now_s + message.timeout_s,
             message.client,
-            self._needs_last_row(message.params),
+            self._needs_last_row(params),
         )
         request.sequences = [
             QueuedSequence(

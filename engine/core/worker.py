@@ -15,13 +15,12 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import zmq
 
 from ..logs import configure_logging
-from ..protocol.messages import Command, Frame, FromCore, Ping, Pong, Start, Stop, Submit, decode_to_core, encode
+from ..protocol.messages import Frame, FromCore, Ping, Pong, Start, Stop, Turn, decode_to_core, encode
 from .core import EngineCore, Send
 from .load_runner import load_runner
 
@@ -85,31 +84,21 @@ def _receive(inbox: zmq.Socket[bytes], core: EngineCore, send: Send) -> None:
     """Hands messages to the core as they come; a message that it cannot take ends the process, never hangs it."""
     try:
         while True:
-            frames = inbox.recv_multipart(copy=False)
-            first = decode_to_core(frames[0].buffer) if len(frames) == 1 else None
-            if isinstance(first, Ping):
+            first, *frames = inbox.recv_multipart()
+            message = decode_to_core(first)
+            if isinstance(message, Turn):
+                core.receive(message, *frames)
+            elif isinstance(message, Ping):
                 send(Pong(), [])
-            elif isinstance(first, Stop):
+            elif isinstance(message, Stop):
                 core.stop()
             else:
-                core.receive(list(_items([f.buffer for f in frames])))
+                raise TypeError(f"{type(message).__name__} cannot come now")
     except zmq.ContextTerminated:
         inbox.close(linger=0)
     except Exception:
         logger.exception("the engine process cannot read its inbox")
         os._exit(1)
-
-
-def _items(frames: Iterable[Frame]) -> Iterator[Command | Frame]:
-    """Parses the messages of one transmission; the frame that follows a Submit is passed on as it is."""
-    rest = iter(frames)
-    for first in rest:
-        message = decode_to_core(first)
-        if not isinstance(message, Command):
-            raise TypeError(f"{type(message).__name__} cannot come now")
-        yield message
-        if isinstance(message, Submit):
-            yield next(rest)
 
 
 def _end_with_parent(*endpoints: str) -> None:

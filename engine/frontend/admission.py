@@ -133,9 +133,10 @@ class Admission:
     def _bounds(self) -> tuple[int, int]:
         """Returns the tokens under way from which on everybody is refused, and as how many a request counts at most."""
         # What two forwards can hold never waits for many others, and tells no rate either.
-        stats, in_time = self._stats, self._max_queue_s * self._tokens_per_s  # nan, which is never less, without a rate
-        if stats.num_tokens > 2 * stats.token_budget and in_time < self._max_tokens:
-            return math.ceil(in_time), math.ceil(in_time * _LARGE)
+        if self._stats.num_tokens > 2 * self._stats.token_budget:
+            in_time = self._max_queue_s * self._tokens_per_s  # nan, which is never less, without a rate
+            if in_time < self._max_tokens:
+                return math.ceil(in_time), math.ceil(in_time * _LARGE)
         return self._max_tokens, self._max_tokens
 
     def _num_tokens(self, largest: int, client: str | None = None) -> int:

@@ -11,11 +11,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Self
 
 from ..protocol.errors import (
     DeadlineExceededError,
@@ -27,68 +25,56 @@ from ..protocol.errors import (
 from ..protocol.messages import (
     Cancel,
     ClearPrefixes,
+    Command,
     Failed,
     Frame,
-    Outgoing,
     PrefixesCleared,
-    RequestTime,
-    RowHeader,
     Rows,
     Submit,
+    Turn,
     pack_inputs,
     unpack_rows,
 )
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, TokenizedInput
-from ..protocol.stage_times import STAGE_TIMES, Stage, StageTimes
+from ..protocol.stage_times import STAGE_TIMES
 from .admission import Admission
 from .stats import DispatcherStats
+from .under_way import Arrays, Outgoing, Run
 
 logger = logging.getLogger("penstock.engine")
 
-Arrays = dict[str, NDArray[np.float32]]
-"""The outputs of one input by name."""
+Send = Callable[[Turn, Frame], None]
 
 _FAILURES: dict[str, type[EngineError]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
 }
 
 
-@dataclass(slots=True, eq=False)
-class _Run:
-    """Inputs that the core has been sent, whose answer is awaited."""
-
-    answer: asyncio.Future[list[Arrays]]
-    outputs: list[Arrays]
-    num_left: int
-    parts: dict[tuple[int, str], list[NDArray[np.float32]]] = field(default_factory=dict)
-    timing: RequestTime | None = None
-
-    def put(self, header: RowHeader, array: NDArray[np.float32]) -> None:
-        """Keeps one array of the answer; parts are joined when the last one is there."""
-        key = (header.index, header.name)
-        if not header.is_last:
-            self.parts.setdefault(key, []).append(array)
-            return
-        parts = self.parts.pop(key, None)
-        self.outputs[header.index][header.name] = array if parts is None else np.concatenate([*parts, array])
-
-    def time(self, times: StageTimes, sent_s: float) -> None:
-        """Records where the time went since the run was sent."""
-        if self.timing is not None:
-            times.add(Stage.QUEUE, sent_s, self.timing.queue_s)
-            times.add(Stage.INFERENCE, sent_s + self.timing.queue_s, self.timing.inference_s)
-        times.last_s = time.perf_counter()
-
-
 class OpenRequest:
     """A request from its arrival to its answer: one deadline, and one run or several. Made by `Dispatcher.open`."""
 
-    def __init__(self, dispatcher: Dispatcher, options: RequestOptions, deadline: asyncio.Timeout) -> None:
+    def __init__(self, dispatcher: Dispatcher, options: RequestOptions) -> None:
         self._dispatcher = dispatcher
         self._options = options
-        self._deadline = deadline
+        self._deadline = asyncio.timeout(options.timeout_s)
         self._is_admitted = False
+
+    async def __aenter__(self) -> Self:
+        self._dispatcher.begin(self._options.client)
+        await self._deadline.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._deadline.__aexit__(kind, error, traceback)
+        except TimeoutError as timeout:
+            message = f"The deadline of {self._options.timeout_s:g} s passed before the answer."
+            raise DeadlineExceededError(message) from timeout
+        finally:
+            self._dispatcher.end()
 
     @contextlib.contextmanager
     def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[None]:
@@ -113,10 +99,19 @@ class OpenRequest:
         """
         if not inputs:
             return []
-        with contextlib.nullcontext() if self._is_admitted else self.admitted(inputs):
-            ends_s = self._deadline.when()
-            left_s = None if ends_s is None else max(ends_s - asyncio.get_running_loop().time(), 0.0)
-            return await self._dispatcher.run(inputs, params, self._options, left_s)
+        if self._is_admitted:
+            return await self._run(inputs, params)
+        num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
+        admission.enter(num_tokens, self._options.client)
+        try:
+            return await self._run(inputs, params)
+        finally:
+            admission.leave(num_tokens, self._options.client)
+
+    async def _run(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
+        ends_s = self._deadline.when()
+        left_s = None if ends_s is None else max(ends_s - asyncio.get_running_loop().time(), 0.0)
+        return await self._dispatcher.run(inputs, params, self._options, left_s)
 
 
 class Dispatcher:
@@ -136,47 +131,47 @@ class Dispatcher:
     def __init__(self, max_queued_tokens: int, max_queue_s: float = math.inf) -> None:
         self.stats = DispatcherStats()
         self.admission = Admission(self.stats, max_queued_tokens, max_queue_s)
-        self._send: Callable[[list[Outgoing]], None] | None = None
-        self._outgoing: list[Outgoing] = []
-        self._runs: dict[int, _Run] = {}
+        self._send: Send | None = None
+        self._outgoing = Outgoing()
+        self._runs: dict[int, Run] = {}
         self._clearings: dict[int, asyncio.Future[int | None]] = {}
         self._ids = itertools.count()
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def connect(self, send: Callable[[list[Outgoing]], None]) -> None:
+    def connect(self, send: Send) -> None:
         """Begins to run requests and sends them with `send`."""
         self._send = send
 
     def disconnect(self, reason: str) -> None:
         """Stops to run requests and fails what is under way with EngineUnavailableError."""
         self._send = None
-        self._outgoing.clear()
+        self._outgoing = Outgoing()
         for request_id in list(self._runs):
             self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
         for clearing in self._clearings.values():
             if not clearing.done():
                 clearing.set_exception(EngineUnavailableError(f"The prefix cache went with its engine: {reason}."))
 
-    @contextlib.asynccontextmanager
-    async def open(self, options: RequestOptions) -> AsyncIterator[OpenRequest]:
-        """Holds a request from its arrival to its answer: its deadline counts from here on, for all that it takes.
+    def open(self, options: RequestOptions) -> OpenRequest:
+        """Holds a request from its arrival to its answer, `async with`: its deadline counts for all that it takes.
 
         Raises what Admission.check raises, and DeadlineExceededError where the deadline passed inside.
         """
-        self.admission.check(options.client)
+        return OpenRequest(self, options)
+
+    def begin(self, client: str) -> None:
+        """Counts a request as open. Raises what Admission.check raises."""
+        self.admission.check(client)
         self._num_open += 1
         self._idle.clear()
-        try:
-            async with asyncio.timeout(options.timeout_s) as deadline:
-                yield OpenRequest(self, options, deadline)
-        except TimeoutError as error:
-            raise DeadlineExceededError(f"The deadline of {options.timeout_s:g} s passed before the answer.") from error
-        finally:
-            self._num_open -= 1
-            if not self._num_open:
-                self._idle.set()
+
+    def end(self) -> None:
+        """Counts a request as open no more."""
+        self._num_open -= 1
+        if not self._num_open:
+            self._idle.set()
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
         """Waits until no request is open. Returns False if some were left after `timeout_s`."""
@@ -197,11 +192,12 @@ class Dispatcher:
         """Runs inputs that have been let in; see OpenRequest.run. `left_s` are the seconds up to their deadline."""
         self._check_running()
         request_id = next(self._ids)
-        run = _Run(asyncio.get_running_loop().create_future(), [{} for _ in inputs], len(inputs))
+        run = Run(asyncio.get_running_loop().create_future(), [{} for _ in inputs], len(inputs))
         self._runs[request_id] = run
         sent_s = time.perf_counter()
         try:
-            self._post(Submit(request_id, params, options.priority, left_s, options.client), pack_inputs(inputs))
+            place = self._outgoing.place(params)
+            self._post(Submit(request_id, place, len(inputs), options.priority, left_s, options.client), inputs)
             outputs = await run.answer
         finally:
             if self._runs.pop(request_id, None) is not None:
@@ -264,26 +260,27 @@ class Dispatcher:
         if self._send is None:
             raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
 
-    def _post(self, *items: Outgoing) -> None:
+    def _post(self, command: Command, inputs: Sequence[TokenizedInput] = ()) -> None:
         """Sends at the end of this turn of the event loop."""
-        if not self._outgoing:
+        if not self._outgoing.commands:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing.extend(items)
+        self._outgoing.commands.append(command)
+        self._outgoing.inputs.extend(inputs)
 
     def _flush(self) -> None:
-        items, self._outgoing = self._outgoing, []
-        if not items or self._send is None:
+        outgoing, self._outgoing = self._outgoing, Outgoing()
+        if not outgoing.commands or self._send is None:
             return
         try:
-            self._send(items)
+            self._send(Turn(outgoing.commands, outgoing.params), pack_inputs(outgoing.inputs))
         except Exception:  # our own bug, such as a number that no message can hold: it must leave nobody waiting
             logger.exception("requests could not be sent to the engine")
-            for item in items:
+            for command in outgoing.commands:
                 error = ModelExecutionError("The request could not be sent to the engine.")
-                if isinstance(item, Submit):
-                    self._settle(item.request_id, error)
-                elif isinstance(item, ClearPrefixes) and item.request_id in self._clearings:
-                    self._clearings[item.request_id].set_exception(error)
+                if isinstance(command, Submit):
+                    self._settle(command.request_id, error)
+                elif isinstance(command, ClearPrefixes) and command.request_id in self._clearings:
+                    self._clearings[command.request_id].set_exception(error)
 
     def _settle(self, request_id: int, error: EngineError | None) -> None:
         run = self._runs.pop(request_id, None)

@@ -11,15 +11,14 @@ from typing import Final
 import zmq
 
 from ..protocol.messages import (
-    Command,
     Frame,
     FromCore,
-    Outgoing,
     Ping,
     Pong,
     Ready,
     Start,
     Stop,
+    Turn,
     decode_from_core,
     encode,
 )
@@ -110,10 +109,9 @@ class ProcessCore:
         loop.add_reader(descriptor, self._receive)
         self._resources.callback(loop.remove_reader, descriptor)
 
-    def send(self, items: list[Outgoing]) -> None:
-        """Sends messages, each Submit followed by its frame, without blocking."""
-        frames = [encode(i) if isinstance(i, Command) else i for i in items]
-        self._inbox.send_multipart(frames, flags=zmq.NOBLOCK)
+    def send(self, turn: Turn, frame: Frame) -> None:
+        """Sends what a turn of the event loop has to say, without blocking."""
+        self._inbox.send_multipart((encode(turn), frame), flags=zmq.NOBLOCK)
 
     async def close(self) -> None:
         """Stops the core and waits until it is gone. May be called twice.

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ..protocol.errors import ModelLoadError
-from ..protocol.messages import Frame, FromCore, Outgoing, Start
+from ..protocol.messages import Frame, FromCore, Start, Turn
 from .process_core import OnExit, OnMessage
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ class ThreadCore:
         self._thread.start()
         self._core = await created
 
-    def send(self, items: list[Outgoing]) -> None:
-        """Hands messages over, each Submit followed by its frame."""
+    def send(self, turn: Turn, frame: Frame) -> None:
+        """Hands over what a turn of the event loop has to say."""
         if self._core is None:
             raise RuntimeError("the core has not been started")
-        self._core.receive(items)
+        self._core.receive(turn, frame)
 
     async def close(self) -> None:
         """Stops the core and waits for the step that runs now. May be called twice."""

@@ -29,11 +29,14 @@ class RowCut:
     """
 
     def __init__(self, params: Sequence[PoolingParams], width: int, counts: Integers | None = None) -> None:
-        self._widths = [min(p.dimensions or width, width) for p in params]
-        dimensions_R = np.array(self._widths, np.int32)
+        widths = [min(p.dimensions or width, width) for p in params]
+        self._width = max(widths)
+        self._widths = widths if min(widths) < self._width else None  # None: all have the largest
+        dimensions_R = None if self._widths is None else np.array(widths, np.int32)
         normalize_R = np.array([bool(p.normalize) for p in params], np.uint8)
         if counts is not None:
-            dimensions_R, normalize_R = np.repeat(dimensions_R, counts), np.repeat(normalize_R, counts)
+            dimensions_R = None if dimensions_R is None else np.repeat(dimensions_R, counts)
+            normalize_R = np.repeat(normalize_R, counts)
         self._counts = counts
         self._dimensions_R, self._normalize_R = dimensions_R, normalize_R
 
@@ -58,13 +61,15 @@ class RowCut:
             starts_R,
             lengths_R,
             pooling,
-            width=max(self._widths),
+            width=self._width,
             dimensions=self._dimensions_R,
             normalize=self._normalize_R,
             skips=skips_R,
             weights=weights_T,
         )
         parts = list(values) if self._counts is None else np.split(values, np.cumsum(self._counts)[:-1])
+        if self._widths is None:
+            return parts
         return [part[..., :width] for part, width in zip(parts, self._widths, strict=True)]
 
     def apply(self, machine: Machine, rows_RW: Floats) -> list[Floats]:

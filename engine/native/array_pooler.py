@@ -47,7 +47,10 @@ class _Members:
     skips: Integers | None
 
     @classmethod
-    def of(cls, batch: PackedArrays, params: Sequence[PoolingParams], indices: Sequence[int]) -> _Members:
+    def of(cls, batch: PackedArrays, params: Sequence[PoolingParams], indices: Sequence[int] | None) -> _Members:
+        """Returns those with these indices; None stands for all."""
+        if indices is None:
+            return cls(params=params, starts=batch.starts, lengths=batch.lengths, skips=batch.skip_tokens)
         picked = np.array(indices)
         return cls(
             params=[params[i] for i in indices],
@@ -104,8 +107,7 @@ class ArrayPooler:
         """
         results: list[dict[str, Floats]] = [{} for _ in params]
         hidden_TD = output.hidden_states
-        for group, members_of_group in by_group(params).items():
-            indices = range(len(params)) if members_of_group is None else members_of_group
+        for group, indices in by_group(params).items():
             members = _Members.of(batch, params, indices)
             if group.name == "token_scores":
                 answers = self._token_scores(group, hidden_TD, batch, members)
@@ -113,7 +115,7 @@ class ArrayPooler:
                 answers = self._token_embeddings(hidden_TD, members)
             else:
                 answers = self._of_sequences(group, output, members)
-            for index, answer in zip(indices, answers, strict=True):
+            for index, answer in zip(range(len(params)) if indices is None else indices, answers, strict=True):
                 results[index][group.name] = answer
         return results
 

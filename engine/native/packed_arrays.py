@@ -43,25 +43,29 @@ class PackedArrays:
         """
         lengths = np.array([len(i) for i in inputs], np.int32)
         cu_seqlens = np.zeros(len(inputs) + 1, np.int32)
-        np.cumsum(lengths, out=cu_seqlens[1:])
-        positions = np.arange(cu_seqlens[-1], dtype=np.int64) - np.repeat(cu_seqlens[:-1], lengths)
+        lengths.cumsum(out=cu_seqlens[1:])
+        positions = np.arange(cu_seqlens[-1], dtype=np.int64)
+        if len(inputs) > 1:
+            positions -= cu_seqlens[:-1].repeat(lengths)
         if starts is not None:
             positions += np.repeat(np.asarray(starts, np.int64), lengths)
-        boundaries = np.array([i.type_boundary for i in inputs], np.int64)
-        types = None
-        if boundaries.any():
+        types = skips = num_hidden = None
+        if any(i.type_boundary for i in inputs):
+            boundaries = np.array([i.type_boundary for i in inputs], np.int64)
             never = np.iinfo(np.int64).max
             types = (positions >= np.repeat(np.where(boundaries > 0, boundaries, never), lengths)).astype(np.int64)
-        skips = np.array([i.num_prompt_tokens for i in inputs], np.int32)
-        num_hidden = np.array([i.num_hidden for i in inputs], np.int32)
+        if any(i.num_prompt_tokens for i in inputs):
+            skips = np.array([i.num_prompt_tokens for i in inputs], np.int32)
+        if any(i.num_hidden for i in inputs):
+            num_hidden = np.array([i.num_hidden for i in inputs], np.int32)
         return cls(
-            input_ids=np.concatenate([i.token_ids for i in inputs]).astype(np.int64),
+            input_ids=np.concatenate([i.token_ids for i in inputs], dtype=np.int64),
             positions=positions,
             token_type_ids=types,
             cu_seqlens=cu_seqlens,
             lengths=lengths,
-            skip_tokens=skips if skips.any() else None,
-            num_hidden=num_hidden if num_hidden.any() else None,
+            skip_tokens=skips,
+            num_hidden=num_hidden,
         )
 
     @property

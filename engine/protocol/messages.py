@@ -61,30 +61,42 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to core: one request.
-
-    Frame, int32: the numbers of inputs and of queries that they are compared with; length, type_boundary,
-    num_prompt_tokens, num_hidden and number of the query (-1: none) of each input; rows and columns of each query; the
-    token ids of all; the vectors of the queries, float32.
-    """
+    """One request, with the next `num_inputs` inputs of its Turn. `params`: which of the Turn's it has."""
 
     request_id: int
-    params: PoolingParams
+    params: int
+    num_inputs: int
     priority: int = 0
     timeout_s: float | None = None
     client: str = ""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to core: nobody waits for this request any more."""
+    """Nobody waits for this request any more."""
 
     request_id: int
 
 
 class ClearPrefixes(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to core: empty the prefix cache; answered with PrefixesCleared. Requests that run go on."""
+    """Empty the prefix cache; answered with PrefixesCleared. Requests that run go on."""
 
     request_id: int
+
+
+Command = Submit | Cancel | ClearPrefixes
+"""What a running core is told."""
+
+
+class Turn(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to core: all that one turn of its event loop has to say, in order. Requests mostly share parameters.
+
+    Frame, of the inputs of all requests, int32: the numbers of inputs and of queries that they are compared with;
+    length, type_boundary, num_prompt_tokens, num_hidden and number of the query (-1: none) of each input; rows and
+    columns of each query; the token ids of all; the vectors of the queries, float32.
+    """
+
+    commands: list[Command]
+    params: list[PoolingParams]
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -233,12 +245,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-Command = Submit | Cancel | ClearPrefixes
-"""What a running core is told, in the order in which it was sent."""
-ToCore = Start | Command | Stop | Ping
+ToCore = Start | Turn | Stop | Ping
 FromCore = Ready | LoadFailed | Rows | PrefixesCleared | Failed | Pong
-Outgoing = Command | Frame
-"""What a running core is sent: a Submit is followed by its frame."""
 
 encode: Final[Callable[[ToCore | FromCore], bytes]] = msgspec.msgpack.Encoder().encode
 """Returns the first frame of a message."""
@@ -249,7 +257,7 @@ decode_from_core: Final[Callable[[Frame], FromCore]] = msgspec.msgpack.Decoder[F
 
 
 def pack_inputs(inputs: Sequence[TokenizedInput]) -> Frame:
-    """Returns the frame of a Submit message for `inputs`."""
+    """Returns the frame of a Turn with these inputs."""
     queries = {id(i.query): i.query for i in inputs if i.query is not None}
     places = {key: place for place, key in enumerate(queries)}
     head = [len(inputs), len(queries)]
@@ -263,7 +271,7 @@ def pack_inputs(inputs: Sequence[TokenizedInput]) -> Frame:
 
 
 def unpack_inputs(frame: Frame) -> list[TokenizedInput]:
-    """Returns the inputs of a Submit message; their arrays are views of `frame`."""
+    """Returns the inputs of a Turn; their arrays are views of its frame."""
     values = np.frombuffer(frame, np.int32)
     num_inputs, num_queries = values[:2].tolist()
     ends = 2 + 5 * num_inputs, 2 + 5 * num_inputs + 2 * num_queries

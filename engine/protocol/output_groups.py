@@ -52,6 +52,9 @@ def distinct(params: Sequence[PoolingParams]) -> list[PoolingParams]:
 
 def by_group(params: Sequence[PoolingParams]) -> dict[OutputGroup, list[int] | None]:
     """Returns the sequences of a batch by group, in which one may be several times; None stands for all of them."""
+    first = params[0]
+    if all(p is first for p in params):
+        return dict.fromkeys(OutputGroup.all_of(first))
     groups_by_id = {id(p): OutputGroup.all_of(p) for p in distinct(params)}
     if len(set(groups_by_id.values())) == 1:
         return dict.fromkeys(next(iter(groups_by_id.values())))

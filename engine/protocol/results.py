@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .vectors import SparseVector
+
+
+def stacked(rows: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Returns a copy of rows [D] as one array [N, D]."""
+    return rows[0][None].copy() if len(rows) == 1 else np.stack(rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,6 +33,8 @@ class Stage(StrEnum):
     INFERENCE = "inference"
     ENCODE = "encode"
 
+    __hash__ = str.__hash__  # not Enum's own, which is a call of Python for each look into a table
+
 
 class StageTime(NamedTuple):
     """One stretch of time.

@@ -162,21 +162,25 @@ class InputEncoder:
         if not inputs:
             raise InvalidRequestError("Give at least one input.", param="input")
         for index, item in enumerate(inputs):
-            sides = zip(("text_1", "text_2"), item, strict=True) if isinstance(item, tuple) else (("input", item),)
-            for param, text in sides:
-                if not isinstance(text, str):
-                    continue
-                if self._refuses_empty and (not text or text.isspace()):
-                    raise InvalidRequestError(
-                        f"Input {index} is empty. Send some text; a server started with --empty-input embed takes it.",
-                        param=param,
-                    )
-                if text.startswith("data:") and (match := _MEDIA.match(text)):
-                    raise InvalidRequestError(
-                        f"Input {index} is the data URI of {match[1]}, which would be read letter by letter: the model "
-                        "reads text only. Send as text what is to be read of it.",
-                        param=param,
-                    )
+            if isinstance(item, str):
+                self._check_text(item, index, "input")
+            elif isinstance(item, tuple):
+                for param, text in zip(("text_1", "text_2"), item, strict=False):
+                    if isinstance(text, str):  # token ids may come as a tuple, too
+                        self._check_text(text, index, param)
+
+    def _check_text(self, text: str, index: int, param: str) -> None:
+        if self._refuses_empty and (not text or text.isspace()):
+            raise InvalidRequestError(
+                f"Input {index} is empty. Send some text; a server started with --empty-input embed takes it.",
+                param=param,
+            )
+        if text.startswith("data:") and (match := _MEDIA.match(text)):
+            raise InvalidRequestError(
+                f"Input {index} is the data URI of {match[1]}, which would be read letter by letter: the model "
+                "reads text only. Send as text what is to be read of it.",
+                param=param,
+            )
 
     def _filled(self, tokenized: list[TokenizedInput]) -> list[TokenizedInput]:
         """Returns sequences that all have tokens; InvalidRequestError where no token can stand for none."""

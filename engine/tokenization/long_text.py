@@ -37,22 +37,22 @@ class Windows:
 
     Attributes:
         sequences: The windows of all inputs, in order.
-        num_windows: [N]. How many of them belong to each input.
-        weights: [W] float32. Share of each window in the embedding of its input.
         num_tokens: Tokens of each input before it was cut, special tokens once.
+        num_windows: [N]. How many of them belong to each input; None: each has one.
+        weights: [W] float32. Share of each window in the embedding of its input; None as above.
         renormalizes: Whether the mean of normalised vectors is normalised again.
     """
 
     sequences: list[TokenizedInput]
-    num_windows: NDArray[np.intp]
-    weights: NDArray[np.float32]
     num_tokens: list[int]
+    num_windows: NDArray[np.intp] | None = None
+    weights: NDArray[np.float32] | None = None
     renormalizes: bool = True
 
     @classmethod
     def whole(cls, inputs: list[TokenizedInput]) -> Windows:
         """Returns inputs that all fit into a window."""
-        return cls(inputs, np.ones(len(inputs), np.intp), np.ones(len(inputs), np.float32), [len(i) for i in inputs])
+        return cls(inputs, [len(i) for i in inputs])
 
     def join(self, vectors_WD: NDArray[np.float32], *, normalized: bool) -> NDArray[np.float32]:  # noqa: N803
         """Returns the embedding of each input [N, D] float32.
@@ -61,7 +61,7 @@ class Windows:
             vectors_WD: The embedding of each window, float32.
             normalized: Whether they are L2-normalised.
         """
-        if len(self.num_windows) == len(self.sequences):
+        if self.num_windows is None or self.weights is None:
             return vectors_WD
         starts = np.cumsum(self.num_windows) - self.num_windows
         joined: NDArray[np.float32] = np.add.reduceat(vectors_WD * self.weights[:, None], starts, axis=0)
@@ -140,7 +140,7 @@ class LongText:
             weights.append(shares)
         renormalizes = self.mode is ChunkedProcessingMode.WINDOWS
         num_tokens = [len(tokens) for tokens in inputs]
-        return Windows(sequences, np.array(counts, np.intp), np.concatenate(weights), num_tokens, renormalizes)
+        return Windows(sequences, num_tokens, np.array(counts, np.intp), np.concatenate(weights), renormalizes)
 
     def _framed(
         self, tokens: TokenizedInput, prompt_ids: Sequence[int]

@@ -71,15 +71,15 @@ class ModelTokenizer:
         Raises:
             InvalidRequestError: The tokenizer knows a token that the model has no embedding for.
         """
-        array = np.array(ids, np.int32)
-        if array.size and array.max() >= self._vocab_size:
-            token = self.backend.id_to_token(int(array.max()))
+        largest = max(ids, default=0)
+        if largest >= self._vocab_size:
+            token = self.backend.id_to_token(largest)
             raise InvalidRequestError(
-                f"The text holds {token!r}, which the model's tokenizer knows as id {array.max()}, "
+                f"The text holds {token!r}, which the model's tokenizer knows as id {largest}, "
                 f"but the model has embeddings for the ids 0 to {self._vocab_size - 1} only.",
                 param="input",
             )
-        return array
+        return np.array(ids, np.int32)
 
     def checked(self, ids: Sequence[int]) -> NDArray[np.int32]:
         """Returns ids that a caller gave as an array.
@@ -183,6 +183,8 @@ class ModelTokenizer:
         Returns:
             What was read, and its tokens.
         """
+        if bounded is text:
+            return text, encoding
         num_chars = truncation.first_chars
         while (
             bounded is not text

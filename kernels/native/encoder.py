@@ -250,8 +250,8 @@ class NativeEncoder:
             MemoryError: Memory is short.
         """
         num_tokens = len(ids_T)
-        lengths_N = np.diff(starts)
-        if num_tokens == 0 or starts[0] != 0 or starts[-1] != num_tokens or (lengths_N <= 0).any():
+        lengths_N = starts[1:] - starts[:-1]
+        if num_tokens == 0 or starts[0] != 0 or starts[-1] != num_tokens or lengths_N.min() <= 0:
             raise ValueError("starts must rise from 0 to the number of tokens")
         _check_rows("ids", ids_T, num_tokens, self._num_words)
         if self._num_places is not None:
@@ -321,5 +321,5 @@ class NativeEncoder:
 
 def _check_rows(name: str, rows_T: NDArray[Any], num_tokens: int, count: int) -> None:
     """Refuses what has no row in a table: the library would read beyond its memory."""
-    if len(rows_T) != num_tokens or int(rows_T.min()) < 0 or int(rows_T.max()) >= count:
+    if len(rows_T) != num_tokens or rows_T.view(np.uint64).max() >= count:  # as such, negative ones are large
         raise ValueError(f"{name} must be {num_tokens} numbers from 0 to {count - 1}")

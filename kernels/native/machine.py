@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -276,10 +277,18 @@ def aligned(count: int, dtype: Any) -> Array:
     """Returns an array [count] whose memory begins at a cache line."""
     size = count * np.dtype(dtype).itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)
-    shift = -raw.ctypes.data % _ALIGNMENT
+    shift = -ctypes.addressof(ctypes.c_char.from_buffer(raw)) % _ALIGNMENT
     return raw[shift : shift + size].view(dtype)
 
 
 def at(array: Array | None) -> int | None:
     """Returns the address of an array's first value."""
-    return None if array is None else int(array.ctypes.data)
+    if array is None:
+        return None
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+    except (
+        TypeError,
+        ValueError,
+    ):  # read-only, empty, or with gaps; of any array numpy would tell, in five times that
+        return int(array.ctypes.data)

@@ -126,6 +126,8 @@ class ServerContext:
         Requests that say nothing get --default-prompt-name. Raises what `prompt_for` and `options` raise.
         """
         default_name = self.settings.default_prompt_name
+        if default_name is None and body.model_fields_set.isdisjoint(body.prompt_fields):
+            return self.options(request, priority=priority)
         wishes = {name: getattr(body, name) for name in body.prompt_fields}
         if default_name is None and not any(wishes.values()):
             return self.options(request, priority=priority)

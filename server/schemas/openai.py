@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
@@ -19,6 +19,15 @@ from .fields.encodings import EmbeddingTypeOptions
 from .fields.options import Count, EmbeddingBody, Flag, ListAnswer, Width
 from .fields.passed_keys import let_pass
 from .fields.truncation import Truncate, truncated
+
+_PLAIN_PARAMS: Final = PoolingParams()
+_PARAM_FIELDS: Final = frozenset(
+    {
+        *("truncate_prompt_tokens", "truncation_side", "use_activation", "truncate", "truncation"),
+        *("dimensions", "output_dimension", "normalize", "normalized"),
+    }
+)
+"""What `pooling_params` reads: most bodies have none of them."""
 
 
 class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
@@ -90,6 +99,8 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling. Raises InvalidRequestError where `dimensions` is 0."""
+        if _PARAM_FIELDS.isdisjoint(self.model_fields_set):
+            return _PLAIN_PARAMS
         if self.dimensions == 0 and self.modality is None:
             raise InvalidRequestError("dimensions is 0; it must be at least 1.", param="dimensions")
         dimensions = self.output_dimension if self.dimensions is None else self.dimensions or None

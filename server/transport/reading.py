@@ -49,7 +49,7 @@ class ReadAhead(FlowControl):
 
     def resume_reading(self) -> None:
         """Reads on, unless much waits."""
-        if not self._is_full:
+        if self.read_paused and not self._is_full:
             super().resume_reading()
 
     @property

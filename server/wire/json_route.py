@@ -1,20 +1,20 @@
 """Routes whose body is JSON: read by orjson, checked by pydantic, documented by FastAPI, and found by their path.
 
 FastAPI finds a route by trying the patterns of all, and then looks for what else its function may depend on. Ours are
-fixed paths whose functions take a body and the request: one lookup and one check do.
+fixed paths whose functions take a body and the request: one lookup and one check do, before FastAPI's own middleware.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, get_type_hints
 
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
-from starlette.routing import BaseRoute, Match
-from starlette.types import Receive, Scope, Send
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.engine import EngineError
 
@@ -76,38 +76,53 @@ async def passed_on(answer: Endpoint, schema: type[JsonBody], body: dict[str, An
     return await answered(answer, parsed(schema, body), request)
 
 
-class JsonPaths(BaseRoute):
-    """All JSON routes with a body, by their path. Other methods and paths are left to the routes behind it.
+def routes_by_path(routes: Iterable[BaseRoute]) -> dict[str, JsonRoute]:
+    """Returns the JSON routes with a body by their paths; of two with one path the first, which FastAPI would take."""
+    found: dict[str, JsonRoute] = {}
+    for route in routes:
+        if isinstance(route, JsonRoute) and route.body_field is not None:
+            found.setdefault(route.path, route)
+    return found
+
+
+class JsonPaths:
+    """Answers what is posted to JSON routes. Other methods and paths are left to the application behind it.
 
     Args:
-        routes: Those of all routers; of two with one path the first answers, as in FastAPI.
+        app: What comes next.
+        routes: The routes by their paths.
+        error_handlers: Makes an answer of an error, by its class.
         on_end: Called with the scope of each request when its answer has gone.
     """
 
-    def __init__(self, routes: Iterable[BaseRoute], on_end: Callable[[Scope], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Mapping[str, JsonRoute],
+        error_handlers: Mapping[Any, Callable[[Request, Any], Any]],
+        on_end: Callable[[Scope], None],
+    ) -> None:
+        self.app = app
+        self._routes = {path: (route, route.get_route_handler()) for path, route in routes.items()}
+        self._error_handlers = error_handlers
         self._on_end = on_end
-        self._routes: dict[str, tuple[JsonRoute, Handler]] = {}
-        for route in routes:
-            if isinstance(route, JsonRoute) and route.body_field is not None:
-                self._routes.setdefault(route.path, (route, route.get_route_handler()))
 
-    @property
-    def routes(self) -> dict[str, JsonRoute]:
-        """The routes by their paths."""
-        return {path: route for path, (route, _) in self._routes.items()}
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """See BaseRoute."""
-        if scope["type"] != "http" or scope["method"] != "POST":
-            return Match.NONE, {}
-        found = self._routes.get(scope["path"])
-        return (Match.NONE, {}) if found is None else (Match.FULL, {"route": found[0]})
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request that matches."""
-        _, handle = self._routes[scope["path"]]
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, or passes it on."""
+        found = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if found is None:
+            await self.app(scope, receive, send)
+            return
+        scope["route"], handle = found
+        request = Request(scope, receive, send)
         try:
-            response = await handle(Request(scope, receive, send))
+            try:
+                response = await handle(request)
+            except Exception as error:
+                known = [kind for kind in type(error).__mro__ if kind in self._error_handlers]
+                if not known:
+                    raise
+                response = await self._error_handlers[known[0]](request, error)
             await response(scope, receive, send)
         finally:
             self._on_end(scope)

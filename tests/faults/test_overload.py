@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
+from itertools import islice
 
 import numpy as np
 
@@ -16,11 +17,11 @@ from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.engine.protocol.messages import (
     Cancel,
     Frame,
-    Outgoing,
     RowHeader,
     Rows,
     StepLoad,
     Submit,
+    Turn,
     pack_rows,
     unpack_inputs,
 )
@@ -40,15 +41,14 @@ class Core:
         self.waiting: deque[tuple[int, int, int]] = deque()
         dispatcher.connect(self.send)
 
-    def send(self, items: list[Outgoing]) -> None:
-        rest = iter(items)
-        for item in rest:
-            if isinstance(item, Submit):
-                frame: Frame = next(rest)  # type: ignore[assignment]
-                inputs = unpack_inputs(frame)
-                self.waiting.extend((item.request_id, index, len(tokens)) for index, tokens in enumerate(inputs))
-            elif isinstance(item, Cancel):
-                self.waiting = deque(entry for entry in self.waiting if entry[0] != item.request_id)
+    def send(self, turn: Turn, frame: Frame) -> None:
+        inputs = iter(unpack_inputs(frame))
+        for command in turn.commands:
+            if isinstance(command, Submit):
+                own = enumerate(islice(inputs, command.num_inputs))
+                self.waiting.extend((command.request_id, index, len(tokens)) for index, tokens in own)
+            elif isinstance(command, Cancel):
+                self.waiting = deque(entry for entry in self.waiting if entry[0] != command.request_id)
 
     def step(self) -> int:
         done = []

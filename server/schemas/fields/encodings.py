@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -15,6 +16,13 @@ from .options import Listed
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
+_PLAIN_ENCODINGS: Final[Mapping[EncodingFormat | None, Mapping[str, Encoding]]] = {
+    None: {"embedding": Encoding()},
+    EncodingFormat.FLOAT: {"embedding": Encoding()},
+    EncodingFormat.BASE64: {"embedding": Encoding(format=EncodingFormat.BASE64)},
+}
+"""What most requests want, which say no more than this."""
+_ENCODING_FIELDS: Final = ("embed_dtype", "endianness", "embedding_type", "encoding_type", "output_dtype")
 QUANTIZATIONS: Final[dict[str, Quantization]] = {kind: kind for kind in get_args(Quantization)}
 
 
@@ -58,7 +66,7 @@ class EncodingOptions(BaseModel):
         )
         return self._quantized(base, QUANTIZATIONS.get(asked), "encoding_format")
 
-    def encodings(self) -> dict[str, Encoding]:
+    def encodings(self) -> Mapping[str, Encoding]:
         """Returns how the request wants its vectors, one way or several by name; see `encoding`."""
         return {"embedding": self.encoding()}
 
@@ -90,12 +98,14 @@ class EmbeddingTypeOptions(EncodingOptions):
         None, description="Voyage's name: the type of the numbers, in the encoding that encoding_format says."
     )
 
-    def encodings(self) -> dict[str, Encoding]:
+    def encodings(self) -> Mapping[str, Encoding]:
         """Returns how the request wants its vectors, one way or several by name.
 
         Raises:
             InvalidRequestError: Fields that contradict each other.
         """
+        if self.model_fields_set.isdisjoint(_ENCODING_FIELDS) and self.encoding_format in _PLAIN_ENCODINGS:
+            return _PLAIN_ENCODINGS[self.encoding_format]
         base = self.encoding()
         asked = self.embedding_type or ([self.encoding_type] if self.encoding_type else [])
         types: dict[EmbeddingType, None] = dict.fromkeys(asked)

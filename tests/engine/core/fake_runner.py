@@ -13,6 +13,7 @@ from penstock.engine.protocol.config import CacheConfig, EngineConfig, Scheduler
 from penstock.engine.protocol.messages import (
     CacheUse,
     Cancel,
+    Command,
     Failed,
     Frame,
     FromCore,
@@ -20,6 +21,7 @@ from penstock.engine.protocol.messages import (
     Rows,
     Submit,
     TokenizerSpec,
+    Turn,
     pack_inputs,
     unpack_rows,
 )
@@ -175,10 +177,14 @@ class Steps:
         token: int = 1,
     ) -> None:
         inputs = [TokenizedInput(np.full(length, token, np.int32)) for length in lengths]
-        self.core.receive([Submit(request_id, params, priority, timeout_s), pack_inputs(inputs)])
+        submit = Submit(request_id, 0, len(inputs), priority, timeout_s)
+        self.core.receive(Turn([submit], [params]), pack_inputs(inputs))
 
     def cancel(self, request_id: int) -> None:
-        self.core.receive([Cancel(request_id)])
+        self.tell(Cancel(request_id))
+
+    def tell(self, command: Command) -> None:
+        self.core.receive(Turn([command], []), pack_inputs([]))
 
     def run(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):

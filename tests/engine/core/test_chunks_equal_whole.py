@@ -33,6 +33,7 @@ from penstock.engine.protocol.messages import (
     Rows,
     Submit,
     TokenizerSpec,
+    Turn,
     pack_inputs,
     unpack_rows,
 )
@@ -155,13 +156,12 @@ class Client:
     def submit(
         self, *requests: tuple[int, Sequence[int]], task: PoolingTask = PoolingTask.EMBED, priority: int = 0
     ) -> None:
-        items: list[Submit | Frame] = []
-        for request_id, tokens in requests:
+        for request_id, _ in requests:
             self._unanswered.add(request_id)
             self.answers.pop(request_id, None)
-            items.append(Submit(request_id, self.params[task], priority))
-            items.append(pack_inputs([TokenizedInput(np.asarray(tokens, np.int32))]))
-        self.core.receive(items)
+        commands = [Submit(request_id, 0, 1, priority) for request_id, _ in requests]
+        inputs = [TokenizedInput(np.asarray(tokens, np.int32)) for _, tokens in requests]
+        self.core.receive(Turn([*commands], [self.params[task]]), pack_inputs(inputs))
 
     def run(self, num_steps: int | None = None) -> None:
         """Steps until everything is answered, or so often."""

@@ -25,10 +25,15 @@ from penstock.engine.protocol.messages import (
     Rows,
     StepLoad,
     Submit,
+    Turn,
+    pack_inputs,
 )
+from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.scheduling import Chunk, QueuedSequence
 
 from .fake_runner import PARAMS, ROWS, FakeRunner, Steps, named, pool
+
+SEVENS = TokenizedInput(np.array([7, 7], np.int32))
 
 
 class Clock:
@@ -183,7 +188,7 @@ def test_a_prefix_cache_that_is_cleared_amid_a_prompt_is_empty_after_it_too() ->
     steps.submit(2, 150)
     steps.run()
     assert steps.cache_use.prefix_hit_tokens_total == 48
-    steps.core.receive([ClearPrefixes(7)])
+    steps.tell(ClearPrefixes(7))
     assert steps.messages[-1] == PrefixesCleared(7, 3 + 2)
     steps.run_all()
     steps.submit(3, 150)
@@ -197,26 +202,27 @@ def test_a_prefix_cache_that_is_cleared_amid_a_prompt_is_empty_after_it_too() ->
 
 def test_without_a_prefix_cache_there_is_none_to_clear() -> None:
     steps = Steps(FakeRunner())
-    steps.core.receive([ClearPrefixes(1)])
+    steps.tell(ClearPrefixes(1))
     assert steps.messages[-1] == PrefixesCleared(1, None)
 
 
 def test_one_receive_takes_several_messages_in_their_order() -> None:
     steps = Steps(FakeRunner())
     steps.submit(1, 3)
-    inputs = np.array([1, 0, 2, 0, 0, 0, -1, 7, 7], np.int32).tobytes()
-    steps.core.receive([Submit(2, PARAMS), inputs, Cancel(1), Submit(3, PARAMS), inputs, Cancel(2)])
+    commands = [Submit(2, 0, 1), Cancel(1), Submit(3, 0, 1), Cancel(2)]
+    steps.core.receive(Turn(commands, [PARAMS]), pack_inputs([SEVENS, SEVENS]))
     steps.run_all()
     assert steps.answers == {3: {0: [14.0]}}
 
 
-def test_messages_out_of_place_are_a_bug() -> None:
+def test_inputs_that_are_not_those_of_the_requests_are_a_bug() -> None:
     steps = Steps(FakeRunner())
-    for items in ([Submit(1, PARAMS)], [Submit(1, PARAMS), Cancel(1)], [Submit(1, PARAMS), Submit(2, PARAMS)]):
-        with pytest.raises(TypeError, match="a Submit message without its frame"):
-            steps.core.receive(items)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a frame without its Submit"):
-        steps.core.receive([b""])
+    for commands in ([Submit(1, 0, 2)], [Submit(1, 0, 2), Cancel(1)], [Submit(1, 0, 1), Submit(2, 0, 1)]):
+        with pytest.raises(ValueError, match="a Submit without its inputs"):
+            steps.core.receive(Turn(commands, [PARAMS]), pack_inputs([SEVENS]))
+    with pytest.raises(ValueError, match="an input without its Submit"):
+        steps.core.receive(Turn([Submit(1, 0, 1)], [PARAMS]), pack_inputs([SEVENS, SEVENS]))
+    assert not steps.core._scheduler.requests
 
 
 def test_a_sequence_that_can_never_run_is_refused_and_others_are_not() -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.engine.frontend.dispatcher import Dispatcher
 from penstock.engine.protocol.messages import (
     Frame,
-    Outgoing,
     RowHeader,
     Rows,
     Submit,
     TokenizerSpec,
+    Turn,
     pack_rows,
     unpack_inputs,
 )
@@ -63,25 +64,34 @@ def tokenizer_pool(marks: TokenMarks | None = None) -> TokenizerPool:
     return TokenizerPool(tokenizer, vocab_size=len(WORDS), do_lower_case=False, num_workers=1)
 
 
+class Asked(NamedTuple):
+    """What the core is sent of a request, its inputs aside."""
+
+    request_id: int
+    params: PoolingParams
+    timeout_s: float | None
+
+
 class PlayedCore:
     """Answers all that it is sent in the next turn of the event loop, and remembers it."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
-        self.sent: list[tuple[Submit, list[TokenizedInput]]] = []
+        self.sent: list[tuple[Asked, list[TokenizedInput]]] = []
         dispatcher.connect(self.send)
 
-    def send(self, items: list[Outgoing]) -> None:
-        rest = iter(items)
-        for item in rest:
-            if isinstance(item, Submit):
-                frame: Frame = next(rest)  # type: ignore[assignment]
-                self.sent.append((item, unpack_inputs(frame)))
+    def send(self, turn: Turn, frame: Frame) -> None:
+        inputs = iter(unpack_inputs(frame))
+        for command in turn.commands:
+            if isinstance(command, Submit):
+                own = list(itertools.islice(inputs, command.num_inputs))
+                asked = Asked(command.request_id, turn.params[command.params], command.timeout_s)
+                self.sent.append((asked, own))
                 asyncio.get_running_loop().call_soon(self._answer, *self.sent[-1])
 
-    def _answer(self, submit: Submit, inputs: list[TokenizedInput]) -> None:
-        rows = [(index, *output) for index, tokens in enumerate(inputs) for output in outputs(submit.params, tokens)]
-        headers = [RowHeader(submit.request_id, index, name, array.shape) for index, name, array in rows]
+    def _answer(self, asked: Asked, inputs: list[TokenizedInput]) -> None:
+        rows = [(index, *output) for index, tokens in enumerate(inputs) for output in outputs(asked.params, tokens)]
+        headers = [RowHeader(asked.request_id, index, name, array.shape) for index, name, array in rows]
         self.dispatcher.receive_rows(Rows(headers, 1, 0.1), pack_rows([array for *_, array in rows]))
 
 

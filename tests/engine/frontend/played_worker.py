@@ -1,6 +1,6 @@
 """A worker without a model, run as a process: `played_worker.py INBOX OUTBOX`. The model's name says what it does.
 
-Its answer to Start and to a Submit is a Failed message that tells what came. "stays" ends at Stop, "ends" at once with
+Its answer to Start and to a Turn is a Failed message that tells what came. "stays" ends at Stop, "ends" at once with
 exit code 3, "garbage" sends what is no message, "deaf" does not heed Stop.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zmq
 
-from penstock.engine.protocol.messages import Failed, Start, Stop, Submit, decode_to_core, encode
+from penstock.engine.protocol.messages import Failed, Start, Stop, Turn, decode_to_core, encode
 
 
 def main() -> None:
@@ -38,8 +38,8 @@ def main() -> None:
     while model != "ends":
         first, *frames = inbox.recv_multipart()
         message = decode_to_core(first)
-        if isinstance(message, Submit):
-            outbox.send(encode(Failed(message.request_id, "Submit", b"".join(frames).decode())))
+        if isinstance(message, Turn):
+            outbox.send(encode(Failed(message.commands[0].request_id, "Turn", b"".join(frames).decode())))
         elif isinstance(message, Stop):
             if model == "deaf":
                 time.sleep(600)

@@ -18,13 +18,13 @@ from penstock.engine.protocol.messages import (
     Command,
     Failed,
     Frame,
-    Outgoing,
     PrefixesCleared,
     RequestTime,
     RowHeader,
     Rows,
     StepLoad,
     Submit,
+    Turn,
     pack_rows,
     unpack_inputs,
 )
@@ -40,16 +40,15 @@ class Core:
         self.dispatcher = dispatcher
         self.num_sends = 0
         self.sent: list[Command] = []
+        self.params: list[PoolingParams] = []
         self.frames: list[Frame] = []
         dispatcher.connect(self.send)
 
-    def send(self, items: list[Outgoing]) -> None:
+    def send(self, turn: Turn, frame: Frame) -> None:
         self.num_sends += 1
-        for item in items:
-            if isinstance(item, Command):
-                self.sent.append(item)
-            else:
-                self.frames.append(item)
+        self.sent += turn.commands
+        self.params = turn.params
+        self.frames.append(frame)
 
     def answer(self, *items: tuple[int, int, float]) -> None:
         headers = [RowHeader(request_id, index, "embedding", (2,)) for request_id, index, _ in items]
@@ -215,7 +214,7 @@ async def test_a_request_of_several_runs_is_taken_whole_or_refused_whole(dispatc
 
 
 async def test_what_cannot_be_sent_leaves_nobody_waiting(dispatcher: Dispatcher) -> None:
-    def refuse(_: list[Outgoing]) -> None:
+    def refuse(_: Turn, __: Frame) -> None:
         raise OverflowError("made up")
 
     dispatcher.connect(refuse)
@@ -290,7 +289,8 @@ async def test_the_deadline_counts_from_the_arrival(dispatcher: Dispatcher, core
             told_s = core.sent[-1].timeout_s
             assert told_s is not None
             assert 30.0 - spent_s <= told_s <= 30.0 - 0.05 * (request_id + 1)
-            assert core.sent[-1] == Submit(request_id, PoolingParams(dimensions=7), 3, told_s, "who")
+            assert core.sent[-1] == Submit(request_id, 0, 1, 3, told_s, "who")
+            assert core.params == [PoolingParams(dimensions=7)]
             core.answer((request_id, 0, 0.0))
             await run
 
@@ -358,7 +358,7 @@ async def test_a_lost_core_clears_nothing(dispatcher: Dispatcher, core: Core) ->
 
 
 async def test_a_clearing_that_cannot_be_sent_fails(dispatcher: Dispatcher) -> None:
-    def refuse(items: list[Outgoing]) -> None:
+    def refuse(_: Turn, __: Frame) -> None:
         raise OverflowError("no message can hold it")
 
     dispatcher.connect(refuse)

@@ -17,8 +17,7 @@ import pytest
 from penstock.engine.frontend import engine_process, process_core
 from penstock.engine.frontend.process_core import Heartbeat
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Failed, Pong, Ready, Start, Submit
-from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.messages import Cancel, Failed, Pong, Ready, Start, Turn
 
 Run = Callable[..., process_core.ProcessCore]
 
@@ -132,9 +131,9 @@ async def test_a_process_is_told_what_to_serve_and_its_messages_come_once(run: R
     assert (told.kind, frames) == ("Start", [])
     surroundings = json.loads(told.message)
     assert surroundings == {"model": "stays", "leads_session": True, "has_pipe": True, "folder_mode": 0o700}
-    core.send([Submit(5, PoolingParams()), b"its frame"])
+    core.send(Turn([Cancel(5)], []), b"its frame")
     await heard(core._on_message, 2)
-    assert core._on_message.call_args.args == (Failed(5, "Submit", "its frame"), [])
+    assert core._on_message.call_args.args == (Failed(5, "Turn", "its frame"), [])
     folder = Path(core._outbox.LAST_ENDPOINT.decode().removeprefix("ipc://")).parent
     assert folder.name.startswith("penstock-")
     await core.close()

@@ -16,7 +16,7 @@ from penstock.engine.frontend.process_core import OnExit, OnMessage
 from penstock.engine.frontend.supervisor import CoreSupervisor, EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Failed, LoadFailed, Outgoing, Ready, RowHeader, Rows, Start, pack_rows
+from penstock.engine.protocol.messages import Failed, Frame, LoadFailed, Ready, RowHeader, Rows, Start, Turn, pack_rows
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 
@@ -35,7 +35,7 @@ class Core:
     async def start(self) -> None:
         self.is_started = True
 
-    def send(self, items: list[Outgoing]) -> None:
+    def send(self, turn: Turn, frame: Frame) -> None:
         """Swallows all."""
 
     async def close(self) -> None:

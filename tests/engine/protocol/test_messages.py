@@ -43,8 +43,10 @@ CONFIG = EngineConfig(
     "message",
     [
         m.Start(CONFIG, "DEBUG"),
-        m.Submit(7, PoolingParams(dimensions=3, task=PoolingTask.EMBED), -1, 2.5),
-        m.Cancel(3),
+        m.Turn(
+            [m.Submit(7, 0, 2, -1, 2.5), m.Cancel(3), m.ClearPrefixes(4)],
+            [PoolingParams(dimensions=3, task=PoolingTask.EMBED)],
+        ),
         m.Stop(),
     ],
 )

@@ -21,7 +21,6 @@ from penstock.server.middleware import refusal_pace
 from penstock.server.settings import ServerSettings
 from penstock.server.transport.connection import Part
 from penstock.server.transport.http_server import HttpServer
-from penstock.server.wire.json_route import JsonPaths
 
 from ..conftest import FakeEngine
 from .sockets import ask, read_answer, request, served
@@ -112,9 +111,8 @@ async def test_what_needs_no_forward_is_not_refused(engine: FakeEngine) -> None:
 
 
 async def test_every_path_is_thought_of() -> None:
-    (paths,) = [route for route in create_app([], ServerSettings()).router.routes if isinstance(route, JsonPaths)]
     told = {path for path, _ in TOLD_BY_THE_BODY}
-    assert set(paths.routes) == {*SHED, *told, *NOT_SHED} - {"/ping"}
+    assert set(create_app([], ServerSettings()).state.json_routes) == {*SHED, *told, *NOT_SHED} - {"/ping"}
 
 
 @pytest.mark.parametrize(

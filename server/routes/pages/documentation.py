@@ -14,7 +14,7 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
 
-from .playground.page import element_hashes
+from .playground import element_hashes
 
 router = APIRouter(include_in_schema=False)
 

@@ -1,0 +1,122 @@
+"""An engine from its start to its end: where it is in its life, what it has to do, and whom it has room for."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from ..protocol.config import EngineConfig
+from ..protocol.model_info import ModelInfo
+from ..tokenization.jobs import CharAdmission
+from ..tokenization.tokenizer import TokenizerPool
+from .dispatcher import Dispatcher
+from .engine_process import EngineProcess
+from .stats import DispatcherStats
+from .supervisor import CoreSupervisor, EngineState
+
+
+class EngineLife:
+    """One served model, apart from what it can be asked. Create it with `start`. Belongs to one event loop.
+
+    Args:
+        config: What is served; for those who say what it can be asked.
+        info: The attribute.
+        tokenizer: Of the model.
+        dispatcher: Holds what is under way.
+        supervisor: Keeps its core alive.
+
+    Attributes:
+        info: The resolved description of the model.
+        tokenizer_config: The class of its tokenizer, and what transformers made it of.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        tokenizer: TokenizerPool,
+        dispatcher: Dispatcher,
+        supervisor: CoreSupervisor,
+    ) -> None:
+        self.info = info
+        self.tokenizer_config = tokenizer.config
+        self._tokenizer = tokenizer
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        log_level: str = "INFO",
+        log_format: str = "console",
+        process: EngineProcess | None = None,
+    ) -> Self:
+        """Loads the model and returns the engine when it can serve.
+
+        Args:
+            config: What to serve.
+            log_level: Least severe level that the engine process logs.
+            log_format: Its log lines, "console" or "json"; see logs.py.
+            process: An engine process that has been started already; None to start one.
+
+        Raises:
+            ModelLoadError: The model cannot be served; the message says why.
+        """
+        dispatcher = Dispatcher(config.scheduler.max_queued_tokens, config.scheduler.max_queue_s)
+        supervisor = CoreSupervisor(config, dispatcher, log_level=log_level, log_format=log_format, process=process)
+        ready = await supervisor.start()
+        try:
+            tokenizer = TokenizerPool(
+                ready.tokenizer,
+                vocab_size=ready.info.vocab_size,
+                do_lower_case=ready.info.do_lower_case,
+                num_workers=config.tokenizer_workers,
+                admission=CharAdmission(config.max_queued_chars, dispatcher.stats.count_refusal),
+            )
+            return cls(config, ready.info, tokenizer, dispatcher, supervisor)
+        except BaseException:
+            await supervisor.close()
+            raise
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine is in its life."""
+        return self._supervisor.state
+
+    @property
+    def num_restarts(self) -> int:
+        """How often a dead core was replaced."""
+        return self._supervisor.num_restarts
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the engine works, and has so much to do that `check_room` refuses every client."""
+        return self._dispatcher.admission.is_full
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds that what waits or runs takes at the rate of the last forwards; 0 before that is measured."""
+        return self._dispatcher.admission.queue_s
+
+    def check_room(self, client: str = "") -> None:
+        """Refuses what every call refuses first: a request of `client` that has no room now; see Admission.check."""
+        self._dispatcher.admission.check(client)
+
+    def stats(self) -> DispatcherStats:
+        """Returns counters and what is under way."""
+        return self._dispatcher.stats
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests and waits for those under way. Returns False if some were left after `timeout_s`."""
+        self._supervisor.drain()
+        return await self._dispatcher.wait_until_idle(timeout_s)
+
+    async def close(self) -> None:
+        """Stops the core; requests under way fail with EngineUnavailableError. May be called twice."""
+        await self._supervisor.close()
+        self._tokenizer.close()
+
+    async def clear_prefixes(self) -> int | None:
+        """Empties the prefix cache; see Dispatcher.clear_prefixes."""
+        return await self._dispatcher.clear_prefixes()

@@ -1,0 +1,62 @@
+"""What a dispatcher has to send, and what it has sent: a turn that is being made, and runs whose answer is awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..protocol.messages import Command, RequestTime, RowHeader
+from ..protocol.params import PoolingParams
+from ..protocol.request import TokenizedInput
+from ..protocol.stage_times import Stage, StageTimes
+
+Arrays = dict[str, NDArray[np.float32]]
+"""The outputs of one input by name."""
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """What a turn of the event loop has to say so far; see Turn."""
+
+    commands: list[Command] = field(default_factory=list)
+    params: list[PoolingParams] = field(default_factory=list)
+    inputs: list[TokenizedInput] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
+
+    def place(self, params: PoolingParams) -> int:
+        """Returns the place of a request's parameters, which others may share, by identity."""
+        place = self.places.setdefault(id(params), len(self.params))
+        if place == len(self.params):
+            self.params.append(params)
+        return place
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Inputs that the core has been sent, whose answer is awaited."""
+
+    answer: asyncio.Future[list[Arrays]]
+    outputs: list[Arrays]
+    num_left: int
+    parts: dict[tuple[int, str], list[NDArray[np.float32]]] = field(default_factory=dict)
+    timing: RequestTime | None = None
+
+    def put(self, header: RowHeader, array: NDArray[np.float32]) -> None:
+        """Keeps one array of the answer; parts are joined when the last one is there."""
+        key = (header.index, header.name)
+        if not header.is_last:
+            self.parts.setdefault(key, []).append(array)
+            return
+        parts = self.parts.pop(key, None)
+        self.outputs[header.index][header.name] = array if parts is None else np.concatenate([*parts, array])
+
+    def time(self, times: StageTimes, sent_s: float) -> None:
+        """Records where the time went since the run was sent."""
+        if self.timing is not None:
+            times.add(Stage.QUEUE, sent_s, self.timing.queue_s)
+            times.add(Stage.INFERENCE, sent_s + self.timing.queue_s, self.timing.inference_s)
+        times.last_s = time.perf_counter()

@@ -1,1 +1,0 @@
-"""The page for trying a server in a browser."""
