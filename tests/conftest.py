@@ -18,7 +18,7 @@ NAMED_MODELS = os.environ.pop(MODELS_VARIABLE, None)
 
 
 def model_roots() -> list[Path]:
-    """Folders that may hold trained models: those in PENSTOCK_TEST_MODELS (separated by `:`), or the usual places."""
+    """Folders that may hold trained models and data: those in PENSTOCK_TEST_MODELS (split at `:`), or usual ones."""
     if NAMED_MODELS:
         return [Path(part).expanduser() for part in NAMED_MODELS.split(os.pathsep) if part]
     return [ROOT.parent / "shared", ROOT.parent / "shared" / "models", Path("~/.cache/penstock-models").expanduser()]
@@ -40,6 +40,21 @@ def model_folder() -> Callable[[str], Path]:
         if folder is None:
             looked_in = ", ".join(map(str, model_roots()))
             pytest.skip(f"no model {name!r} in {looked_in}; set {MODELS_VARIABLE} to the folder that holds it")
+        return folder
+
+    return find_or_skip
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Callable[[str], Path]:
+    """Find a data set's folder by name, in the places of models or in `data` beside them; skip the test without it."""
+
+    def find_or_skip(name: str) -> Path:
+        folders = [root / part / name for root in model_roots() for part in ("data", "")]
+        folder = next((folder for folder in folders if folder.is_dir()), None)
+        if folder is None:
+            looked_in = ", ".join(map(str, model_roots()))
+            pytest.skip(f"no data {name!r} in {looked_in}; set {MODELS_VARIABLE} to the folder that holds it")
         return folder
 
     return find_or_skip
