@@ -37,10 +37,10 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 
 .DEFAULT_GOAL := help
 .PHONY: help install native serve test test-all test-faults test-clients test-schema mutants test-wheel test-gpu gpu-packages \
-	check lint types imports format hooks bench bench-peers wheel constraints clean
+	check lint types imports format hooks bench bench-conditions bench-peers wheel constraints clean
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # ---- environment -----------------------------------------------------------------------------------------------------
 # One .venv, filled in three steps, so that serving never pulls what only testing or developing needs. A stamp file per
@@ -202,6 +202,9 @@ hooks: $(VENV)/.installed-dev ## Let git run the checks before each commit.
 bench: $(VENV)/.installed-test $(LIBRARY) ## Measure a bfloat16 server over HTTP on every load.
 	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/compare_servers.py \
 		--server penstock http://127.0.0.1:8101 "$(BIN)/penstock serve --port 8101 --dtype bfloat16" $(ARGS)
+
+bench-conditions: $(VENV)/.installed-test $(LIBRARY) ## Measure a server beside a busy core, under a quota, by length and idle.
+	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/conditions.py $(ARGS)
 
 # The peers' environments are built once, into the user's cache (ARGS='--cache FOLDER' for another place; about 8 GB with
 # torch for CPUs, which TORCH_INDEX names). ARGS='--rounds 1 --seconds 3 --peers penstock,infinity' makes a short run.
