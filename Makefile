@@ -37,10 +37,10 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 
 .DEFAULT_GOAL := help
 .PHONY: help install native serve test test-all test-faults test-clients test-schema mutants test-wheel test-gpu gpu-packages \
-	check lint types imports format hooks bench bench-peers wheel constraints clean
+	check lint types imports format hooks bench bench-conditions bench-peers wheel constraints clean
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # ---- environment -----------------------------------------------------------------------------------------------------
 # One .venv, filled in three steps, so that serving never pulls what only testing or developing needs. A stamp file per
@@ -70,16 +70,17 @@ $(VENV)/.installed-dev: $(VENV)/.installed-test
 	$(INSTALL) --no-build-isolation --editable '.[test,dev]'
 	@touch $@
 
-# The library lies beside its sources; without a C compiler this says what that costs, and torch serves.
+# The library lies beside its sources; without a C compiler this says what that costs, and torch serves. It is tried
+# again each time then: there may be a compiler by now.
 NATIVE := kernels/native
+LIBRARY := $(NATIVE)/libpenstock_native.so
 
-$(VENV)/.native: $(wildcard $(NATIVE)/csrc/*) $(NATIVE)/build.py | $(VENV)/.installed
+$(LIBRARY): $(wildcard $(NATIVE)/csrc/*) $(NATIVE)/_abi.py $(NATIVE)/build.py | $(VENV)/.installed
 	@$(BIN)/python -m penstock.kernels.native.build
-	@touch $@
 
-native: $(VENV)/.native ## Compile the native kernels for CPUs again, after a change to their sources.
+native: $(LIBRARY) ## Compile the native kernels for CPUs again, after a change to their sources.
 
-install: $(VENV)/.installed $(VENV)/.native ## Create .venv and install penstock with the embedded model.
+install: $(VENV)/.installed $(LIBRARY) ## Create .venv and install penstock with the embedded model.
 
 # ---- use -------------------------------------------------------------------------------------------------------------
 
@@ -88,10 +89,10 @@ serve: install ## Serve the embedded model on port 8000.
 
 # ---- test ------------------------------------------------------------------------------------------------------------
 
-test: $(VENV)/.installed-test $(VENV)/.native ## Run the quick tests.
+test: $(VENV)/.installed-test $(LIBRARY) ## Run the quick tests.
 	@$(BIN)/pytest -m 'not gpu and not slow' $(TESTS) $(ARGS)
 
-test-all: $(VENV)/.installed-test $(VENV)/.native ## Run the slow tests as well.
+test-all: $(VENV)/.installed-test $(LIBRARY) ## Run the slow tests as well.
 	@$(BIN)/pytest -m 'not gpu' $(TESTS) $(ARGS)
 
 # PYTHONSAFEPATH would hide the runner's modules from each other.
@@ -110,7 +111,7 @@ test-schema: $(VENV)/.installed $(SCHEMA)/.installed ## Run schemathesis over th
 	@$(SCHEMA)/bin/python tests/schema/run.py $(ARGS)
 
 # Figures are printed. The tests with full disks mount small ones and skip where they may not.
-test-faults: $(VENV)/.installed-test $(VENV)/.native ## Kill, fill, poison and abuse servers, slow tests included, and print the figures.
+test-faults: $(VENV)/.installed-test $(LIBRARY) ## Kill, fill, poison and abuse servers, slow tests included, and print the figures.
 	@$(BIN)/pytest -s -m 'not gpu' tests/faults $(ARGS)
 
 # PYTHONSAFEPATH would hide the runner's modules from each other.
@@ -198,13 +199,16 @@ hooks: $(VENV)/.installed-dev ## Let git run the checks before each commit.
 # ---- bench ------------------------------------------------------------------------------------------------------------
 
 # Add peers with ARGS='--server NAME URL "COMMAND"'. PYTHONSAFEPATH would hide the benchmarks' modules from each other.
-bench: $(VENV)/.installed-test $(VENV)/.native ## Measure a bfloat16 server over HTTP on every load.
+bench: $(VENV)/.installed-test $(LIBRARY) ## Measure a bfloat16 server over HTTP on every load.
 	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/compare_servers.py \
 		--server penstock http://127.0.0.1:8101 "$(BIN)/penstock serve --port 8101 --dtype bfloat16" $(ARGS)
 
+bench-conditions: $(VENV)/.installed-test $(LIBRARY) ## Measure a server beside a busy core, under a quota, by length and idle.
+	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/conditions.py $(ARGS)
+
 # The peers' environments are built once, into the user's cache (ARGS='--cache FOLDER' for another place; about 8 GB with
 # torch for CPUs, which TORCH_INDEX names). ARGS='--rounds 1 --seconds 3 --peers penstock,infinity' makes a short run.
-bench-peers: $(VENV)/.installed-test $(VENV)/.native ## Measure penstock beside other servers and libraries, all on this machine.
+bench-peers: $(VENV)/.installed-test $(LIBRARY) ## Measure penstock beside other servers and libraries, all on this machine.
 	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/compare_peers.py \
 		$(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(ARGS)
 

@@ -3,12 +3,13 @@
 Without a C compiler the wheel has none of them, fits every machine, and torch serves CPUs.
 """
 
-import importlib.util
+import importlib
 import re
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -20,11 +21,10 @@ LIBRARY = "libpenstock_native.so"
 
 def compile_into(folder: Path) -> None:
     """Compiles the library into `folder`, or says why not."""
-    spec = importlib.util.spec_from_file_location("penstock_native_build", NATIVE / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    package = ModuleType("penstock_native")  # without its __init__, which needs numpy
+    package.__path__ = [str(NATIVE.resolve())]
+    sys.modules[package.__name__] = package
+    module = importlib.import_module(".build", package.__name__)
     try:
         module.build(folder.resolve() / LIBRARY)
     except (module.NoCompilerError, subprocess.CalledProcessError, OSError) as error:

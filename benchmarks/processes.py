@@ -1,10 +1,20 @@
-"""What processes under test hold of memory and take of the processor, and how they are ended."""
+"""What processes under test hold of memory and take of the processor, how that is bounded, and how they are ended."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+PERIOD_US = 100_000
+
+
+class NoCgroupError(Exception):
+    """This machine lets nobody make one; the message says why."""
 
 
 def family(pid: int) -> list[int]:
@@ -44,6 +54,53 @@ def processor_seconds(pid: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def thread_seconds(pid: int) -> dict[tuple[int, int, str], float]:
+    """Seconds. Processor time of each thread of the process and its descendants, finer than the kernel's clock ticks.
+
+    By process, thread and name of the thread.
+    """
+    found = {}
+    for member in family(pid):
+        for thread in Path(f"/proc/{member}/task").glob("*"):
+            try:
+                name = (thread / "comm").read_text().strip()
+                found[member, int(thread.name), name] = int((thread / "schedstat").read_text().split()[0]) / 1e9
+            except OSError:  # it has ended
+                continue
+    return found
+
+
+@contextlib.contextmanager
+def quota(cores: float) -> Iterator[str]:
+    """Makes a group (version 2, or else 1) and yields words that put a command line into it; it is removed at the end.
+
+    Raises:
+        NoCgroupError: None can be made.
+    """
+    is_v2 = (CGROUPS / "cgroup.controllers").is_file()
+    folder = (CGROUPS if is_v2 else CGROUPS / "cpu") / f"penstock-bench-{os.getpid()}"
+    limit = str(int(cores * PERIOD_US))
+    try:
+        if is_v2:
+            (CGROUPS / "cgroup.subtree_control").write_text("+cpu")
+        folder.mkdir()
+        try:
+            if is_v2:
+                (folder / "cpu.max").write_text(f"{limit} {PERIOD_US}")
+            else:
+                (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+                (folder / "cpu.cfs_quota_us").write_text(limit)
+        except OSError:
+            folder.rmdir()
+            raise
+    except OSError as error:
+        raise NoCgroupError(f"no control group with a quota: {error}") from error
+    try:
+        yield f'sh -c \'echo $$ > {folder}/cgroup.procs && exec "$0" "$@"\''
+    finally:
+        _remove_group(folder)
+
+
 def kill(pid: int) -> None:
     """Ends a process at once; one that has ended already is fine."""
     try:
@@ -69,3 +126,14 @@ def _bytes_of(pid: int, file: str, field: str) -> int:
     except OSError:
         return 0
     return 0
+
+
+def _remove_group(folder: Path) -> None:
+    """Removes a group whose processes have been ended; the kernel takes a moment to forget them."""
+    for _ in range(50):
+        try:
+            folder.rmdir()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return

@@ -159,6 +159,7 @@ class EngineSettings(BaseSettings):
         given = {field: getattr(self, field) for field in EngineSettings.model_fields} | {
             "model": model,
             "name": name,
+            "model_source": "default" if self.model is None else "--model",
             "max_queue_s": self.max_queue_s or math.inf,
             "kv_cache_memory": None if self.kv_cache_memory is None else int(self.kv_cache_memory),
             "memory_fraction": self.cache_memory_fraction,

@@ -1,10 +1,14 @@
 """Fixtures that every test folder shares."""
 
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from penstock.kernels.native import Machine, NativeError
+from penstock.kernels.native.build import NoCompilerError, build
 
 # The tests never ask a model hub: what they need lies on disk or is made on the spot.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,10 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 MODELS_VARIABLE = "PENSTOCK_TEST_MODELS"
 # Taken out of the environment: servers that tests start warn of variables that no setting reads.
 NAMED_MODELS = os.environ.pop(MODELS_VARIABLE, None)
+ISAS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain")
 
 
 def model_roots() -> list[Path]:
-    """Folders that may hold trained models: those in PENSTOCK_TEST_MODELS (separated by `:`), or the usual places."""
+    """Folders that may hold trained models and data: those in PENSTOCK_TEST_MODELS (split at `:`), or usual ones."""
     if NAMED_MODELS:
         return [Path(part).expanduser() for part in NAMED_MODELS.split(os.pathsep) if part]
     return [ROOT.parent / "shared", ROOT.parent / "shared" / "models", Path("~/.cache/penstock-models").expanduser()]
@@ -43,6 +48,55 @@ def model_folder() -> Callable[[str], Path]:
         return folder
 
     return find_or_skip
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Callable[[str], Path]:
+    """Find a data set's folder by name, in the places of models or in `data` beside them; skip the test without it."""
+
+    def find_or_skip(name: str) -> Path:
+        folders = [root / part / name for root in model_roots() for part in ("data", "")]
+        folder = next((folder for folder in folders if folder.is_dir()), None)
+        if folder is None:
+            looked_in = ", ".join(map(str, model_roots()))
+            pytest.skip(f"no data {name!r} in {looked_in}; set {MODELS_VARIABLE} to the folder that holds it")
+        return folder
+
+    return find_or_skip
+
+
+@pytest.fixture(scope="session")
+def amx_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library whose AMX is a model in C, for processors with avx512bf16 that have none."""
+    try:
+        Machine(1, isa="avx512bf16").close()
+        return build(tmp_path_factory.mktemp("amx") / "model.so", flags=("-DAMX_MODEL=1",))
+    except (NativeError, NoCompilerError, subprocess.CalledProcessError) as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=ISAS)
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """Two lanes of each instruction set that this processor has; AMX, where it has none, as a model."""
+    try:
+        opened = Machine(2, isa=request.param)
+    except NativeError as error:
+        if request.param != "amx":
+            pytest.skip(str(error))
+        opened = Machine(2, isa="amx", library=request.getfixturevalue("amx_model"))
+    with opened:
+        yield opened
+
+
+@pytest.fixture
+def widest() -> Iterator[Machine]:
+    """Three lanes of the best instruction set that is here."""
+    try:
+        opened = Machine(3)
+    except NativeError as error:
+        pytest.skip(str(error))
+    with opened:
+        yield opened
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

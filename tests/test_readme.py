@@ -24,7 +24,7 @@ OTHERS_FLAGS = {
     "make test-schema": {"--seed"},
     "benchmarks": {
         *("--cache", "--data", "--expect", "--help", "--model", "--output", "--peers", "--rounds", "--seconds"),
-        "--server",
+        *("--only", "--server"),
     },
     "mypy": {"--strict"},
 }

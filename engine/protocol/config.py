@@ -136,6 +136,7 @@ class EngineConfig:
     Attributes:
         model: Local folder or hub id.
         name: What messages call the model; None takes `model`.
+        model_source: Where `model` comes from, for the table of what was resolved.
         revision: Branch, tag or commit of a hub id.
         device: "auto", "cpu" or "cuda" (or "cuda:1").
         dtype: "float32", "bfloat16", "float16", "int8" (the native kernels only) or "auto": bfloat16 on CUDA and on a
@@ -163,6 +164,7 @@ class EngineConfig:
 
     model: str
     name: str | None = None
+    model_source: str = "--model"
     revision: str | None = None
     device: str = "auto"
     dtype: str = "auto"

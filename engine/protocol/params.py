@@ -168,8 +168,8 @@ class PoolingParams:
         elif not model.is_matryoshka:
             raise InvalidRequestError(
                 "{dimensions} is {asked}, but {model.name} does not declare Matryoshka support; leave {dimensions} out "
-                "or ask for its native {model.embedding_size}. To allow cutting, start the server with --hf-overrides "
-                "'{{\"is_matryoshka\": true}}' or list sizes in '{{\"matryoshka_dimensions\": [...]}}'.",
+                "or ask for its native {model.embedding_size}. Where it is known to bear cutting, load it with "
+                "--hf-overrides '{{\"is_matryoshka\": true}}', or with sizes: '{{\"matryoshka_dimensions\": [...]}}'.",
                 param="dimensions",
                 asked=dims,
                 model=model,

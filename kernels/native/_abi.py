@@ -6,8 +6,6 @@ import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from typing import Any, Final
 
-ABI: Final = 3
-
 
 class Product(Structure):
     """See types.h."""
@@ -91,7 +89,7 @@ class Batch(Structure):
 _PRODUCT, _MACHINE = POINTER(Product), c_void_p
 # Name -> (result, arguments).
 _FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
-    "penstock_abi": (c_int, ()),
+    "penstock_sources": (c_char_p, ()),
     "penstock_isa": (c_char_p, (c_char_p,)),
     "penstock_open": (c_void_p, (c_char_p, c_int)),
     "penstock_close": (None, (_MACHINE,)),
@@ -112,17 +110,24 @@ _FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 }
 
 
-def load(path: str) -> ctypes.CDLL:
+def load(path: str, sources: str | None) -> ctypes.CDLL:
     """Loads the library.
 
+    Args:
+        path: The file.
+        sources: What it must have been compiled from; None where nobody knows.
+
     Raises:
-        OSError: It cannot be loaded, or has other structs and functions than these.
+        OSError: It cannot be loaded, or was compiled from something else.
     """
     library = ctypes.CDLL(path)
-    abi = getattr(library, "penstock_abi", None)
-    if abi is None or abi() != ABI:
+    try:
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        is_stale = sources is not None and library.penstock_sources() != sources.encode()
+    except AttributeError:
+        is_stale = True
+    if is_stale:
         raise OSError(f"{path} was built from other sources")
-    for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
     return library

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from .sources import digest
+
 SOURCES: Final = Path(__file__).with_name("csrc")
 LIBRARY: Final = Path(__file__).with_name("libpenstock_native.so")
 
@@ -74,7 +76,8 @@ def build(target: Path = LIBRARY, *, machine: str | None = None, flags: Sequence
         raise NoCompilerError(f"there are no native kernels for {machine}, only for {', '.join(_ISAS)}")
     compiler = _compiler()
     units = [(SOURCES / "isa.c", name, (f"-DISA={name}", *more)) for name, more in _ISAS[machine].items()]
-    units += [(path, path.stem, ()) for path in sorted(SOURCES.glob("*.c")) if path.name != "isa.c"]
+    said = (f'-DSOURCES="{digest() or ""}"',)
+    units += [(path, path.stem, said) for path in sorted(SOURCES.glob("*.c")) if path.name != "isa.c"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [str(Path(folder) / f"{name}.o") for _, name, _ in units]
         commands = [
@@ -111,7 +114,8 @@ def main() -> int:
         sys.stdout.write(f"native kernels: {build(LIBRARY)}\n")
     except (NoCompilerError, subprocess.CalledProcessError, OSError) as error:
         cause = f"{error.cmd[0]} failed" if isinstance(error, subprocess.CalledProcessError) else error
-        left = "the older library stays" if LIBRARY.is_file() else "torch serves CPUs, at about half the speed"
+        fits = LIBRARY.is_file() and (digest() or "").encode() in LIBRARY.read_bytes()
+        left = "the one that is there stays" if fits else "torch serves CPUs, at about half the speed"
         sys.stdout.write(f"native kernels are not built ({cause}): {left}\n")
     return 0
 

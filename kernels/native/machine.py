@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _abi
+from .sources import digest
 
 LIBRARY: Final = Path(__file__).with_name("libpenstock_native.so")
 _ALIGNMENT: Final = 64
@@ -95,8 +96,8 @@ class Machine:
         if not library.is_file():
             raise NativeError("the native kernels are not built: `make native` builds them where a C compiler is")
         try:
-            self._library = _abi.load(str(library))
-        except (OSError, AttributeError) as error:
+            self._library = _abi.load(str(library), digest())
+        except OSError as error:
             raise NativeError(f"{error}; build it again: make native") from error
         wanted = None if isa is None else isa.encode()
         self.isa = self._library.penstock_isa(wanted).decode()

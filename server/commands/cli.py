@@ -125,11 +125,11 @@ def _stop(number: int, _: FrameType | None) -> None:
 def _embed(given: dict[str, Any]) -> int:
     file = given.pop("file")
     settings = load(EmbedSettings, given)
-    model, _ = model_and_names(settings.model)
+    model, names = model_and_names(settings.model)
     try:
         from .embed.run import embed_file
 
-        embed_file(file, settings, model)
+        embed_file(file, settings, model, names[0])
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command goes on where it stopped") from None
     return 0

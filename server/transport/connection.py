@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from ..calls.context import CONNECTION_LOST
 from .half_close import ASK_AFTER_S, INTERIM, HalfClose
 from .kernel_buffer import num_unacknowledged
+from .last_answer import AnswerWriter, close_our_side
 from .load_shedding import LoadShedder, Refusal
 from .reading import PIECE_BYTES, ReadAhead
 
@@ -79,6 +80,7 @@ class Connection(HttpToolsProtocol):
         """Begins the connection."""
         super().connection_made(transport)
         self.flow = self._ahead = ReadAhead(transport)
+        self._writer = AnswerWriter(transport, self._end_last_answer)
 
     def data_received(self, data: bytes) -> None:
         """Parses what has come, if its turn has."""
@@ -263,7 +265,17 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
+        cycle.transport = cast("asyncio.Transport", self._writer)
         super()._start_asgi_task(cycle, app)
+
+    def _end_last_answer(self) -> None:
+        """Ends the connection; with a body on its way our side alone, which leaves the client its answer."""
+        if not self._is_in_body or self._has_heard_all:
+            self.transport.close()
+            return
+        self._has_said_all = self._is_refused = True
+        self.pipeline.clear()
+        close_our_side(self.transport)
 
     def _say_refusal(self) -> None:
         """Does not let a refusal wait any longer."""
@@ -287,10 +299,7 @@ class Connection(HttpToolsProtocol):
             return
         self.server_state.total_requests += 1
         self._has_said_all = True
-        if not self._is_refused:
-            self.transport.close()
-        elif self.transport.can_write_eof():  # closed with the body on its way, it would take the answer back
-            self.transport.write_eof()
+        self._end_last_answer()
 
     def _parse(self, data: bytes) -> bytes:
         """Parses up to a head that offers an upgrade; returns that head without its offer, and what is behind it."""

@@ -1,8 +1,9 @@
-"""uvicorn's server, with limits to what connections may cost, and without a wait for idle ones at its end."""
+"""uvicorn's server, asleep while idle: with limits to what connections cost, and no wait for idle ones at its end."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from math import inf
 from socket import socket
 from typing import Any, Final
@@ -13,6 +14,8 @@ from .connection import Connection
 from .connection_limits import ConnectionLimits
 
 _LOOK_EVERY_S: Final = 5
+_TICK_S: Final = 1.0
+"""The Date of answers counts in seconds."""
 _GOODBYE_S: Final = 1.0
 """Seconds that an idle client gets to answer the end of TLS when the server stops; uvloop would give it 30."""
 
@@ -26,9 +29,31 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(self, config: uvicorn.Config, *, body_s: float = inf) -> None:
+        self._is_asked_to_exit = False
+        self._asked = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(config)
         limits = ConnectionLimits(self._connections, body_s=body_s)
         config.callback_notify, config.timeout_notify = limits.enforce, _LOOK_EVERY_S
+
+    @property
+    def should_exit(self) -> bool:
+        """Whether it has been asked to end."""
+        return self._is_asked_to_exit
+
+    @should_exit.setter
+    def should_exit(self, asked: bool) -> None:
+        """Asks it to end. May be called by the handler of a signal."""
+        self._is_asked_to_exit = asked
+        if asked and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._asked.set)
+
+    async def main_loop(self) -> None:
+        """Ticks once a second, and when it is asked to end: uvicorn's ten times cost what an idle server costs."""
+        self._loop = asyncio.get_running_loop()
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), _TICK_S)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Lets requests under way finish, and closes what is idle."""

@@ -1,6 +1,6 @@
 """Makes the benchmarks' modules known to their tests.
 
-They are scripts that find each other in their own folder. It is on the path while they are imported and no longer: it
+They are scripts that find each other in their own folder. It is on the path while they are imported and no longer: one
 holds a folder `kernels`, a name under which nothing may be importable.
 """
 
@@ -12,12 +12,16 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
-sys.path.insert(0, str(BENCHMARKS))
-try:
-    for name in ("compare_peers", "compare_servers", "processes", "summary"):
-        importlib.import_module(name)
-finally:
-    sys.path.remove(str(BENCHMARKS))
+for folder, names in (
+    (BENCHMARKS, ("compare_peers", "compare_servers", "conditions", "processes", "summary")),
+    (BENCHMARKS / "quality", ("compare_types",)),
+):
+    sys.path.insert(0, str(folder))
+    try:
+        for name in names:
+            importlib.import_module(name)
+    finally:
+        sys.path.remove(str(folder))
 
 
 @pytest.fixture

@@ -7,16 +7,14 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* A changed struct or function has another number, so that a stale library is refused. */
-#define ABI 3
-
 typedef struct {
     const Isa *isa;
     Lanes *lanes;
     Scratch *scratch;
 } Machine;
 
-EXPORT int penstock_abi(void) { return ABI; }
+/* What this was compiled from: build.py says it, and a library of other sources is refused. */
+EXPORT const char *penstock_sources(void) { return SOURCES; }
 
 /* The name of the instruction set that is taken; "" where there is none. `wanted` NULL: the best. */
 EXPORT const char *penstock_isa(const char *wanted) {

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from penstock.engine import AsyncEngine, ModelInfo, PoolingParams, PoolingTask, RequestOptions
+from penstock.engine import AsyncEngine, EngineConfig, ModelInfo, PoolingParams, PoolingTask, RequestOptions
 from penstock.engine.logs import configure_logging
 from penstock.engine.protocol.errors import (
     EngineError,
@@ -49,13 +49,14 @@ class Embedded(NamedTuple):
     error: Exception | None
 
 
-def embed_file(file: str, settings: EmbedSettings, model: str) -> None:
+def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None = None) -> None:
     """Embeds the rows of `file`. Given again after an interruption, it goes on where it was.
 
     Args:
         file: Texts: .txt, .jsonl or .parquet.
         settings: What the user asked for.
         model: Local folder or hub id.
+        name: What messages call it; None: that.
 
     Raises:
         UsageError: The file or the output cannot be what they are said to be.
@@ -69,17 +70,16 @@ def embed_file(file: str, settings: EmbedSettings, model: str) -> None:
             raise UsageError(f"--output: {output} is a folder; name a file")
         if output.exists() and not settings.overwrite:
             raise UsageError(f"--output: {output} exists; give --overwrite to replace it")
-        asyncio.run(_run(source, output, write, settings, model))
+        asyncio.run(_run(source, output, write, settings, settings.engine_config(model, name)))
     except (EngineError, OSError) as error:
         raise CommandError(str(error)) from error
 
 
-async def _run(source: InputFile, output: Path, write: Writer, settings: EmbedSettings, model: str) -> None:
+async def _run(source: InputFile, output: Path, write: Writer, settings: EmbedSettings, config: EngineConfig) -> None:
     lengths = source.check()
     if not lengths:
         raise BadRowError(f"{source.path} holds no rows")
-    config, log_level = settings.engine_config(model), settings.log_level.upper()
-    engine = await AsyncEngine.start(config, log_level=log_level, log_format=settings.log_format)
+    engine = await AsyncEngine.start(config, log_level=settings.log_level.upper(), log_format=settings.log_format)
     try:
         _check_options(settings, engine.info)
         options = {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
@@ -176,7 +176,9 @@ def _check_options(settings: EmbedSettings, info: ModelInfo) -> None:
         _pooling_params(settings).verify(PoolingTask.EMBED, info)
     except InvalidRequestError as error:
         is_flag = error.param in EmbedSettings.model_fields
-        raise UsageError(f"{flag_of(str(error.param))}: {error.message}" if is_flag else error.message) from error
+        if is_flag:
+            error.name_fields({str(error.param): flag_of(str(error.param))})
+        raise UsageError(error.message) from error
 
 
 def _reason(error: InvalidRequestError) -> str:

@@ -3,7 +3,6 @@ alone and in any batch, on any number of lanes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,32 +15,10 @@ from penstock.engine.native.array_encoder import find_reader
 from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedTaskError
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.kernels.native import Format, Machine, NativeError
+from penstock.kernels.native import Format
 
 from .parity import assert_close
 from .test_native_models import FAMILIES, SIZES, arguments, boundaries_of
-
-ISAS = ["amx", "avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain"]
-
-
-@pytest.fixture(params=ISAS)
-def machine(request) -> Iterator[Machine]:
-    try:
-        opened = Machine(2, isa=request.param)
-    except NativeError as error:
-        pytest.skip(str(error))
-    with opened:
-        yield opened
-
-
-@pytest.fixture
-def widest() -> Iterator[Machine]:
-    try:
-        opened = Machine(3)
-    except NativeError as error:
-        pytest.skip(str(error))
-    with opened:
-        yield opened
 
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES)

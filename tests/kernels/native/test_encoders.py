@@ -216,10 +216,9 @@ def test_what_the_library_could_not_read_is_refused(
         run(encoder, replace(make_texts([2, 3]), **changes))
 
 
-def test_a_closed_machine_is_refused() -> None:
-    machine = Machine(2)
-    encoder = NativeEncoder(machine, make_spec(SHAPES[0]), Format.F32)
-    machine.close()
-    machine.close()
+def test_a_closed_machine_is_refused(widest: Machine) -> None:
+    encoder = NativeEncoder(widest, make_spec(SHAPES[0]), Format.F32)
+    widest.close()
+    widest.close()
     with pytest.raises(NativeError, match="closed"):
         run(encoder, make_texts([3]))

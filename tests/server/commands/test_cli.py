@@ -241,3 +241,6 @@ def test_info_as_json() -> None:
     assert answer["memory"] == {"float32": 90_854_912, "bfloat16": 45_427_456, "float16": 45_427_456}
     assert answer["fields"]["max_model_len"] == {"value": 64, "from": "--max-model-len"}
     assert answer["fields"]["sequence_pooling"]["value"] == ["MEAN"]
+    assert answer["fields"]["path"]["from"] == "default"
+    named = json.loads(run("info", answer["path"], "--json").stdout)
+    assert named["fields"]["path"]["from"] == "--model"

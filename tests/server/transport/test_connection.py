@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.server.middleware.exchange import BodyLimitMiddleware
+from penstock.server.transport import last_answer
 from penstock.server.transport.connection import MAX_OVERHEAD_BYTES, Owed, Part
 from penstock.server.transport.connection_limits import HEAD_S, STALL_S, ConnectionLimits
 
@@ -212,6 +214,75 @@ async def test_bodies_that_are_held_are_bounded_together() -> None:
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in answer
         assert (await exchange(port, most + b"z")).startswith(b"HTTP/1.1 200 ")
+
+
+LARGE = 100_000
+LENGTH = HEAD + b"Connection: close\r\nContent-Length: "
+CHUNK = b"ffff\r\n" + b"z" * 0xFFFF + b"\r\n"
+UNREAD = [
+    pytest.param(LENGTH + b"%d\r\n\r\n" % (400 * LARGE), b"z" * LARGE, b"", id="announced"),
+    pytest.param(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", CHUNK, b"0\r\n\r\n", id="chunked"),
+]
+
+
+@pytest.mark.parametrize(("head", "piece", "end"), UNREAD)
+async def test_an_answer_before_the_end_of_a_body_is_not_taken_back(head: bytes, piece: bytes, end: bytes) -> None:
+    async with running(BodyLimitMiddleware(echo, LARGE)) as (server, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head)
+        for _ in range(400):
+            writer.write(piece)
+            await writer.drain()
+        writer.write(end)
+        answer = await asyncio.wait_for(reader.read(), 10)  # to the end that the server has set
+        writer.close()
+        await asyncio.sleep(0.05)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert not server.server_state.connections
+
+
+@pytest.mark.parametrize(("head", "piece", "end"), UNREAD)
+async def test_the_rest_of_such_a_body_is_not_waited_for_for_ever(
+    head: bytes, piece: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_answer, "LINGER_S", 0.3)
+    async with running(BodyLimitMiddleware(echo, LARGE)) as (server, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head)
+        began_s = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < began_s + 10:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        assert 0.2 < time.monotonic() - began_s < 5
+        writer.close()
+        assert not server.server_state.connections
+
+
+async def test_requests_behind_the_last_answer_are_not_looked_at() -> None:
+    release, paths = asyncio.Event(), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        paths.append(scope["path"])
+        await release.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body"})
+
+    async with running(app) as (server, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for path in (b"/a", b"/b"):
+            writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n" % path)
+            writer.write(b"123456789" if path == b"/a" else b"")
+        await asyncio.sleep(0.1)
+        release.set()
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert answer.count(b"HTTP/1.1 ") == 1
+        writer.write(b"123456789")
+        await asyncio.sleep(0.1)
+        writer.close()
+        assert paths == ["/a"]
+        assert not server.server_state.connections
 
 
 @pytest.fixture(scope="module")

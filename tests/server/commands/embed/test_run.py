@@ -435,7 +435,10 @@ def test_wrong_paths(source: str, output: str, part: str, lines, fake, tmp_path)
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [({"dimensions": 4}, "^--dimensions: dimensions is 4"), ({"prompt_name": "x"}, "^--prompt-name: .* no prompt 'x'")],
+    [
+        ({"dimensions": 4}, "^--dimensions is 4, but .* leave --dimensions out .* load it with --hf-overrides"),
+        ({"prompt_name": "x"}, "^--prompt-name: .* no prompt 'x'"),
+    ],
 )
 def test_an_option_that_the_model_refuses_is_not_a_lines_fault(option, message, lines, fake, tmp_path) -> None:
     with pytest.raises(UsageError, match=message):

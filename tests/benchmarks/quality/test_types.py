@@ -1,0 +1,92 @@
+"""The guard of quality: what a type may cost, on the trained models at hand.
+
+`--dtype auto` takes bfloat16 on a CPU where that is faster, so bfloat16 may lose at most 0.0005 of SciFact's nDCG@10
+and of Banking77's accuracy against float32. That it gains is no fault: one query whose first two documents change
+places moves nDCG@10 by 0.0012, either way. `--dtype int8` is asked for by name, and may lose more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from banking77 import Banking77
+from compare_types import measure
+from numpy.typing import NDArray
+from scifact import SciFact
+
+from penstock.engine.llm import LLM
+from penstock.kernels.native import Format, Machine, NativeError
+
+NEEDS = {"bfloat16": Format.DOT, "int8": Format.INT8}
+MAX_LOSS = {"bfloat16": 0.0005, "int8": 0.0025}
+LEAST_COSINE = {"bfloat16": 0.9999, "int8": 0.985}
+
+types = pytest.mark.parametrize("dtype", NEEDS)
+
+
+@pytest.fixture(autouse=True)
+def _has_the_format(request: pytest.FixtureRequest) -> None:
+    """Skips a type that this machine has no products for: `auto` cannot take it."""
+    try:
+        with Machine(1) as machine:
+            if NEEDS[request.getfixturevalue("dtype")] not in machine.formats:
+                pytest.skip(f"{machine.isa} has no such products")
+    except NativeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def vectors(
+    model_folder: Callable[[str], Path], data_folder: Callable[[str], Path]
+) -> Callable[[str], NDArray[np.float32]]:
+    """Vectors of some real texts in a type. Computed once."""
+    task = SciFact.read(data_folder("scifact"))
+    texts = [*list(task.corpus.values())[:24], *list(task.queries.values())[:40]]
+
+    @cache
+    def embed(dtype: str) -> NDArray[np.float32]:
+        with LLM(str(model_folder("minilm")), dtype=dtype) as llm:
+            outputs = llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False)
+            return np.stack([output.outputs.embedding for output in outputs])
+
+    return embed
+
+
+@types
+def test_vectors_of_real_texts_stay_close(dtype: str, vectors: Callable[[str], NDArray[np.float32]]) -> None:
+    assert (vectors("float32") * vectors(dtype)).sum(1).min() > LEAST_COSINE[dtype]
+
+
+@pytest.fixture(scope="module")
+def figures(
+    model_folder: Callable[[str], Path], data_folder: Callable[[str], Path]
+) -> Callable[[str, int, str], tuple[float, float]]:
+    """Both figures of a model in a type; `keep_each` leaves documents out. Computed once."""
+    banking = Banking77.read(data_folder("banking77"))
+
+    @cache
+    def find(model: str, keep_each: int, dtype: str) -> tuple[float, float]:
+        task = SciFact.read(data_folder("scifact"), keep_each=keep_each)
+        found = measure(str(model_folder(model)), dtype, task, banking)
+        return float(found["ndcg_at_10"]), float(found["accuracy"])
+
+    return find
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@types
+@pytest.mark.parametrize(("model", "keep_each", "published"), [("minilm", 1, 0.6451), ("gte-small", 8, None)])
+def test_what_a_type_costs(
+    model: str, keep_each: int, published: float | None, dtype: str, figures: Callable[..., tuple[float, float]]
+) -> None:
+    exact, reduced = figures(model, keep_each, "float32"), figures(model, keep_each, dtype)
+    print(f"\n{model}: nDCG@10 and accuracy in float32 {exact}, in {dtype} {reduced}")
+    if published is not None:
+        assert exact[0] == pytest.approx(published, abs=0.0001)
+    assert exact[0] - reduced[0] <= MAX_LOSS[dtype]
+    assert exact[1] - reduced[1] <= MAX_LOSS[dtype]
