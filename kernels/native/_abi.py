@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from typing import Any, Final
 
-ABI: Final = 3
+ABI: Final = 4
 
 
 class Product(Structure):
@@ -47,6 +47,12 @@ class Layer(Structure):
         ("rotary", c_void_p),
         ("bias", c_void_p),
         ("bias_reach", c_int64),
+        ("query_norm", Norm),
+        ("key_norm", Norm),
+        ("after_attention", Norm),
+        ("after_mlp", Norm),
+        ("softcap", c_float),
+        ("unused", c_int32),
     ]
 
 
@@ -62,7 +68,7 @@ class Encoder(Structure):
         ("pre_norm", c_int32),
         ("table_is_bf16", c_int32),
         ("attention_dot", c_int32),
-        ("unused", c_int32),
+        ("is_decoder", c_int32),
         ("words", c_void_p),
         ("places", c_void_p),
         ("embedding_width", c_int64),
@@ -70,6 +76,20 @@ class Encoder(Structure):
         ("projection", Product),
         ("layers", POINTER(Layer)),
         ("final_norm", Norm),
+    ]
+
+
+class Pages(Structure):
+    """See types.h."""
+
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("page_size", c_int64),
+        ("pasts", c_void_p),
+        ("tables", c_void_p),
+        ("table_width", c_int64),
+        ("slots", c_void_p),
     ]
 
 
@@ -83,6 +103,7 @@ class Batch(Structure):
         ("starts", c_void_p),
         ("visible", c_void_p),
         ("num_seqs", c_int64),
+        ("pages", POINTER(Pages)),
         ("hidden", c_void_p),
         ("first_weights", c_void_p),
     ]

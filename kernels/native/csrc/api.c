@@ -8,7 +8,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* A changed struct or function has another number, so that a stale library is refused. */
-#define ABI 3
+#define ABI 4
 
 typedef struct {
     const Isa *isa;

@@ -53,6 +53,12 @@ INLINE const void *take_head(const AttentionCall *call, long token, long head, l
     return row;
 }
 
+/* Keys from number `first` on, WIDTH rows of `words` 32-bit values, as weights of q k^T. */
+INLINE void pack_vector(const int32_t *rows, long words, long first, void *keys) {
+    float *to = (float *)keys + first / PANEL * PANEL * words + first % PANEL;
+    for (long d = 0; d < words; d++) v_store(to + d * PANEL, v_load_strided(rows + d, words));
+}
+
 /* Keys [L, size] as the weights of q k^T: WIDTH of them at a time, input after input (in FORMAT_DOT pair after pair).
  * Columns past the last key are left as they are: nobody reads their sums. */
 static void pack_keys(const AttentionCall *call, long start, long length, const int32_t *positions, long kv_head,
@@ -66,12 +72,32 @@ static void pack_keys(const AttentionCall *call, long start, long length, const 
             const void *key = take_head(call, start + j, call->heads + kv_head, positions ? positions[j] : j, row);
             if (key != row) memcpy(row, key, (size_t)words * 4);
         }
-        float *to = (float *)keys + first / PANEL * PANEL * words + first % PANEL;
-        for (long d = 0; d < words; d++) v_store(to + d * PANEL, v_load_strided(rows[0] + d, words));
+        pack_vector(rows[0], words, first, keys);
     }
 }
 
-/* Values [L, size] as the weights of the product with the probabilities; a missing one of the last pair is 0. */
+/* Value number `j` of `stride` as one of the weights of the product with the probabilities; in FORMAT_DOT an even one with
+ * the next, which is 0 where `odd` is NULL. */
+INLINE void pack_value(int dot, const void *even, const void *odd, long j, long size, long stride, void *values) {
+    for (long first = 0; first < size; first += PANEL) {
+        long count = size - first < PANEL ? size - first : PANEL;
+        if (dot) {
+            uint32_t *to = (uint32_t *)values + (first * stride + j * PANEL) / 2;
+            const uint16_t *low = (const uint16_t *)even + first, *high = odd ? (const uint16_t *)odd + first : NULL;
+            if (high)
+                for (long d = 0; d < count; d++) to[d] = low[d] | (uint32_t)high[d] << 16;
+            else
+                for (long d = 0; d < count; d++) to[d] = low[d];
+            for (long d = count; d < PANEL; d++) to[d] = 0;
+        } else {
+            float *to = (float *)values + first * stride + j * PANEL;
+            memcpy(to, (const float *)even + first, (size_t)count * 4);
+            for (long d = count; d < PANEL; d++) to[d] = 0.0f;
+        }
+    }
+}
+
+/* Values [L, size]. */
 static void pack_values(const AttentionCall *call, long start, long length, long kv_head, void *values) {
     long size = call->head_size, stride = round_to(length, PANEL);
     float even_row[size], odd_row[size];
@@ -79,22 +105,7 @@ static void pack_values(const AttentionCall *call, long start, long length, long
     for (long j = 0; j < length; j += call->dot ? 2 : 1) {
         const void *even = take_head(call, start + j, head, -1, even_row), *odd = NULL;
         if (call->dot && j + 1 < length) odd = take_head(call, start + j + 1, head, -1, odd_row);
-        for (long first = 0; first < size; first += PANEL) {
-            long count = size - first < PANEL ? size - first : PANEL;
-            if (call->dot) {
-                uint32_t *to = (uint32_t *)values + (first * stride + j * PANEL) / 2;
-                const uint16_t *low = (const uint16_t *)even + first, *high = odd ? (const uint16_t *)odd + first : NULL;
-                if (high)
-                    for (long d = 0; d < count; d++) to[d] = low[d] | (uint32_t)high[d] << 16;
-                else
-                    for (long d = 0; d < count; d++) to[d] = low[d];
-                for (long d = count; d < PANEL; d++) to[d] = 0;
-            } else {
-                float *to = (float *)values + first * stride + j * PANEL;
-                memcpy(to, (const float *)even + first, (size_t)count * 4);
-                for (long d = count; d < PANEL; d++) to[d] = 0.0f;
-            }
-        }
+        pack_value(call->dot, even, odd, j, size, stride, values);
     }
 }
 

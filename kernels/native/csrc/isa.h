@@ -18,6 +18,10 @@ typedef struct {
     void (*run_norm)(const Norm *, const float *, long, long, float *);
     long (*attention_bytes)(long, long);
     void (*run_attention)(const AttentionCall *, long, long, long, const int32_t *, long, void *);
+    void (*prepare_row)(const AttentionCall *, long, long, int64_t);
+    long (*blocks_bytes)(long, long, long);
+    long (*strip_tokens)(long, long);
+    void (*run_strip)(const AttentionCall *, const Chunk *, long, long, long, void *);
     void (*run_pooling)(int, const float *, long, const float *, long, long, long, long, long, int, float *);
 } Isa;
 

@@ -1,0 +1,207 @@
+"""Whole decoders: every option against float64, and the same to the bit whatever the batch, the chunks and the lanes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.kernels.native import EncoderSpec, Format, Machine, NativeEncoder, Pages, Past
+
+from ..assertions import assert_close
+from .reference import encode
+from .specs import DECODERS, LONGEST, Shape, Texts, make_spec, make_texts
+
+shapes = pytest.mark.parametrize("shape", DECODERS, ids=lambda shape: shape.name)
+causal = pytest.mark.parametrize(
+    "shape", [s for s in DECODERS if s.window is not None and s.window[1] == 0], ids=lambda shape: shape.name
+)
+TOLERANCE = 5e-6
+LENGTHS = [1, 31, 300, 2, 513, 64, 257]
+
+
+def rows_of(decoder: NativeEncoder, texts: Texts) -> torch.Tensor:
+    return torch.from_numpy(decoder(texts.ids, texts.places, texts.starts)[0])
+
+
+class ChunkedDecoder:
+    """Sequences in chunks, whose pages lie all over a memory that is full of NaN."""
+
+    def __init__(self, decoder: NativeEncoder, spec: EncoderSpec, texts: Texts, page_size: int) -> None:
+        numbers = np.random.default_rng(2)
+        counts = [-(-length // page_size) for length in texts.lengths]
+        order = numbers.permutation(sum(counts) + 3).astype(np.int32)
+        self.pages_of = np.split(order, np.cumsum(counts))
+        num_kv_heads, layers = spec.num_kv_heads or spec.num_heads, list(spec.layers)
+        shape = (len(order), page_size, num_kv_heads, layers[0].attention_out.weight.shape[1] // spec.num_heads)
+        dtype, nan = (np.float32, np.nan) if decoder.page_itemsize == 4 else (np.uint16, 0x7FFF)
+        memory = [[np.full(shape, nan, dtype) for _ in layers] for _ in range(2)]
+        self.decoder, self.texts, self.page_size = decoder, texts, page_size
+        self.pages = Pages(*memory)
+        self.rows: list[list[torch.Tensor]] = [[] for _ in texts.lengths]
+
+    def step(self, chunks: list[tuple[int, int, int]]) -> None:
+        """Runs (sequence, first token, end) in one batch; a whole sequence keeps nothing."""
+        width = max(len(pages) for pages in self.pages_of)
+        tables, slots, ids = np.full((len(chunks), width), -7, np.int32), [], []
+        for line, (number, first, end) in zip(tables, chunks, strict=True):
+            own = self.pages_of[number]
+            used = -(-first // self.page_size)
+            line[:used] = own[:used]
+            at = np.arange(first, end)
+            is_whole = (first, end) == (0, self.texts.lengths[number])
+            slots.append(at * 0 - 1 if is_whole else own[at // self.page_size] * self.page_size + at % self.page_size)
+            ids.append(self.texts[number].ids[first:end])
+        starts = np.cumsum([0, *map(len, ids)]).astype(np.int32)
+        past = Past(
+            pages=self.pages,
+            lengths=np.array([first for _, first, _ in chunks], np.int32),
+            tables=tables,
+            slots=np.concatenate(slots).astype(np.int64),
+        )
+        flat = np.concatenate(ids)
+        rows, _ = self.decoder(flat, flat, starts, past=past)
+        for (number, _, _), part in zip(chunks, np.split(rows, starts[1:-1]), strict=True):
+            self.rows[number].append(torch.from_numpy(part))
+
+    def run(self, size: int) -> torch.Tensor:
+        """Runs all in chunks of at most `size` tokens; sequence n enters at step n."""
+        done, step = [0] * len(self.rows), 0
+        while any(at < length for at, length in zip(done, self.texts.lengths, strict=True)):
+            step += 1
+            chunks = [
+                (n, at, min(at + size, length))
+                for n, (at, length) in enumerate(zip(done, self.texts.lengths, strict=True))
+                if n < step and at < length
+            ]
+            if chunks:
+                self.step(chunks)
+            for n, _, end in chunks:
+                done[n] = end
+        return torch.cat(sum(self.rows, []))
+
+
+@shapes
+def test_equals_float64(machine: Machine, shape: Shape) -> None:
+    spec = make_spec(shape)
+    decoder = NativeEncoder(machine, spec, Format.F32)
+    for seed, lengths in enumerate([[1], [513], [2, 3, 31, 32, 33], [5, 300, 1, 64]]):
+        texts = make_texts(lengths, seed)
+        assert_close(f"rows of {lengths}", encode(spec, texts)[0], rows_of(decoder, texts), TOLERANCE)
+
+
+@shapes
+def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
+    """BF16 rounds weights alone and is held to that; DOT and INT8 round what they multiply, and so the scores."""
+    spec, texts = make_spec(shape), make_texts([70, 3, 150, 17])
+    for form in machine.formats:
+        expected, _ = encode(spec, texts, form)
+        actual = rows_of(NativeEncoder(machine, spec, form), texts).double()
+        if form in (Format.F32, Format.BF16):
+            assert_close(form.name, expected, actual, TOLERANCE)
+        else:
+            if form is Format.INT8:
+                expected, _ = encode(spec, texts)
+            least = {Format.DOT: 0.9995, Format.INT8: 0.985}[form]
+            assert torch.cosine_similarity(actual, expected, dim=1).min() > least
+
+
+@causal
+@pytest.mark.parametrize(("size", "page_size"), [(1, 16), (7, 3), (100, 16), (256, 1), (300, 128)])
+def test_chunks_give_the_whole_to_the_bit(machine: Machine, shape: Shape, size: int, page_size: int) -> None:
+    spec = make_spec(shape)
+    texts = make_texts([length for length in LENGTHS if size > 1 or length < 100], 3)
+    for form in machine.formats:
+        decoder = NativeEncoder(machine, spec, form)
+        whole = rows_of(decoder, texts)
+        assert torch.equal(ChunkedDecoder(decoder, spec, texts, page_size).run(size), whole), form.name
+
+
+@shapes
+def test_the_same_to_the_bit_in_any_batch_on_any_number_of_lanes(shape: Shape) -> None:
+    spec, texts = make_spec(shape), make_texts(LENGTHS)
+    expected: dict[Format, list[torch.Tensor]] = {}
+    for lanes in (1, 2, 3):
+        with Machine(lanes) as machine:
+            for form in machine.formats:
+                decoder = NativeEncoder(machine, spec, form)
+                alone = [rows_of(decoder, texts[n]) for n in range(len(LENGTHS))]
+                for rows, first in zip(alone, expected.setdefault(form, alone), strict=True):
+                    assert torch.equal(rows, first)
+                for count in (2, 4, len(LENGTHS)):
+                    batch = replace(texts, ids=texts.ids[: sum(LENGTHS[:count])], starts=texts.starts[: count + 1])
+                    assert torch.equal(rows_of(decoder, batch), torch.cat(alone[:count]))
+
+
+@causal
+def test_chunks_are_the_same_to_the_bit_on_any_number_of_lanes(shape: Shape) -> None:
+    spec, texts = make_spec(shape), make_texts(LENGTHS)
+    found = []
+    for lanes in (1, 2, 3):
+        with Machine(lanes) as machine:
+            decoder = NativeEncoder(machine, spec, Format.F32)
+            found.append(ChunkedDecoder(decoder, spec, texts, 16).run(90))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@causal
+def test_nan_in_one_text_touches_no_other(machine: Machine, shape: Shape) -> None:
+    spec = make_spec(shape)
+    spec.words[7] = np.nan
+    texts = make_texts([40, 90, 300], 1)
+    texts.ids[texts.ids == 7] = 8
+    decoder = NativeEncoder(machine, spec, Format.F32)
+    expected = rows_of(decoder, texts)
+    texts.ids[45] = 7
+    for rows in (rows_of(decoder, texts), ChunkedDecoder(decoder, spec, texts, 16).run(50)):
+        assert rows[45].isnan().all()
+        assert torch.equal(rows[:40], expected[:40])
+        assert torch.equal(rows[130:], expected[130:])
+
+
+def test_a_chunk_can_run_again(widest: Machine) -> None:
+    """As after a forward that failed: the same keys go to the same places."""
+    spec, texts = make_spec(DECODERS[0]), make_texts([200, 120])
+    decoder = NativeEncoder(widest, spec, Format.F32)
+    chunked = ChunkedDecoder(decoder, spec, texts, 16)
+    chunked.step([(0, 0, 90), (1, 0, 33)])
+    chunked.rows = [[], []]
+    chunked.step([(0, 0, 90), (1, 0, 33)])
+    chunked.step([(0, 90, 200), (1, 33, 120)])
+    assert torch.equal(torch.cat(sum(chunked.rows, [])), rows_of(decoder, texts))
+
+
+def test_pages_that_the_library_could_not_read_are_refused(widest: Machine) -> None:
+    spec, texts = make_spec(DECODERS[0]), make_texts([4, 3])
+    decoder = NativeEncoder(widest, spec, Format.F32)
+    pages = ChunkedDecoder(decoder, spec, make_texts([40, 3]), 16).pages
+    good = Past(
+        pages=pages,
+        lengths=np.array([20, 0], np.int32),
+        tables=np.array([[1, 0], [-1, -1]], np.int32),
+        slots=np.full(7, -1, np.int64),
+    )
+    other = [np.zeros((4, 16, 2, 31), np.float32)] * 2
+    halves = [np.zeros((4, 16, 2, 32), np.uint16)] * 2
+    for changes, message in (
+        ({"lengths": np.array([-1, 0])}, "past lengths must be 2 numbers from 0"),
+        ({"lengths": np.array([20])}, "past lengths must be 2 numbers"),
+        ({"lengths": np.array([33, 0])}, "the pages of 2 sequences"),
+        ({"tables": np.array([[1, 0]])}, "the pages of 2 sequences"),
+        ({"tables": np.array([[1, pages.num_pages], [0, 0]])}, "pages from 0 to 6"),
+        ({"tables": np.array([[1, -1], [0, 0]])}, "pages from 0 to 6"),
+        ({"slots": np.full(7, 7 * 16)}, "slots must be 7 numbers from -1 to 111"),
+        ({"slots": np.full(7, -2)}, "slots must be 7 numbers"),
+        ({"slots": np.full(6, 0)}, "slots must be 7 numbers"),
+        ({"pages": Pages(other, other)}, "not of this model"),
+        ({"pages": Pages(halves, halves)}, "not of this model"),
+        ({"lengths": np.array([LONGEST - 3, 0]), "tables": np.zeros((2, 40), np.int32)}, "514 tokens, of at most 513"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder(texts.ids, texts.places, texts.starts, past=replace(good, **changes))
+    decoder(texts.ids, texts.places, texts.starts, past=replace(good, lengths=np.zeros(2, np.int32)))
+    with pytest.raises(ValueError, match="contiguous arrays of one shape"):
+        Pages(other, halves)
+    with pytest.raises(ValueError, match="neither attention weights nor hidden tokens"):
+        decoder(texts.ids, texts.places, texts.starts, need_attention=True)
