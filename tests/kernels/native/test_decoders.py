@@ -1,4 +1,4 @@
-"""Whole decoders: every option against float64, and the same to the bit whatever the batch, the chunks and the lanes."""
+"""Decoders: every option against float64, and the same to the bit whatever the batch, the chunks and the lanes."""
 
 from dataclasses import replace
 
@@ -64,6 +64,10 @@ class ChunkedDecoder:
         for (number, _, _), part in zip(chunks, np.split(rows, starts[1:-1]), strict=True):
             self.rows[number].append(torch.from_numpy(part))
 
+    def result(self) -> torch.Tensor:
+        """The rows of all sequences so far."""
+        return torch.cat([part for parts in self.rows for part in parts])
+
     def run(self, size: int) -> torch.Tensor:
         """Runs all in chunks of at most `size` tokens; sequence n enters at step n."""
         done, step = [0] * len(self.rows), 0
@@ -78,7 +82,7 @@ class ChunkedDecoder:
                 self.step(chunks)
             for n, _, end in chunks:
                 done[n] = end
-        return torch.cat(sum(self.rows, []))
+        return self.result()
 
 
 @shapes
@@ -169,7 +173,7 @@ def test_a_chunk_can_run_again(widest: Machine) -> None:
     chunked.rows = [[], []]
     chunked.step([(0, 0, 90), (1, 0, 33)])
     chunked.step([(0, 90, 200), (1, 33, 120)])
-    assert torch.equal(torch.cat(sum(chunked.rows, [])), rows_of(decoder, texts))
+    assert torch.equal(chunked.result(), rows_of(decoder, texts))
 
 
 def test_pages_that_the_library_could_not_read_are_refused(widest: Machine) -> None:
