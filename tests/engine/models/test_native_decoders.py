@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock.engine.core.loading.weights_loader import load_model
@@ -14,7 +15,7 @@ from penstock.engine.native.array_encoder import find_reader
 from penstock.kernels.native import Format, Machine, NativeError
 
 from .parity import assert_close, rows_of
-from .test_decoders import CAUSAL, PLAIN, SIZES, TWO_WAY, rope
+from .test_decoders import CAUSAL, PLAIN, SIZES, TRAINED, TWO_WAY, rope
 
 # Positions by the length of the text, and heads that turn in part.
 ON_TORCH = {"rope-dynamic", "rope-longrope", "phi3-window-partial", "phi3-longrope-partial"}
@@ -149,3 +150,20 @@ def test_scaled_positions_run_to_the_last_one_of_a_long_text(widest, save_model,
     assert_close(
         load_model(resolve(folder), machine=widest).forward(pack(texts)).hidden_states, rows_of(reference, texts)
     )
+
+
+def test_trained_model_equals_transformers(model_folder, widest, resolve, pack, run_chunked):
+    folder = model_folder(TRAINED)
+    reference = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = ["Hi", "The quick brown fox jumps over the lazy dog.", "A penstock leads water to a turbine. " * 12]
+    sequences = tokenizer(texts)["input_ids"]
+    model = load_model(resolve(folder), machine=widest)
+    expected = rows_of(reference, sequences)
+    rows = model.forward(pack(sequences)).hidden_states
+    assert_close(rows, expected)
+    assert torch.equal(torch.cat(run_chunked(model, sequences, 50)), rows)
+    for dtype, least in (("bfloat16", 0.9995), ("int8", 0.99)):
+        if dtype == "bfloat16" or Format.INT8 in widest.formats:
+            reduced = load_model(resolve(folder, dtype), machine=widest).forward(pack(sequences)).hidden_states
+            assert torch.cosine_similarity(reduced, expected, dim=1).min() > least
