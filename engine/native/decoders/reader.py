@@ -88,14 +88,12 @@ class DecoderReader:
         is_tied = info.config.get("tie_word_embeddings")
         if is_tied is None:
             is_tied = not weights.has("lm_head.weight")
-        base = weights.scope_of(_EMBEDDING, ("model", ""))
-        table_VD = (
-            base.table(_EMBEDDING, info.vocab_size, D)
-            if is_tied
-            else weights.table("lm_head.weight", info.vocab_size, D)
-        )
+        view = weights.scope_of(_EMBEDDING, ("model", "")) if is_tied else weights
+        name = _EMBEDDING if is_tied else "lm_head.weight"
         picked = list(info.classifier_tokens)
-        rows_CD = as_floats(np.ascontiguousarray(table_VD[picked]))
+        stored_CD = view.table(name, info.vocab_size, D)[picked]
+        view.check_finite(name, stored_CD)
+        rows_CD = as_floats(stored_CD)
         bias_C = weights.floats("lm_head.bias", info.vocab_size)[picked] if weights.has("lm_head.bias") else None
         config = _text_config(info)
         scale = np.float32(float(config.get("logit_scale") or 1.0) / float(config.get("logits_scaling") or 1.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.native.array_encoder import find_reader
+from penstock.engine.protocol.model_info import ClassifierMethod, ModelKind
+from penstock.engine.protocol.tasks import PoolingType
+from penstock.engine.protocol.vectors import MultiVector
 from penstock.kernels.native import Format, Machine, NativeError
 
 from .parity import assert_close, rows_of
@@ -125,6 +129,22 @@ def test_token_heads_equal_transformers(family, widest, save_model, resolve, pac
     assert model.sequence_head is None
     logits = model.classify_tokens(model.forward(pack(sequences)).hidden_states)
     assert_close(logits, torch.cat([reference(torch.tensor(s)[None]).logits[0] for s in sequences]))
+
+
+@pytest.mark.parametrize("method", list(ClassifierMethod))
+@pytest.mark.parametrize(("is_tied", "scales"), [(True, {}), (False, {"logit_scale": 0.5, "logits_scaling": 4.0})])
+def test_rerankers_that_answer_with_words(method, is_tied, scales, widest, save_model, resolve, pack, sequences):
+    folder, _ = save_model("Qwen3ForCausalLM", **SIZES | {"tie_word_embeddings": is_tied})
+    info = resolve(folder, hf_overrides=scales)
+    fields = {"kind": ModelKind.CROSS_ENCODER, "classifier_tokens": (7, 4), "classifier_method": method}
+    info = replace(info, **fields)
+    native, on_torch = load_model(info, machine=widest), load_model(info)
+    assert native.token_head is None
+    rows = on_torch.forward(pack(sequences)).hidden_states[[0, 5, 70]]
+    assert_close(native.classify(rows), on_torch.classify(rows))
+    assert find_reader(replace(info, config={**info.config, "final_logit_softcapping": 3.0})) is None
+    assert find_reader(replace(info, sequence_pooling=(PoolingType.ATTENTION,))) is None
+    assert find_reader(replace(info, multi_vector=MultiVector())) is None
 
 
 def test_nan_in_one_text_touches_no_other(widest, save_model, resolve, pack, run_chunked):
