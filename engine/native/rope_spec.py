@@ -127,7 +127,8 @@ def _llama3(spec: RopeSpec, length: int) -> tuple[Floats, float]:
     frequencies = _plain(spec)
     turns = spec.original_positions * frequencies / (2 * math.pi)
     share: Floats = ((turns - low) / (high - low)).clip(0, 1)
-    return (1 - share) * frequencies / factor + share * frequencies, 1.0
+    stretched = (1 - share) * frequencies / factor + share * frequencies
+    return stretched.astype(np.float32), 1.0
 
 
 def _yarn(spec: RopeSpec, length: int) -> tuple[Floats, float]:
@@ -153,7 +154,8 @@ def _yarn(spec: RopeSpec, length: int) -> tuple[Floats, float]:
             attention_factor = _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
         else:
             attention_factor = _yarn_scale(factor, 1.0)
-    return frequencies / factor * share + frequencies * (1 - share), attention_factor
+    stretched = frequencies / factor * share + frequencies * (1 - share)
+    return stretched.astype(np.float32), attention_factor
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:

@@ -3,9 +3,10 @@
 `csrc/` is the code, `build.py` compiles it, and torch is the truth that it is tested against. Knows numpy and no torch.
 """
 
-from .encoder import EncoderSpec, LayerSpec, MapSpec, NativeEncoder, NativeForward, NormSpec
+from .encoder import NativeEncoder, NativeForward
 from .machine import Activation, Format, Machine, NativeError, Pooling
 from .pages import Pages, Past
+from .specs import EncoderSpec, LayerSpec, MapSpec, NormSpec
 
 __all__ = [
     "Activation",

@@ -99,7 +99,6 @@ class Batch(Structure):
     _fields_ = [
         ("ids", c_void_p),
         ("places", c_void_p),
-        ("positions", c_void_p),
         ("starts", c_void_p),
         ("visible", c_void_p),
         ("num_seqs", c_int64),

@@ -185,8 +185,7 @@ static void step_attention(Team *team, const Layer *layer, int dot, int is_bf16,
             if (unit < first || unit >= last) continue;
             long start = batch->starts[s], length = batch->starts[s + 1] - start;
             team->forward->isa->run_attention(&call, start - part->start, length,
-                                              batch->visible ? batch->visible[s] : length,
-                                              batch->positions ? batch->positions + start : NULL, head, team->own);
+                                              batch->visible ? batch->visible[s] : length, head, team->own);
         }
     meet(team);
 }

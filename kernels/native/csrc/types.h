@@ -106,7 +106,6 @@ typedef struct {
 typedef struct {
     const int64_t *ids;       /* [T] */
     const int64_t *places;    /* [T] rows of Encoder.places */
-    const int32_t *positions; /* [T] for rotary; NULL: from 0 in each sequence */
     const int32_t *starts;    /* [S + 1], prefix sums of the lengths */
     const int32_t *visible;   /* [S] tokens that others may attend to; NULL: all */
     int64_t num_seqs;
