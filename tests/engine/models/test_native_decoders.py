@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock.engine.core.loading.weights_loader import load_model
+from penstock.engine.model_files.resolve import with_device
 from penstock.engine.native.array_encoder import find_reader
 from penstock.engine.protocol.model_info import ClassifierMethod, ModelKind
 from penstock.engine.protocol.tasks import PoolingType
@@ -37,6 +38,18 @@ def widest() -> Iterator[Machine]:
         yield opened
 
 
+TEXTS = ["Hi", "The quick brown fox jumps over the lazy dog.", "A penstock leads water to a turbine. " * 12]
+
+
+def info_of(info, dtype, machine, arithmetic="bfloat16"):
+    """The same in another type; skips what the processor has not."""
+    if dtype == "int8" and Format.INT8 not in machine.formats:
+        pytest.skip("this processor has no int8 products")
+    if dtype != "float32" and arithmetic == "bfloat16" and Format.DOT not in machine.formats:
+        pytest.skip("this processor has no bfloat16 products")
+    return replace(with_device(info, "cpu", dtype), arithmetic=None if dtype == "float32" else arithmetic)
+
+
 def random_texts(lengths, seed=1):
     numbers = np.random.default_rng(seed)
     return [numbers.integers(3, SIZES["vocab_size"] - 1, length).tolist() for length in lengths]
@@ -59,14 +72,22 @@ def test_what_the_native_kernels_have_not_is_left_to_torch(family, config, save_
 
 
 @pytest.mark.parametrize(("family", "config"), NATIVE)
-@pytest.mark.parametrize(("dtype", "size", "block_size"), [("float32", 7, 16), ("bfloat16", 64, 4), ("int8", 33, 16)])
+@pytest.mark.parametrize(
+    ("dtype", "arithmetic", "size", "block_size"),
+    [
+        ("float32", None, 7, 16),
+        ("bfloat16", "bfloat16", 64, 4),
+        ("bfloat16", "float32", 50, 16),
+        ("int8", "bfloat16", 33, 16),
+        ("int8", "float32", 33, 16),
+    ],
+)
 def test_slices_equal_the_whole_to_the_bit(
-    family, config, dtype, size, block_size, widest, save_model, resolve, pack, sequences, run_chunked
+    family, config, dtype, arithmetic, size, block_size, widest, save_model, resolve, pack, sequences, run_chunked
 ):
-    if dtype == "int8" and Format.INT8 not in widest.formats:
-        pytest.skip("this processor has no int8 products")
     folder, _ = save_model(f"{family}Model", **config)
-    model = load_model(resolve(folder, dtype), machine=widest)
+    model = load_model(info_of(resolve(folder), dtype, widest, arithmetic), machine=widest)
+    assert model.cache_dtype is (torch.bfloat16 if arithmetic == "bfloat16" else torch.float32)
     whole = model.forward(pack(sequences)).hidden_states
     chunked = run_chunked(model, sequences, size, model.cache_dtype, block_size=block_size)
     assert torch.equal(torch.cat(chunked), whole)
@@ -87,9 +108,7 @@ def test_the_same_to_the_bit_in_any_batch_on_any_number_of_lanes(family, config,
     expected = None
     for lanes in (1, 2, 3):
         with Machine(lanes) as machine:
-            if dtype == "int8" and Format.INT8 not in machine.formats:
-                pytest.skip("this processor has no int8 products")
-            model = load_model(resolve(folder, dtype), machine=machine)
+            model = load_model(info_of(resolve(folder), dtype, machine), machine=machine)
             alone = [model.forward(pack([text])).hidden_states for text in texts]
             expected = alone if expected is None else expected
             assert all(map(torch.equal, alone, expected))
@@ -102,11 +121,10 @@ def test_the_same_to_the_bit_in_any_batch_on_any_number_of_lanes(family, config,
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
 def test_fewer_bits_stay_close(family, config, dtype, least, widest, save_model, resolve, pack, sequences):
     """Of random weights that are four times as wide as trained ones, and rounding with them."""
-    if dtype == "int8" and Format.INT8 not in widest.formats:
-        pytest.skip("this processor has no int8 products")
     folder, _ = save_model(f"{family}Model", **config)
     exact = load_model(resolve(folder)).forward(pack(sequences)).hidden_states
-    reduced = load_model(resolve(folder, dtype), machine=widest).forward(pack(sequences)).hidden_states
+    model = load_model(info_of(resolve(folder), dtype, widest), machine=widest)
+    reduced = model.forward(pack(sequences)).hidden_states
     assert torch.cosine_similarity(reduced, exact, dim=1).min() > least
 
 
@@ -176,14 +194,18 @@ def test_trained_model_equals_transformers(model_folder, widest, resolve, pack, 
     folder = model_folder(TRAINED)
     reference = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    texts = ["Hi", "The quick brown fox jumps over the lazy dog.", "A penstock leads water to a turbine. " * 12]
-    sequences = tokenizer(texts)["input_ids"]
+    sequences = tokenizer(TEXTS)["input_ids"]
     model = load_model(resolve(folder), machine=widest)
     expected = rows_of(reference, sequences)
     rows = model.forward(pack(sequences)).hidden_states
     assert_close(rows, expected)
     assert torch.equal(torch.cat(run_chunked(model, sequences, 50)), rows)
-    for dtype, least in (("bfloat16", 0.9995), ("int8", 0.99)):
-        if dtype == "bfloat16" or Format.INT8 in widest.formats:
-            reduced = load_model(resolve(folder, dtype), machine=widest).forward(pack(sequences)).hidden_states
-            assert torch.cosine_similarity(reduced, expected, dim=1).min() > least
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 0.9995), ("int8", 0.99)])
+def test_fewer_bits_stay_close_to_a_trained_model(dtype, least, model_folder, widest, resolve, pack):
+    folder = model_folder(TRAINED)
+    sequences = transformers.AutoTokenizer.from_pretrained(folder)(TEXTS)["input_ids"]
+    exact = load_model(resolve(folder)).forward(pack(sequences)).hidden_states
+    model = load_model(info_of(resolve(folder), dtype, widest), machine=widest)
+    assert torch.cosine_similarity(model.forward(pack(sequences)).hidden_states, exact, dim=1).min() > least

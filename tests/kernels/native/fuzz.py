@@ -71,7 +71,8 @@ def decode(library: Path, isa: str, numbers: np.random.Generator) -> None:
             if form not in machine.formats:
                 continue
             spec = make_spec(shape)
-            decoder = NativeEncoder(machine, spec, form)
+            attention = numbers.choice([of for products, of in ways(machine) if products is form])
+            decoder = NativeEncoder(machine, spec, form, attention=Format(attention))
             for most in (4, LONGEST):
                 texts = make_texts(numbers.integers(1, most + 1, 3).tolist(), int(numbers.integers(100)))
                 rows, _ = decoder(texts.ids, texts.places, texts.starts)

@@ -11,7 +11,7 @@ from penstock.kernels.native import Format, Machine, NativeEncoder, Pages, Past
 from ..assertions import assert_close
 from .chunked import ChunkedDecoder
 from .reference import encode
-from .specs import DECODERS, LONGEST, Shape, Texts, make_spec, make_texts
+from .specs import DECODERS, LONGEST, Shape, Texts, make_spec, make_texts, ways
 
 shapes = pytest.mark.parametrize("shape", DECODERS, ids=lambda shape: shape.name)
 causal = pytest.mark.parametrize(
@@ -38,9 +38,9 @@ def test_equals_float64(machine: Machine, shape: Shape) -> None:
 def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
     """BF16 rounds weights alone and is held to that; DOT and INT8 round what they multiply, and so the scores."""
     spec, texts = make_spec(shape), make_texts([70, 3, 150, 17])
-    for form in machine.formats:
+    for form, attention in ways(machine):
         expected, _ = encode(spec, texts, form)
-        actual = rows_of(NativeEncoder(machine, spec, form), texts).double()
+        actual = rows_of(NativeEncoder(machine, spec, form, attention=attention), texts).double()
         if form in (Format.F32, Format.BF16):
             assert_close(form.name, expected, actual, TOLERANCE)
         else:
@@ -55,8 +55,9 @@ def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
 def test_chunks_give_the_whole_to_the_bit(machine: Machine, shape: Shape, size: int, page_size: int) -> None:
     spec = make_spec(shape)
     texts = make_texts([length for length in LENGTHS if size > 1 or length < 100], 3)
-    for form in machine.formats:
-        decoder = NativeEncoder(machine, spec, form)
+    for form, attention in ways(machine):
+        decoder = NativeEncoder(machine, spec, form, attention=attention)
+        assert decoder.page_itemsize == (2 if attention is Format.DOT and shape.head_size % 2 == 0 else 4)
         whole = rows_of(decoder, texts)
         assert np.array_equal(ChunkedDecoder(decoder, spec, texts, page_size).run(size), whole), form.name
 
@@ -64,13 +65,13 @@ def test_chunks_give_the_whole_to_the_bit(machine: Machine, shape: Shape, size: 
 @shapes
 def test_the_same_to_the_bit_in_any_batch_on_any_number_of_lanes(shape: Shape) -> None:
     spec, texts = make_spec(shape), make_texts(LENGTHS)
-    expected: dict[Format, list[torch.Tensor]] = {}
+    expected: dict[tuple[Format, Format], list[torch.Tensor]] = {}
     for lanes in (1, 2, 3):
         with Machine(lanes) as machine:
-            for form in machine.formats:
-                decoder = NativeEncoder(machine, spec, form)
+            for way in ways(machine):
+                decoder = NativeEncoder(machine, spec, way[0], attention=way[1])
                 alone = [rows_of(decoder, texts[n]) for n in range(len(LENGTHS))]
-                for rows, first in zip(alone, expected.setdefault(form, alone), strict=True):
+                for rows, first in zip(alone, expected.setdefault(way, alone), strict=True):
                     assert torch.equal(rows, first)
                 for count in (2, 4, len(LENGTHS)):
                     batch = replace(texts, ids=texts.ids[: sum(LENGTHS[:count])], starts=texts.starts[: count + 1])
