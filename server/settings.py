@@ -69,7 +69,7 @@ class EngineSettings(BaseSettings):
         "auto",
         description=(
             "Type of weights and products. auto: bfloat16 where that is measured to be faster, else float32. int8: "
-            "faster and less exact, for encoders on a CPU with AVX-512 VNNI or AVX-VNNI."
+            "faster and less exact, for what the native kernels run on a CPU with AVX-512 VNNI or AVX-VNNI."
         ),
     )
     max_model_len: PositiveInt | None = Field(None, description="Longest input; default: the model's own.")

@@ -181,7 +181,7 @@ class ModelRunner(OneByOne):
         Raises:
             ModelLoadError: There is not, though the operator asks for it.
         """
-        dtype, limits = torch_dtype(self.info.dtype), config.cache
+        dtype, limits = self._model.cache_dtype or torch_dtype(self.info.dtype), config.cache
         memory = limits.kv_cache_memory
         if memory is None:
             memory = int(DeviceMemory(self._device).available() * limits.memory_fraction)

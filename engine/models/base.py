@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.native import Machine
@@ -47,6 +48,7 @@ class PackedModel(ABC):
     Attributes:
         hidden_size: D.
         cache_spec: What must be kept of a sequence from chunk to chunk; None where sequences cannot run in chunks.
+        cache_dtype: Of the keys and values that are kept; None: the model's.
         sequence_head: Pooled rows [N, D] to logits [N, num_labels]; None where the checkpoint has no such head.
         token_head: Hidden states [T, D] to logits [T, num_labels]; None where the checkpoint has no such head.
         vocabulary_head: Hidden states [R, D] to logits over the vocabulary [R, V]; None unless ModelInfo.sparse asks.
@@ -55,6 +57,7 @@ class PackedModel(ABC):
 
     hidden_size: int
     cache_spec: CacheSpec | None = None
+    cache_dtype: torch.dtype | None = None
     sequence_head: Head | None = None
     token_head: Head | None = None
     vocabulary_head: Head | None = None

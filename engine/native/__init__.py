@@ -1,1 +1,1 @@
-"""Encoders that the native kernels run, with their batches, heads and answers as arrays, without torch."""
+"""Models that the native kernels run, with their batches, heads and answers as arrays, without torch."""

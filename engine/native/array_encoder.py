@@ -1,4 +1,4 @@
-"""An encoder with its head, run by the native kernels: packed arrays in, arrays out.
+"""An encoder or decoder with its head, run by the native kernels: packed arrays in, arrays out.
 
 Shape letters: T packed tokens, N sequences, D model width, H heads, C classes.
 """
@@ -17,7 +17,11 @@ from ..checkpoint.views import ArrayWeights, Floats
 from ..model_files.registry import native_class
 from ..protocol.errors import UnsupportedTaskError
 from ..protocol.model_info import ModelInfo, ModelKind
+from ..sequence_pool.cache_spec import CacheSpec
 from .arithmetic import Arithmetic
+from .decoders.gemma import Gemma2Config, Gemma3Config, GemmaConfig
+from .decoders.llama import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
+from .decoders.reader import DecoderReader
 from .encoder_configs import DistilBertConfig, ElectraConfig, EncoderConfig, MPNetConfig, RobertaConfig
 from .heads import ArrayHead, HeadSteps
 from .modernbert import ModernBertConfig, ModernBertReader
@@ -29,9 +33,15 @@ class EncoderReader(Protocol):
     """What a family knows of its checkpoints; see PostNormReader."""
 
     hidden_size: int
+    scores_rows: bool
+    """Whether the head of a sequence is one map of one row, and so fits the row of any token."""
 
     def fits(self, info: ModelInfo) -> bool:
         """Whether the native kernels have all that the model needs."""
+        ...
+
+    def cache_spec(self, info: ModelInfo) -> CacheSpec | None:
+        """What is kept of a sequence from chunk to chunk; None where sequences cannot run in chunks."""
         ...
 
     def spec(self, info: ModelInfo, weights: ArrayWeights) -> EncoderSpec:
@@ -55,6 +65,14 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], EncoderReader]]] = {
     "DistilBertModel": lambda config: PostNormReader(DistilBertConfig.read(config)),
     "MPNetModel": lambda config: PostNormReader(MPNetConfig.read(config)),
     "ModernBertModel": lambda config: ModernBertReader(ModernBertConfig.read(config)),
+    "LlamaModel": lambda config: DecoderReader(LlamaConfig.read(config)),
+    "MistralModel": lambda config: DecoderReader(MistralConfig.read(config)),
+    "Qwen2Model": lambda config: DecoderReader(Qwen2Config.read(config)),
+    "Qwen3Model": lambda config: DecoderReader(Qwen3Config.read(config)),
+    "Phi3Model": lambda config: DecoderReader(Phi3Config.read(config)),
+    "GemmaModel": lambda config: DecoderReader(GemmaConfig.read(config)),
+    "Gemma2Model": lambda config: DecoderReader(Gemma2Config.read(config)),
+    "Gemma3Model": lambda config: DecoderReader(Gemma3Config.read(config)),
 }
 
 
@@ -87,13 +105,17 @@ class ArrayOutput(NamedTuple):
 
 
 class ArrayEncoder:
-    """An encoder with the head that its kind asks for. Calls come from one thread.
+    """An encoder or decoder with the head that its kind asks for. Calls come from one thread.
 
     Args:
         info: The resolved model.
         reader: Of its family.
         weights: View of the whole checkpoint; nothing here keeps memory of its files.
         machine: The native kernels.
+
+    Attributes:
+        cache_spec: What pages keep of every token of a sequence in chunks; None where there are none.
+        page_itemsize: Bytes of a number in them: 4 for float32, 2 for bfloat16.
 
     Raises:
         WeightError: A tensor is missing, has another shape, or holds NaN or inf.
@@ -103,26 +125,29 @@ class ArrayEncoder:
     def __init__(self, info: ModelInfo, reader: EncoderReader, weights: ArrayWeights, machine: Machine) -> None:
         self.machine = machine
         self.hidden_size = reader.hidden_size
+        self.cache_spec = reader.cache_spec(info)
         self._places = reader.places
         arithmetic = Arithmetic.of(info)
         self._encoder = NativeEncoder(
             machine, reader.spec(info, weights), arithmetic.products, attention=arithmetic.attention
         )
         head = ArrayHead(machine, reader.head(info, weights)) if info.kind is not ModelKind.EMBEDDING else None
+        self.page_itemsize = self._encoder.page_itemsize
         is_of_tokens = info.kind is ModelKind.TOKEN_CLASSIFIER
         self.sequence_head = None if is_of_tokens else head
-        self.token_head = head if is_of_tokens else None
+        fits_tokens = is_of_tokens or (reader.scores_rows and not info.classifier_tokens)
+        self.token_head = head if fits_tokens else None
 
     def begin(self, batch: PackedArrays, *, need_attention: bool = False) -> NativeForward:
         """Begins a forward of the encoder; others may be under way.
 
         Args:
-            batch: Whole sequences.
+            batch: Whole sequences; of decoders also chunks.
             need_attention: Also return the weights.
 
         Raises:
             MemoryError: Memory is short.
-            ValueError: An id or a place has no row.
+            ValueError: An id, a place or a page has no row.
         """
         return self._encoder.begin(
             batch.input_ids,
@@ -130,6 +155,7 @@ class ArrayEncoder:
             batch.cu_seqlens,
             visible_N=None if batch.num_hidden is None else batch.lengths - batch.num_hidden,
             need_attention=need_attention,
+            past=batch.past,
         )
 
     def forward(self, batch: PackedArrays, *, need_attention: bool = False) -> ArrayOutput:

@@ -23,6 +23,7 @@ from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ModelInfo, ModelKind
 from .heads import HeadSteps
 from .packed_arrays import PackedArrays
+from .rope_spec import RopeSpec
 from .spec_reader import SpecReader, has_activation, has_head_size
 
 GLOBAL: Final = "full_attention"
@@ -86,6 +87,8 @@ class ModernBertReader:
         config: Of the model.
     """
 
+    scores_rows = False
+
     def __init__(self, config: ModernBertConfig) -> None:
         self._config = config
         self.hidden_size = config.hidden_size
@@ -97,14 +100,17 @@ class ModernBertReader:
         has_size = has_head_size(config.hidden_size // config.num_attention_heads, is_rotary=True)
         return has_activation(config.hidden_activation) and has_head and has_size
 
+    def cache_spec(self, info: ModelInfo) -> None:
+        """None: attention looks both ways."""
+
     def spec(self, info: ModelInfo, weights: ArrayWeights) -> EncoderSpec:
         """See PostNormReader."""
         config = self._config
         D = config.hidden_size
         base = weights.scope_of("embeddings.tok_embeddings.weight", ("model", ""))
         rotary = {
-            layer_type: rotary_table(
-                rope_theta(info.config, layer_type), D // config.num_attention_heads, info.max_model_len
+            layer_type: RopeSpec(theta=rope_theta(info.config, layer_type), size=D // config.num_attention_heads).table(
+                info.max_model_len
             )
             for layer_type in set(config.types)
         }
@@ -148,12 +154,3 @@ class ModernBertReader:
             window=(reach, reach) if layer_type == LOCAL else None,
             rotary=rotary[layer_type],
         )
-
-
-def rotary_table(theta: float, head_size: int, length: int) -> Floats:
-    """Returns [L, K] float32: the cosines of the angles of each position, then their sines."""
-    exponents_J = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
-    # Rounded from double precision, which is what torch gives in all but one column in a hundred.
-    frequencies_J = np.float32(1) / (theta ** exponents_J.astype(np.float64)).astype(np.float32)
-    angles_LJ = np.arange(length, dtype=np.float32)[:, None] * frequencies_J
-    return np.concatenate([np.cos(angles_LJ), np.sin(angles_LJ)], axis=1)

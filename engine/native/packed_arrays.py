@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.kernels.native import Past
+
 from ..protocol.request import TokenizedInput
 
 
@@ -23,6 +25,7 @@ class PackedArrays:
         lengths: [N] int32, rows of each sequence.
         skip_tokens: [N] int32, tokens at the head of each whole sequence that pooling leaves out; None for none.
         num_hidden: [N] int32, tokens at the end of each sequence that no token attends to; None for none.
+        past: What chunks find in pages and leave there; None where all sequences are whole and nothing is kept.
     """
 
     input_ids: NDArray[np.int64]
@@ -32,6 +35,7 @@ class PackedArrays:
     lengths: NDArray[np.int32]
     skip_tokens: NDArray[np.int32] | None = None
     num_hidden: NDArray[np.int32] | None = None
+    past: Past | None = None
 
     @classmethod
     def build(cls, inputs: Sequence[TokenizedInput], starts: Sequence[int] | None = None) -> PackedArrays:

@@ -26,6 +26,8 @@ class PostNormReader:
         config: Of its family.
     """
 
+    scores_rows = False
+
     def __init__(self, config: EncoderConfig) -> None:
         self._config = config
         self.hidden_size = config.hidden_size
@@ -34,6 +36,9 @@ class PostNormReader:
         """Whether the native kernels have all that the model needs."""
         head_size = self._config.hidden_size // self._config.num_attention_heads
         return has_activation(self._config.hidden_act) and has_head_size(head_size)
+
+    def cache_spec(self, info: ModelInfo) -> None:
+        """None: attention looks both ways."""
 
     def spec(self, info: ModelInfo, weights: ArrayWeights) -> EncoderSpec:
         """Reads the encoder.

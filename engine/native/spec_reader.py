@@ -78,6 +78,26 @@ class SpecReader:
             gated=gated,
         )
 
+    def joined(
+        self,
+        names: Sequence[str],
+        in_features: int,
+        widths: Sequence[int],
+        *,
+        bias: bool,
+        activation: str | None = None,
+        gated: bool = False,
+    ) -> MapSpec:
+        """Maps of one input, or the one map of that name, as one [sum of widths, in_features]; see `map`."""
+        parts = [sum(widths)] if len(names) == 1 else widths
+        maps = [self.map(name, in_features, width, bias=bias) for name, width in zip(names, parts, strict=True)]
+        return MapSpec(
+            weight=np.concatenate([m.weight for m in maps]),
+            bias=np.concatenate([m.bias for m in maps if m.bias is not None]) if bias else None,
+            activation=Activation.NONE if activation is None else _ACTIVATIONS[activation],
+            gated=gated,
+        )
+
     def qkv(self, names: Sequence[str], size: int, num_heads: int, *, bias: bool = True) -> MapSpec:
         """The maps of q, k and v, or one of all three, as one [3 * D, D] with the scale of the scores in q."""
         rows = 3 * size // len(names)

@@ -1,10 +1,12 @@
-"""Whole encoders on a CPU, in C: products with packed weights, attention, norms and pooling in one call.
+"""Whole encoders and decoders on a CPU, in C: products with packed weights, attention, norms and pooling in one call.
 
 `csrc/` is the code, `build.py` compiles it, and torch is the truth that it is tested against. Knows numpy and no torch.
 """
 
-from .encoder import EncoderSpec, LayerSpec, MapSpec, NativeEncoder, NativeForward, NormSpec
+from .encoder import NativeEncoder, NativeForward
 from .machine import Activation, Format, Machine, NativeError, Pooling
+from .pages import Pages, Past
+from .specs import EncoderSpec, LayerSpec, MapSpec, NormSpec
 
 __all__ = [
     "Activation",
@@ -17,5 +19,7 @@ __all__ = [
     "NativeError",
     "NativeForward",
     "NormSpec",
+    "Pages",
+    "Past",
     "Pooling",
 ]

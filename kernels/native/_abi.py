@@ -45,6 +45,12 @@ class Layer(Structure):
         ("rotary", c_void_p),
         ("bias", c_void_p),
         ("bias_reach", c_int64),
+        ("query_norm", Norm),
+        ("key_norm", Norm),
+        ("after_attention", Norm),
+        ("after_mlp", Norm),
+        ("softcap", c_float),
+        ("unused", c_int32),
     ]
 
 
@@ -60,7 +66,7 @@ class Encoder(Structure):
         ("pre_norm", c_int32),
         ("table_is_bf16", c_int32),
         ("attention_dot", c_int32),
-        ("unused", c_int32),
+        ("is_decoder", c_int32),
         ("words", c_void_p),
         ("places", c_void_p),
         ("embedding_width", c_int64),
@@ -71,16 +77,30 @@ class Encoder(Structure):
     ]
 
 
+class Pages(Structure):
+    """See types.h."""
+
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("page_size", c_int64),
+        ("pasts", c_void_p),
+        ("tables", c_void_p),
+        ("table_width", c_int64),
+        ("slots", c_void_p),
+    ]
+
+
 class Batch(Structure):
     """See types.h."""
 
     _fields_ = [
         ("ids", c_void_p),
         ("places", c_void_p),
-        ("positions", c_void_p),
         ("starts", c_void_p),
         ("visible", c_void_p),
         ("num_seqs", c_int64),
+        ("pages", POINTER(Pages)),
         ("hidden", c_void_p),
         ("first_weights", c_void_p),
     ]

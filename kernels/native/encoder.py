@@ -1,14 +1,13 @@
-"""A whole encoder as one native call: packed tokens in, the last layer's rows out.
+"""A whole encoder or decoder as one native call: packed tokens in, the last layer's rows out.
 
-Shape letters: T packed tokens, N sequences, D model width, E embedding width, V vocabulary, P places, H heads, I inner
-width, K head size, L longest sequence.
+Shape letters: T packed tokens, N sequences, D model width, H heads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,95 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _abi
-from .machine import Activation, Format, Machine, NativeError, PackedProduct, aligned, at
-
-Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class NormSpec:
-    """A LayerNorm, or an RMSNorm.
-
-    Attributes:
-        weight: [D] float32.
-        bias: [D] float32 or None.
-        eps: Added to the variance.
-        rms: Without the mean.
-    """
-
-    weight: Floats
-    bias: Floats | None = None
-    eps: float = 1e-12
-    rms: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MapSpec:
-    """x W^T + b.
-
-    Attributes:
-        weight: [N, D] float32; of a gated map the gate's rows above those of the values.
-        bias: [N] float32 or None.
-        activation: Of the result, or of the gate.
-        gated: The result is activation(gate) * values.
-    """
-
-    weight: Floats
-    bias: Floats | None = None
-    activation: Activation = Activation.NONE
-    gated: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LayerSpec:
-    """One layer.
-
-    Attributes:
-        attention_norm: None: what comes is not normalised.
-        qkv: D to 3 * D, the scale of the scores in the rows of q.
-        attention_out: D to D.
-        mlp_norm: As its name says.
-        mlp_in: D to I.
-        mlp_out: I to D.
-        window: (left, right) tokens that a query sees beside its own; None sees all.
-        rotary: [L, K] float32: cosines of K / 2 angles, then sines; None for none.
-        bias: [H, 2 * L + 1] float32, added to the scores of a key by its distance to the query, -L .. L; None for none.
-    """
-
-    attention_norm: NormSpec | None
-    qkv: MapSpec
-    attention_out: MapSpec
-    mlp_norm: NormSpec
-    mlp_in: MapSpec
-    mlp_out: MapSpec
-    window: tuple[int, int] | None = None
-    rotary: Floats | None = None
-    bias: Floats | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EncoderSpec:
-    """An encoder with its weights.
-
-    Attributes:
-        num_heads: H.
-        pre_norm: Norms stand before attention and MLP, not after the sums.
-        words: [V, E], float32; uint16 holds bfloat16.
-        places: [P, E] float32, added to the words' rows; None for none.
-        embedding_norm: Of the sum.
-        projection: E to D; None where they are the same.
-        layers: At least one; read once, one after another.
-        final_norm: After the last; None for none.
-    """
-
-    num_heads: int
-    pre_norm: bool
-    words: NDArray[Any]
-    places: Floats | None
-    embedding_norm: NormSpec
-    projection: MapSpec | None = None
-    layers: Iterable[LayerSpec]
-    final_norm: NormSpec | None = None
+from .machine import Format, Machine, NativeError, PackedProduct, aligned, at
+from .pages import Past
+from .specs import EncoderSpec, Floats, LayerSpec, MapSpec, NormSpec
 
 
 @dataclass(slots=True)
@@ -168,13 +81,18 @@ class NativeForward:
 
 
 class NativeEncoder:
-    """An encoder, packed for one machine. Calls come from one thread.
+    """An encoder or a decoder, packed for one machine. Calls come from one thread.
 
     Args:
         machine: Runs it.
-        spec: The encoder. Its weights may be forgotten afterwards, except `words`, which are read in place.
+        spec: The model. Its weights may be forgotten afterwards, except `words`, which are read in place.
         form: Of the products.
         attention: DOT or F32; DOT becomes F32 where heads do not divide into pairs. None: DOT where the products are.
+
+    Attributes:
+        hidden_size: D.
+        page_itemsize: Bytes of a number in the pages of a decoder, which hold what attention computes with: 4 for
+            float32, 2 for bfloat16.
 
     Raises:
         NativeError: The machine has not these formats.
@@ -191,20 +109,23 @@ class NativeEncoder:
         self._max_length: float = math.inf
         layers = [self._layer(layer) for layer in spec.layers]
         self._layers = (_abi.Layer * len(layers))(*layers)
-        heads = int(layers[0].attention_out.inputs)
         self.hidden_size = int(layers[0].attention_out.outputs)
+        head_size = int(layers[0].attention_out.inputs) // spec.num_heads
         dots = (form if attention is None else attention) is Format.DOT
         if dots and Format.DOT not in machine.formats:
             raise NativeError(f"{machine.isa} has no attention in {Format.DOT.name}")
+        dots = dots and head_size % 2 == 0
+        self.page_itemsize = 2 if dots else 4
         self._struct = _abi.Encoder(
             width=self.hidden_size,
             num_layers=len(layers),
             num_heads=spec.num_heads,
-            num_kv_heads=spec.num_heads,
-            head_size=heads // spec.num_heads,
+            num_kv_heads=spec.num_kv_heads or spec.num_heads,
+            head_size=head_size,
             pre_norm=spec.pre_norm,
+            is_decoder=spec.is_decoder,
             table_is_bf16=spec.words.dtype == np.uint16,
-            attention_dot=dots and heads // spec.num_heads % 2 == 0,
+            attention_dot=dots,
             words=self._memory.keep(spec.words),
             places=self._memory.keep(spec.places),
             embedding_width=spec.words.shape[1],
@@ -222,9 +143,11 @@ class NativeEncoder:
         *,
         visible_N: NDArray[np.int32] | None = None,
         need_attention: bool = False,
+        past: Past | None = None,
     ) -> tuple[Floats, Floats | None]:
         """Runs a forward and waits for it; see `begin`, and NativeForward.result."""
-        return self.begin(ids_T, places_T, starts, visible_N=visible_N, need_attention=need_attention).result()
+        forward = self.begin(ids_T, places_T, starts, visible_N=visible_N, need_attention=need_attention, past=past)
+        return forward.result()
 
     def begin(
         self,
@@ -234,6 +157,7 @@ class NativeEncoder:
         *,
         visible_N: NDArray[np.int32] | None = None,
         need_attention: bool = False,
+        past: Past | None = None,
     ) -> NativeForward:
         """Begins a forward. Others may be under way.
 
@@ -242,11 +166,12 @@ class NativeEncoder:
             places_T: [T] int64 rows of EncoderSpec.places.
             starts: [N + 1] int32, prefix sums of the lengths.
             visible_N: [N] int32: so many tokens at the head of each sequence are attended to; None: all.
-            need_attention: Also return the weights.
+            need_attention: Also return the weights; of encoders alone, as `visible_N` is.
+            past: What chunks of sequences go on with, of decoders; None: all sequences are whole, and nothing is kept.
 
         Raises:
-            ValueError: An id or a place has no row, a sequence is longer than the tables of a layer; array shapes do
-                not fit.
+            ValueError: An id, a place or a page has no row, a sequence is longer than the tables of a layer; array
+                shapes do not fit; a decoder is asked for what encoders alone have, or the other way round.
             MemoryError: Memory is short.
         """
         num_tokens = len(ids_T)
@@ -256,7 +181,11 @@ class NativeEncoder:
         _check_rows("ids", ids_T, num_tokens, self._num_words)
         if self._num_places is not None:
             _check_rows("places", places_T, num_tokens, self._num_places)
-        if (longest := int(lengths_N.max())) > self._max_length:
+        if past is not None:
+            self._check_past(past, len(lengths_N), num_tokens)
+        if self._struct.is_decoder and (need_attention or visible_N is not None):
+            raise ValueError("a decoder has neither attention weights nor hidden tokens")
+        if (longest := int((lengths_N if past is None else lengths_N + past.lengths).max())) > self._max_length:
             raise ValueError(f"a sequence has {longest} tokens, of at most {self._max_length}")
         if visible_N is not None and (
             visible_N.shape != lengths_N.shape or (visible_N < 0).any() or (visible_N > lengths_N).any()
@@ -270,18 +199,19 @@ class NativeEncoder:
             np.ascontiguousarray(starts, np.int32),
             None if visible_N is None else np.ascontiguousarray(visible_N, np.int32),
         )
+        pages, kept = (None, ()) if past is None else past.struct()
         batch = _abi.Batch(
             ids=at(arrays[0]),
             places=at(arrays[1]),
             starts=at(arrays[2]),
             visible=at(arrays[3]),
             num_seqs=len(starts) - 1,
+            pages=None if pages is None else ctypes.pointer(pages),
             hidden=at(hidden_TD),
             first_weights=at(weights_TH),
         )
-        return NativeForward(
-            self._machine, self._machine.begin(self._struct, batch), hidden_TD, weights_TH, (self, arrays)
-        )
+        handle = self._machine.begin(self._struct, batch)
+        return NativeForward(self._machine, handle, hidden_TD, weights_TH, (self, arrays, pages, kept, past))
 
     def _layer(self, spec: LayerSpec) -> _abi.Layer:
         left, right = spec.window or (-1, -1)
@@ -301,7 +231,20 @@ class NativeEncoder:
             rotary=self._memory.keep(spec.rotary),
             bias=self._memory.keep(spec.bias),
             bias_reach=0 if spec.bias is None else spec.bias.shape[1] // 2,
+            query_norm=self._norm(spec.query_norm),
+            key_norm=self._norm(spec.key_norm),
+            after_attention=self._norm(spec.after_attention),
+            after_mlp=self._norm(spec.after_mlp),
+            softcap=spec.softcap,
         )
+
+    def _check_past(self, past: Past, num_seqs: int, num_tokens: int) -> None:
+        """Refuses pages that are not this model's, and places that are not in them."""
+        struct, pages = self._struct, past.pages
+        own = (struct.num_layers, struct.num_kv_heads, struct.head_size, self.page_itemsize)
+        if not struct.is_decoder or own != (pages.num_layers, pages.num_kv_heads, pages.head_size, pages.itemsize):
+            raise ValueError("these pages are not of this model")
+        past.check(num_seqs, num_tokens)
 
     def _product(self, spec: MapSpec | None) -> _abi.Product:
         if spec is None:

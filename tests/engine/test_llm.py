@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,18 @@ def test_embed(llm: LLM, minilm_folder: Path) -> None:
     assert np.linalg.norm(raw.outputs.embedding) != pytest.approx(1, abs=1e-3)
     (cut,) = llm.embed(PROMPTS[1], truncate_prompt_tokens=4)
     assert cut.num_tokens == 4
+
+
+@pytest.mark.slow
+def test_a_trained_decoder_answers_alike_on_either_kernels(model_folder: Callable[[str], Path]) -> None:
+    """Short texts beside one that runs in chunks."""
+    folder = model_folder("minimind2")
+    texts = [*PROMPTS, "Water runs downhill, and a penstock leads it to a turbine. " * 200]
+    rows = []
+    for kernels in ("torch", "native"):
+        with LLM(str(folder), cpu_kernels=kernels, dtype="float32", device="cpu") as decoder:
+            rows.append(np.stack([output.outputs.embedding for output in decoder.embed(texts)]))
+    np.testing.assert_allclose(*rows, rtol=0, atol=5e-6)
 
 
 def test_a_prompt_has_many_forms(llm: LLM) -> None:

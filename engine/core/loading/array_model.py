@@ -17,10 +17,12 @@ from ...protocol.model_info import ModelInfo
 def runs_as_arrays(info: ModelInfo) -> bool:
     """Whether a model runs whole without torch: its encoder, its heads, and every task that it has.
 
+    Models that look back run on torch around their forward: it pools their sequences chunk by chunk.
+
     Args:
         info: The resolved model, which the native kernels of this machine can run.
     """
-    if info.sparse is not None or info.multi_vector is not None or info.token_heads is not None:
+    if info.is_causal or info.sparse is not None or info.multi_vector is not None or info.token_heads is not None:
         return False
     return fits_dense(info) and holds_arrays(Path(info.path))
 

@@ -26,7 +26,7 @@ from ...model_files.registry import has_own_code
 from ...models import find_model_class
 from ...models.base import PackedModel
 from ...models.encoders.masked_lm import VocabularyHead
-from ...models.encoders.native_encoder import NativeKernelsModel
+from ...models.native_kernels import NativeKernelsModel
 from ...native.array_encoder import ArrayEncoder, find_reader
 from ...protocol.errors import WeightError
 from ...protocol.model_info import ModelInfo

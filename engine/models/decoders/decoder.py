@@ -22,11 +22,11 @@ from ...layers.mlp import GatedMlp
 from ...layers.norm import RmsNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
+from ...native.decoders.config import DecoderConfig
 from ...protocol.model_info import ModelInfo
 from ...sequence_pool.cache_spec import CacheSpec
 from ..base import ModelOutput, NativeModel
 from ..heads import decoder_head
-from .decoder_config import DecoderConfig
 
 if TYPE_CHECKING:
     from ...packed_batch import PackedBatch

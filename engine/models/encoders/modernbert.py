@@ -17,13 +17,14 @@ from torch import Tensor
 from penstock.kernels.attention import AttentionPlan
 
 from ...layers.attention.encoder import SelfAttention
-from ...layers.attention.rotary import RopeSpec, RotaryEmbedding, Rotation
+from ...layers.attention.rotary import RotaryEmbedding, Rotation
 from ...layers.linear import Linear
 from ...layers.mlp import GatedMlp
 from ...layers.norm import LayerNorm
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...native.modernbert import LOCAL, ModernBertConfig, rope_theta
+from ...native.rope_spec import RopeSpec
 from ...protocol.model_info import ModelInfo, ModelKind
 from ..base import ModelOutput, NativeModel
 

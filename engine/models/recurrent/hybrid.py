@@ -23,11 +23,11 @@ from ...layers.norm import RmsNorm
 from ...layers.recurrent.mixers import Mamba2Mixer, MambaMixer
 from ...layers.rows import Rows
 from ...layers.weights import Weights
+from ...native.decoders.config import DecoderConfig
 from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelInfo
 from ...sequence_pool.cache_spec import CacheSpec
 from ..base import ModelOutput, NativeModel
-from ..decoders.decoder_config import DecoderConfig
 from ..heads import decoder_head
 from .mamba import require_causal
 

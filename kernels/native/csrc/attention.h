@@ -53,25 +53,50 @@ INLINE const void *take_head(const AttentionCall *call, long token, long head, l
     return row;
 }
 
+/* Keys from number `first` on, WIDTH rows of `words` 32-bit values, as weights of q k^T. */
+INLINE void pack_vector(const int32_t *rows, long words, long first, void *keys) {
+    float *to = (float *)keys + first / PANEL * PANEL * words + first % PANEL;
+    for (long d = 0; d < words; d++) v_store(to + d * PANEL, v_load_strided(rows + d, words));
+}
+
 /* Keys [L, size] as the weights of q k^T: WIDTH of them at a time, input after input (in FORMAT_DOT pair after pair).
  * Columns past the last key are left as they are: nobody reads their sums. */
-static void pack_keys(const AttentionCall *call, long start, long length, const int32_t *positions, long kv_head,
-                      void *keys) {
+static void pack_keys(const AttentionCall *call, long start, long length, long kv_head, void *keys) {
     long size = call->head_size, words = call->dot ? size / 2 : size; /* of 32 bits, in a key */
     int32_t rows[WIDTH][words];
     for (long first = 0; first < length; first += WIDTH) {
         long count = length - first < WIDTH ? length - first : WIDTH;
         for (long j = first; j < first + count; j++) {
             int32_t *row = rows[j - first];
-            const void *key = take_head(call, start + j, call->heads + kv_head, positions ? positions[j] : j, row);
+            const void *key = take_head(call, start + j, call->heads + kv_head, j, row);
             if (key != row) memcpy(row, key, (size_t)words * 4);
         }
-        float *to = (float *)keys + first / PANEL * PANEL * words + first % PANEL;
-        for (long d = 0; d < words; d++) v_store(to + d * PANEL, v_load_strided(rows[0] + d, words));
+        pack_vector(rows[0], words, first, keys);
     }
 }
 
-/* Values [L, size] as the weights of the product with the probabilities; a missing one of the last pair is 0. */
+/* Value number `j` of `stride` as one of the weights of the product with the probabilities; in FORMAT_DOT an even one with
+ * the next, which is 0 where `odd` is NULL. */
+INLINE void pack_value(int dot, const void *even, const void *odd, long j, long size, long stride, void *values) {
+    for (long first = 0; first < size; first += PANEL) {
+        long count = size - first < PANEL ? size - first : PANEL;
+        if (dot) {
+            uint32_t *to = (uint32_t *)values + (first * stride + j * PANEL) / 2;
+            const uint16_t *low = (const uint16_t *)even + first, *high = odd ? (const uint16_t *)odd + first : NULL;
+            if (high)
+                for (long d = 0; d < count; d++) to[d] = low[d] | (uint32_t)high[d] << 16;
+            else
+                for (long d = 0; d < count; d++) to[d] = low[d];
+            for (long d = count; d < PANEL; d++) to[d] = 0;
+        } else {
+            float *to = (float *)values + first * stride + j * PANEL;
+            memcpy(to, (const float *)even + first, (size_t)count * 4);
+            for (long d = count; d < PANEL; d++) to[d] = 0.0f;
+        }
+    }
+}
+
+/* Values [L, size]. */
 static void pack_values(const AttentionCall *call, long start, long length, long kv_head, void *values) {
     long size = call->head_size, stride = round_to(length, PANEL);
     float even_row[size], odd_row[size];
@@ -79,22 +104,7 @@ static void pack_values(const AttentionCall *call, long start, long length, long
     for (long j = 0; j < length; j += call->dot ? 2 : 1) {
         const void *even = take_head(call, start + j, head, -1, even_row), *odd = NULL;
         if (call->dot && j + 1 < length) odd = take_head(call, start + j + 1, head, -1, odd_row);
-        for (long first = 0; first < size; first += PANEL) {
-            long count = size - first < PANEL ? size - first : PANEL;
-            if (call->dot) {
-                uint32_t *to = (uint32_t *)values + (first * stride + j * PANEL) / 2;
-                const uint16_t *low = (const uint16_t *)even + first, *high = odd ? (const uint16_t *)odd + first : NULL;
-                if (high)
-                    for (long d = 0; d < count; d++) to[d] = low[d] | (uint32_t)high[d] << 16;
-                else
-                    for (long d = 0; d < count; d++) to[d] = low[d];
-                for (long d = count; d < PANEL; d++) to[d] = 0;
-            } else {
-                float *to = (float *)values + first * stride + j * PANEL;
-                memcpy(to, (const float *)even + first, (size_t)count * 4);
-                for (long d = count; d < PANEL; d++) to[d] = 0.0f;
-            }
-        }
+        pack_value(call->dot, even, odd, j, size, stride, values);
     }
 }
 
@@ -136,9 +146,8 @@ INLINE float soften(float *scores, long begin, long end, long low, long high, co
 }
 
 /* All queries of one head against the packed keys and values. */
-static void attend_head(const AttentionCall *call, long start, long length, long visible, const int32_t *positions,
-                        long head, const void *keys, const void *values, float *scores, uint16_t *rounded,
-                        float *turned) {
+static void attend_head(const AttentionCall *call, long start, long length, long visible, long head, const void *keys,
+                        const void *values, float *scores, uint16_t *rounded, float *turned) {
     const Layer *layer = call->layer;
     long size = call->head_size, stride = round_to(length, PANEL), width = (call->heads + 2 * call->kv_heads) * size;
     int in_place = call->is_bf16 == call->dot && !layer->rotary;
@@ -154,7 +163,7 @@ static void attend_head(const AttentionCall *call, long start, long length, long
             begin = low[r] < begin ? low[r] : begin;
             end = high[r] > end ? high[r] : end;
             if (!in_place)
-                take_head(call, start + i, head, positions ? positions[i] : i,
+                take_head(call, start + i, head, i,
                           call->dot ? (void *)((uint16_t *)turned + r * size) : turned + r * size);
         }
         begin = begin / PANEL * PANEL;
@@ -207,17 +216,17 @@ static void attend_head(const AttentionCall *call, long start, long length, long
 }
 
 /* The heads that share keys and values number `kv_head`, of one sequence. */
-static void run_attention(const AttentionCall *call, long start, long length, long visible, const int32_t *positions,
-                          long kv_head, void *scratch) {
+static void run_attention(const AttentionCall *call, long start, long length, long visible, long kv_head,
+                          void *scratch) {
     long size = call->head_size, keys = round_to(length, PANEL), wide = round_to(size, PANEL);
     float *packed_keys = scratch, *packed_values = packed_keys + keys * size, *scores = packed_values + keys * wide;
     float *rounded = scores + ROWS * keys, *queries = rounded + ROWS * keys;
-    pack_keys(call, start, length, positions, kv_head, packed_keys);
+    pack_keys(call, start, length, kv_head, packed_keys);
     pack_values(call, start, length, kv_head, packed_values);
     long group = call->heads / call->kv_heads;
     for (long head = kv_head * group; head < (kv_head + 1) * group; head++)
-        attend_head(call, start, length, visible, positions, head, packed_keys, packed_values, scores,
-                    (uint16_t *)rounded, queries);
+        attend_head(call, start, length, visible, head, packed_keys, packed_values, scores, (uint16_t *)rounded,
+                    queries);
 }
 
 #endif

@@ -1,4 +1,4 @@
-/* A whole encoder as one call: embeddings, layers, final norm.
+/* A whole encoder or decoder as one call: embeddings, layers, final norm.
  *
  * A forward is cut into parts of some sequences each, which lanes take one after another, each through all layers by
  * itself. Where one sequence outweighs the others, some lanes that are free go through the layers together instead, and
@@ -121,6 +121,50 @@ static void step_norm(Team *team, const Norm *norm, const float *x, long width, 
     meet(team);
 }
 
+/* x + norm(y), to x; y is written over. */
+static void step_norm_add(Team *team, const Norm *norm, float *y, long width, float *x) {
+    long first, last;
+    share(team, team->part->rows, &first, &last);
+    team->forward->isa->run_norm(norm, y + first * width, last - first, width, y + first * width);
+    for (long i = first * width; i < last * width; i++) x[i] += y[i];
+    meet(team);
+}
+
+/* Attention of a decoder: heads are made ready token by token, then strips of queries go over the keys. */
+static void step_decoder_attention(Team *team, AttentionCall *call) {
+    const Batch *batch = &team->forward->batch;
+    const Pages *pages = batch->pages;
+    const Part *part = team->part;
+    const Isa *isa = team->forward->isa;
+    long index = call->layer - team->forward->encoder->layers, first, last, unit = 0;
+    long step = isa->strip_tokens(call->heads, call->kv_heads);
+    if (pages) {
+        call->page_keys = pages->keys[index];
+        call->page_values = pages->values[index];
+        call->page_size = pages->page_size;
+    }
+    share(team, part->rows, &first, &last);
+    for (long s = part->first; s < part->last; s++) {
+        long start = batch->starts[s] - part->start, past = pages ? pages->pasts[s] : 0;
+        for (long row = start; row < batch->starts[s + 1] - part->start; row++)
+            if (row >= first && row < last)
+                isa->prepare_row(call, row, past + row - start, pages ? pages->slots[part->start + row] : -1);
+    }
+    meet(team);
+    for (long s = part->first; s < part->last; s++) {
+        Chunk chunk = {.start = batch->starts[s] - part->start, .length = batch->starts[s + 1] - batch->starts[s]};
+        if (pages) {
+            chunk.past = pages->pasts[s];
+            chunk.table = pages->tables + s * pages->table_width;
+        }
+        for (long i = 0; i < chunk.length; i += step)
+            for (long head = 0; head < call->kv_heads; head++, unit++)
+                if (unit % team->members == team->member)
+                    isa->run_strip(call, &chunk, head, i, chunk.length - i < step ? chunk.length - i : step, team->own);
+    }
+    meet(team);
+}
+
 static void step_attention(Team *team, const Layer *layer, int dot, int is_bf16, int is_last) {
     const Encoder *encoder = team->forward->encoder;
     const Batch *batch = &team->forward->batch;
@@ -129,6 +173,10 @@ static void step_attention(Team *team, const Layer *layer, int dot, int is_bf16,
                           .head_size = encoder->head_size,
                           .dot = dot, .is_bf16 = is_bf16, .out_is_bf16 = keeps_bf16(&layer->attention_out),
                           .qkv = team->rows.qkv, .out = team->rows.attended};
+    if (encoder->is_decoder) {
+        step_decoder_attention(team, &call);
+        return;
+    }
     if (is_last && batch->first_weights) call.first_weights = batch->first_weights + part->start * encoder->num_heads;
     long unit = 0, units = (part->last - part->first) * encoder->num_kv_heads, first, last;
     share(team, units, &first, &last);
@@ -137,8 +185,7 @@ static void step_attention(Team *team, const Layer *layer, int dot, int is_bf16,
             if (unit < first || unit >= last) continue;
             long start = batch->starts[s], length = batch->starts[s + 1] - start;
             team->forward->isa->run_attention(&call, start - part->start, length,
-                                              batch->visible ? batch->visible[s] : length,
-                                              batch->positions ? batch->positions + start : NULL, head, team->own);
+                                              batch->visible ? batch->visible[s] : length, head, team->own);
         }
     meet(team);
 }
@@ -179,11 +226,13 @@ static void run_layer(Team *team, const Layer *layer, int is_last) {
     Rows *rows = &team->rows;
     long D = encoder->width;
     const float *x = rows->hidden;
-    int dot = encoder->attention_dot, bf16 = dot && !layer->rotary;
+    int dot = encoder->attention_dot, bf16 = dot && !layer->rotary && !encoder->is_decoder;
     Target qkv = {.out = rows->qkv, .out_is_bf16 = bf16, .width = layer->qkv.out};
     Target attended = {.add = rows->hidden, .out = encoder->pre_norm ? rows->hidden : rows->sums, .width = D};
     Target inner = {.out = rows->inner, .out_is_bf16 = keeps_bf16(&layer->mlp_out), .width = inner_width(&layer->mlp_in)};
     Target out = attended;
+    if (layer->after_attention.weight) attended = (Target){.out = rows->sums, .width = D};
+    if (layer->after_mlp.weight) out = (Target){.out = rows->sums, .width = D};
 
     if (encoder->pre_norm) {
         step_norm(team, &layer->attention_norm, rows->hidden, D, rows->sums);
@@ -192,6 +241,7 @@ static void run_layer(Team *team, const Layer *layer, int is_last) {
     step_product(team, &layer->qkv, x, 0, &qkv);
     step_attention(team, layer, dot, bf16, is_last);
     step_product(team, &layer->attention_out, rows->attended, keeps_bf16(&layer->attention_out), &attended);
+    if (layer->after_attention.weight) step_norm_add(team, &layer->after_attention, rows->sums, D, rows->hidden);
     if (encoder->pre_norm) {
         step_norm(team, &layer->mlp_norm, rows->hidden, D, rows->sums);
         x = rows->sums;
@@ -201,6 +251,7 @@ static void run_layer(Team *team, const Layer *layer, int is_last) {
     }
     step_product(team, &layer->mlp_in, x, 0, &inner);
     step_product(team, &layer->mlp_out, rows->inner, inner.out_is_bf16, &out);
+    if (layer->after_mlp.weight) step_norm_add(team, &layer->after_mlp, rows->sums, D, rows->hidden);
     if (!encoder->pre_norm) step_norm(team, &layer->mlp_norm, rows->sums, D, rows->hidden);
 }
 
@@ -214,7 +265,10 @@ static void run_part(Team *team) {
 
 /* Bytes that a lane needs for itself: packed heads, or a panel in float32. */
 static long own_bytes(const Isa *isa, const Encoder *encoder, long longest) {
-    long heads = isa->attention_bytes(longest, encoder->head_size), widest = encoder->projection.in;
+    long heads = encoder->is_decoder
+                     ? isa->blocks_bytes(encoder->num_heads, encoder->num_kv_heads, encoder->head_size)
+                     : isa->attention_bytes(longest, encoder->head_size);
+    long widest = encoder->projection.in;
     for (long i = 0; i < encoder->num_layers; i++) {
         const Layer *layer = encoder->layers + i;
         const Product *products[] = {&layer->qkv, &layer->attention_out, &layer->mlp_in, &layer->mlp_out};

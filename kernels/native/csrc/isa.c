@@ -1,5 +1,6 @@
 /* Compiled once for each instruction set (see build.py); ISA names the table that the result is found under. */
 #include "attention.h"
+#include "blocks.h"
 #include "isa.h"
 #include "norm.h"
 #include "pooling.h"
@@ -36,5 +37,9 @@ const Isa JOIN(isa_, ISA) = {
     .run_norm = run_norm,
     .attention_bytes = attention_bytes,
     .run_attention = run_attention,
+    .prepare_row = prepare_row,
+    .blocks_bytes = blocks_bytes,
+    .strip_tokens = strip_tokens,
+    .run_strip = run_strip,
     .run_pooling = run_pooling,
 };

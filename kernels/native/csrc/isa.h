@@ -17,7 +17,11 @@ typedef struct {
     void (*run_product)(const Product *, const void *, const float *, long, long, long, const Target *, float *);
     void (*run_norm)(const Norm *, const float *, long, long, float *);
     long (*attention_bytes)(long, long);
-    void (*run_attention)(const AttentionCall *, long, long, long, const int32_t *, long, void *);
+    void (*run_attention)(const AttentionCall *, long, long, long, long, void *);
+    void (*prepare_row)(const AttentionCall *, long, long, int64_t);
+    long (*blocks_bytes)(long, long, long);
+    long (*strip_tokens)(long, long);
+    void (*run_strip)(const AttentionCall *, const Chunk *, long, long, long, void *);
     void (*run_pooling)(int, const float *, long, const float *, long, long, long, long, long, int, float *);
 } Isa;
 

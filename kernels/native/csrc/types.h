@@ -63,6 +63,12 @@ typedef struct {
     const float *rotary;   /* [positions, head size]: cosines, then sines; NULL: none */
     const float *bias;     /* [H, 2 * bias_reach + 1] added to the scores by distance; NULL: none */
     int64_t bias_reach;
+    /* Of decoders alone: */
+    Norm query_norm, key_norm; /* [head size] of every head, before it turns */
+    Norm after_attention;      /* of what attention gives, before it is added */
+    Norm after_mlp;
+    float softcap;             /* scores s become c tanh(s / c); 0: none */
+    int32_t unused;
 } Layer;
 
 typedef struct {
@@ -74,7 +80,7 @@ typedef struct {
     int32_t pre_norm;
     int32_t table_is_bf16; /* of `words` */
     int32_t attention_dot; /* attention computes in FORMAT_DOT, of an even head size; else in float32 */
-    int32_t unused;
+    int32_t is_decoder;    /* pre-norm, attention block by block (blocks.h); no bias by distance, no hidden tokens */
     const void *words;     /* [V, E] float32 or bfloat16 */
     const float *places;   /* [P, E] float32, or NULL: positions and token types, summed */
     int64_t embedding_width; /* E */
@@ -84,14 +90,26 @@ typedef struct {
     Norm final_norm;
 } Encoder;
 
-/* What one forward reads: T packed tokens of S sequences. */
+/* Keys and values of tokens, [pages, page size, kv heads, head size] for each layer, in the type that attention
+ * computes in, keys as they are after norm and position. */
+typedef struct {
+    void *const *keys;      /* [layers] */
+    void *const *values;    /* [layers] */
+    int64_t page_size;      /* tokens */
+    const int32_t *pasts;   /* [S] tokens before the chunk */
+    const int32_t *tables;  /* [S, table_width] the page of every page_size tokens of them */
+    int64_t table_width;
+    const int64_t *slots;   /* [T] page * page size + place where a token is kept; -1: it is not */
+} Pages;
+
+/* What one forward reads: T packed tokens of S sequences, or of decoders S chunks that go on with one. */
 typedef struct {
     const int64_t *ids;       /* [T] */
     const int64_t *places;    /* [T] rows of Encoder.places */
-    const int32_t *positions; /* [T] for rotary; NULL: from 0 in each sequence */
     const int32_t *starts;    /* [S + 1], prefix sums of the lengths */
     const int32_t *visible;   /* [S] tokens that others may attend to; NULL: all */
     int64_t num_seqs;
+    const Pages *pages;       /* of decoders; NULL: all sequences are whole, and nothing is kept */
     float *hidden;            /* [T, D] the result */
     float *first_weights;     /* [T, H] how much each sequence's first token attends to each, last layer; or NULL */
 } Batch;
@@ -114,7 +132,17 @@ typedef struct {
     const void *qkv;       /* [T, (heads + 2 * kv_heads) * head_size] */
     void *out;             /* [T, heads * head_size] */
     float *first_weights;  /* [T, heads] or NULL */
+    char *page_keys;       /* of decoders: [pages, page size, kv_heads, head_size] */
+    char *page_values;
+    int64_t page_size;
 } AttentionCall;
+
+/* Tokens of one sequence in a batch of a decoder. */
+typedef struct {
+    long start, length;    /* rows */
+    long past;             /* tokens before them */
+    const int32_t *table;  /* of their pages */
+} Chunk;
 
 /* How hidden states become one row. */
 enum Pooling { POOL_CLS = 0, POOL_LAST = 1, POOL_MEAN = 2, POOL_MAX = 3, POOL_MEAN_SQRT_LEN = 4, POOL_WEIGHTED_MEAN = 5,

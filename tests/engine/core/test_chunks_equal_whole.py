@@ -7,6 +7,7 @@ that adapts; other requests beside them; preemption in the middle; with and with
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
 from penstock.engine.sequence_pool import Allocation, PoolPlan, plan_pool
 from penstock.engine.sequence_pool.cache_spec import CacheSpec, SsmLayerSpec
+from penstock.kernels.native import Machine, NativeError
 
 transformers = pytest.importorskip("transformers")
 
@@ -79,6 +81,7 @@ MODELS = {
         },
     ),
 }  # fmt: skip
+MODELS |= {f"{name}, native kernels": MODELS[name] for name in ("llama", "gemma2")}
 POOLING = [t for t in PoolingType if not t.is_token_level]
 
 
@@ -100,6 +103,13 @@ class Loaded:
         )
 
 
+def opened_machine() -> Machine:
+    try:
+        return Machine(2)
+    except NativeError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="module", params=list(MODELS))
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     threads = torch.get_num_threads()
@@ -111,7 +121,11 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model_class(model_class.config_class(**sizes)).save_pretrained(folder)
     info = with_device(resolve_model(EngineConfig(model=str(folder))), "cpu", "float32")
     assert info.native
-    yield Loaded(info, load_model(info))
+    with contextlib.ExitStack() as stack:
+        machine = stack.enter_context(opened_machine()) if "native" in request.param else None
+        model = load_model(info, machine=machine)
+        assert model.machine is machine
+        yield Loaded(info, model)
     torch.set_num_threads(threads)
 
 
@@ -212,8 +226,8 @@ def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> 
 
 
 def skip_without_heads(loaded: Loaded, pooling: PoolingType) -> None:
-    if pooling is PoolingType.ATTENTION and not loaded.info.num_attention_heads:
-        pytest.skip("the model has no attention heads")
+    if pooling is PoolingType.ATTENTION and (loaded.model.machine or not loaded.info.num_attention_heads):
+        pytest.skip("the model has no attention heads, or the native kernels do not give their weights")
 
 
 @pytest.mark.parametrize("pooling", POOLING)
@@ -393,13 +407,23 @@ def test_memory_that_runs_short_makes_chunks_smaller(
     assert max(sizes) <= 12
 
 
+def embedding_of(model: PackedModel) -> torch.Tensor:
+    """The memory of the token embedding, to be written over."""
+    if model.machine is None:
+        held = list(vars(model).values())
+    else:
+        arrays = model._encoder._encoder._memory.arrays  # type: ignore[attr-defined]
+        held = [torch.from_numpy(a) for a in arrays if isinstance(a, np.ndarray)]
+    return next(v for v in held if isinstance(v, torch.Tensor) and v.shape[0] == 200)
+
+
 def test_what_a_forward_with_nan_computed_is_not_found_by_others(
     loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = texts([70])
     expected = run(client(PoolingType.LAST, chunking=False), inputs)
     forward = loaded.model.forward
-    embedding = next(v for v in vars(loaded.model).values() if isinstance(v, torch.Tensor) and v.shape[0] == 200)
+    embedding = embedding_of(loaded.model)
     good = embedding.clone()
     is_broken = True
 

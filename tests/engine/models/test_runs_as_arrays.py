@@ -263,6 +263,25 @@ def test_what_has_parts_for_torch(save_model, resolve):
     assert not runs_as_arrays(info)
 
 
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
+def test_decoders_that_look_both_ways(head, machine, save_model, resolve, sequences):
+    folder, _ = save_model(f"Llama{head}", **SIZES | {"num_key_value_heads": 2, "is_causal": False})
+    info = resolve(folder)
+    arrays, on_torch = both(info, machine)
+    inputs = inputs_of("Llama", sequences)
+    is_embedding = info.kind is ModelKind.EMBEDDING
+    for task in [task for task in info.tasks if not (is_embedding and task is PoolingTask.SCORE)]:
+        batch = chunks_of(info, inputs, [PoolingParams().resolved(task, info)] * len(inputs))
+        assert_same(arrays.execute(batch), on_torch.execute(batch))
+
+
+def test_decoders_that_look_back_are_pooled_chunk_by_chunk_on_torch(save_model, resolve):
+    folder, _ = save_model("LlamaModel", **SIZES)
+    info = resolve(folder)
+    assert find_reader(info) is not None
+    assert not runs_as_arrays(info)
+
+
 def test_whom_the_native_kernels_do_not_know(save_model, resolve):
     folder, _ = save_model("BertModel", **SIZES)
     info = resolve(folder)
@@ -271,7 +290,7 @@ def test_whom_the_native_kernels_do_not_know(save_model, resolve):
         assert find_reader(changed) is None
     for name, values in (
         ("BertModel", {"hidden_act": "mish"}),
-        ("LlamaModel", {"num_key_value_heads": 2}),
+        ("LlamaModel", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
         ("ModernBertForSequenceClassification", {"pad_token_id": 0, "classifier_activation": "mish"}),
     ):
         folder, _ = save_model(name, **{**SIZES, **values})

@@ -11,7 +11,8 @@ import numpy as np
 
 from penstock.kernels.native import Activation, Format, Machine, NativeEncoder, NativeError
 
-from .specs import LONGEST, SHAPES, make_spec, make_texts, ways
+from .chunked import ChunkedDecoder
+from .specs import DECODERS, LONGEST, SHAPES, make_spec, make_texts, ways
 
 
 def main() -> None:
@@ -34,6 +35,7 @@ def main() -> None:
             for seed in range(options.rounds):
                 numbers = np.random.default_rng(seed)
                 encode(options.library, isa, numbers)
+                decode(options.library, isa, numbers)
                 multiply(machine, numbers)
                 pool(machine, numbers)
         done += options.rounds
@@ -60,6 +62,26 @@ def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
                 )
                 if not np.isfinite(rows).all():
                     raise ArithmeticError(f"{machine.isa}, {shape}, {form.name}, {lengths}: not finite")
+
+
+def decode(library: Path, isa: str, numbers: np.random.Generator) -> None:
+    """As `encode`, whole and in chunks over pages."""
+    for shape, form in itertools.product(DECODERS, Format):
+        with Machine(int(numbers.integers(1, 6)), isa=isa, library=library) as machine:
+            if form not in machine.formats:
+                continue
+            spec = make_spec(shape)
+            attention = numbers.choice([of for products, of in ways(machine) if products is form])
+            decoder = NativeEncoder(machine, spec, form, attention=Format(attention))
+            for most in (4, LONGEST):
+                texts = make_texts(numbers.integers(1, most + 1, 3).tolist(), int(numbers.integers(100)))
+                rows, _ = decoder(texts.ids, texts.places, texts.starts)
+                if shape.window is not None and shape.window[1] == 0:
+                    chunked = ChunkedDecoder(decoder, spec, texts, int(numbers.integers(1, 40)))
+                    if not np.array_equal(rows, chunked.run(int(numbers.integers(1 if most < 9 else 60, 300)))):
+                        raise ArithmeticError(f"{machine.isa}, {shape}, {form.name}: not what the whole gives")
+                if not np.isfinite(rows).all():
+                    raise ArithmeticError(f"{machine.isa}, {shape}, {form.name}, {texts.lengths}: not finite")
 
 
 def multiply(machine: Machine, numbers: np.random.Generator) -> None:

@@ -42,10 +42,10 @@ def encode(spec: EncoderSpec, texts: Texts, form: Format = Format.F32) -> tuple[
 
 def _layer(hidden_LD: Tensor, layer: LayerSpec, spec: EncoderSpec, visible: int, form: Format) -> tuple[Tensor, Tensor]:
     if spec.pre_norm:
-        attended_LD, weights_LH = _attend(_norm(hidden_LD, layer.attention_norm), layer, spec.num_heads, visible, form)
-        hidden_LD = hidden_LD + attended_LD
-        return hidden_LD + _mlp(_norm(hidden_LD, layer.mlp_norm), layer, form), weights_LH
-    attended_LD, weights_LH = _attend(hidden_LD, layer, spec.num_heads, visible, form)
+        attended_LD, weights_LH = _attend(_norm(hidden_LD, layer.attention_norm), layer, spec, visible, form)
+        hidden_LD = hidden_LD + _norm(attended_LD, layer.after_attention)
+        return hidden_LD + _norm(_mlp(_norm(hidden_LD, layer.mlp_norm), layer, form), layer.after_mlp), weights_LH
+    attended_LD, weights_LH = _attend(hidden_LD, layer, spec, visible, form)
     hidden_LD = _norm(hidden_LD + attended_LD, layer.attention_norm)
     return _norm(hidden_LD + _mlp(hidden_LD, layer, form), layer.mlp_norm), weights_LH
 
@@ -54,9 +54,11 @@ def _mlp(x_LD: Tensor, layer: LayerSpec, form: Format) -> Tensor:
     return _map(_map(x_LD, layer.mlp_in, form), layer.mlp_out, form)
 
 
-def _attend(x_LD: Tensor, layer: LayerSpec, num_heads: int, visible: int, form: Format) -> tuple[Tensor, Tensor]:
-    length = len(x_LD)
-    q, k, v = _map(x_LD, layer.qkv, form).view(length, 3, num_heads, -1).unbind(1)
+def _attend(x_LD: Tensor, layer: LayerSpec, spec: EncoderSpec, visible: int, form: Format) -> tuple[Tensor, Tensor]:
+    length, num_heads, num_kv_heads = len(x_LD), spec.num_heads, spec.num_kv_heads or spec.num_heads
+    heads = _map(x_LD, layer.qkv, form).view(length, num_heads + 2 * num_kv_heads, -1)
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    q, k = _norm(q, layer.query_norm), _norm(k, layer.key_norm)
     if layer.rotary is not None:
         cosines, sines = _doubles(layer.rotary)[:length, None].chunk(2, -1)
         q, k = _turn(q, cosines, sines), _turn(k, cosines, sines)
@@ -67,14 +69,17 @@ def _attend(x_LD: Tensor, layer: LayerSpec, num_heads: int, visible: int, form: 
         is_seen_LL = is_seen_LL & (left < 0 or distance_LL >= -left) & (right < 0 or distance_LL <= right)
     attended, weights = [], []
     for head in range(num_heads):
-        scores_LL = q[:, head] @ k[:, head].T
+        kv_head = head * num_kv_heads // num_heads
+        scores_LL = q[:, head] @ k[:, kv_head].T
+        if layer.softcap:
+            scores_LL = layer.softcap * torch.tanh(scores_LL / layer.softcap)
         if layer.bias is not None:
             reach = layer.bias.shape[1] // 2
             scores_LL = scores_LL + _doubles(layer.bias)[head][distance_LL + reach]
         probabilities_LL = scores_LL.masked_fill(~is_seen_LL, -torch.inf).softmax(1)
         # A query that sees nothing gets nothing.
         probabilities_LL = probabilities_LL.masked_fill(~is_seen_LL, 0.0)
-        attended.append(probabilities_LL @ v[:, head])
+        attended.append(probabilities_LL @ v[:, kv_head])
         weights.append(probabilities_LL[0])
     return _map(torch.cat(attended, 1), layer.attention_out, form), torch.stack(weights, 1)
 
@@ -98,8 +103,8 @@ def _norm(x_LD: Tensor, spec: NormSpec | None) -> Tensor:
         return x_LD
     weight_D, bias_D = _doubles(spec.weight), 0.0 if spec.bias is None else _doubles(spec.bias)
     if not spec.rms:
-        x_LD = x_LD - x_LD.mean(1, keepdim=True)
-    return x_LD / (x_LD.square().mean(1, keepdim=True) + spec.eps).sqrt() * weight_D + bias_D
+        x_LD = x_LD - x_LD.mean(-1, keepdim=True)
+    return x_LD / (x_LD.square().mean(-1, keepdim=True) + spec.eps).sqrt() * weight_D + bias_D
 
 
 def _doubles(array: np.ndarray) -> Tensor:

@@ -41,11 +41,17 @@ class Shape:
     distance_bias: bool = False
     places: bool = True
     num_layers: int = 1
+    num_kv_heads: int | None = None
+    is_decoder: bool = False
+    head_norms: bool = False
+    after_norms: bool = False
+    softcap: float = 0.0
+    own_width: int | None = None
 
     @property
     def width(self) -> int:
         """Columns of the hidden states."""
-        return self.num_heads * self.head_size
+        return self.own_width or self.num_heads * self.head_size
 
 
 SHAPES = (
@@ -64,6 +70,32 @@ SHAPES = (
     Shape(name="two_layers_windows", num_layers=2, window=(64, 64), rotary=True, activation=Activation.TANH),
 )
 
+_DECODER = {
+    "pre_norm": True,
+    "rms": True,
+    "has_bias": False,
+    "gated": True,
+    "activation": Activation.SILU,
+    "rotary": True,
+    "places": False,
+    "is_decoder": True,
+    "window": (-1, 0),
+    "num_layers": 2,
+}
+DECODERS = tuple(
+    Shape(**_DECODER | options)
+    for options in (
+        {"name": "llama", "num_heads": 4, "num_kv_heads": 2},
+        {"name": "llama_one_kv_head_80", "num_heads": 3, "num_kv_heads": 1, "head_size": 80, "own_width": 48},
+        {"name": "mistral_window", "num_heads": 2, "window": (40, 0), "head_size": 24},
+        {"name": "qwen2_128", "num_heads": 1, "has_bias": True, "head_size": 128, "own_width": 50},
+        {"name": "qwen3", "num_heads": 4, "num_kv_heads": 2, "head_norms": True, "head_size": 12, "own_width": 20},
+        {"name": "gemma2", "after_norms": True, "softcap": 3.0, "window": (7, 0)},
+        {"name": "gemma3_two_way", "after_norms": True, "head_norms": True, "window": (20, 20), "rotary": False},
+        {"name": "looks_both_ways", "window": None, "head_size": 18},
+    )
+)
+
 VOCABULARY = 50
 LONGEST = 513
 
@@ -76,9 +108,10 @@ def make_spec(shape: Shape, seed: int = 0) -> EncoderSpec:
     def normal(*sizes: int) -> Floats:
         return numbers.standard_normal(sizes, np.float32)
 
-    def norm(size: int) -> NormSpec:
+    def norm(size: int, scale: float = 1.0) -> NormSpec:
         bias = None if shape.rms else np.float32(0.1) * normal(size)
-        return NormSpec(weight=1 + np.float32(0.1) * normal(size), bias=bias, eps=1e-5, rms=shape.rms)
+        weight = np.float32(scale) * (1 + np.float32(0.1) * normal(size))
+        return NormSpec(weight=weight, bias=bias, eps=1e-5, rms=shape.rms)
 
     def linear(num_in: int, num_out: int, activation: Activation = Activation.NONE, gated: bool = False) -> MapSpec:
         weight = normal(num_out, num_in) / np.float32(np.sqrt(num_in))
@@ -86,28 +119,36 @@ def make_spec(shape: Shape, seed: int = 0) -> EncoderSpec:
         return MapSpec(weight=weight, bias=bias, activation=activation, gated=gated)
 
     def layer() -> LayerSpec:
-        qkv = linear(width, 3 * width)
-        qkv.weight[: 2 * width] *= np.float32(1.5 * shape.head_size**-0.25)
+        heads, kv_heads, size = shape.num_heads, shape.num_kv_heads or shape.num_heads, shape.head_size
+        qkv = linear(width, (heads + 2 * kv_heads) * size)
+        qkv.weight[: (heads + kv_heads) * size] *= np.float32(1.5 * shape.head_size**-0.25)
         angles = np.outer(np.arange(LONGEST), 100.0 ** -np.linspace(0, 1, shape.head_size // 2))
         rotary = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32) if shape.rotary else None
         return LayerSpec(
             attention_norm=norm(width),
             qkv=qkv,
-            attention_out=linear(width, width),
+            attention_out=linear(heads * size, width),
             mlp_norm=norm(width),
             mlp_in=linear(width, shape.inner * (2 if shape.gated else 1), shape.activation, shape.gated),
             mlp_out=linear(shape.inner, width),
             window=shape.window,
             rotary=rotary,
             bias=normal(shape.num_heads, 2 * LONGEST + 1) if shape.distance_bias else None,
+            query_norm=norm(size, size**-0.5) if shape.head_norms else None,
+            key_norm=norm(size) if shape.head_norms else None,
+            after_attention=norm(width) if shape.after_norms else None,
+            after_mlp=norm(width) if shape.after_norms else None,
+            softcap=shape.softcap,
         )
 
     return EncoderSpec(
         num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
         pre_norm=shape.pre_norm,
+        is_decoder=shape.is_decoder,
         words=normal(VOCABULARY, embedding),
         places=normal(LONGEST, embedding) if shape.places else None,
-        embedding_norm=norm(embedding),
+        embedding_norm=None if shape.is_decoder else norm(embedding),
         projection=None if embedding == width else linear(embedding, width),
         layers=[layer() for _ in range(shape.num_layers)],
         final_norm=norm(width) if shape.pre_norm else None,

@@ -194,7 +194,7 @@ def test_a_cuda_device_is_left_alone(save_folder: SaveFolder, gain: list[float])
         assert (chosen.kernels, chosen.device, chosen.dtype) == ("torch", "cuda", info.dtype)
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("BertModel", "float16"), ("LlamaModel", "float32"), ("mish", "float32")])
+@pytest.mark.parametrize(("model", "dtype"), [("BertModel", "float16"), ("MambaModel", "float32"), ("mish", "float32")])
 def test_what_they_do_not_know_runs_through_torch(
     model: str, dtype: str, save_folder: SaveFolder, gain: list[float]
 ) -> None:

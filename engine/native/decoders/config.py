@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
-from ...layers.attention.rotary import RopeSpec
 from ...model_files.config_values import read_config
 from ...protocol.errors import UnsupportedModelError
+from ..rope_spec import RopeSpec
 
 FULL: Final = "full_attention"
 LOCAL: Final = "sliding_attention"

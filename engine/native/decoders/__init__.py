@@ -1,0 +1,1 @@
+"""Decoders for the native kernels: what config.json says of each family, and their checkpoints. Without torch."""

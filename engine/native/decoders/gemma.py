@@ -1,0 +1,115 @@
+"""Gemma 1 to 3: norms that are stored less one; from 2 on, local layers between global ones and norms after each block.
+
+Sources: Gemma (arXiv 2403.08295); Gemma 2 (2408.00118); Gemma 3 (2503.19786); Vera et al., EmbeddingGemma (2509.20354).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..rope_spec import RopeSpec
+from .config import FULL, DecoderConfig, alternating
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaConfig(DecoderConfig):
+    """Everything attends to everything; embeddings are scaled."""
+
+    vocab_size: int = 256_000
+    hidden_size: int = 3072
+    intermediate_size: int = 24576
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 16
+    head_dim: int | None = 256
+    hidden_act: str = "gelu_pytorch_tanh"
+    max_position_embeddings: int = 8192
+
+    norm_offset: ClassVar[float] = 1.0
+    has_scaled_embedding: ClassVar[bool] = True
+    reads_bias: ClassVar[bool] = True
+    reads_window: ClassVar[bool] = False  # Gemma 1 knows none
+
+    @property
+    def activation(self) -> str:
+        """The first files say "gelu" and mean its tanh approximation."""
+        return "gelu_pytorch_tanh" if self.hidden_act == "gelu" else self.hidden_act
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma2Config(GemmaConfig):
+    """Every second layer is local; scores are capped."""
+
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 26
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = 4
+    hidden_activation: str = "gelu_pytorch_tanh"
+    query_pre_attn_scalar: float = 256
+    sliding_window: int | None = 4096
+    attn_logit_softcapping: float | None = 50.0
+
+    mlp_norm: ClassVar[str] = "pre_feedforward_layernorm"
+    post_norms: ClassVar[tuple[str, ...]] = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    @property
+    def scale(self) -> float:
+        """Of a width that need not be the head's."""
+        return float(self.query_pre_attn_scalar**-0.5)
+
+    @property
+    def softcap(self) -> float | None:
+        """As the file says."""
+        return self.attn_logit_softcapping
+
+    @property
+    def activation(self) -> str:
+        """Under a key of its own; `hidden_act` of older files is not looked at, as in transformers."""
+        return self.hidden_activation
+
+    @property
+    def types(self) -> list[str]:
+        """Local first."""
+        return self.layer_types or alternating(self.num_hidden_layers, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma3Config(Gemma2Config):
+    """Five local layers to each global one, with wavelengths of their own; heads are normalised instead of capped.
+
+    EmbeddingGemma looks both ways; its window is given as the sum of both.
+    """
+
+    vocab_size: int = 262_208
+    max_position_embeddings: int = 131_072
+    sliding_window_pattern: int = 6
+    rope_local_base_freq: float | None = None
+    use_bidirectional_attention: bool | str | None = None
+    has_qk_norm: ClassVar[bool] = True
+
+    @property
+    def softcap(self) -> float | None:
+        """None: transformers reads attn_logit_softcapping of Gemma 3 and leaves it alone."""
+        return None
+
+    @property
+    def types(self) -> list[str]:
+        """Local first."""
+        return self.layer_types or alternating(self.num_hidden_layers, self.sliding_window_pattern)
+
+    def window(self, layer_type: str, *, is_causal: bool) -> tuple[int, int] | None:
+        """See DecoderConfig."""
+        if layer_type != FULL and self.sliding_window and self.use_bidirectional_attention and not is_causal:
+            return (self.sliding_window // 2, self.sliding_window // 2)
+        # NOTE: not super(): slots make another class of this one than the one that super() would find.
+        return DecoderConfig.window(self, layer_type, is_causal=is_causal)
+
+    def rope(self, layer_type: str) -> RopeSpec:
+        """See DecoderConfig; only global layers are stretched by older files."""
+        values = dict((self.rope_parameters or {}).get(layer_type) or {})
+        if layer_type == FULL:
+            values |= self.rope_scaling or {}
+            return self.rope_spec(values, self.rope_theta or 1_000_000.0, None)
+        return self.rope_spec(values, self.rope_local_base_freq or 10_000.0, None)

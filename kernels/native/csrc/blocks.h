@@ -1,0 +1,257 @@
+/* Attention of decoders: softmax(q k^T) v of the tokens of a chunk over all that lie before them, and themselves.
+ *
+ * The keys of a sequence's past lie in pages, those of the chunk in the rows of the batch. They go by in blocks that
+ * begin at multiples of KEYS in the whole sequence; each is packed once for a strip of queries, which keep a running
+ * maximum and sum (Dao et al., FlashAttention, arXiv 2205.14135). So memory does not grow with the past, and a query's
+ * result is the same to the bit whatever the chunks. Both products run through the tiles of tile.h, as in attention.h.
+ */
+#ifndef PENSTOCK_BLOCKS_H
+#define PENSTOCK_BLOCKS_H
+
+#include "attention.h"
+#include "norm.h"
+
+/* Keys of a block, a multiple of every PANEL: both kinds of its panels stay in the second cache. */
+#define KEYS 256
+/* Rows of a strip, over the heads that share keys: so many that packing the keys does not count. */
+#define STRIP_ROWS 1024
+
+/* What one strip keeps, and what it works on. */
+typedef struct {
+    void *keys;        /* [KEYS / PANEL][size][PANEL], packed as weights of q k^T */
+    void *values;      /* [size / PANEL][KEYS][PANEL], as those of the product with the probabilities */
+    float *scores;     /* [ROWS, KEYS] */
+    uint16_t *rounded; /* the same in bfloat16 */
+    float *sums;       /* [rows, wide] of values, not yet divided */
+    float *largest;    /* [rows] scores */
+    float *totals;     /* [rows] of probabilities */
+} Strip;
+
+/* Tokens of a strip. */
+static long strip_tokens(long heads, long kv_heads) {
+    long tokens = STRIP_ROWS / (heads / kv_heads);
+    return tokens > 0 ? tokens : 1;
+}
+
+static long lay_strip(long heads, long kv_heads, long size, char *at, Strip *strip) {
+    long wide = round_to(size, PANEL), rows = strip_tokens(heads, kv_heads) * (heads / kv_heads);
+    long sizes[] = {KEYS * size * 4, KEYS * wide * 4, ROWS * KEYS * 4, ROWS * KEYS * 2, rows * wide * 4, rows * 4,
+                    rows * 4};
+    void **places[] = {&strip->keys, &strip->values, (void **)&strip->scores, (void **)&strip->rounded,
+                       (void **)&strip->sums, (void **)&strip->largest, (void **)&strip->totals};
+    long total = 0;
+    for (unsigned i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        if (at) *places[i] = at + total;
+        total += round_to(sizes[i], 64);
+    }
+    return total;
+}
+
+/* Bytes that a lane needs. */
+static long blocks_bytes(long heads, long kv_heads, long size) {
+    Strip strip;
+    return lay_strip(heads, kv_heads, size, NULL, &strip);
+}
+
+static void turn(float *head, long size, const float *cosines) {
+    const float *sines = cosines + size / 2;
+    for (long d = 0, half = size / 2; d < half; d += WIDTH) {
+        long left = half - d;
+        vf a = v_load_part(head + d, left), b = v_load_part(head + half + d, left);
+        vf c = v_load_part(cosines + d, left), s = v_load_part(sines + d, left);
+        v_store_part(head + d, v_sub(v_mul(a, c), v_mul(b, s)), left);
+        v_store_part(head + half + d, v_fma(b, c, v_mul(a, s)), left);
+    }
+}
+
+/* Makes q, k and v of one token what attention takes, in their place: normalised, turned by its position, and where
+ * that computes in bfloat16 rounded, to the first half of the row. Keeps k and v in the page of the token.
+ *
+ * `slot`: page * page size + place there; -1: nothing is kept.
+ */
+static void prepare_row(const AttentionCall *call, long row, long position, int64_t slot) {
+    const Layer *layer = call->layer;
+    long size = call->head_size, queries = call->heads * size, keys = call->kv_heads * size;
+    long width = queries + 2 * keys, bytes = call->dot ? 2 : 4;
+    float *q = (float *)call->qkv + row * width, *k = q + queries;
+    run_norm(&layer->query_norm, q, call->heads, size, q);
+    run_norm(&layer->key_norm, k, call->kv_heads, size, k);
+    if (layer->rotary)
+        for (float *head = q; head < k + keys; head += size) turn(head, size, layer->rotary + position * size);
+    if (call->dot) convert_rows(FORMAT_DOT, q, 1, width, q, NULL);
+    if (slot < 0) return;
+    const char *kept = (const char *)q + queries * bytes;
+    memcpy((char *)call->page_keys + slot * keys * bytes, kept, (size_t)(keys * bytes));
+    memcpy((char *)call->page_values + slot * keys * bytes, kept + keys * bytes, (size_t)(keys * bytes));
+}
+
+/* Where the key (or value: `is_value`) of a position lies: in a page, or after the past in the batch's own row. */
+INLINE const void *find_head(const AttentionCall *call, const Chunk *chunk, long position, long kv_head, int is_value) {
+    long size = call->head_size, bytes = call->dot ? 2 : 4;
+    if (position < chunk->past) {
+        const char *pages = is_value ? call->page_values : call->page_keys;
+        long slot = (long)chunk->table[position / call->page_size] * call->page_size + position % call->page_size;
+        return pages + (slot * call->kv_heads + kv_head) * size * bytes;
+    }
+    long row = chunk->start + position - chunk->past, width = (call->heads + 2 * call->kv_heads) * size;
+    long head = call->heads + (is_value ? call->kv_heads : 0) + kv_head;
+    return (const char *)call->qkv + row * width * 4 + head * size * bytes;
+}
+
+/* Keys and values of positions `base` to `base + count`. */
+static void pack_block(const AttentionCall *call, const Chunk *chunk, long base, long count, long kv_head,
+                       const Strip *strip) {
+    long size = call->head_size, words = call->dot ? size / 2 : size; /* of 32 bits, in a key */
+    int32_t rows[WIDTH][words];
+    for (long first = 0; first < count; first += WIDTH) {
+        for (long j = first; j < first + WIDTH && j < count; j++)
+            memcpy(rows[j - first], find_head(call, chunk, base + j, kv_head, 0), (size_t)words * 4);
+        pack_vector(rows[0], words, first, strip->keys);
+    }
+    for (long j = 0; j < count; j += call->dot ? 2 : 1) {
+        const void *even = find_head(call, chunk, base + j, kv_head, 1), *odd = NULL;
+        if (call->dot && j + 1 < count) odd = find_head(call, chunk, base + j + 1, kv_head, 1);
+        pack_value(call->dot, even, odd, j, size, KEYS, strip->values);
+    }
+}
+
+INLINE vf cap_of(vf score, float cap) {
+    return v_mul(v_set(cap), tanh_of(v_mul(score, v_set(1.0f / cap))));
+}
+
+/* Turns the scores of one query with the keys `low` to `high` of a block into probabilities that are not yet divided,
+ * and raises its largest score and its total; see soften. Returns the factor of what was summed before. */
+INLINE float soften_block(float *scores, long begin, long end, long low, long high, float cap, float *largest,
+                          float *total, uint16_t *rounded) {
+    const vf nothing = v_set(-INFINITY);
+    long last = round_to(high, WIDTH);
+    if (cap > 0)
+        for (long j = begin; j < last; j += WIDTH) v_store(scores + j, cap_of(v_load(scores + j), cap));
+    vf most = nothing, sum = v_zero();
+    for (long j = begin; j < last; j += WIDTH) {
+        vf s = v_load(scores + j);
+        if (j < low || j + WIDTH > high) s = v_only(s, low - j, high - j, nothing);
+        most = v_max(most, s);
+    }
+    float before = *largest, now = v_largest(most);
+    *largest = now > before ? now : before;
+    /* Where no score is a number above -inf, the result is NaN. */
+    vf shift = v_set(*largest > -INFINITY ? -*largest * LOG2_E : NAN);
+    for (long j = begin; j < last; j += WIDTH) {
+        vf p = exp2_of(v_fma(v_load(scores + j), v_set(LOG2_E), shift));
+        if (j < low || j + WIDTH > high) p = v_only(p, low - j, high - j, v_zero());
+        sum = v_add(sum, p);
+        if (rounded)
+            v_to_bf16(rounded + j, p);
+        else
+            v_store(scores + j, p);
+    }
+    for (long j = last; j < end; j++) {
+        if (rounded)
+            rounded[j] = 0;
+        else
+            scores[j] = 0.0f;
+    }
+    float factor[WIDTH];
+    v_store(factor, exp2_of(v_set((before - *largest) * LOG2_E)));
+    *total = *total * factor[0] + v_sum(sum);
+    return factor[0];
+}
+
+/* Some queries of one head against the packed block from `base`. `at`: the first of their rows in the strip. */
+static void attend_tile(const AttentionCall *call, const Chunk *chunk, long head, long first, int rows, long base,
+                        long count, long at, const Strip *strip) {
+    const Layer *layer = call->layer;
+    long size = call->head_size, wide = round_to(size, PANEL), width = (call->heads + 2 * call->kv_heads) * size;
+    long low[ROWS], high[ROWS], begin = KEYS, end = 0, total = chunk->past + chunk->length;
+    float products[ROWS * PANEL] __attribute__((aligned(64))), factors[ROWS];
+    for (int r = 0; r < rows; r++) {
+        long i = chunk->past + first + r;
+        long from = layer->left >= 0 && i > layer->left ? i - layer->left : 0;
+        long to = layer->right >= 0 && i + layer->right + 1 < total ? i + layer->right + 1 : total;
+        low[r] = from > base ? from - base : 0;
+        high[r] = to < base + count ? to - base : count;
+        if (low[r] >= high[r]) continue;
+        begin = low[r] < begin ? low[r] : begin;
+        end = high[r] > end ? high[r] : end;
+    }
+    if (begin >= end) return;
+    begin = begin / PANEL * PANEL;
+    /* A row of the batch is as wide in bfloat16, of which it holds half as much. */
+    long stride = call->dot ? 2 * width : width;
+    const char *queries = (const char *)call->qkv + (chunk->start + first) * width * 4
+                          + head * size * (call->dot ? 2 : 4);
+    for (long j = begin; j < end; j += PANEL) {
+#if HAS_DOT
+        if (call->dot)
+            tile_dot(rows, (const uint16_t *)queries, stride, (const uint16_t *)strip->keys + j * size, size,
+                     strip->scores + j, KEYS);
+        else
+#endif
+            tile_f32(rows, (const float *)queries, stride, (const float *)strip->keys + j * size, size,
+                     strip->scores + j, KEYS);
+    }
+    end = call->dot ? round_to(end, 2) : end;
+    for (int r = 0; r < rows; r++) {
+        float *scores = strip->scores + r * KEYS;
+        uint16_t *rounded = call->dot ? strip->rounded + r * KEYS : NULL;
+        if (low[r] < high[r])
+            factors[r] = soften_block(scores, begin, end, low[r], high[r], layer->softcap, strip->largest + at + r,
+                                      strip->totals + at + r, rounded);
+        else if (rounded) /* its row in the product is thrown away */
+            memset(rounded + begin, 0, (size_t)(end - begin) * 2);
+        else
+            memset(scores + begin, 0, (size_t)(end - begin) * 4);
+    }
+    for (long column = 0; column < size; column += PANEL) {
+        long place = column * KEYS + begin * PANEL;
+#if HAS_DOT
+        if (call->dot)
+            tile_dot(rows, strip->rounded + begin, KEYS, (const uint16_t *)strip->values + place, end - begin, products,
+                     PANEL);
+        else
+#endif
+            tile_f32(rows, strip->scores + begin, KEYS, (const float *)strip->values + place, end - begin, products,
+                     PANEL);
+        for (int r = 0; r < rows; r++) {
+            float *sums = strip->sums + (at + r) * wide + column;
+            if (low[r] < high[r])
+                for (long d = 0; d < PANEL; d += WIDTH)
+                    v_store(sums + d, v_fma(v_load(sums + d), v_set(factors[r]), v_load(products + r * PANEL + d)));
+        }
+    }
+}
+
+/* The heads that share keys and values number `kv_head`, for tokens `first` to `first + count` of a chunk. */
+static void run_strip(const AttentionCall *call, const Chunk *chunk, long kv_head, long first, long count,
+                      void *scratch) {
+    const Layer *layer = call->layer;
+    long size = call->head_size, wide = round_to(size, PANEL), group = call->heads / call->kv_heads;
+    long total = chunk->past + chunk->length, from = 0, to = total;
+    if (layer->left >= 0 && chunk->past + first > layer->left) from = chunk->past + first - layer->left;
+    if (layer->right >= 0 && chunk->past + first + count + layer->right < total)
+        to = chunk->past + first + count + layer->right;
+    Strip strip;
+    lay_strip(call->heads, call->kv_heads, size, scratch, &strip);
+    memset(strip.sums, 0, (size_t)(count * group * wide) * sizeof(float));
+    memset(strip.totals, 0, (size_t)(count * group) * sizeof(float));
+    for (long row = 0; row < count * group; row++) strip.largest[row] = -INFINITY;
+    for (long base = from / KEYS * KEYS; base < to; base += KEYS) {
+        long keys = to - base < KEYS ? to - base : KEYS;
+        pack_block(call, chunk, base, keys, kv_head, &strip);
+        for (long member = 0; member < group; member++)
+            for (long i = 0, rows; i < count; i += rows) {
+                rows = tile_rows(count - i);
+                attend_tile(call, chunk, kv_head * group + member, first + i, (int)rows, base, keys, member * count + i,
+                            &strip);
+            }
+    }
+    Target target = {.out = call->out, .out_is_bf16 = call->out_is_bf16, .width = call->heads * size};
+    for (long row = 0; row < count * group; row++)
+        for (long d = 0; d < size; d += WIDTH)
+            store_result(&target, (chunk->start + first + row % count) * target.width
+                                      + (kv_head * group + row / count) * size + d,
+                         v_mul(v_load(strip.sums + row * wide + d), v_set(1.0f / strip.totals[row])), size - d);
+}
+
+#endif

@@ -1,0 +1,92 @@
+"""Keys and values of decoders in pages, and where those of one batch lie there.
+
+Shape letters: T packed tokens, N sequences, L layers, P pages, B pages of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _abi
+from .machine import Array, at
+
+
+class Pages:
+    """Memory that the library reads and writes in place.
+
+    Args:
+        keys: L arrays [P, page size, key heads, head size], contiguous: float32, or two bytes a number for bfloat16.
+        values: As `keys`.
+
+    Raises:
+        ValueError: The arrays differ in shape or type, or have gaps.
+    """
+
+    def __init__(self, keys: Sequence[Array], values: Sequence[Array]) -> None:
+        arrays = [*keys, *values]
+        first = arrays[0]
+        if len(keys) != len(values) or not all(
+            a.shape == first.shape and a.dtype == first.dtype and a.flags.c_contiguous and a.ndim == 4 for a in arrays
+        ):
+            raise ValueError("keys and values must be contiguous arrays of one shape and type for each layer")
+        self._arrays = arrays
+        self.num_layers = len(keys)
+        self.num_pages, self.page_size, self.num_kv_heads, self.head_size = first.shape
+        self.itemsize = first.itemsize
+        self.keys, self.values = (np.array([at(a) for a in part], np.uintp) for part in (keys, values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Past:
+    """What chunks of sequences find in pages, and leave there.
+
+    Attributes:
+        pages: The memory.
+        lengths: [N] int32, tokens of each sequence before its chunk.
+        tables: [N, B] int32, the page of every `page_size` of these tokens; what follows them is not looked at.
+        slots: [T] int64, page * page size + place where the keys and values of each token are kept; -1: nowhere.
+    """
+
+    pages: Pages
+    lengths: NDArray[np.int32]
+    tables: NDArray[np.int32]
+    slots: NDArray[np.int64]
+
+    def check(self, num_seqs: int, num_tokens: int) -> None:
+        """Refuses what would lead the library beyond its memory, with a ValueError."""
+        pages, lengths_N, tables_NB = self.pages, self.lengths, self.tables
+        if lengths_N.shape != (num_seqs,) or (lengths_N < 0).any():
+            raise ValueError(f"past lengths must be {num_seqs} numbers from 0")
+        counts_N = -(-lengths_N // pages.page_size)
+        if tables_NB.ndim != 2 or len(tables_NB) != num_seqs or int(counts_N.max()) > tables_NB.shape[1]:
+            raise ValueError(f"tables must hold the pages of {num_seqs} sequences")
+        is_used_NB = np.arange(tables_NB.shape[1]) < counts_N[:, None]
+        if ((tables_NB < 0) | (tables_NB >= pages.num_pages))[is_used_NB].any():
+            raise ValueError(f"tables must name pages from 0 to {pages.num_pages - 1}")
+        num_slots = pages.num_pages * pages.page_size
+        if self.slots.shape != (num_tokens,) or (self.slots < -1).any() or (self.slots >= num_slots).any():
+            raise ValueError(f"slots must be {num_tokens} numbers from -1 to {num_slots - 1}")
+
+    def struct(self) -> tuple[_abi.Pages, tuple[NDArray[Any], ...]]:
+        """Returns what the library reads, and the arrays that it points to."""
+        arrays = (
+            np.ascontiguousarray(self.lengths, np.int32),
+            np.ascontiguousarray(self.tables, np.int32),
+            np.ascontiguousarray(self.slots, np.int64),
+        )
+        pages = self.pages
+        struct = _abi.Pages(
+            keys=at(pages.keys),
+            values=at(pages.values),
+            page_size=pages.page_size,
+            pasts=at(arrays[0]),
+            tables=at(arrays[1]),
+            table_width=arrays[1].shape[1],
+            slots=at(arrays[2]),
+        )
+        return struct, arrays

@@ -1,0 +1,68 @@
+"""Decoders whose sequences run in chunks, for the tests and for fuzz.py."""
+
+import numpy as np
+
+from penstock.kernels.native import EncoderSpec, NativeEncoder, Pages, Past
+
+from .specs import Floats, Texts
+
+
+class ChunkedDecoder:
+    """Sequences in chunks, whose pages lie all over a memory that is full of NaN."""
+
+    def __init__(self, decoder: NativeEncoder, spec: EncoderSpec, texts: Texts, page_size: int) -> None:
+        numbers = np.random.default_rng(2)
+        counts = [-(-length // page_size) for length in texts.lengths]
+        order = numbers.permutation(sum(counts) + 3).astype(np.int32)
+        self.pages_of = np.split(order, np.cumsum(counts))
+        num_kv_heads, layers = spec.num_kv_heads or spec.num_heads, list(spec.layers)
+        shape = (len(order), page_size, num_kv_heads, layers[0].attention_out.weight.shape[1] // spec.num_heads)
+        dtype, nan = (np.float32, np.nan) if decoder.page_itemsize == 4 else (np.uint16, 0x7FFF)
+        memory = [[np.full(shape, nan, dtype) for _ in layers] for _ in range(2)]
+        self.decoder, self.texts, self.page_size = decoder, texts, page_size
+        self.pages = Pages(*memory)
+        self.rows: list[list[Floats]] = [[] for _ in texts.lengths]
+
+    def step(self, chunks: list[tuple[int, int, int]]) -> None:
+        """Runs (sequence, first token, end) in one batch; a whole sequence keeps nothing."""
+        width = max(len(pages) for pages in self.pages_of)
+        tables, slots, ids = np.full((len(chunks), width), -7, np.int32), [], []
+        for line, (number, first, end) in zip(tables, chunks, strict=True):
+            own = self.pages_of[number]
+            used = -(-first // self.page_size)
+            line[:used] = own[:used]
+            at = np.arange(first, end)
+            is_whole = (first, end) == (0, self.texts.lengths[number])
+            slots.append(at * 0 - 1 if is_whole else own[at // self.page_size] * self.page_size + at % self.page_size)
+            ids.append(self.texts[number].ids[first:end])
+        starts = np.cumsum([0, *map(len, ids)]).astype(np.int32)
+        past = Past(
+            pages=self.pages,
+            lengths=np.array([first for _, first, _ in chunks], np.int32),
+            tables=tables,
+            slots=np.concatenate(slots).astype(np.int64),
+        )
+        flat = np.concatenate(ids)
+        rows, _ = self.decoder(flat, flat, starts, past=past)
+        for (number, _, _), part in zip(chunks, np.split(rows, starts[1:-1]), strict=True):
+            self.rows[number].append(part)
+
+    def result(self) -> Floats:
+        """The rows of all sequences so far."""
+        return np.concatenate([part for parts in self.rows for part in parts])
+
+    def run(self, size: int) -> Floats:
+        """Runs all in chunks of at most `size` tokens; sequence n enters at step n."""
+        done, step = [0] * len(self.rows), 0
+        while any(at < length for at, length in zip(done, self.texts.lengths, strict=True)):
+            step += 1
+            chunks = [
+                (n, at, min(at + size, length))
+                for n, (at, length) in enumerate(zip(done, self.texts.lengths, strict=True))
+                if n < step and at < length
+            ]
+            if chunks:
+                self.step(chunks)
+            for n, _, end in chunks:
+                done[n] = end
+        return self.result()
