@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,7 @@ from penstock.engine.native.array_encoder import find_reader
 from penstock.engine.protocol.model_info import ClassifierMethod, ModelKind
 from penstock.engine.protocol.tasks import PoolingType
 from penstock.engine.protocol.vectors import MultiVector
-from penstock.kernels.native import Format, Machine, NativeError
+from penstock.kernels.native import Format, Machine
 
 from .parity import assert_close, rows_of
 from .test_decoders import CAUSAL, PLAIN, SIZES, TRAINED, TWO_WAY, rope
@@ -26,16 +25,6 @@ from .test_decoders import CAUSAL, PLAIN, SIZES, TRAINED, TWO_WAY, rope
 ON_TORCH = {"rope-dynamic", "rope-longrope", "phi3-window-partial", "phi3-longrope-partial"}
 NATIVE = [case for case in CAUSAL if case.id not in ON_TORCH]
 FAMILIES = [*PLAIN, pytest.param("Phi3", SIZES | {"sliding_window": 8}, id="phi3-window")]
-
-
-@pytest.fixture
-def widest() -> Iterator[Machine]:
-    try:
-        opened = Machine(3)
-    except NativeError as error:
-        pytest.skip(str(error))
-    with opened:
-        yield opened
 
 
 TEXTS = ["Hi", "The quick brown fox jumps over the lazy dog.", "A penstock leads water to a turbine. " * 12]

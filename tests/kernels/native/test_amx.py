@@ -10,7 +10,8 @@ import pytest
 from penstock.kernels.native import Format, Machine, NativeEncoder, NativeError
 from penstock.kernels.native.self_check import multiplies_right
 
-from .specs import SHAPES, make_spec, make_texts
+from .chunked import ChunkedDecoder
+from .specs import DECODERS, SHAPES, make_spec, make_texts
 
 Opener = Callable[[int], Machine]
 
@@ -57,6 +58,16 @@ def test_the_same_to_the_bit_in_any_batch_on_any_lanes(amx: Opener, shape, form:
             assert np.array_equal(encoder(texts.ids, texts.places, texts.starts)[0], np.concatenate(alone))
             longest = texts[7]  # all lanes go together
             assert np.array_equal(encoder(longest.ids, longest.places, longest.starts)[0], alone[7])
+
+
+@pytest.mark.parametrize("form", [Format.DOT, Format.INT8], ids=lambda form: form.name)
+@pytest.mark.parametrize("shape", [DECODERS[1], DECODERS[2]], ids=lambda shape: shape.name)
+def test_chunks_of_decoders_give_the_whole_to_the_bit(amx: Opener, shape, form: Format) -> None:
+    spec, texts = make_spec(shape), make_texts([1, 2, 33, 300])
+    with amx(2) as machine:
+        decoder = NativeEncoder(machine, spec, form, attention=Format.DOT)
+        whole, _ = decoder(texts.ids, texts.places, texts.starts)
+        assert np.array_equal(ChunkedDecoder(decoder, spec, texts, 16).run(70), whole)
 
 
 def test_any_thread_may_call(amx: Opener) -> None:
