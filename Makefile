@@ -75,7 +75,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed-test
 NATIVE := kernels/native
 LIBRARY := $(NATIVE)/libpenstock_native.so
 
-$(LIBRARY): $(wildcard $(NATIVE)/csrc/*) $(NATIVE)/_abi.py $(NATIVE)/build.py | $(VENV)/.installed
+$(LIBRARY): $(wildcard $(NATIVE)/csrc/*.[ch] $(NATIVE)/csrc/*/*.h) $(NATIVE)/_abi.py $(NATIVE)/build.py | $(VENV)/.installed
 	@$(BIN)/python -m penstock.kernels.native.build
 
 native: $(LIBRARY) ## Compile the native kernels for CPUs again, after a change to their sources.

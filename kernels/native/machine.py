@@ -36,7 +36,7 @@ class Format(IntEnum):
 
 
 class Activation(IntEnum):
-    """Follows a product; see csrc/functions.h."""
+    """Follows a product; see csrc/compute/functions.h."""
 
     NONE = 0
     GELU = 1

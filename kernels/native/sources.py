@@ -11,7 +11,7 @@ _HERE: Final = Path(__file__).parent
 
 def digest(folder: Path = _HERE) -> str | None:
     """Returns the word for the sources in a folder; None where they are not all there, as in what others package."""
-    files = [*sorted(folder.glob("csrc/*.[ch]")), folder / "_abi.py", folder / "build.py"]
+    files = [*sorted(folder.glob("csrc/**/*.[ch]")), folder / "_abi.py", folder / "build.py"]
     if len(files) == 2 or not all(file.is_file() for file in files):
         return None
     known = hashlib.sha256()

@@ -1,7 +1,7 @@
 /* What Python calls, through ctypes; kernels/native/_abi.py declares the same. */
 #include <stdlib.h>
 
-#include "encoder.h"
+#include "forward.h"
 #include "isa.h"
 #include "lanes.h"
 

@@ -1,10 +1,10 @@
 /* Compiled once for each instruction set (see build.py); ISA names the table that the result is found under. */
-#include "attention.h"
-#include "blocks.h"
+#include "compute/attention.h"
+#include "compute/blocks.h"
 #include "isa.h"
-#include "norm.h"
-#include "pooling.h"
-#include "product.h"
+#include "compute/norm.h"
+#include "compute/pooling.h"
+#include "compute/product.h"
 
 #define JOIN2(a, b) a##b
 #define JOIN(a, b) JOIN2(a, b)

@@ -1,60 +1,7 @@
-/* A whole encoder or decoder as one call: embeddings, layers, final norm.
- *
- * A forward is cut into parts of some sequences each, which lanes take one after another, each through all layers by
- * itself. Where one sequence outweighs the others, some lanes that are free go through the layers together instead, and
- * meet after every step. Every result is the same to the bit either way: no sum is ever cut.
- */
-#include "encoder.h"
+/* The steps of a layer, and how lanes share each: by rows, by panels of a product, by heads of sequences. */
+#include "layers.h"
 
-#include <stdatomic.h>
-#include <stdlib.h>
 #include <string.h>
-
-/* Tokens of a part: at least so many that reading the weights does not count, at most what caches hold. */
-#define LEAST_TOKENS 24
-#define MOST_TOKENS 320
-/* Lanes go together where the heaviest sequence is so many times a lane's share. */
-#define HEAVY 1.25
-
-typedef struct {
-    long first, last; /* sequences */
-    long start, rows; /* tokens */
-} Part;
-
-/* What one part needs between the steps of a layer. */
-typedef struct {
-    float *hidden;     /* [R, D] */
-    float *sums;       /* [R, D] */
-    void *input;       /* [R, widest] in the format of a product's inputs */
-    float *scales;     /* [R] of `input` */
-    void *qkv;         /* [R, (H + 2 Hkv) K] */
-    void *attended;    /* [R, H K] */
-    void *inner;       /* [R, I] */
-} Rows;
-
-struct Forward {
-    Job job;
-    Lanes *lanes;
-    const Isa *isa;
-    const Encoder *encoder;
-    Batch batch;
-    Scratch *scratch;  /* of each lane */
-    long longest;      /* tokens of a sequence */
-    Part whole;        /* the batch, for lanes that go together */
-    Rows rows;         /* of that part */
-    int num_parts;
-    Part *parts;
-    atomic_int lacks_memory;
-};
-
-/* One lane of those that go through a part. */
-typedef struct {
-    Forward *forward;
-    const Part *part;
-    Rows rows;
-    int member, members;
-    char *own;          /* scratch for attention and products */
-} Team;
 
 static long inner_width(const Product *product) { return product->gated ? product->out / 2 : product->out; }
 
@@ -64,8 +11,7 @@ static long round_up(long bytes) { return (bytes + 63) / 64 * 64; }
 
 static int needs_copy(int format) { return format == FORMAT_DOT || format == FORMAT_INT8; }
 
-/* Lays the rows of a part out at `at`, or only measures where `at` is NULL. Returns bytes. */
-static long lay_out(const Encoder *encoder, long rows, char *at, Rows *out) {
+long lay_out(const Encoder *encoder, long rows, char *at, Rows *out) {
     const Layer *layer = encoder->layers;
     long D = encoder->width, heads = encoder->num_heads * encoder->head_size;
     long qkv = (encoder->num_heads + 2 * encoder->num_kv_heads) * encoder->head_size;
@@ -88,7 +34,7 @@ static long lay_out(const Encoder *encoder, long rows, char *at, Rows *out) {
 }
 
 static void meet(const Team *team) {
-    if (team->members > 1) lanes_meet(&team->forward->job);
+    if (team->members > 1) lanes_meet(team->job);
 }
 
 /* This lane's share of `count` things. */
@@ -99,7 +45,7 @@ static void share(const Team *team, long count, long *first, long *last) {
 
 /* A product over the rows of the part. `x` is float32, or already in the product's format where `is_ready`. */
 static void step_product(Team *team, const Product *product, const void *x, int is_ready, const Target *to) {
-    const Isa *isa = team->forward->isa;
+    const Isa *isa = team->isa;
     long rows = team->part->rows, first, last;
     if (needs_copy(product->format) && !is_ready) {
         long bytes = product->format == FORMAT_DOT ? 2 : 1;
@@ -117,7 +63,7 @@ static void step_product(Team *team, const Product *product, const void *x, int 
 static void step_norm(Team *team, const Norm *norm, const float *x, long width, float *y) {
     long first, last;
     share(team, team->part->rows, &first, &last);
-    team->forward->isa->run_norm(norm, x + first * width, last - first, width, y + first * width);
+    team->isa->run_norm(norm, x + first * width, last - first, width, y + first * width);
     meet(team);
 }
 
@@ -125,18 +71,18 @@ static void step_norm(Team *team, const Norm *norm, const float *x, long width, 
 static void step_norm_add(Team *team, const Norm *norm, float *y, long width, float *x) {
     long first, last;
     share(team, team->part->rows, &first, &last);
-    team->forward->isa->run_norm(norm, y + first * width, last - first, width, y + first * width);
+    team->isa->run_norm(norm, y + first * width, last - first, width, y + first * width);
     for (long i = first * width; i < last * width; i++) x[i] += y[i];
     meet(team);
 }
 
 /* Attention of a decoder: heads are made ready token by token, then strips of queries go over the keys. */
 static void step_decoder_attention(Team *team, AttentionCall *call) {
-    const Batch *batch = &team->forward->batch;
+    const Batch *batch = team->batch;
     const Pages *pages = batch->pages;
     const Part *part = team->part;
-    const Isa *isa = team->forward->isa;
-    long index = call->layer - team->forward->encoder->layers, first, last, unit = 0;
+    const Isa *isa = team->isa;
+    long index = call->layer - team->encoder->layers, first, last, unit = 0;
     long step = isa->strip_tokens(call->heads, call->kv_heads);
     if (pages) {
         call->page_keys = pages->keys[index];
@@ -166,8 +112,8 @@ static void step_decoder_attention(Team *team, AttentionCall *call) {
 }
 
 static void step_attention(Team *team, const Layer *layer, int dot, int is_bf16, int is_last) {
-    const Encoder *encoder = team->forward->encoder;
-    const Batch *batch = &team->forward->batch;
+    const Encoder *encoder = team->encoder;
+    const Batch *batch = team->batch;
     const Part *part = team->part;
     AttentionCall call = {.layer = layer, .heads = encoder->num_heads, .kv_heads = encoder->num_kv_heads,
                           .head_size = encoder->head_size,
@@ -184,15 +130,15 @@ static void step_attention(Team *team, const Layer *layer, int dot, int is_bf16,
         for (long head = 0; head < encoder->num_kv_heads; head++, unit++) {
             if (unit < first || unit >= last) continue;
             long start = batch->starts[s], length = batch->starts[s + 1] - start;
-            team->forward->isa->run_attention(&call, start - part->start, length,
+            team->isa->run_attention(&call, start - part->start, length,
                                               batch->visible ? batch->visible[s] : length, head, team->own);
         }
     meet(team);
 }
 
 static void embed(Team *team) {
-    const Encoder *encoder = team->forward->encoder;
-    const Batch *batch = &team->forward->batch;
+    const Encoder *encoder = team->encoder;
+    const Batch *batch = team->batch;
     long E = encoder->embedding_width, first, last;
     float *to = encoder->projection.in ? (float *)team->rows.inner : team->rows.hidden;
     share(team, team->part->rows, &first, &last);
@@ -213,7 +159,7 @@ static void embed(Team *team) {
             for (long d = 0; d < E; d++) row[d] += place[d];
         }
     }
-    team->forward->isa->run_norm(&encoder->embedding_norm, to + first * E, last - first, E, to + first * E);
+    team->isa->run_norm(&encoder->embedding_norm, to + first * E, last - first, E, to + first * E);
     meet(team);
     if (encoder->projection.in) {
         Target target = {.out = team->rows.hidden, .width = encoder->width};
@@ -222,7 +168,7 @@ static void embed(Team *team) {
 }
 
 static void run_layer(Team *team, const Layer *layer, int is_last) {
-    const Encoder *encoder = team->forward->encoder;
+    const Encoder *encoder = team->encoder;
     Rows *rows = &team->rows;
     long D = encoder->width;
     const float *x = rows->hidden;
@@ -255,16 +201,15 @@ static void run_layer(Team *team, const Layer *layer, int is_last) {
     if (!encoder->pre_norm) step_norm(team, &layer->mlp_norm, rows->sums, D, rows->hidden);
 }
 
-static void run_part(Team *team) {
-    const Encoder *encoder = team->forward->encoder;
+void run_part(Team *team) {
+    const Encoder *encoder = team->encoder;
     embed(team);
     for (long i = 0; i < encoder->num_layers; i++) run_layer(team, encoder->layers + i, i + 1 == encoder->num_layers);
-    float *to = team->forward->batch.hidden + team->part->start * encoder->width;
+    float *to = team->batch->hidden + team->part->start * encoder->width;
     step_norm(team, &encoder->final_norm, team->rows.hidden, encoder->width, to);
 }
 
-/* Bytes that a lane needs for itself: packed heads, or a panel in float32. */
-static long own_bytes(const Isa *isa, const Encoder *encoder, long longest) {
+long own_bytes(const Isa *isa, const Encoder *encoder, long longest) {
     long heads = encoder->is_decoder
                      ? isa->blocks_bytes(encoder->num_heads, encoder->num_kv_heads, encoder->head_size)
                      : isa->attention_bytes(longest, encoder->head_size);
@@ -276,95 +221,4 @@ static long own_bytes(const Isa *isa, const Encoder *encoder, long longest) {
     }
     long panel = 4 * isa->panel * widest;
     return round_up(heads > panel ? heads : panel);
-}
-
-static int grow(Scratch *scratch, long bytes) {
-    if (scratch->bytes >= bytes) return 1;
-    free(scratch->memory);
-    scratch->memory = NULL;
-    scratch->bytes = 0;
-    if (posix_memalign((void **)&scratch->memory, 64, (size_t)bytes)) return 0;
-    scratch->bytes = bytes;
-    return 1;
-}
-
-/* Unit of a job: a part for one lane, or one lane's share of the whole batch. */
-static void work(Job *job, int unit, int lane) {
-    Forward *forward = (Forward *)job;
-    const Encoder *encoder = forward->encoder;
-    Scratch *scratch = &forward->scratch[lane];
-    int together = job->members > 1;
-    /* The last parts have the longest sequences: they go first. */
-    const Part *part = together ? &forward->whole : forward->parts + (forward->num_parts - 1 - unit);
-    Rows *rows = &forward->rows, mine;
-    long bytes = !together ? lay_out(encoder, part->rows, NULL, &mine) : unit ? 0 : lay_out(encoder, part->rows, NULL, rows);
-    if (!grow(scratch, own_bytes(forward->isa, encoder, forward->longest) + bytes))
-        atomic_store(&forward->lacks_memory, 1);
-    else if (bytes)
-        lay_out(encoder, part->rows, scratch->memory, together ? rows : &mine);
-    lanes_meet(job);
-    if (atomic_load(&forward->lacks_memory)) return;
-    Team team = {.forward = forward, .part = part, .rows = together ? *rows : mine, .member = together ? unit : 0,
-                 .members = job->members, .own = scratch->memory + bytes};
-    enter_isa(forward->isa);
-    run_part(&team);
-    leave_isa(forward->isa);
-}
-
-/* Cuts the batch into parts of about `target` tokens. Returns their number. */
-static int cut(const Batch *batch, long target, Part *parts) {
-    int count = 0;
-    Part part = {0};
-    for (long s = 0; s < batch->num_seqs; s++) {
-        long start = batch->starts[s], length = batch->starts[s + 1] - start;
-        if (part.rows && part.rows + length > target) {
-            parts[count++] = part;
-            part = (Part){.first = s, .start = start};
-        }
-        part.last = s + 1;
-        part.rows += length;
-    }
-    parts[count++] = part;
-    return count;
-}
-
-/* Lanes that get two panels or more of every product: with more, meeting costs what they save. */
-static int most_together(const Isa *isa, const Encoder *encoder) {
-    long narrowest = isa->panels(&encoder->layers->attention_out);
-    return narrowest < 4 ? 2 : (int)(narrowest / 2);
-}
-
-Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batch, Lanes *lanes, Scratch *scratch) {
-    Forward *forward = malloc(sizeof *forward);
-    Part *parts = malloc((size_t)batch->num_seqs * sizeof(Part));
-    if (!forward || !parts) {
-        free(forward);
-        free(parts);
-        return NULL;
-    }
-    long total = batch->starts[batch->num_seqs], longest = 0, count = lanes_count(lanes);
-    for (long s = 0; s < batch->num_seqs; s++) {
-        long length = batch->starts[s + 1] - batch->starts[s];
-        longest = length > longest ? length : longest;
-    }
-    long target = total / count + total % count;
-    if (target > 2 * LEAST_TOKENS) target = (target + 1) / 2;
-    target = target > MOST_TOKENS ? MOST_TOKENS : target < LEAST_TOKENS ? LEAST_TOKENS : target;
-    *forward = (Forward){.job = {.run = work}, .lanes = lanes, .isa = isa, .encoder = encoder, .batch = *batch,
-                         .scratch = scratch, .longest = longest, .parts = parts,
-                         .whole = {.last = batch->num_seqs, .rows = total}};
-    forward->num_parts = cut(batch, target, parts);
-    int is_heavy = (double)longest * (double)count > HEAVY * (double)total;
-    lanes_begin(lanes, &forward->job, forward->num_parts, is_heavy ? most_together(isa, encoder) : 1);
-    return forward;
-}
-
-int forward_is_done(const Forward *forward) { return lanes_is_done(&forward->job); }
-
-int forward_end(Forward *forward) {
-    lanes_end(forward->lanes, &forward->job);
-    int done = !atomic_load(&forward->lacks_memory);
-    free(forward->parts);
-    free(forward);
-    return done;
 }

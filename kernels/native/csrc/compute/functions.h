@@ -7,7 +7,7 @@
 #define PENSTOCK_FUNCTIONS_H
 
 #include "vec.h"
-#include "types.h"
+#include "../types.h"
 
 /* 2^x by x = n + f with 0 <= f < 1; (2^f - 1) / f from Chebyshev's points. Below -126 the result is 2^-126: nothing in a
  * sum. From 128 on it is inf, so that sigmoid is 0 where it must be: even -inf times it is then right. */

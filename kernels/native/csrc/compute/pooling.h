@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "types.h"
+#include "../types.h"
 #include "vec.h"
 
 /* Rows whose sum is taken by itself, so that float32 loses nothing over long sequences. */

@@ -1,6 +1,6 @@
-/* See encoder.c. */
-#ifndef PENSTOCK_ENCODER_H
-#define PENSTOCK_ENCODER_H
+/* See forward.c. */
+#ifndef PENSTOCK_FORWARD_H
+#define PENSTOCK_FORWARD_H
 
 #include "isa.h"
 #include "lanes.h"

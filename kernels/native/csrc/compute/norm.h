@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "types.h"
+#include "../types.h"
 #include "vec.h"
 
 /* Rows [R, D] float32 to rows of the same shape; `y` may be `x`. A norm without weights copies. */

@@ -15,7 +15,7 @@
 #ifndef PENSTOCK_TILE_H
 #define PENSTOCK_TILE_H
 
-#include "types.h"
+#include "../types.h"
 #include "vec.h"
 
 /* Fetches a cache line to the second cache; an address without memory is no error. */

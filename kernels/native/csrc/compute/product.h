@@ -11,7 +11,7 @@
 
 #include "functions.h"
 #include "tile.h"
-#include "types.h"
+#include "../types.h"
 
 /* Rows that share one pass over a panel: their inputs stay in the second cache. */
 #define ROW_BLOCK 192

@@ -1,0 +1,125 @@
+/* A whole encoder or decoder as one call: embeddings, layers, final norm.
+ *
+ * A forward is cut into parts of some sequences each, which lanes take one after another, each through all layers by
+ * itself. Where one sequence outweighs the others, some lanes that are free go through the layers together instead, and
+ * meet after every step. Every result is the same to the bit either way: no sum is ever cut.
+ */
+#include "forward.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "layers.h"
+
+/* Tokens of a part: at least so many that reading the weights does not count, at most what caches hold. */
+#define LEAST_TOKENS 24
+#define MOST_TOKENS 320
+/* Lanes go together where the heaviest sequence is so many times a lane's share. */
+#define HEAVY 1.25
+
+struct Forward {
+    Job job;
+    Lanes *lanes;
+    const Isa *isa;
+    const Encoder *encoder;
+    Batch batch;
+    Scratch *scratch;  /* of each lane */
+    long longest;      /* tokens of a sequence */
+    Part whole;        /* the batch, for lanes that go together */
+    Rows rows;         /* of that part */
+    int num_parts;
+    Part *parts;
+    atomic_int lacks_memory;
+};
+
+static int grow(Scratch *scratch, long bytes) {
+    if (scratch->bytes >= bytes) return 1;
+    free(scratch->memory);
+    scratch->memory = NULL;
+    scratch->bytes = 0;
+    if (posix_memalign((void **)&scratch->memory, 64, (size_t)bytes)) return 0;
+    scratch->bytes = bytes;
+    return 1;
+}
+
+/* Unit of a job: a part for one lane, or one lane's share of the whole batch. */
+static void work(Job *job, int unit, int lane) {
+    Forward *forward = (Forward *)job;
+    const Encoder *encoder = forward->encoder;
+    Scratch *scratch = &forward->scratch[lane];
+    int together = job->members > 1;
+    /* The last parts have the longest sequences: they go first. */
+    const Part *part = together ? &forward->whole : forward->parts + (forward->num_parts - 1 - unit);
+    Rows *rows = &forward->rows, mine;
+    long bytes = together && unit ? 0 : lay_out(encoder, part->rows, NULL, &mine); /* the first lane has the rows of all */
+    if (!grow(scratch, own_bytes(forward->isa, encoder, forward->longest) + bytes))
+        atomic_store(&forward->lacks_memory, 1);
+    else if (bytes)
+        lay_out(encoder, part->rows, scratch->memory, together ? rows : &mine);
+    lanes_meet(job);
+    if (atomic_load(&forward->lacks_memory)) return;
+    Team team = {.isa = forward->isa, .encoder = encoder, .batch = &forward->batch, .job = job, .part = part,
+                 .rows = together ? *rows : mine, .member = together ? unit : 0, .members = job->members,
+                 .own = scratch->memory + bytes};
+    enter_isa(forward->isa);
+    run_part(&team);
+    leave_isa(forward->isa);
+}
+
+/* Cuts the batch into parts of about `target` tokens. Returns their number. */
+static int cut(const Batch *batch, long target, Part *parts) {
+    int count = 0;
+    Part part = {0};
+    for (long s = 0; s < batch->num_seqs; s++) {
+        long start = batch->starts[s], length = batch->starts[s + 1] - start;
+        if (part.rows && part.rows + length > target) {
+            parts[count++] = part;
+            part = (Part){.first = s, .start = start};
+        }
+        part.last = s + 1;
+        part.rows += length;
+    }
+    parts[count++] = part;
+    return count;
+}
+
+/* Lanes that get two panels or more of every product: with more, meeting costs what they save. */
+static int most_together(const Isa *isa, const Encoder *encoder) {
+    long narrowest = isa->panels(&encoder->layers->attention_out);
+    return narrowest < 4 ? 2 : (int)(narrowest / 2);
+}
+
+Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batch, Lanes *lanes, Scratch *scratch) {
+    Forward *forward = malloc(sizeof *forward);
+    Part *parts = malloc((size_t)batch->num_seqs * sizeof(Part));
+    if (!forward || !parts) {
+        free(forward);
+        free(parts);
+        return NULL;
+    }
+    long total = batch->starts[batch->num_seqs], longest = 0, count = lanes_count(lanes);
+    for (long s = 0; s < batch->num_seqs; s++) {
+        long length = batch->starts[s + 1] - batch->starts[s];
+        longest = length > longest ? length : longest;
+    }
+    long target = total / count + total % count;
+    if (target > 2 * LEAST_TOKENS) target = (target + 1) / 2;
+    target = target > MOST_TOKENS ? MOST_TOKENS : target < LEAST_TOKENS ? LEAST_TOKENS : target;
+    *forward = (Forward){.job = {.run = work}, .lanes = lanes, .isa = isa, .encoder = encoder, .batch = *batch,
+                         .scratch = scratch, .longest = longest, .parts = parts,
+                         .whole = {.last = batch->num_seqs, .rows = total}};
+    forward->num_parts = cut(batch, target, parts);
+    int is_heavy = (double)longest * (double)count > HEAVY * (double)total;
+    lanes_begin(lanes, &forward->job, forward->num_parts, is_heavy ? most_together(isa, encoder) : 1);
+    return forward;
+}
+
+int forward_is_done(const Forward *forward) { return lanes_is_done(&forward->job); }
+
+int forward_end(Forward *forward) {
+    lanes_end(forward->lanes, &forward->job);
+    int done = !atomic_load(&forward->lacks_memory);
+    free(forward->parts);
+    free(forward);
+    return done;
+}
