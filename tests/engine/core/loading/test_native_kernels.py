@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.core.device import resolve_device
 from penstock.engine.core.loading import native_kernels
 from penstock.engine.core.loading.bfloat16_gain import Bfloat16Gain, bfloat16_gain
 from penstock.engine.core.loading.native_kernels import choose_kernels
+from penstock.engine.core.memory.device import resolve_device
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.native.arithmetic import Arithmetic

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..protocol.config import SchedulerConfig
-from ..sequence_pool import SequenceAllocator
+from ...protocol.config import SchedulerConfig
+from ...sequence_pool import SequenceAllocator
 
 
 def describe_pool(allocator: SequenceAllocator, limits: SchedulerConfig, num_bytes: int) -> str:

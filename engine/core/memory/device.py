@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ..protocol.config import EngineConfig
-from ..protocol.errors import ModelLoadError
-from .host import available_memory
-from .runner import ForwardTime
+from ...protocol.config import EngineConfig
+from ...protocol.errors import ModelLoadError
+from ..host import available_memory
+from ..runner import ForwardTime
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")

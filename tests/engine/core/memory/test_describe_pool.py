@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.core.describe_pool import describe_pool
+from penstock.engine.core.memory.describe_pool import describe_pool
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.sequence_pool import KvCachePool, SequenceAllocator, SequencePool, SsmStatePool
 

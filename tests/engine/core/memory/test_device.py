@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.core import device
-from penstock.engine.core.device import DeviceMemory, ForwardClock, is_out_of_memory, resolve_device
 from penstock.engine.core.host import available_memory
+from penstock.engine.core.memory import device
+from penstock.engine.core.memory.device import DeviceMemory, ForwardClock, is_out_of_memory, resolve_device
 from penstock.engine.core.runner import ForwardTime
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..packed_batch import BatchCache, KvCache, SsmStates
-from ..pooling import PoolingStates
-from ..scheduling import Chunk, QueuedSequence
-from ..sequence_pool import Allocation, PoolPlan
-from ..sequence_pool.cache_spec import CacheSpec
+from ...packed_batch import BatchCache, KvCache, SsmStates
+from ...pooling import PoolingStates
+from ...scheduling import Chunk, QueuedSequence
+from ...sequence_pool import Allocation, PoolPlan
+from ...sequence_pool.cache_spec import CacheSpec
 
 _NO_BLOCKS: Final = np.zeros(0, np.int64)
 

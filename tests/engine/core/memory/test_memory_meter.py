@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.core.memory_meter import MemoryMeter
+from penstock.engine.core.memory.memory_meter import MemoryMeter
 from penstock.engine.core.runner import DeviceLostError, Outputs
 from penstock.engine.scheduling import Chunk
 
-from .fake_runner import BLOCK, FakeRunner, Steps, pool
+from ..fake_runner import BLOCK, FakeRunner, Steps, pool
 
 PROMPT = 32 * 1024
 

@@ -1,0 +1,1 @@
+"""Memory of the device: how much there is, and who has it."""
