@@ -18,11 +18,12 @@ class Bell:
     """
 
     def __init__(self) -> None:
-        self._waiting_fd, self.fd = os.pipe()
+        self._fds: tuple[int, ...] = ()
+        self._fds = self._waiting_fd, self.fd = os.pipe()
         os.set_blocking(self.fd, False)
 
     def __del__(self) -> None:
-        for fd in (self._waiting_fd, self.fd):
+        for fd in self._fds:
             os.close(fd)
 
     def ring(self) -> None:

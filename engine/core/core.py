@@ -85,6 +85,7 @@ class EngineCore:
         self._runner: Runner
         self._intake: Intake
         self._running: list[Running] = []
+        self._ended_s = 0.0  # the last batch
         self._stopping = False
         self._wants_work = False  # the device thread sleeps, and would begin what comes
         self._has_released = False  # memory was, by no step: a message has to say so
@@ -101,6 +102,7 @@ class EngineCore:
             self._send(LoadFailed(ModelLoadError.__name__, f"loading {self._config.model} failed: {error!r}"), [])
             return
         try:
+            self._runner.ring(self._bell.fd)
             while self.step():
                 pass
         finally:
@@ -113,7 +115,6 @@ class EngineCore:
             ModelLoadError: The model cannot be served.
         """
         self._runner = self._load_runner(self._config)
-        self._runner.ring(self._bell.fd)
         allocator = self._runner.allocator
         self._scheduler, info = make_scheduler(self._config, self._runner.info, allocator, self._runner.num_lanes)
         block_size = None if allocator.prefixes is None else self._config.cache.block_size
@@ -133,16 +134,16 @@ class EngineCore:
         """
         self._wait()
         with self._lock:
-            batch = self._next_batch() if not self._stopping and self._can_begin() else None
+            is_last = self._stopping
+            batch = self._next_batch() if not is_last and self._can_begin() else None
         if batch is not None:
             for sequence, allocation in batch.preempted:
                 self._preempt(sequence, allocation)
             self._running.append(Running.begin(self._runner, batch, time.monotonic()))
         for running in list(self._running):
-            if running.forward.is_done or self._stopping:
-                self._running.remove(running)
+            if running in self._running and (running.forward.is_done or is_last):
                 self._finish(running)
-        return not self._stopping
+        return not is_last
 
     def receive(self, turn: Turn, frame: Frame) -> None:
         """Takes in at once what the frontend has to say.
@@ -195,7 +196,10 @@ class EngineCore:
 
     def _has_room(self) -> bool:
         """Whether a batch may begin beside those that run. The caller holds the lock."""
-        return not self._running or (self._runner.has_room and not self._scheduler.has_long)
+        if not self._running:
+            return True
+        num_tokens = sum(running.num_tokens for running in self._running)
+        return self._runner.has_room and not self._scheduler.has_long and num_tokens < self._scheduler.token_budget
 
     def _next_batch(self) -> Batch:
         """Takes a batch from the scheduler. The caller holds the lock."""
@@ -207,6 +211,7 @@ class EngineCore:
 
     def _finish(self, running: Running) -> None:
         """Waits for a batch and sends what came of it."""
+        self._running.remove(running)
         finished = self._collect(running.batch.chunks, running.forward.outputs)
         self._deliver(running.batch, finished, running.started_s, time.monotonic())
 
@@ -244,6 +249,10 @@ class EngineCore:
         except DeviceLostError:
             raise  # for all requests: the process ends and another takes over
         except DeviceMemoryError as error:
+            if self._running:  # others have the memory: when they have ended, this may succeed
+                while self._running:
+                    self._finish(self._running[0])
+                return self._collect(chunks, partial(self._runner.execute, chunks))
             num_tokens = sum(chunk.num_tokens for chunk in chunks)
             with self._lock:
                 self._scheduler.shrink(num_tokens // 2)
@@ -314,4 +323,6 @@ class EngineCore:
         if len(arrays) < sum(len(outputs) for _, outputs in finished):
             frame = pack_rows(arrays)
         num_tokens = sum(chunk.num_tokens for chunk, _ in finished)
-        self._send(Rows(headers, num_tokens, ended_s - started_s, cache, load, ended), [frame])
+        # Where batches overlap, each counts for the time since the last one ended: the sum is the time of the device.
+        step_s, self._ended_s = ended_s - max(started_s, self._ended_s), ended_s
+        self._send(Rows(headers, num_tokens, step_s, cache, load, ended), [frame])

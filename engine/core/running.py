@@ -16,11 +16,13 @@ class Running:
         batch: What the scheduler has booked.
         forward: Of its chunks.
         started_s: Seconds, of time.monotonic.
+        num_tokens: Of the chunks.
     """
 
     batch: Batch
     forward: Forward
     started_s: float
+    num_tokens: int
 
     @classmethod
     def begin(cls, runner: Runner, batch: Batch, started_s: float) -> Running:
@@ -35,4 +37,4 @@ class Running:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             forward = EndedForward(error)
-        return cls(batch, forward, started_s)
+        return cls(batch, forward, started_s, sum(chunk.num_tokens for chunk in batch.chunks))

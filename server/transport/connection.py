@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from ..calls.context import CONNECTION_LOST
 from .half_close import ASK_AFTER_S, INTERIM, HalfClose
 from .kernel_buffer import num_unacknowledged
-from .last_answer import AnswerWriter, close_our_side
+from .last_answer import AnswerWriter
 from .load_shedding import LoadShedder, Refusal
 from .reading import PIECE_BYTES, ReadAhead
 
@@ -202,6 +202,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the connection, and tells those who work for it."""
         self._say_refusal()
+        self._writer.forget()
         super().connection_lost(exc)
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True  # uvicorn tells the last request only
@@ -275,7 +276,8 @@ class Connection(HttpToolsProtocol):
             return
         self._has_said_all = self._is_refused = True
         self.pipeline.clear()
-        close_our_side(self.transport)
+        self.flow.resume_reading()
+        self._writer.end_our_side()
 
     def _say_refusal(self) -> None:
         """Does not let a refusal wait any longer."""

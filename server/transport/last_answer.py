@@ -22,16 +22,22 @@ class AnswerWriter:
         close: Called instead of its own.
     """
 
-    __slots__ = ("close", "is_closing", "write")
+    __slots__ = ("_end", "_transport", "close", "is_closing", "write")
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write
         self.is_closing = transport.is_closing
         self.close = close
+        self._transport = transport
+        self._end: asyncio.TimerHandle | None = None
 
+    def end_our_side(self) -> None:
+        """Says that nothing more will be sent, if it can be said (TLS has no half of an end); closes after LINGER_S."""
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._end = asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
 
-def close_our_side(transport: asyncio.Transport) -> None:
-    """Says that nothing more will be sent, if it can be said (TLS has no half of an end); closes it after LINGER_S."""
-    if transport.can_write_eof():
-        transport.write_eof()
-    asyncio.get_running_loop().call_later(LINGER_S, transport.close)
+    def forget(self) -> None:
+        """The connection is lost: nothing is left to close, and nothing here keeps what it held."""
+        if self._end is not None:
+            self._end.cancel()

@@ -36,9 +36,10 @@ EXPORT Machine *penstock_open(const char *wanted, int num_lanes) {
 }
 
 EXPORT void penstock_close(Machine *machine) {
-    for (int i = 0; i < lanes_count(machine->lanes); i++) free(machine->scratch[i].memory);
+    int count = lanes_count(machine->lanes);
+    lanes_close(machine->lanes); /* they may still run what nobody waits for */
+    for (int i = 0; i < count; i++) free(machine->scratch[i].memory);
     free(machine->scratch);
-    lanes_close(machine->lanes);
     free(machine);
 }
 

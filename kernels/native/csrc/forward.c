@@ -50,20 +50,24 @@ static void work(Job *job, int unit, int lane) {
     int together = job->members > 1;
     /* The last parts have the longest sequences: they go first. */
     const Part *part = together ? &forward->whole : forward->parts + (forward->num_parts - 1 - unit);
-    Rows *rows = &forward->rows, mine;
-    long bytes = together && unit ? 0 : lay_out(encoder, part->rows, NULL, &mine); /* the first lane has the rows of all */
-    if (!grow(scratch, own_bytes(forward->isa, encoder, forward->longest) + bytes))
+    Rows *rows = together ? &forward->rows : &(Rows){0};
+    long own = own_bytes(forward->isa, encoder, forward->longest), bytes = lay_out(encoder, part->rows, NULL, &(Rows){0});
+    /* Rows of few tokens stay with the lane for its next part; those of a long text, or of all lanes, are given back. */
+    int is_lent = together || part->rows > MOST_TOKENS, is_first = !together || unit == 0;
+    Scratch lent = {0};
+    if (!grow(scratch, own + (is_lent ? 0 : bytes)) || (is_lent && is_first && !grow(&lent, bytes)))
         atomic_store(&forward->lacks_memory, 1);
-    else if (bytes)
-        lay_out(encoder, part->rows, scratch->memory, together ? rows : &mine);
+    else if (is_first)
+        lay_out(encoder, part->rows, is_lent ? lent.memory : scratch->memory + own, rows);
     lanes_meet(job);
-    if (atomic_load(&forward->lacks_memory)) return;
-    Team team = {.isa = forward->isa, .encoder = encoder, .batch = &forward->batch, .job = job, .part = part,
-                 .rows = together ? *rows : mine, .member = together ? unit : 0, .members = job->members,
-                 .own = scratch->memory + bytes};
-    enter_isa(forward->isa);
-    run_part(&team);
-    leave_isa(forward->isa);
+    if (!atomic_load(&forward->lacks_memory)) {
+        Team team = {.isa = forward->isa, .encoder = encoder, .batch = &forward->batch, .job = job, .part = part,
+                     .rows = *rows, .member = together ? unit : 0, .members = job->members, .own = scratch->memory};
+        enter_isa(forward->isa);
+        run_part(&team);
+        leave_isa(forward->isa);
+    }
+    free(lent.memory); /* the lanes have met after the last step */
 }
 
 /* Cuts the batch into parts of about `target` tokens. Returns their number. */

@@ -84,11 +84,14 @@ static Job *take(Lanes *lanes, int *unit) {
 static void *live(void *argument) {
     const Lane *lane = argument;
     Lanes *lanes = lane->lanes;
+    int has_news = 0; /* a job has ended */
     pthread_mutex_lock(&lanes->lock);
     for (;;) {
         if (lanes->first) {
             int unit;
             Job *job = take(lanes, &unit);
+            if (has_news) ring(lanes);
+            has_news = 0;
             pthread_mutex_unlock(&lanes->lock);
             job->run(job, unit, lane->number);
             pthread_mutex_lock(&lanes->lock);
@@ -96,14 +99,15 @@ static void *live(void *argument) {
                 atomic_store_explicit(&job->is_done, 1, memory_order_release); /* the job may be gone from here on */
                 atomic_fetch_add_explicit(&lanes->ended, 1, memory_order_acq_rel);
                 wake(&lanes->ended, INT_MAX);
-                if (lanes->first) ring(lanes); /* else it rings below */
+                has_news = 1;
             }
         } else if (lanes->closing) {
             break;
         } else {
             unsigned begun = atomic_load_explicit(&lanes->begun, memory_order_acquire);
             lanes->waiting++;
-            ring(lanes);
+            if (has_news || lanes->waiting == 1) ring(lanes); /* the first that is free says so for all */
+            has_news = 0;
             pthread_mutex_unlock(&lanes->lock);
             wait_while(&lanes->begun, begun);
             pthread_mutex_lock(&lanes->lock);

@@ -2,9 +2,11 @@
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
+from penstock.engine.core import core as core_module
 from penstock.engine.core.bell import Bell
 from penstock.engine.core.runner import DeviceMemoryError, EndedForward, Outputs
 from penstock.engine.scheduling import Chunk
@@ -27,8 +29,8 @@ class SlowForward:
 class LaneRunner(FakeRunner):
     """Two lanes, each of which runs a forward."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, max_model_len: int = 4096) -> None:
+        super().__init__(max_model_len=max_model_len)
         self.num_lanes = 2
         self.running: list[SlowForward] = []
         self.began: list[list[int]] = []
@@ -139,14 +141,77 @@ def test_a_forward_that_cannot_begin_fails_its_requests_alone(lanes: tuple[LaneR
     steps.submit(1, 40)
     steps.run()
 
+    def refuse(chunks: Sequence[Chunk]) -> None:
+        if any(chunk.sequence.request.request_id == 2 for chunk in chunks):
+            raise DeviceMemoryError("none")
+
     def begin(chunks: Sequence[Chunk]) -> EndedForward:
         raise DeviceMemoryError("none")
 
     runner.begin = begin  # type: ignore[method-assign]
-    runner.hook = lambda chunks: begin(chunks)
+    runner.hook = refuse
     steps.submit(2, 40)
     steps.run()
     assert set(steps.failures) == {2}
+    assert set(steps.answers) == {1}
+
+
+def test_a_forward_that_lacks_memory_beside_another_runs_again_alone(lanes: tuple[LaneRunner, Steps]) -> None:
+    runner, steps = lanes
+
+    def fail_beside_others(chunks: Sequence[Chunk]) -> None:
+        if runner.running:
+            raise DeviceMemoryError("the other has it")
+
+    for request_id in (1, 2):
+        steps.submit(request_id, 40)
+        steps.run()
+    runner.hook = fail_beside_others
+    runner.end(1)
+    steps.run()
+    assert set(steps.answers) == {1, 2}
+    assert not steps.failures
+    assert not steps.core._running
+
+
+def test_tokens_under_way_are_bounded_by_the_budget() -> None:
+    runner = LaneRunner(max_model_len=64)
+    steps = Steps(runner, budget=64)
+    steps.submit(1, 64)
+    steps.run()
+    steps.submit(2, 8)
+    assert runner.has_room
+    assert not steps.core._can_begin()
+    runner.end(0)
+    steps.run()
+    assert runner.began == [[1]]
+    steps.run()
+    assert runner.began == [[1], [2]]
+
+
+def test_the_time_of_batches_that_overlap_is_counted_once(
+    lanes: tuple[LaneRunner, Steps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, steps = lanes
+    now_s = [100.0]
+    monkeypatch.setattr(core_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    for request_id in (1, 2):
+        steps.submit(request_id, 40)
+        steps.run()
+    now_s[0] += 3.0
+    runner.end(0)
+    steps.run()
+    now_s[0] += 1.0
+    runner.end(0)
+    steps.run()
+    assert [rows.step_s for rows in steps.rows] == [3.0, 1.0]
+    now_s[0] += 7.0  # nothing runs
+    steps.submit(3, 40)
+    steps.run()
+    now_s[0] += 2.0
+    runner.end(0)
+    steps.run()
+    assert steps.rows[-1].step_s == 2.0
 
 
 def test_what_runs_is_answered_when_the_core_stops(lanes: tuple[LaneRunner, Steps]) -> None:
