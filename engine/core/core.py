@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 from itertools import islice
 
 import numpy as np
@@ -52,6 +53,9 @@ from .runner import DeviceLostError, DeviceMemoryError, Outputs, Runner
 from .running import Running
 
 logger = logging.getLogger("penstock.engine")
+
+_BUDGETS_UNDER_WAY: Final = 2
+"""Of tokens. The next batch begins while the last sequences of one before it run."""
 
 Send = Callable[[FromCore, list[Frame]], None]
 
@@ -199,7 +203,8 @@ class EngineCore:
         if not self._running:
             return True
         num_tokens = sum(running.num_tokens for running in self._running)
-        return self._runner.has_room and not self._scheduler.has_long and num_tokens < self._scheduler.token_budget
+        is_bounded = num_tokens < _BUDGETS_UNDER_WAY * self._scheduler.token_budget
+        return is_bounded and self._runner.has_room and not self._scheduler.has_long
 
     def _next_batch(self) -> Batch:
         """Takes a batch from the scheduler. The caller holds the lock."""

@@ -34,7 +34,7 @@ _ENGINE_GAUGES: Final = {
 _ENGINE_COUNTERS: Final = {
     "num_batched_tokens_total": ("penstock_engine_batched_tokens", "Tokens that went through the model."),
     "num_steps_total": ("penstock_engine_steps", "Forwards."),
-    "step_s_total": ("penstock_engine_step_seconds", "Seconds spent in forwards."),
+    "step_s_total": ("penstock_engine_step_seconds", "Seconds in which forwards ran."),
     "num_refused_total": ("penstock_engine_refused_requests", "Requests refused because the queue was full."),
 }
 _ENGINE_HISTOGRAMS: Final = {

@@ -174,19 +174,19 @@ def test_a_forward_that_lacks_memory_beside_another_runs_again_alone(lanes: tupl
     assert not steps.core._running
 
 
-def test_tokens_under_way_are_bounded_by_the_budget() -> None:
+def test_tokens_under_way_are_bounded_by_two_budgets() -> None:
     runner = LaneRunner(max_model_len=64)
     steps = Steps(runner, budget=64)
-    steps.submit(1, 64)
-    steps.run()
-    steps.submit(2, 8)
+    for request_id in (1, 2):
+        steps.submit(request_id, 64)
+        steps.run()
+    runner.num_lanes = 3
+    steps.submit(3, 8)
     assert runner.has_room
     assert not steps.core._can_begin()
     runner.end(0)
-    steps.run()
-    assert runner.began == [[1]]
-    steps.run()
-    assert runner.began == [[1], [2]]
+    steps.run(2)
+    assert runner.began == [[1], [2], [3]]
 
 
 def test_the_time_of_batches_that_overlap_is_counted_once(
