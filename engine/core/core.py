@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final
 from itertools import islice
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
