@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,12 +49,9 @@ from .figures import cache_use, step_load
 from .intake import Intake
 from .make_scheduler import make_scheduler
 from .runner import DeviceLostError, DeviceMemoryError, Outputs, Runner
-from .running import Running
+from .running import Running, has_room
 
 logger = logging.getLogger("penstock.engine")
-
-_BUDGETS_UNDER_WAY: Final = 2
-"""Of tokens. The next batch begins while the last sequences of one before it run."""
 
 Send = Callable[[FromCore, list[Frame]], None]
 
@@ -200,11 +196,7 @@ class EngineCore:
 
     def _has_room(self) -> bool:
         """Whether a batch may begin beside those that run. The caller holds the lock."""
-        if not self._running:
-            return True
-        num_tokens = sum(running.num_tokens for running in self._running)
-        is_bounded = num_tokens < _BUDGETS_UNDER_WAY * self._scheduler.token_budget
-        return is_bounded and self._runner.has_room and not self._scheduler.has_long
+        return has_room(self._runner, self._scheduler, self._running)
 
     def _next_batch(self) -> Batch:
         """Takes a batch from the scheduler. The caller holds the lock."""

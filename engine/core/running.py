@@ -1,11 +1,16 @@
-"""A batch that was begun: what the device works on while the loop goes on."""
+"""Batches that were begun: what the device works on while the loop goes on."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from ..scheduling import Batch
+from ..scheduling import Batch, Scheduler
 from .runner import DeviceLostError, EndedForward, Forward, Runner
+
+_BUDGETS_UNDER_WAY: Final = 2
+"""Of tokens. The next batch begins while the last sequences of one before it run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,3 +43,18 @@ class Running:
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             forward = EndedForward(error)
         return cls(batch, forward, started_s, sum(chunk.num_tokens for chunk in batch.chunks))
+
+
+def has_room(runner: Runner, scheduler: Scheduler, running: Sequence[Running]) -> bool:
+    """Whether a batch may begin beside those that run: a part of the device is free, and few enough tokens run.
+
+    Args:
+        runner: Of the device.
+        scheduler: The caller holds its lock.
+        running: What has begun and is not delivered.
+    """
+    if not running:
+        return True
+    num_tokens = sum(batch.num_tokens for batch in running)
+    is_bounded = num_tokens < _BUDGETS_UNDER_WAY * scheduler.token_budget
+    return is_bounded and runner.has_room and not scheduler.has_long
