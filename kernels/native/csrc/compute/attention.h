@@ -108,25 +108,23 @@ static void pack_values(const AttentionCall *call, long start, long length, long
     }
 }
 
-/* Turns the scores of one query into probabilities that are not yet divided by their sum, which is returned.
- *
- * Keys `low` to `high` are seen; what lies beside them between `begin`, a multiple of WIDTH, and `end` becomes 0. The
- * probabilities go to `rounded` in bfloat16, or where it is NULL into the place of the scores.
- */
-INLINE float soften(float *scores, long begin, long end, long low, long high, const float *bias, uint16_t *rounded) {
+/* The largest score of keys `low` to `high`, of those from `begin`, a multiple of WIDTH. */
+INLINE float largest_score(const float *scores, long begin, long low, long high) {
     const vf nothing = v_set(-INFINITY);
-    long last = round_to(high, WIDTH);
-    if (bias)
-        for (long j = low; j < high; j++) scores[j] += bias[j];
-    vf most = nothing, sum = v_zero();
-    for (long j = begin; j < last; j += WIDTH) {
+    vf most = nothing;
+    for (long j = begin; j < high; j += WIDTH) {
         vf s = v_load(scores + j);
         if (j < low || j + WIDTH > high) s = v_only(s, low - j, high - j, nothing);
         most = v_max(most, s);
     }
-    float largest = v_largest(most);
-    /* Where all that is seen is -inf, the result is NaN; where nothing is seen, it is 0. */
-    vf shift = v_set(largest > -INFINITY ? -largest * LOG2_E : low < high ? NAN : 0.0f);
+    return v_largest(most);
+}
+
+/* 2^(score * log2 e + shift) of keys `low` to `high`, and 0 beside them between `begin` and `end`: to `rounded` in
+ * bfloat16, or where it is NULL into the place of the scores. Returns their sum. */
+INLINE float raise_scores(float *scores, long begin, long end, long low, long high, vf shift, uint16_t *rounded) {
+    long last = round_to(high, WIDTH);
+    vf sum = v_zero();
     for (long j = begin; j < last; j += WIDTH) {
         vf p = exp2_of(v_fma(v_load(scores + j), v_set(LOG2_E), shift));
         if (j < low || j + WIDTH > high) p = v_only(p, low - j, high - j, v_zero());
@@ -143,6 +141,20 @@ INLINE float soften(float *scores, long begin, long end, long low, long high, co
             scores[j] = 0.0f;
     }
     return v_sum(sum);
+}
+
+/* Turns the scores of one query into probabilities that are not yet divided by their sum, which is returned.
+ *
+ * Keys `low` to `high` are seen; what lies beside them between `begin`, a multiple of WIDTH, and `end` becomes 0. The
+ * probabilities go to `rounded` in bfloat16, or where it is NULL into the place of the scores.
+ */
+INLINE float soften(float *scores, long begin, long end, long low, long high, const float *bias, uint16_t *rounded) {
+    if (bias)
+        for (long j = low; j < high; j++) scores[j] += bias[j];
+    float largest = largest_score(scores, begin, low, high);
+    /* Where all that is seen is -inf, the result is NaN; where nothing is seen, it is 0. */
+    vf shift = v_set(largest > -INFINITY ? -largest * LOG2_E : low < high ? NAN : 0.0f);
+    return raise_scores(scores, begin, end, low, high, shift, rounded);
 }
 
 /* All queries of one head against the packed keys and values. */

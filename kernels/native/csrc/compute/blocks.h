@@ -123,38 +123,17 @@ INLINE vf cap_of(vf score, float cap) {
  * and raises its largest score and its total; see soften. Returns the factor of what was summed before. */
 INLINE float soften_block(float *scores, long begin, long end, long low, long high, float cap, float *largest,
                           float *total, uint16_t *rounded) {
-    const vf nothing = v_set(-INFINITY);
     long last = round_to(high, WIDTH);
     if (cap > 0)
         for (long j = begin; j < last; j += WIDTH) v_store(scores + j, cap_of(v_load(scores + j), cap));
-    vf most = nothing, sum = v_zero();
-    for (long j = begin; j < last; j += WIDTH) {
-        vf s = v_load(scores + j);
-        if (j < low || j + WIDTH > high) s = v_only(s, low - j, high - j, nothing);
-        most = v_max(most, s);
-    }
-    float before = *largest, now = v_largest(most);
+    float before = *largest, now = largest_score(scores, begin, low, high);
     *largest = now > before ? now : before;
     /* Where no score is a number above -inf, the result is NaN. */
     vf shift = v_set(*largest > -INFINITY ? -*largest * LOG2_E : NAN);
-    for (long j = begin; j < last; j += WIDTH) {
-        vf p = exp2_of(v_fma(v_load(scores + j), v_set(LOG2_E), shift));
-        if (j < low || j + WIDTH > high) p = v_only(p, low - j, high - j, v_zero());
-        sum = v_add(sum, p);
-        if (rounded)
-            v_to_bf16(rounded + j, p);
-        else
-            v_store(scores + j, p);
-    }
-    for (long j = last; j < end; j++) {
-        if (rounded)
-            rounded[j] = 0;
-        else
-            scores[j] = 0.0f;
-    }
+    float sum = raise_scores(scores, begin, end, low, high, shift, rounded);
     float factor[WIDTH];
     v_store(factor, exp2_of(v_set((before - *largest) * LOG2_E)));
-    *total = *total * factor[0] + v_sum(sum);
+    *total = *total * factor[0] + sum;
     return factor[0];
 }
 
