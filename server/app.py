@@ -12,7 +12,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from .answers.room import AnswerRoom
 from .calls.context import ServerContext
-from .calls.models import ModelTable, ServedModel, Startup
 from .errors.handlers import install_error_handlers
 from .middleware.auth import ApiKeys, AuthMiddleware
 from .middleware.exchange import (
@@ -22,10 +21,16 @@ from .middleware.exchange import (
     UnexpectedErrorMiddleware,
 )
 from .middleware.refusal_pace import RefusalPace
+from .models.figures import ModelFigures
+from .models.keeper import KeeperLimits, ModelKeeper
+from .models.served_model import ServedModel
+from .models.startup import Startup
+from .models.table import ModelTable
 from .observability.metrics import Metrics
 from .observability.observers import Observers
 from .openapi import DocumentedApp
 from .routes import (
+    admin,
     classify,
     cohere,
     encode,
@@ -63,19 +68,25 @@ def create_app(
     Args:
         models: What is to be served. The first model answers requests that name none.
         settings: What the operator asked for.
-        on_ready: Called when all engines have started; `app.state.startup.wait()` waits for that.
-        on_failure: Called with the error of an engine that cannot start. The application lives on without it.
+        on_ready: Called when all have been tried that are to be loaded first; `app.state.startup.wait()` waits for it.
+        on_failure: Called with the first error where no model can be loaded. The application lives on without.
 
     Raises:
         UsageError: The file of API keys cannot be read or holds no key, or the extra is missing that sends traces.
     """
-    keys = ApiKeys(settings.api_key, settings.api_key_file)
-    table = ModelTable()
+    keys, admin_keys = ApiKeys(settings.api_key, settings.api_key_file), ApiKeys(settings.admin_key)
+    keeper = ModelKeeper(
+        models,
+        KeeperLimits(settings.max_loaded_models, settings.model_memory, settings.load_wait_s, settings.drain_timeout_s),
+    )
+    table = ModelTable(keeper)
     answer_room = AnswerRoom(settings.answer_memory)
-    context = ServerContext(settings, Metrics(table.engines), table, int(time.time()), answer_room)
+    context = ServerContext(settings, Metrics(table.named_engines), table, int(time.time()), answer_room)
+    context.metrics.register(ModelFigures(table.entries))
     observers = Observers(settings, context.metrics)
     dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools, ollama)
-    routes = [route for module in (*dialects, encode) for route in module.router.routes]
+    more = [*([operators] if settings.operator_routes else []), *([admin] if admin_keys.are_required else [])]
+    routes = [route for module in (*dialects, encode, *more) for route in module.router.routes]
     json_routes = routes_by_path(routes)
     pace = RefusalPace(max_waiting=file_limit() // 2)
     cors: dict[str, Any] = {
@@ -84,7 +95,7 @@ def create_app(
         "allow_headers": ("*",),
         "expose_headers": ("*",),
     }
-    startup = Startup(models, settings, table, on_ready, on_failure)
+    startup = Startup(keeper, table, on_ready, on_failure)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
@@ -115,16 +126,21 @@ def create_app(
     app.state.startup = startup
     app.state.json_routes = json_routes
     app.router.redirect_slashes = False
-    more = [operators] if settings.operator_routes else []
     for module in (*dialects, encode, ops, documentation, playground, *more):
         app.include_router(module.router)
     install_error_handlers(app)
     # The last one added sees a request first.
-    app.add_middleware(JsonPaths, routes=json_routes, error_handlers=app.exception_handlers, on_end=answer_room.leave)
+    app.add_middleware(
+        JsonPaths,
+        routes=json_routes,
+        error_handlers=app.exception_handlers,
+        on_end=answer_room.leave,
+        on_answer=table.release,
+    )
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(UnexpectedErrorMiddleware)
-    if keys.are_required:
-        app.add_middleware(AuthMiddleware, keys=keys)
+    if keys.are_required or admin_keys.are_required:
+        app.add_middleware(AuthMiddleware, keys=keys, admin_keys=admin_keys)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, **cors)
     app.add_middleware(PacedRefusalsMiddleware, pace=pace)

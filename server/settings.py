@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BeforeValidator, ByteSize, Field, PlainValidator, PositiveInt
+from pydantic import BeforeValidator, ByteSize, Field, PlainValidator, PositiveInt, ValidationInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from penstock.engine import CacheConfig, EngineConfig, PoolerConfig, SchedulerConfig
@@ -40,11 +40,11 @@ def _pooler_config(value: object) -> PoolerConfig:
     return value if isinstance(value, PoolerConfig) else PoolerConfig.from_dict(json_object(value))
 
 
-def _keys(value: object) -> object:
+def _keys(value: object, info: ValidationInfo) -> object:
     """Refuses keys that were given but are none: the server would be open to everyone by mistake."""
     keys = listed(value)
     # The default arrives here too, where env_ignore_empty has hidden an empty variable.
-    if not keys and (value != () or environment_variable("api_key") in os.environ):
+    if not keys and (value != () or environment_variable(str(info.field_name)) in os.environ):
         raise ValueError("holds no key; give a key, or leave it out to serve without keys")
     return keys
 
@@ -140,7 +140,7 @@ class EngineSettings(BaseSettings):
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
     num_threads: PositiveInt | None = Field(
-        None, le=1024, description="CPU threads of the forward; default: all cores."
+        None, le=1024, description="CPU threads of the forward; default: all cores, divided among the models."
     )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         "auto",
@@ -154,11 +154,18 @@ class EngineSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
     log_format: Literal["console", "json"] = Field("console", description="Log lines for people or for machines.")
 
-    def engine_config(self, model: str, name: str | None = None) -> EngineConfig:
-        """Returns the engine's configuration for the model folder or hub id `model`, called `name` in messages."""
+    def engine_config(self, model: str, name: str | None = None, *, num_engines: int = 1) -> EngineConfig:
+        """Returns the engine's configuration.
+
+        Args:
+            model: Local folder or hub id.
+            name: What messages call it.
+            num_engines: Engines that share the machine.
+        """
         given = {field: getattr(self, field) for field in EngineSettings.model_fields} | {
             "model": model,
             "name": name,
+            "num_engines": num_engines,
             "model_source": "default" if self.model is None else "--model",
             "max_queue_s": self.max_queue_s or math.inf,
             "kv_cache_memory": None if self.kv_cache_memory is None else int(self.kv_cache_memory),
@@ -172,6 +179,23 @@ class EngineSettings(BaseSettings):
 class ServerSettings(EngineSettings):
     """Settings of `penstock serve`."""
 
+    config: Path | None = Field(
+        None,
+        description="TOML file of settings, and of the models to serve; `penstock config` prints one to begin with.",
+    )
+    max_loaded_models: PositiveInt | None = Field(
+        None,
+        description=(
+            "Models in memory at once, of several that are served; the others are loaded when a request names them, "
+            "and the one that was not used for longest goes. Default: all."
+        ),
+    )
+    model_memory: Bytes | None = Field(
+        None, description="Memory of all models together, such as 8GiB; beyond it the same happens. Default: no bound."
+    )
+    load_wait_s: Seconds = Field(
+        60.0, description="Seconds that a request waits for its model to be loaded; then 503, and the client may retry."
+    )
     host: str = Field("0.0.0.0", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     served_model_name: ServedNames = Field(
@@ -181,6 +205,9 @@ class ServerSettings(EngineSettings):
     api_key: Keys = Field((), repr=False, description="Keys that data routes require. Default: open.")
     api_key_file: Path | None = Field(
         None, description="File of more keys, one a line; # begins a comment line. It is read again when it changes."
+    )
+    admin_key: Keys = Field(
+        (), repr=False, description="Keys for POST /models/load and /models/unload. Default: no such routes."
     )
     cors_origins: Origins = Field(
         (), description="Origins whose web pages may call the server, such as https://app.example.com; *: all."
@@ -248,6 +275,11 @@ class EmbedSettings(EngineSettings):
 
 class InfoSettings(EngineSettings):
     """Settings of `penstock info`."""
+
+
+def is_in_environment(field: str) -> bool:
+    """Returns whether the environment sets a field; empty variables do not."""
+    return bool(os.environ.get(environment_variable(field)))
 
 
 def environment_variable(field: str) -> str:

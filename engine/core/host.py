@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from ..protocol.config import EngineConfig
+
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -80,6 +82,11 @@ def usable_cores() -> int:
     """Returns the processors that this process may use, by its affinity and by the quota of the container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([cores, *(max(math.ceil(quota), 1) for quota in _cgroup_cores())])
+
+
+def threads_of(config: EngineConfig) -> int:
+    """Returns the threads that an engine computes with: those that it is told, or its part of the cores."""
+    return config.num_threads or max(usable_cores() // config.num_engines, 1)
 
 
 def _cgroup_cores() -> list[float]:

@@ -33,7 +33,7 @@ from ..sequence_pool import (
     plan_pool,
 )
 from ..sequence_pool.cache_spec import CacheSpec
-from .host import usable_cores
+from .host import threads_of
 from .loading.load_errors import load_errors
 from .loading.native_kernels import choose_kernels
 from .loading.token_heads_loader import load_token_maps
@@ -95,7 +95,7 @@ class ModelRunner(OneByOne):
         Raises:
             ModelLoadError: The model cannot be served.
         """
-        torch.set_num_threads(config.num_threads or usable_cores())
+        torch.set_num_threads(threads_of(config))
         if kernels is None:
             kernels = choose_kernels(with_device(resolve_model(config), *resolve_device(config)), config)
         info, machine = kernels
@@ -184,7 +184,7 @@ class ModelRunner(OneByOne):
         dtype, limits = self._model.cache_dtype or torch_dtype(self.info.dtype), config.cache
         memory = limits.kv_cache_memory
         if memory is None:
-            memory = int(DeviceMemory(self._device).available() * limits.memory_fraction)
+            memory = int(DeviceMemory(self._device).available() * limits.memory_fraction / config.num_engines)
         try:
             plan = plan_pool(
                 dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two places; see ChunkMemory

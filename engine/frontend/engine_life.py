@@ -99,6 +99,13 @@ class EngineLife:
         """Seconds that what waits or runs takes at the rate of the last forwards; 0 before that is measured."""
         return self._dispatcher.admission.queue_s
 
+    def host_bytes(self) -> int:
+        """Returns the Bytes of memory that its process holds for itself; 0 where that is not known.
+
+        Files that it has mapped, such as libraries, are not counted: processes share them.
+        """
+        return self._supervisor.host_bytes()
+
     def check_room(self, client: str = "") -> None:
         """Refuses what every call refuses first: a request of `client` that has no room now; see Admission.check."""
         self._dispatcher.admission.check(client)

@@ -113,6 +113,10 @@ class ProcessCore:
         """Sends what a turn of the event loop has to say, without blocking."""
         self._inbox.send_multipart((encode(turn), frame), flags=zmq.NOBLOCK)
 
+    def host_bytes(self) -> int:
+        """Returns the Bytes of memory that the process holds for itself; 0 where the system does not say."""
+        return self._process.host_bytes() if self._process is not None else 0
+
     async def close(self) -> None:
         """Stops the core and waits until it is gone. May be called twice.
 

@@ -120,6 +120,10 @@ class CoreSupervisor:
         if self._core is not None:
             await self._core.close()
 
+    def host_bytes(self) -> int:
+        """Returns the Bytes of memory that the core's process holds for itself; 0 where that is not known."""
+        return self._core.host_bytes() if self._core is not None else 0
+
     def _enter(self, state: EngineState) -> None:
         self.state = state
         self._dispatcher.admission.closed_because = _CLOSED_BECAUSE[state]

@@ -67,6 +67,10 @@ class ThreadCore:
             raise RuntimeError("the core has not been started")
         self._core.receive(turn, frame)
 
+    def host_bytes(self) -> int:
+        """Returns 0: its memory is that of this process."""
+        return 0
+
     async def close(self) -> None:
         """Stops the core and waits for the step that runs now. May be called twice."""
         self._closing = True

@@ -151,7 +151,9 @@ class EngineConfig:
         trust_remote_code: Let the fallback run code that comes with the model.
         in_process: Run the core in a thread of this process instead of a supervised one.
         hang_timeout_s: Seconds without a sign of life after which a supervised process is replaced; 0: never.
-        num_threads: CPU threads of the forward; None takes all cores.
+        num_threads: CPU threads of the forward; None takes all cores, or this engine's part of them.
+        num_engines: Engines that share the machine: each takes its part of what it is not told the amount of, cores and
+            memory for prompts in chunks.
         cpu_kernels: What computes on a CPU: "auto" takes the native kernels where they are built and know the model,
             and torch elsewhere; "native" insists on them; "torch" leaves all to torch.
         arithmetic: What native kernels compute in where numbers are rounded to bfloat16: "bfloat16" or "float32"; None
@@ -178,6 +180,7 @@ class EngineConfig:
     in_process: bool = False
     hang_timeout_s: float = 60.0
     num_threads: int | None = None
+    num_engines: int = 1
     cpu_kernels: str = "auto"
     arithmetic: str | None = None
     tokenizer_workers: int = 2
@@ -199,4 +202,4 @@ class EngineConfig:
             raise ValueError(f"empty_input is {self.empty_input!r}; it must be one of {', '.join(EMPTY_INPUTS)}.")
         if not 0 <= self.hang_timeout_s < inf:
             raise ValueError(f"hang_timeout_s is {self.hang_timeout_s}; it must be seconds, or 0 for never.")
-        check_least(self, 1, "max_model_len", "num_threads", "tokenizer_workers", "max_queued_chars")
+        check_least(self, 1, "max_model_len", "num_threads", "num_engines", "tokenizer_workers", "max_queued_chars")

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from fastapi import Request
 
-from penstock.engine import ModelInfo, RequestOptions
+from penstock.engine import RequestOptions
 from penstock.engine.protocol.errors import (
     DeadlineExceededError,
     EngineError,
@@ -24,12 +24,12 @@ from penstock.engine.protocol.errors import (
 from ..answers.limits import check_num_ids
 from ..answers.room import AnswerRoom
 from ..answers.sizes import AnswerSize, of_token_rows
+from ..models.table import ModelTable, Target
 from ..observability.metrics import Metrics
 from ..observability.timing import REQUEST
 from ..schemas.fields.options import RequestBody
 from ..settings import ServerSettings
-from ..wire.request_limits import RequestLimits, limits_of
-from .models import ModelTable
+from ..wire.request_limits import WITHOUT_FORWARD, RequestLimits, limits_of
 from .prompts import prompt_for
 
 CONNECTION_LOST: Final = "penstock.connection_lost"
@@ -56,6 +56,24 @@ class ServerContext:
     models: ModelTable
     started_s: int
     answer_room: AnswerRoom
+
+    async def find(self, request: Request, name: str | None) -> Target:
+        """Returns what a request goes to by the model that it names, which may have to be loaded first.
+
+        Raises:
+            EngineUnavailableError: It is being loaded, or cannot be.
+            ModelNotFoundError: No model has this name; the message lists those that are served.
+            RequestCancelledError: The client has hung up while it was loaded.
+            DeadlineExceededError: The deadline of the request passed meanwhile.
+        """
+        target = self.models.find(name, request.scope)
+        if target is not None:
+            return target
+        is_timed = request.scope["path"] not in WITHOUT_FORWARD
+        if is_timed:
+            limits_of(request.scope)  # raises what is wrong with the headers: the watch reads them later
+        with ClientWatch(request, is_timed=is_timed):
+            return await self.models.load(name, request.scope)
 
     def check_count(self, inputs: Sized, param: str) -> None:
         """Raises InvalidRequestError if a request holds more inputs than the server takes."""
@@ -119,19 +137,19 @@ class ServerContext:
         )
 
     def embed_options(
-        self, request: Request, model: ModelInfo, body: RequestBody, *, priority: int | None = None
+        self, request: Request, target: Target, body: RequestBody, *, priority: int | None = None
     ) -> RequestOptions:
         """Returns the engine options of a request for embeddings, with the prompt that its `prompt_fields` ask for.
 
-        Requests that say nothing get --default-prompt-name. Raises what `prompt_for` and `options` raise.
+        Requests that say nothing get the default prompt of their target. Raises what `prompt_for` and `options` raise.
         """
-        default_name = self.settings.default_prompt_name
+        default_name = target.default_prompt_name
         if default_name is None and body.model_fields_set.isdisjoint(body.prompt_fields):
             return self.options(request, priority=priority)
         wishes = {name: getattr(body, name) for name in body.prompt_fields}
         if default_name is None and not any(wishes.values()):
             return self.options(request, priority=priority)
-        prompt = prompt_for(model, default_name=default_name, **wishes)
+        prompt = prompt_for(target.engine.info, default_name=default_name, **wishes)
         options = self.options(request, prompt.name, priority=priority)
         return replace(options, prompt=prompt.text, is_query=prompt.is_query)
 

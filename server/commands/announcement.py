@@ -8,26 +8,24 @@ from typing import Final
 from penstock.engine import ModelInfo
 
 from ..calls.weight_files import WeightFiles
-from ..settings import ServerSettings
+from ..models.model_entry import ModelEntry
+from ..settings import EngineSettings, ServerSettings
 from ..wire.shown_values import short_count
 
 _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "")
 
 
-def announcement(models: Sequence[tuple[ModelInfo, str]], settings: ServerSettings, port: int) -> str:
+def announcement(models: Sequence[ModelEntry], settings: ServerSettings, port: int) -> str:
     """Returns what is served, where, and who may ask.
 
     Args:
-        models: What is served, with the shown names.
+        models: What is served.
         settings: What the operator asked for.
         port: The port that is listened on.
     """
     lines = ["ready"]
-    for info, name in models:
-        lines += [
-            f"  {name}: {_sizes(info)}",
-            f"    on {_device(info, settings)}, in {_dtype(info, settings)}; tasks: {', '.join(info.tasks)}",
-        ]
+    for entry in models:
+        lines += _lines(entry, entry.model.settings or settings)
     scheme = "http" if settings.ssl_certfile is None else "https"
     everywhere = settings.host in _ALL_ADDRESSES
     host = "localhost" if everywhere else f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -35,6 +33,17 @@ def announcement(models: Sequence[tuple[ModelInfo, str]], settings: ServerSettin
     lines.append(f"  {url}/ is a playground, {url}/docs shows the routes, {url}/v1 is the base URL of OpenAI clients")
     lines.append(f"  data routes want {'an' if _wants_key(settings) else 'no'} API key")
     return "\n".join(lines)
+
+
+def _lines(entry: ModelEntry, settings: EngineSettings) -> list[str]:
+    if entry.engine is None:
+        why = "could not be loaded; see above" if entry.error is not None else "loaded when a request names it"
+        return [f"  {entry.name}: {why}"]
+    info = entry.engine.info
+    return [
+        f"  {entry.name}: {_sizes(info)}",
+        f"    on {_device(info, settings)}, in {_dtype(info, settings)}; tasks: {', '.join(info.tasks)}",
+    ]
 
 
 def exposure(settings: ServerSettings) -> str | None:
@@ -48,7 +57,7 @@ def _wants_key(settings: ServerSettings) -> bool:
     return bool(settings.api_key) or settings.api_key_file is not None
 
 
-def _device(info: ModelInfo, settings: ServerSettings) -> str:
+def _device(info: ModelInfo, settings: EngineSettings) -> str:
     """Returns what runs the model, and why."""
     if settings.device != "auto":
         why = "--device"
@@ -57,7 +66,7 @@ def _device(info: ModelInfo, settings: ServerSettings) -> str:
     return f"{info.device} ({why}) by {info.kernels}"
 
 
-def _dtype(info: ModelInfo, settings: ServerSettings) -> str:
+def _dtype(info: ModelInfo, settings: EngineSettings) -> str:
     """Returns the type that it runs in, and why; and in what its products or its attention are, where that differs."""
     source = info.sources["dtype"]
     if settings.dtype != "auto":

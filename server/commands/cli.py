@@ -18,18 +18,21 @@ from penstock.engine.frontend.engine_process import EngineProcess
 from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings
 from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
+from .config_file import read_config
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, load
 from .known_models import TASKS, as_json, as_table, models_for
+from .model_plans import ModelPlan, plan_models
 from .vllm_flags import translated
 
 INTERRUPTED: Final = 130
 CUT_SHORT: Final = 141
 """As a shell shows a program that SIGPIPE ended."""
 
-_SERVE = "Serve a model over HTTP. Without MODEL: the embedded all-MiniLM-L6-v2."
+_SERVE = "Serve models over HTTP. Without MODEL: the embedded all-MiniLM-L6-v2."
 _EMBED = "Embed the rows of a file. An interrupted run continues when the same command is given again."
 _MODELS = "List some models that work, each with the command that serves it."
+_CONFIG = "Print a file for `penstock serve --config`, with every setting as a comment."
 _INFO = "Show what was resolved for a model, and from which file, without loading weights."
 
 
@@ -62,8 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"penstock {penstock_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help=_SERVE, description=_SERVE, usage="%(prog)s [MODEL] [FLAG ...]")
-    add_flags(serve, ServerSettings, positional="model")
+    serve = commands.add_parser("serve", help=_SERVE, description=_SERVE, usage="%(prog)s [MODEL ...] [FLAG ...]")
+    add_flags(serve, ServerSettings, positional="model", nargs="*")
     serve.set_defaults(run=_serve)
 
     usage = "%(prog)s FILE --output FILE [FLAG ...]"
@@ -77,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(info, InfoSettings, positional="model")
     info.set_defaults(run=_info)
 
+    config = commands.add_parser("config", help=_CONFIG, description=_CONFIG)
+    config.set_defaults(run=_config)
+
     models = commands.add_parser("models", help=_MODELS, description=_MODELS, usage="%(prog)s [FLAG ...]")
     models.add_argument("--task", choices=TASKS, help="Only models for this task; default: all.")
     models.add_argument("--json", action="store_true", help="Print it as JSON.")
@@ -85,12 +91,30 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(given: dict[str, Any]) -> int:
-    settings = load(ServerSettings, given, positional=("model",))
-    model, names = model_and_names(settings.model, settings.served_model_name)
-    with _engine_process(settings.in_process) as process:
+    settings, plans = _planned(given)
+    with _engine_process(plans[0].settings.in_process or not plans[0].is_preloaded) as process:
         from .serve import serve
 
-        serve(settings, model, names, process)
+        serve(settings, plans, process)
+    return 0
+
+
+def _planned(given: dict[str, Any]) -> tuple[ServerSettings, list[ModelPlan]]:
+    """Returns what the command line, the environment and the file say of the server, and of its models."""
+    words = given.pop("model", [])
+    if len(words) == 1:
+        given["model"] = words[0]
+    settings, file = load(ServerSettings, given, positional=("model",)), None
+    if settings.config is not None:
+        file = read_config(settings.config)
+        settings = load(ServerSettings, given, positional=("model",), file=file.settings, file_name=str(file.path))
+    return settings, plan_models(settings, words if len(words) > 1 else (), file)
+
+
+def _config(_: dict[str, Any]) -> int:
+    from .config_template import config_template
+
+    print(config_template(), end="")
     return 0
 
 
@@ -142,8 +166,8 @@ def _info(given: dict[str, Any]) -> int:
     from penstock.engine.model_files.resolve import resolve_model, resolved_table
     from penstock.engine.protocol.errors import ModelLoadError
 
-    from ..calls.models import format_table
     from ..calls.weight_files import WeightFiles
+    from ..models.resolved_rows import format_table
 
     try:
         info = resolve_model(settings.engine_config(model, names[0]))

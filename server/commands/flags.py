@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar, get_args
 
 from pydantic import ByteSize, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings
 
-from ..settings import UsageError, environment_variable
+from ..settings import UsageError, environment_variable, is_in_environment
 from .help_groups import HELP_GROUPS
 
 _PLAIN: Final = {
@@ -36,7 +38,9 @@ def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings], *, positional: str = "") -> None:
+def add_flags(
+    parser: argparse.ArgumentParser, settings: type[BaseSettings], *, positional: str = "", nargs: str = "?"
+) -> None:
     """Adds one flag for every field of `settings`, in the groups of HELP_GROUPS.
 
     Values stay text: the settings class checks them.
@@ -45,20 +49,21 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings], *, 
         parser: Of one command.
         settings: Its settings class.
         positional: The field that may stand without a flag; empty for none.
+        nargs: How often it may stand there, as argparse says it.
     """
     for title, words in HELP_GROUPS.items():
         fields = {name: word for name, word in words.items() if name in settings.model_fields}
         if fields:
             group = parser.add_argument_group(title)
             for name, word in fields.items():
-                _add_flag(group, name, word, settings.model_fields[name], is_positional=name == positional)
+                _add_flag(group, name, word, settings.model_fields[name], nargs if name == positional else None)
 
 
-def _add_flag(group: _Group, name: str, word: str, info: FieldInfo, *, is_positional: bool) -> None:
+def _add_flag(group: _Group, name: str, word: str, info: FieldInfo, nargs: str | None) -> None:
     text = f"{info.description}{_default_text(info)} [{environment_variable(name)}]".replace("%", "%%")
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-    if is_positional:
-        group.add_argument(name, metavar=word, nargs="?", **options)
+    if nargs is not None:
+        group.add_argument(name, metavar=word, nargs=nargs, **options)
     elif "bool" in str(info.annotation):
         group.add_argument(flag_of(name), dest=name, action=argparse.BooleanOptionalAction, **options)
     else:
@@ -85,29 +90,43 @@ def _default_text(info: FieldInfo) -> str:
     return f" (default: {shown})"
 
 
-def load(settings: type[SettingsT], given: dict[str, Any], *, positional: Collection[str] = ()) -> SettingsT:
-    """Builds `settings` from the flags that were given, the environment and the defaults, in this order.
+def load(
+    settings: type[SettingsT],
+    given: dict[str, Any],
+    *,
+    positional: Collection[str] = (),
+    file: Mapping[str, Any] = MappingProxyType({}),
+    file_name: str = "",
+) -> SettingsT:
+    """Builds `settings` from the flags that were given, the environment, a file and the defaults, in this order.
 
     Args:
         settings: The settings class.
         given: Values of the flags on the command line, by field.
         positional: Fields that the command line takes without a flag.
+        file: Values of the file, by field.
+        file_name: Of the file, for messages.
 
     Raises:
-        UsageError: A value is wrong or missing; the message names the flag, or the variable that it came from.
+        UsageError: A value is wrong or missing; the message names the flag, the variable or the file that it came from.
     """
+    left = {field: value for field, value in file.items() if not is_in_environment(field)}
     try:
-        return settings(**given)
+        return settings(**{**left, **given})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = str(first["loc"][0])
         flag = field.upper() if field in positional else flag_of(field)
         if first["type"] == "missing":
             raise UsageError(f"{flag} is required (or set {environment_variable(field)})") from error
-        place = flag if field in given else environment_variable(field)
-        said = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
-        reason = _PLAIN.get(first["type"], said)
-        raise UsageError(f"{place}: {reason} (got {_shown(first['input'])})") from error
+        place = f"{file_name}: {field}" if field in left else environment_variable(field)
+        raise UsageError(f"{flag if field in given else place}: {reason_of(first)}") from error
+
+
+def reason_of(error: ErrorDetails) -> str:
+    """Returns what pydantic finds wrong with a value, and the value."""
+    said = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+    return f"{_PLAIN.get(error['type'], said)} (got {_shown(error['input'])})"
 
 
 def _shown(value: object) -> str:

@@ -17,6 +17,7 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "Model": {
         "model": "MODEL",
+        "config": "FILE",
         "revision": "REVISION",
         "served_model_name": "NAME,...",
         "device": "{auto,cpu,cuda,cuda:N}",
@@ -52,10 +53,16 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "port": "PORT",
         "api_key": "KEY,...",
         "api_key_file": "FILE",
+        "admin_key": "KEY,...",
         "cors_origins": "ORIGIN,...",
         "operator_routes": "",
         "ssl_certfile": "FILE",
         "ssl_keyfile": "FILE",
+    },
+    "Several models": {
+        "max_loaded_models": "N",
+        "model_memory": "SIZE",
+        "load_wait_s": "SECONDS",
     },
     "Memory": {
         "answer_memory": "SIZE",

@@ -2,53 +2,49 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import math
 import os
-import re
 import signal
 import socket
 import ssl
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
 import uvicorn
 
-from penstock.engine import AsyncEngine, EngineConfig
 from penstock.engine.frontend.engine_process import EngineProcess
 from penstock.engine.logs import configure_logging
-from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.errors import ModelLoadError
 
 from ..app import create_app
-from ..calls.models import ServedModel, check_prompt_name
 from ..settings import ServerSettings, UsageError, unknown_variables
 from ..transport.connection import Connection
 from ..transport.connection_limits import raise_file_limit
 from ..transport.http_server import HttpServer
 from .announcement import announcement, exposure
+from .model_plans import ModelPlan
+from .served_models import served_model
 
 logger = logging.getLogger(__name__)
 
 START_FAILED: Final = 3
-_MAYBE_HUB_ID: Final = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _COLLECT_AFTER: Final = 10_000
 """New objects after which the collector looks at them."""
 KEEP_ALIVE_S: Final = 120  # Above the idle time of every client's pool (Go: 90 s), which do not replay a sent POST.
 
 
-def serve(settings: ServerSettings, model: str, names: tuple[str, ...], process: EngineProcess | None = None) -> None:
+def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineProcess | None = None) -> None:
     """Serves until SIGTERM, SIGINT or SIGHUP, then lets running requests finish.
 
     Args:
         settings: What the operator asked for.
-        model: Local folder or hub id.
-        names: Served names, the shown one first.
-        process: The engine's, where it has been started already.
+        plans: The models.
+        process: Of the first model's engine, where it has been started already.
 
     Raises:
         UsageError: The address cannot be bound, or a file refuses: the model's, the certificate, the keys. Found before
@@ -58,16 +54,9 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...], process:
     configure_logging(settings.log_level, settings.log_format)
     for variable in unknown_variables():
         logger.warning("the environment variable %s is not known and has no effect", variable)
-    config = settings.engine_config(model, names[0])
-    check_model(config, settings.default_prompt_name)
+    num_engines = min(len(plans), settings.max_loaded_models or len(plans))
+    models = [served_model(plan, settings, num_engines, process if plan is plans[0] else None) for plan in plans]
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
-    start = functools.partial(
-        AsyncEngine.start,
-        config,
-        log_level=settings.log_level.upper(),
-        log_format=settings.log_format,
-        process=process,
-    )
     failures: list[Exception] = []
 
     def give_up(error: Exception) -> None:
@@ -76,14 +65,13 @@ def serve(settings: ServerSettings, model: str, names: tuple[str, ...], process:
 
     def announce() -> None:
         _freeze()
-        engines = app.state.context.models.engines()
-        models = [(target.engine.info, target.name) for target in engines]
-        logger.info("%s", announcement(models, settings, listener.getsockname()[1]))
+        entries = app.state.context.models.entries
+        logger.info("%s", announcement(entries, settings, listener.getsockname()[1]))
         if (warning := exposure(settings)) is not None:
             logger.warning("%s", warning)
 
     raise_file_limit()
-    app = create_app([ServedModel(names, start)], settings, on_ready=announce, on_failure=give_up)
+    app = create_app(models, settings, on_ready=announce, on_failure=give_up)
     listener = bound_socket(settings.host, settings.port)
     server = HttpServer(
         uvicorn.Config(
@@ -134,20 +122,6 @@ def _stop_on_hangup(server: HttpServer) -> None:
         server.handle_exit(signal.SIGTERM, frame)
 
     signal.signal(signal.SIGHUP, stop)
-
-
-def check_model(config: EngineConfig, default_prompt_name: str | None) -> None:
-    """Reads the JSON files of a local model, in milliseconds. A hub id is left to the engine, which may download it.
-
-    Raises:
-        UsageError: The engine would refuse the model, or it lacks the prompt.
-    """
-    if _MAYBE_HUB_ID.fullmatch(config.model) and not Path(config.model).exists():
-        return
-    try:
-        check_prompt_name(default_prompt_name, resolve_model(config))
-    except ModelLoadError as error:
-        raise UsageError(error.message) from error
 
 
 def check_certificate(certificate: Path | None, key: Path | None) -> None:

@@ -34,24 +34,33 @@ OPEN_PATHS: Final = frozenset(
     }
 )
 OPEN_PREFIXES: Final = ("/v1/models/", "/models/", "/docs/")
+ADMIN_PATHS: Final = frozenset({"/models/load", "/models/unload"})
+"""Open to the keys of whoever runs the server, and to no other."""
 
 
 class AuthMiddleware:
     """Lets a request through that carries one of the keys as `Bearer KEY`, as `KEY`, or as `api-key: KEY`.
 
     It leaves the identity of the client in scope["api_client"].
+
+    Args:
+        app: What comes next.
+        keys: For data; where there are none, data is open.
+        admin_keys: For ADMIN_PATHS.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, admin_keys: ApiKeys) -> None:
         self.app = app
         self.keys = keys
+        self.admin_keys = admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers 401 to requests for data without a key."""
         if scope["type"] != "http" or is_open(scope["method"], scope["path"]):
             await self.app(scope, receive, send)
             return
-        client = self.keys.client_of(offered_keys(scope["headers"]))
+        keys = self.admin_keys if scope["path"] in ADMIN_PATHS else self.keys
+        client = keys.client_of(offered_keys(scope["headers"])) if keys.are_required else ""
         if client is not None:
             scope["api_client"] = client
             await self.app(scope, receive, send)
@@ -63,7 +72,8 @@ class AuthMiddleware:
 
 def is_open(method: str, path: str) -> bool:
     """True for what needs no key: the paths above, and the root path unless something is posted to it."""
-    return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES) or (path == "/" and method in ("GET", "HEAD"))
+    reads = method in ("GET", "HEAD")
+    return path in OPEN_PATHS or (reads and path.startswith(OPEN_PREFIXES)) or (path == "/" and reads)
 
 
 def offered_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:

@@ -101,6 +101,10 @@ class Metrics(Collector):
         self._inputs: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._tokens: defaultdict[tuple[str, str], int] = defaultdict(int)
 
+    def register(self, collector: Collector) -> None:
+        """Adds further figures to the exposition."""
+        self._registry.register(collector)
+
     def count(self, task: str, num_tokens: Sequence[int]) -> int:
         """Counts the inputs of a finished request and returns the sum of its tokens."""
         total, model = sum(num_tokens), ""

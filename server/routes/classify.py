@@ -38,7 +38,8 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     `input` with `raw_scores` gets Infinity's answer.
     """
     context = context_of(request)
-    engine, name = context.models.find(body.model)
+    target = await context.find(request, body.model)
+    engine, name = target.engine, target.name
     check_inputs(context, body)
     context.check_count(body.inputs or (), "inputs")
     context.check_count(body.labels or (), "labels")
@@ -50,7 +51,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     is_embedding = engine.info.kind is ModelKind.EMBEDDING
     options = context.options(request, priority=body.priority)
     if is_embedding:
-        options = context.embed_options(request, engine.info, body, priority=body.priority)
+        options = context.embed_options(request, target, body, priority=body.priority)
     labels, are_named = body.class_names() or engine.info.labels, body.inputs is not None or body.is_infinity()
     context.hold(request, of_classes(body.num_inputs(), labels, are_named=are_named))
     if body.inputs is not None:

@@ -48,11 +48,12 @@ async def embed_v1(body: CohereEmbedRequest, request: Request) -> Response:
 async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> Response:
     """Answers an embed request of a `version` of Cohere's API, of which "1" knows an answer without types."""
     context = context_of(request)
-    engine, _ = context.models.find(body.model)
+    target = await context.find(request, body.model)
+    engine = target.engine
     texts = body.contents()
     context.check_count(texts, "texts" if body.texts is not None else "inputs")
     _check_widths(body, engine.info)
-    options = context.embed_options(request, engine.info, body, priority=body.priority)
+    options = context.embed_options(request, target, body, priority=body.priority)
     params = body.pooling_params(engine.info)
     is_by_type = version != "1" or bool(body.embedding_types)
     types: list[EmbeddingType] = body.embedding_types or ["float"]
@@ -81,7 +82,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
 async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
     """Returns the tokens of a text, without the special ones that the model puts around it."""
     context = context_of(request)
-    engine, _ = context.models.find(body.model)
+    engine = (await context.find(request, body.model)).engine
     check_num_chars(len(body.text), "text")
     with ClientWatch(request, is_timed=False):
         (token_ids,) = await engine.tokenize(
@@ -100,7 +101,7 @@ async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
 async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Response:
     """Returns the text of tokens."""
     context = context_of(request)
-    engine, _ = context.models.find(body.model)
+    engine = (await context.find(request, body.model)).engine
     check_num_ids(len(body.tokens), "tokens")
     with ClientWatch(request, is_timed=False):
         (text,) = await engine.detokenize([body.tokens])

@@ -25,11 +25,12 @@ router = APIRouter(route_class=JsonRoute, tags=["penstock"], responses=ERROR_RES
 async def encode(body: EncodeRequest, request: Request) -> Response:
     """Answers with every kind of vector that the model gives, or with some of them, from a single forward."""
     context = context_of(request)
-    engine, name = context.models.find(body.model)
+    target = await context.find(request, body.model)
+    engine, name = target.engine, target.name
     check_inputs(context, body)
     params, encoding = body.pooling_params(), body.encoding()
     check_encodings({"embedding": encoding}, body.num_inputs(), engine.info, params, quantized_by="encoding_format")
-    options = context.embed_options(request, engine.info, body, priority=body.priority)
+    options = context.embed_options(request, target, body, priority=body.priority)
     wanted = body.wanted(engine.info)
     tasks = [TASKS[output] for output in wanted]
     if PoolingTask.EMBED in tasks:

@@ -55,7 +55,7 @@ async def invocations(
     if body.get("task") in ("embed", "classify", "token_embed", "token_classify"):
         return await passed_on(vllm.pooling, PoolingRequest, body, request)
     model = body.get("model")
-    engine, _ = context_of(request).models.find(model if isinstance(model, str) else None)
+    engine = (await context_of(request).find(request, model if isinstance(model, str) else None)).engine
     if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
         return await passed_on(vllm.pooling, PoolingRequest, body, request)
     if engine.info.kind is ModelKind.EMBEDDING:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from math import inf
 from typing import Any, Final
 
 import orjson
@@ -20,15 +21,18 @@ from penstock.engine.protocol.errors import UnsupportedTaskError
 from ..answers.room import json_answer
 from ..answers.sizes import of_numbers
 from ..answers.vectors import vector_width
-from ..calls.context import ClientWatch, context_of
-from ..calls.models import Target
+from ..calls.context import ClientWatch, ServerContext, context_of
 from ..calls.weight_files import WeightFiles
+from ..models.model_entry import ModelEntry
+from ..models.table import Target
 from ..schemas.errors import TEXT_ERROR_RESPONSES
 from ..schemas.ollama import (
+    OllamaEmbedBody,
     OllamaEmbeddingRequest,
     OllamaEmbeddingResponse,
     OllamaEmbedRequest,
     OllamaEmbedResponse,
+    OllamaLifeRequest,
     OllamaModels,
     OllamaRunningModels,
     OllamaShowRequest,
@@ -36,13 +40,15 @@ from ..schemas.ollama import (
     OllamaStatus,
     TextRequest,
 )
-from ..wire.json_route import JsonRoute, json_response
+from ..wire.json_route import JsonRoute, json_response, passed_on
 from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
 from .ops import Version
 
 router = APIRouter(route_class=JsonRoute, tags=["ollama"], responses=TEXT_ERROR_RESPONSES)
 
+_LOADED_S: Final = 0.05
+"""Seconds within which a model is found that is loaded already."""
 _NEVER: Final = "2999-12-31T23:59:59Z"
 _LEVELS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0"}
 
@@ -51,9 +57,10 @@ _LEVELS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8"
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """Embeds texts, one vector each, L2-normalised."""
     began_s, context = time.perf_counter(), context_of(request)
-    engine, _ = context.models.find(body.served_name())
+    target = await _found(context, request, body)
+    engine, loaded_s = target.engine, time.perf_counter()
     context.check_count(body.input, "input")
-    options = context.options(request, context.settings.default_prompt_name)
+    options = context.options(request, target.default_prompt_name)
     params = body.pooling_params(engine.info)
     context.hold(request, of_numbers(len(body.input) * vector_width(engine.info, params)))
     with ClientWatch(request):
@@ -64,7 +71,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
             "model": body.model or engine.info.name,
             "embeddings": result.embeddings,
             "total_duration": round((time.perf_counter() - began_s) * 1e9),
-            "load_duration": 0,
+            "load_duration": round((loaded_s - began_s) * 1e9) if loaded_s - began_s > _LOADED_S else 0,
             "prompt_eval_count": context.metrics.count(PoolingTask.EMBED, result.num_tokens),
         },
     )
@@ -74,8 +81,9 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
 async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response:
     """Embeds one text; /api/embed is newer."""
     context = context_of(request)
-    engine, _ = context.models.find(body.served_name())
-    options = context.options(request, context.settings.default_prompt_name)
+    target = await _found(context, request, body)
+    engine = target.engine
+    options = context.options(request, target.default_prompt_name)
     with ClientWatch(request):
         result = await engine.embed([body.prompt], body.pooling_params(engine.info), options)
     context.metrics.count(PoolingTask.EMBED, result.num_tokens)
@@ -85,30 +93,35 @@ async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response
 @router.get("/api/tags", response_model=OllamaModels)
 async def tags(request: Request) -> Response:
     """Lists the served names."""
-    targets = context_of(request).models.names()
-    files = {path: await _weights(path) for path in {target.engine.info.path for target in targets}}
-    return json_response({"models": [_card(target, files[target.engine.info.path]) for target in targets]})
+    cards = []
+    for model in context_of(request).models.describe_all():
+        if model.info is not None:
+            files = await _weights(model.info.path)
+            cards += [_card(name, model.info, files) for name in model.entry.model.names]
+    return json_response({"models": cards})
 
 
 @router.get("/api/ps", response_model=OllamaRunningModels)
 async def running(request: Request) -> Response:
-    """Lists the models that are loaded: those that are served."""
+    """Lists the models that are loaded, and until when they stay if nobody uses them."""
     models = []
-    for target in context_of(request).models.engines():
-        info = target.engine.info
-        card = _card(target, await _weights(info.path))
+    for entry in context_of(request).models.entries:
+        if (info := entry.info) is None or entry.engine is None:
+            continue
+        card = _card(entry.name, info, await _weights(info.path))
         size_vram = 0 if info.device == "cpu" else card["size"]
-        models.append({**card, "expires_at": _NEVER, "size_vram": size_vram, "context_length": info.max_model_len})
+        stays = {"expires_at": _expires_at(entry), "size_vram": size_vram, "context_length": info.max_model_len}
+        models.append({**card, **stays})
     return json_response({"models": models})
 
 
 @router.post("/api/show", response_model=OllamaShowResponse)
 async def show(body: OllamaShowRequest, request: Request) -> Response:
     """Describes a model."""
-    target = context_of(request).models.find(body.served_name())
-    info = target.engine.info
+    described = context_of(request).models.describe(body.served_name())
+    info, name = described.known(), described.name
     files = await _weights(info.path)
-    card = _card(target, files)
+    card = _card(name, info, files)
     figures = {
         "general.architecture": info.model_type,
         "general.parameter_count": files.num_parameters,
@@ -118,7 +131,7 @@ async def show(body: OllamaShowRequest, request: Request) -> Response:
     return json_response(
         {
             "license": "",
-            "modelfile": f"FROM {target.name}\n",
+            "modelfile": f"FROM {name}\n",
             "parameters": "",
             "template": "",
             "details": card["details"],
@@ -132,7 +145,7 @@ async def show(body: OllamaShowRequest, request: Request) -> Response:
 @router.post("/api/pull", response_model=OllamaStatus)
 async def pull(body: OllamaShowRequest, request: Request) -> Response:
     """Succeeds for a model that is served; others are chosen when the server is started."""
-    context_of(request).models.find(body.served_name())
+    context_of(request).models.describe(body.served_name())
     return json_response({"status": "success"})
 
 
@@ -147,9 +160,13 @@ async def version() -> Response:
 @router.post("/v1/chat/completions", include_in_schema=False)
 @router.post("/v1/completions", include_in_schema=False)
 async def generate(body: TextRequest, request: Request) -> Response:
-    """Says what this server is, to clients that want text of it."""
+    """Says what this server is, to clients that want text of it. Ollama's load a model, or let it go, without any."""
+    life = body.life() if request.scope["path"].startswith("/api/") else None
+    if life is not None:
+        return await passed_on(load_or_let_go, OllamaLifeRequest, life, request)
     served = "; ".join(
-        f"{target.name} ({', '.join(target.engine.info.tasks)})" for target in context_of(request).models.names()
+        name if info is None else f"{name} ({', '.join(info.tasks)})"
+        for _, name, info in context_of(request).models.describe_all()
     )
     raise UnsupportedTaskError(
         f"This server embeds, scores and classifies texts and writes none. It has {served}: send texts to "
@@ -158,12 +175,39 @@ async def generate(body: TextRequest, request: Request) -> Response:
     )
 
 
+async def load_or_let_go(body: OllamaLifeRequest, request: Request) -> Response:
+    """Loads a model, or with a `keep_alive` of 0 unloads it, if it is one that comes and goes."""
+    context, name = context_of(request), body.served_name()
+    if body.keep_alive == 0:
+        context.models.keep(name, 0.0)
+    else:
+        await _found(context, request, body)
+    reason = "unload" if body.keep_alive == 0 else "load"
+    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return json_response({"model": name, "created_at": now, "response": "", "done": True, "done_reason": reason})
+
+
+async def _found(context: ServerContext, request: Request, body: OllamaEmbedBody | OllamaLifeRequest) -> Target:
+    """Returns what a request goes to; its model stays afterwards for as long as the request says."""
+    target = await context.find(request, body.served_name())
+    if body.keep_alive is not None:
+        context.models.keep(body.served_name(), body.keep_alive)
+    return target
+
+
 async def _weights(path: str) -> WeightFiles:
     return await asyncio.to_thread(WeightFiles.of, path)
 
 
-def _card(target: Target, files: WeightFiles) -> dict[str, Any]:
-    info = target.engine.info
+def _expires_at(entry: ModelEntry) -> str:
+    """Returns when a model is unloaded if no request comes any more."""
+    if entry.ttl_s == inf:
+        return _NEVER
+    since_s = 0.0 if entry.num_in_use else time.monotonic() - entry.last_used_s
+    return (datetime.now(UTC) + timedelta(seconds=entry.ttl_s - since_s)).isoformat().replace("+00:00", "Z")
+
+
+def _card(name: str, info: ModelInfo, files: WeightFiles) -> dict[str, Any]:
     modified = datetime.fromtimestamp(files.modified_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     details = {
         "parent_model": "",
@@ -174,8 +218,8 @@ def _card(target: Target, files: WeightFiles) -> dict[str, Any]:
         "quantization_level": _LEVELS.get(info.dtype, info.dtype.upper()),
     }
     return {
-        "name": target.name,
-        "model": target.name,
+        "name": name,
+        "model": name,
         "modified_at": modified,
         "size": files.num_bytes,
         "digest": _digest(info),

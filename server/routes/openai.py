@@ -7,15 +7,14 @@ from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
-from penstock.engine import AsyncEngine, PoolingParams, PoolingTask, RequestOptions
+from penstock.engine import PoolingParams, PoolingTask, RequestOptions
 
 from ..answers.sizes import of_numbers
 from ..answers.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
 from ..calls.context import ClientWatch, ServerContext, context_of
 from ..calls.inputs import check_inputs, engine_inputs
-from ..calls.models import Target
-from ..schemas.cohere import cohere_endpoints
-from ..schemas.encode import trained_outputs
+from ..calls.model_cards import model_card
+from ..models.table import Target
 from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.openai import EmbeddingRequest, EmbeddingResponse, ModelCard, ModelList, MultiVectorResponse
 from ..wire.encoding import Encoding
@@ -36,8 +35,9 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     if body.return_multivector:
         return await create_multi_vectors(body, request)
     context = context_of(request)
-    engine, name = context.models.find(body.model)
-    params, encodings, options = _checked(body, request, context, engine)
+    target = await context.find(request, body.model)
+    engine, name = target.engine, target.name
+    params, encodings, options = _checked(body, request, context, target)
     width = vector_width(engine.info, params)
     context.hold(request, of_numbers(body.num_inputs() * width, num_forms=len(encodings)))
     embed = engine.embed_late if body.late_chunking else engine.embed
@@ -56,8 +56,9 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     are documents.
     """
     context = context_of(request)
-    engine, name = context.models.find(body.model)
-    params, encodings, options = _checked(body, request, context, engine)
+    target = await context.find(request, body.model)
+    engine, name = target.engine, target.name
+    params, encodings, options = _checked(body, request, context, target)
     options = context.with_rows(request, options)
     with ClientWatch(request):
         texts, options = await engine_inputs(engine, body, options)
@@ -67,13 +68,13 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
 
 
 def _checked(
-    body: EmbeddingRequest, request: Request, context: ServerContext, engine: AsyncEngine
+    body: EmbeddingRequest, request: Request, context: ServerContext, target: Target
 ) -> tuple[PoolingParams, Mapping[str, Encoding], RequestOptions]:
     """Returns what a body asks of pooling, how its answer is written, and the engine's options."""
     check_inputs(context, body)
     params, encodings = body.pooling_params(), body.encodings()
-    check_encodings(encodings, body.num_inputs(), engine.info, params, quantized_by=body.quantized_by())
-    options = context.embed_options(request, engine.info, body, priority=body.priority)
+    check_encodings(encodings, body.num_inputs(), target.engine.info, params, quantized_by=body.quantized_by())
+    options = context.embed_options(request, target, body, priority=body.priority)
     if body.prefix is not None:
         options = replace(options, prompt=body.prefix)
     return params, encodings, options
@@ -82,48 +83,17 @@ def _checked(
 @router.get("/v1/models", response_model=ModelList, tags=["openai"])
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request, endpoint: str | None = None) -> Response:
-    """Lists every served name; with `endpoint`, as Cohere's clients ask, those that serve it."""
+    """Lists every model once, with its other names; with `endpoint`, as Cohere's clients ask, those that serve it."""
     context = context_of(request)
-    cards = [
-        _card(context, target)
-        for target in context.models.names()
-        if endpoint is None or endpoint in cohere_endpoints(target.engine.info)
-    ]
+    cards = [model_card(context, model) for model in context.models.describe_all()]
+    if endpoint is not None:
+        cards = [card for card in cards if endpoint in card["endpoints"]]
     return json_response({"object": "list", "data": cards, "models": cards})
 
 
 @router.get("/v1/models/{name:path}", response_model=ModelCard, tags=["openai"])
 @router.get("/models/{name:path}", include_in_schema=False)
 async def get_model(name: str, request: Request) -> Response:
-    """Describes one served name."""
+    """Describes a model by one of its names."""
     context = context_of(request)
-    return json_response(_card(context, context.models.find(name)))
-
-
-def _card(context: ServerContext, target: Target) -> dict[str, object]:
-    info = target.engine.info
-    facts = {
-        "kind": info.kind,
-        "tasks": info.tasks,
-        "outputs": trained_outputs(info),
-        "model_type": info.model_type,
-        "dtype": info.dtype,
-        "sequence_pooling": info.sequence_pooling,
-        "embedding_size": info.embedding_size,
-        "is_matryoshka": info.is_matryoshka,
-        "matryoshka_dimensions": info.matryoshka_dimensions,
-        "prompts": info.prompts,
-        "default_prompt_name": context.settings.default_prompt_name or info.default_prompt_name,
-        "num_labels": info.num_labels,
-    }
-    return {
-        "id": target.name,
-        "object": "model",
-        "created": context.started_s,
-        "owned_by": "penstock",
-        "max_model_len": info.max_model_len,
-        "name": target.name,
-        "endpoints": cohere_endpoints(info),
-        "context_length": info.max_model_len,
-        "facts": facts,
-    }
+    return json_response(model_card(context, context.models.describe(name)))

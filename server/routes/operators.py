@@ -28,7 +28,12 @@ ModelName = Annotated[str | None, Query(description="A served name; absent: the 
 @router.get("/tokenizer_info", response_model=TokenizerInfo)
 async def tokenizer_info(request: Request, model: ModelName = None) -> Response:
     """The settings of the tokenizer, as in tokenizer_config.json."""
-    return json_response(context_of(request).models.find(model).engine.tokenizer_config)
+    context = context_of(request)
+    target = await context.find(request, model)
+    try:
+        return json_response(target.engine.tokenizer_config)
+    finally:
+        context.models.release(request.scope)
 
 
 @router.get("/server_info", response_model=ServerInfo)
@@ -37,7 +42,7 @@ async def server_info(request: Request) -> Response:
     context = context_of(request)
     models = {
         name: {field: {"value": value, "source": source} for field, value, source in resolved_table(engine.info)}
-        for engine, name in context.models.engines()
+        for engine, name, _ in context.models.engines()
     }
     system = {"python": platform.python_version(), "platform": platform.platform(), "cpu_cores": os.cpu_count()}
     settings = _without_secrets(context.settings)
@@ -48,7 +53,7 @@ async def server_info(request: Request) -> Response:
 async def reset_prefix_cache(request: Request) -> Response:
     """Empties the prefix cache of every model. Requests under way go on, and leave nothing in it."""
     models = context_of(request).models
-    models.names()  # refuses while all are being loaded
+    models.describe_all()  # refuses while all are being loaded
     targets = models.engines()
     cleared = await asyncio.gather(*(target.engine.clear_prefixes() for target in targets))
     answer = {

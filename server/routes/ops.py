@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
-
-from penstock.engine.frontend.supervisor import EngineState
 
 from ..calls.context import context_of
 from ..wire.json_route import json_response
@@ -19,7 +16,7 @@ router = APIRouter(tags=["operations"])
 
 
 class Health(BaseModel):
-    """Whether the server works, and the state of each engine by its shown name."""
+    """Whether the server works, and the state of each model by its shown name."""
 
     status: str = Field(examples=["ok"])
     engines: dict[str, str] = Field(examples=[{"all-MiniLM-L6-v2": "ready"}])
@@ -37,8 +34,8 @@ _UNHEALTHY: Final[dict[int | str, dict[str, Any]]] = {503: {"model": Health, "de
 @router.get("/health/live", response_model=Health, responses=_UNHEALTHY)
 @router.head("/health/live", include_in_schema=False)
 async def live(request: Request) -> Response:
-    """200 while the process works: an engine that is being loaded does not count, one that was given up does."""
-    return _health(request, (EngineState.STARTING, EngineState.READY, EngineState.DRAINING))
+    """200 while the process works: an engine that is being loaded does not count, but all given up do."""
+    return _health(request, is_good=context_of(request).models.is_alive)
 
 
 @router.get("/health/ready", response_model=Health, responses=_UNHEALTHY)
@@ -48,8 +45,11 @@ async def live(request: Request) -> Response:
 @router.head("/health/ready", include_in_schema=False)
 @router.head("/health", include_in_schema=False)
 async def ready(request: Request) -> Response:
-    """200 when every engine takes requests; 503 while one starts, drains or is dead."""
-    return _health(request, (EngineState.READY,))
+    """200 when a model takes requests, or will be loaded for them; 503 while the server starts or drains.
+
+    Of several models one may be down: `engines` tells which.
+    """
+    return _health(request, is_good=context_of(request).models.is_ready)
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
@@ -64,9 +64,8 @@ async def get_version() -> Response:
     return json_response({"version": penstock_version()})
 
 
-def _health(request: Request, good: Collection[EngineState]) -> Response:
+def _health(request: Request, *, is_good: bool) -> Response:
     states = context_of(request).models.states()
-    is_good = all(state in good for state in states.values())
     response = json_response({"status": "ok" if is_good else "unavailable", "engines": states})
     response.status_code = 200 if is_good else 503
     return response

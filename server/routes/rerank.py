@@ -42,7 +42,8 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     if isinstance(body, TeiRerankRequest):
         return await answered_as_tei(answered(rerank_texts, body, request), request)
     context = context_of(request)
-    engine, name = context.models.find(body.model)
+    target = await context.find(request, body.model)
+    engine, name = target.engine, target.name
     context.check_count(body.documents, "documents")
     texts = body.texts()
     path = request.scope["path"]

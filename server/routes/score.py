@@ -22,7 +22,8 @@ router = APIRouter(route_class=JsonRoute, tags=["score"], responses=ERROR_RESPON
 async def score(body: ScoreRequest, request: Request) -> Response:
     """Scores pairs of texts: by the cross-encoder that is served, or by the cosine of embeddings."""
     context = context_of(request)
-    engine, name = context.models.find(body.model)
+    target = await context.find(request, body.model)
+    engine, name = target.engine, target.name
     left, right = sides = body.sides()
     for side in sides:
         context.check_count(getattr(body, side), side)

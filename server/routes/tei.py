@@ -58,10 +58,11 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     if isinstance(body, CohereEmbedRequest):
         return await cohere.embed_v1(body, request)
     began_s, context = time.perf_counter(), context_of(request)
-    engine, _ = context.models.find(body.model)
+    target = await context.find(request, body.model)
+    engine = target.engine
     context.check_count(body.inputs, "inputs")
     params = body.pooling_params()
-    options = context.options(request, body.prompt_name or context.settings.default_prompt_name, priority=body.priority)
+    options = context.options(request, body.prompt_name or target.default_prompt_name, priority=body.priority)
     context.hold(request, of_numbers(len(body.inputs) * vector_width(engine.info, params)), param="inputs")
     with ClientWatch(request):
         result = await engine.embed(body.inputs, params, options)
@@ -77,12 +78,13 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     A model that was trained for vectors of tokens (ColBERT) answers with those.
     """
     began_s, context = time.perf_counter(), context_of(request)
-    engine, _ = context.models.find(body.model)
+    target = await context.find(request, body.model)
+    engine = target.engine
     context.check_count(body.inputs, "inputs")
     info, params = engine.info, body.pooling_params()
     if info.multi_vector is None and info.token_heads is None:
         params = params.clone(normalize=False)
-    options = context.options(request, body.prompt_name or context.settings.default_prompt_name, priority=body.priority)
+    options = context.options(request, body.prompt_name or target.default_prompt_name, priority=body.priority)
     options = context.with_rows(request, options, param="inputs")
     with ClientWatch(request):
         result = await engine.token_embed(body.inputs, params, options)
@@ -95,9 +97,10 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
 async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response:
     """Embeds each input into a sparse vector over the vocabulary, with a model that gives some (SPLADE, bge-m3)."""
     began_s, context = time.perf_counter(), context_of(request)
-    engine, _ = context.models.find(body.model)
+    target = await context.find(request, body.model)
+    engine = target.engine
     context.check_count(body.inputs, "inputs")
-    options = context.options(request, body.prompt_name or context.settings.default_prompt_name, priority=body.priority)
+    options = context.options(request, body.prompt_name or target.default_prompt_name, priority=body.priority)
     context.hold(request, of_sparse(len(body.inputs)), param="inputs")
     with ClientWatch(request):
         result = await engine.sparse_embed(body.inputs, body.pooling_params(), options)
@@ -111,10 +114,11 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
 async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     """Compares a sentence with others by the cosine of their embeddings; all are read with the same prompt."""
     began_s, context = time.perf_counter(), context_of(request)
-    engine, _ = context.models.find(body.model)
+    target = await context.find(request, body.model)
+    engine = target.engine
     source, sentences = body.inputs.source_sentence, body.inputs.sentences
     context.check_count(sentences, "inputs.sentences")
-    prompt_name = body.prompt_name or engine.info.default_prompt_name or context.settings.default_prompt_name
+    prompt_name = body.prompt_name or engine.info.default_prompt_name or target.default_prompt_name
     options = context.options(request, prompt_name, priority=body.priority)
     if engine.info.kind is not ModelKind.EMBEDDING:
         raise UnsupportedTaskError(f"{engine.info.name} is a {engine.info.kind.value}; similarity needs embeddings.")
@@ -132,7 +136,7 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
 async def predict(body: TeiPredictRequest, request: Request) -> Response:
     """Classifies texts and pairs of texts. A list of them gets a list of lists, and so does a body of `parameters`."""
     began_s, context = time.perf_counter(), context_of(request)
-    engine, _ = context.models.find(body.model)
+    engine = (await context.find(request, body.model)).engine
     info, entries = engine.info, body.inputs.entries
     context.check_count(entries, "inputs")
     if body.function_to_apply not in (None, "none", info.activation.value) and info.labels:
@@ -157,7 +161,7 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
 async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     """Sorts texts by their relevance to a query, best first. Other dialects share its path: see rerank.py."""
     began_s, context = time.perf_counter(), context_of(request)
-    engine, _ = context.models.find(body.model)
+    engine = (await context.find(request, body.model)).engine
     context.check_count(body.texts, "texts")
     options = context.options(request, instruction=body.instruction, priority=body.priority)
     context.hold(request, of_scores(len(body.texts)), param="texts")

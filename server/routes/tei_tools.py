@@ -40,8 +40,9 @@ _POOLING_NAMES: Final = {"LAST": "last_token"}
 async def info(request: Request) -> Response:
     """Describes the default model and the limits of the server."""
     context = context_of(request)
-    engine, name = context.models.find(None)
-    model, settings = engine.info, context.settings
+    described = context.models.describe(None)
+    model, name = described.known(), described.name
+    settings = described.entry.model.settings or context.settings
     limits = SchedulerConfig(max_num_batched_tokens=settings.max_num_batched_tokens)
     return json_response(
         {
@@ -54,7 +55,7 @@ async def info(request: Request) -> Response:
             "max_input_length": model.max_model_len,
             "max_batch_tokens": max(limits.token_budget(model.device), model.max_model_len),
             "max_batch_requests": settings.max_num_seqs,
-            "max_client_batch_size": settings.max_inputs_per_request,
+            "max_client_batch_size": context.settings.max_inputs_per_request,
             "auto_truncate": True,
             "tokenization_workers": settings.tokenizer_workers,
             "version": penstock_version(),
@@ -68,7 +69,7 @@ async def info(request: Request) -> Response:
 async def decode(body: TeiDecodeRequest, request: Request) -> Response:
     """Returns the text of each list of token ids."""
     context = context_of(request)
-    engine, _ = context.models.find(body.model)
+    engine = (await context.find(request, body.model)).engine
     context.check_count(body.ids, "ids")
     check_num_ids(sum(map(len, body.ids)), "ids")
     with ClientWatch(request, is_timed=False):
@@ -80,7 +81,7 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
 async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response:
     """Returns the tokens of each text with their places. Other dialects share its path: see tokenize.py."""
     context = context_of(request)
-    engine, _ = context.models.find(body.model)
+    engine = (await context.find(request, body.model)).engine
     context.check_count(body.inputs, "inputs")
     prompt = _prompt(engine.info, body.prompt_name)
     texts = [prompt + text for text in body.inputs]
@@ -101,7 +102,8 @@ async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response
 async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) -> Response:
     """Answers as the Inference API: with what the body asks for, or what the served model is there for."""
     model = body.get("model")
-    engine, name = context_of(request).models.find(model if isinstance(model, str) else None)
+    target = await context_of(request).find(request, model if isinstance(model, str) else None)
+    engine, name = target.engine, target.name
     if isinstance(body.get("inputs"), dict):
         return await passed_on(similarity, TeiSimilarityRequest, body, request)
     if "texts" in body or "query" in body:

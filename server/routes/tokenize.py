@@ -42,7 +42,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         case CohereTokenizeRequest():
             return await cohere.tokenize(body, request)
     context = context_of(request)
-    engine, _ = context.models.find(body.model)
+    engine = (await context.find(request, body.model)).engine
     body.check_given()
     check_messages(context, body)
     with ClientWatch(request, is_timed=False):
@@ -56,7 +56,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Returns the text of tokens, in vLLM's answer; /v1/detokenize gives Cohere's and /decode TEI's."""
     context = context_of(request)
-    engine, _ = context.models.find(body.model)
+    engine = (await context.find(request, body.model)).engine
     check_num_ids(len(body.tokens), "tokens")
     text = ""
     if body.tokens:

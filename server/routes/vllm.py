@@ -41,14 +41,15 @@ _EMBEDS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 async def pooling(body: PoolingRequest, request: Request) -> Response:
     """Answers with the numbers themselves: embeddings or class scores, of each input or of each of its tokens."""
     context = context_of(request)
-    engine, name = context.models.find(body.model)
+    target = await context.find(request, body.model)
+    engine, name = target.engine, target.name
     check_inputs(context, body)
     task, encoding, params = body.pooling_task(engine.info.tasks), body.encoding(), body.pooling_params()
     _check_encoding(encoding, task, vector_width(engine.info, params))
     check_bytes(encoding, body.num_inputs())
     options = context.options(request, priority=body.priority)
     if task in _EMBEDS:
-        options = context.embed_options(request, engine.info, body, priority=body.priority)
+        options = context.embed_options(request, target, body, priority=body.priority)
     else:
         body.check_prompt(task)
     if task in (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY):
@@ -68,7 +69,7 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
 async def load(request: Request) -> Response:
     """Tells how many requests are under way."""
     engines = context_of(request).models.engines()
-    return json_response({"server_load": sum(engine.stats().num_requests for engine, _ in engines)})
+    return json_response({"server_load": sum(target.engine.stats().num_requests for target in engines)})
 
 
 def _check_encoding(encoding: Encoding, task: PoolingTask, width: int) -> None:

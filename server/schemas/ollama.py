@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import re
+from math import inf
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from penstock.engine import ModelInfo, PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
@@ -14,6 +16,29 @@ from ..wire.json_schema import documented
 from .fields.options import Count, Flag, RequestBody, Width
 from .fields.passed_keys import let_pass
 from .fields.texts import TextOrTexts
+
+_DURATION: Final = re.compile(r"-?(\d+(\.\d+)?(ns|us|µs|ms|s|m|h))+")
+_UNIT_S: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _seconds(value: object) -> object:
+    """Returns the seconds of a number of seconds, or of a duration as Go writes it; below 0 is for ever."""
+    if isinstance(value, str) and _DURATION.fullmatch(value):
+        parts = re.findall(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)", value)
+        value = sum(float(number) * _UNIT_S[unit] for number, unit in parts) * (-1 if value[0] == "-" else 1)
+    elif isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError("must be seconds or a duration such as 5m; below 0 is for ever") from None
+    return inf if isinstance(value, int | float) and value < 0 else value
+
+
+KeepAlive = Annotated[
+    float,
+    BeforeValidator(_seconds, json_schema_input_type=float | str),
+    Field(description="Seconds, or a duration such as 5m, that a model which comes and goes stays; below 0: for ever."),
+]
 
 
 class OllamaBody(RequestBody):
@@ -32,6 +57,8 @@ class OllamaEmbedBody(OllamaBody):
     options: dict[str, Any] | None = Field(
         None, description="Ollama's: `num_ctx` is the longest input in tokens, others say nothing about embeddings."
     )
+
+    keep_alive: KeepAlive | None = None
 
     def longest(self, model: ModelInfo) -> int:
         """Returns the tokens that an input may have: -1 for what the model takes, or `num_ctx` where that is less."""
@@ -95,10 +122,25 @@ class OllamaShowRequest(OllamaBody):
 
 
 class TextRequest(JsonBody):
-    """Whatever a client sends that wants text written: it is refused, so no key of it is looked at."""
+    """Whatever a client sends that wants text written: it is refused, whatever else stands in it."""
 
     def check_keys(self) -> None:
         """Lets all keys pass."""
+
+    def life(self) -> dict[str, Any] | None:
+        """Returns the body of an OllamaLifeRequest where there is nothing to write about: it is about the model."""
+        sent = self.model_extra or {}
+        if "model" not in sent or sent.get("prompt") or sent.get("messages"):
+            return None
+        return {key: sent[key] for key in ("model", "keep_alive") if key in sent}
+
+
+class OllamaLifeRequest(OllamaBody):
+    """Body of POST /api/generate and /api/chat without a text: it loads a model, or lets it go."""
+
+    model_config = documented({"model": "all-MiniLM-L6-v2", "keep_alive": 0})
+
+    keep_alive: KeepAlive | None = None
 
 
 class OllamaEmbedResponse(BaseModel):
@@ -107,7 +149,7 @@ class OllamaEmbedResponse(BaseModel):
     model: str
     embeddings: list[list[float]]
     total_duration: int = Field(description="Nanoseconds.")
-    load_duration: int = Field(description="Nanoseconds. 0: the model is loaded.")
+    load_duration: int = Field(description="Nanoseconds that the request waited for the model; 0: it was loaded.")
     prompt_eval_count: int = Field(description="Tokens of the inputs.")
 
 
@@ -148,7 +190,7 @@ class OllamaModels(BaseModel):
 class OllamaRunningModel(OllamaModel):
     """A model that is loaded."""
 
-    expires_at: str = Field(description="Never: it stays loaded.")
+    expires_at: str = Field(description="When it is unloaded if it is not used; the year 2999: never.")
     size_vram: int = Field(description="Bytes on a GPU.")
     context_length: Count
 

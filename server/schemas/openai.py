@@ -172,18 +172,30 @@ class ModelFacts(BaseModel):
     num_labels: int = Field(description="Classes of its own.")
 
 
+class ModelLife(BaseModel):
+    """Where a model is, in llama.cpp's words, and its engine."""
+
+    value: Literal["unloaded", "loading", "loaded", "leaving", "failed"]
+    state: str = Field(description="As /health has it: of the engine, where there is one.", examples=["ready"])
+
+
 class ModelCard(BaseModel):
-    """One served name. `name`, `endpoints` and `context_length` are what Cohere's clients read."""
+    """One served model. `name`, `endpoints` and `context_length` are what Cohere's clients read.
+
+    What is only known once a model has been loaded is null or empty before.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int = Field(description="Tokens. Longest input.")
+    max_model_len: int | None = Field(description="Tokens. Longest input.")
     name: str
+    aliases: list[str] = Field(description="Its other names.")
     endpoints: list[Literal["embed", "rerank", "classify"]]
-    context_length: int = Field(description="Tokens. Longest input.")
-    facts: ModelFacts = Field(description="penstock's own; its playground reads them.")
+    context_length: int | None = Field(description="Tokens. Longest input.")
+    status: ModelLife
+    facts: ModelFacts | None = Field(description="penstock's own; its playground reads them.")
 
 
 class ModelList(BaseModel):

@@ -24,12 +24,12 @@ from starlette.types import Message, Scope
 
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
-from ..calls.models import ModelTable
 from ..errors.handlers import engine_refusal
 from ..errors.tei_errors import tei_engine_error_response
 from ..middleware.auth import ApiKeys, offered_keys
 from ..middleware.exchange import RequestIds, canonical_path
 from ..middleware.refusal_pace import RefusalPace, longest_wait_s
+from ..models.table import ModelTable
 from ..observability.timing import Observer, RequestRecord
 from ..wire.json_route import JsonRoute
 from ..wire.request_limits import WITHOUT_FORWARD

@@ -93,6 +93,7 @@ class JsonPaths:
         routes: The routes by their paths.
         error_handlers: Makes an answer of an error, by its class.
         on_end: Called with the scope of each request when its answer has gone.
+        on_answer: Called with it as soon as the answer, or why there is none, is known: nothing is computed any more.
     """
 
     def __init__(
@@ -101,11 +102,13 @@ class JsonPaths:
         routes: Mapping[str, JsonRoute],
         error_handlers: Mapping[Any, Callable[[Request, Any], Any]],
         on_end: Callable[[Scope], None],
+        on_answer: Callable[[Scope], None] = lambda _: None,
     ) -> None:
         self.app = app
         self._routes = {path: (route, route.get_route_handler()) for path, route in routes.items()}
         self._error_handlers = error_handlers
         self._on_end = on_end
+        self._on_answer = on_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, or passes it on."""
@@ -123,6 +126,8 @@ class JsonPaths:
                 if not known:
                     raise
                 response = await self._error_handlers[known[0]](request, error)
+            finally:
+                self._on_answer(scope)
             await response(scope, receive, send)
         finally:
             self._on_end(scope)

@@ -22,7 +22,7 @@ import pytest
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.app import create_app
-from penstock.server.calls.models import ServedModel
+from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
 Serving = Callable[[Path], AbstractAsyncContextManager[tuple[httpx.AsyncClient, AsyncEngine]]]
@@ -224,6 +224,6 @@ def serving_folder() -> Serving:
             httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client,
         ):
             await app.state.startup.wait()
-            yield client, app.state.context.models.find(None).engine
+            yield client, app.state.context.models.entry(None).engine
 
     return serve

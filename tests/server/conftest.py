@@ -35,7 +35,7 @@ from penstock.engine.protocol.templates import ChatOptions, ChatTemplate
 from penstock.engine.protocol.vectors import SparseVector
 from penstock.engine.tokenization.chat_renderer import ChatRenderer
 from penstock.server.app import create_app
-from penstock.server.calls.models import ServedModel
+from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
 WIDTH = 8

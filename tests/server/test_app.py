@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.server.app import create_app
-from penstock.server.calls.models import ServedModel
+from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
 STARTING = {

@@ -15,7 +15,7 @@ from penstock.engine.protocol.errors import (
 )
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server.app import create_app
-from penstock.server.calls.models import ServedModel
+from penstock.server.models.served_model import ServedModel
 from penstock.server.openapi import DESCRIPTION
 from penstock.server.settings import ServerSettings
 

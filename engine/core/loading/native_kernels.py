@@ -14,7 +14,7 @@ from ...native.array_encoder import find_reader
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ModelLoadError
 from ...protocol.model_info import ModelInfo
-from ..host import usable_cores
+from ..host import threads_of
 from .bfloat16_gain import bfloat16_gain
 
 logger = logging.getLogger("penstock.engine")
@@ -85,7 +85,7 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
             )
         return None
     try:
-        return _checked(config.num_threads or usable_cores())
+        return _checked(threads_of(config))
     except NativeError as error:
         if insists:
             raise ModelLoadError(

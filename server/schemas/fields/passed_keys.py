@@ -39,7 +39,7 @@ PASSED_KEYS: Final[Mapping[Dialect, Mapping[str, str]]] = {
         "user": _USER,
         "options": "whether the Inference API waits for a model and uses its cache; Weaviate and LiteLLM send it.",
     },
-    "ollama": {"user": _USER, "keep_alive": "how long a model stays loaded; here it stays."},
+    "ollama": {"user": _USER},
     "penstock": {"user": _USER},
 }
 

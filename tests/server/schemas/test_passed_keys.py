@@ -5,7 +5,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from penstock.server.app import create_app
-from penstock.server.calls.models import ServedModel
+from penstock.server.models.served_model import ServedModel
 from penstock.server.schemas.fields.passed_keys import PASSED_KEYS
 from penstock.server.settings import ServerSettings
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import uvicorn
 
 from penstock.server.app import create_app
-from penstock.server.calls.models import ServedModel
+from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 from penstock.server.transport.connection import Connection
 from penstock.server.transport.http_server import HttpServer
