@@ -155,9 +155,9 @@ class ModelKeeper:
                 await engine.close()
                 raise
         except Exception as error:
+            if entry.waiters:
+                log_failure(entry, error)
             entry.failed(error, time.monotonic())
-            is_known = isinstance(error, EngineError | OSError)
-            logger.error("%s could not be loaded: %s", entry.name, error, exc_info=None if is_known else error)
         except BaseException:
             entry.unloaded()
             raise
@@ -250,6 +250,12 @@ class ModelKeeper:
                 await self._changed.wait()
         except TimeoutError:
             return
+
+
+def log_failure(entry: ModelEntry, error: Exception) -> None:
+    """Logs why a model could not be loaded, with a traceback where that is a surprise."""
+    is_known = isinstance(error, EngineError | OSError)
+    logger.error("%s could not be loaded: %s", entry.name, error, exc_info=None if is_known else error)
 
 
 def _unavailable(entry: ModelEntry) -> EngineUnavailableError:

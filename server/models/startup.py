@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from .keeper import ModelKeeper
+from .keeper import ModelKeeper, log_failure
 from .table import ModelTable
 
 
@@ -47,9 +47,11 @@ class Startup:
 
     async def _load(self) -> None:
         first = [entry for entry in self.keeper.entries if entry.model.is_preloaded]
-        errors = [error for entry in first if (error := await self.keeper.load(entry)) is not None]
-        if errors and len(errors) == len(self.keeper.entries):
-            self.on_failure(errors[0])
-            raise errors[0]
+        failed = [(entry, error) for entry in first if (error := await self.keeper.load(entry)) is not None]
+        if failed and len(failed) == len(self.keeper.entries):
+            self.on_failure(failed[0][1])
+            raise failed[0][1]
+        for entry, error in failed:
+            log_failure(entry, error)
         self.table.is_starting = False
         self.on_ready()

@@ -179,7 +179,11 @@ class ModelTable:
 
     def states(self) -> dict[str, str]:
         """Returns where each model is in its life, by its shown name."""
-        return {entry.name: entry.state for entry in self.entries}
+        states = {entry.name: entry.state for entry in self.entries}
+        if self.is_starting:
+            expected = [e.name for e in self.entries if e.status is ModelStatus.UNLOADED and e.model.is_preloaded]
+            states |= dict.fromkeys(expected, EngineState.STARTING)
+        return states
 
     def _given(self, entry: ModelEntry, name: str | None, scope: Scope) -> Target:
         """Returns the target of a request that has the engine of a model from now on."""

@@ -224,6 +224,9 @@ class FakeEngine:
     async def detokenize(self, batches, *, skip_special_tokens=True):
         return [" ".join(f"t{token_id}" for token_id in ids) for ids in batches]
 
+    def host_bytes(self) -> int:
+        return 0
+
     async def clear_prefixes(self) -> int | None:
         return self.cached_blocks
 
@@ -294,7 +297,8 @@ def serving() -> Serving:
         async def start() -> FakeEngine:
             return engine
 
-        app = create_app([ServedModel(names, start)], ServerSettings(**settings))
+        model = ServedModel(names, start, settings.pop("default_prompt_name", None))
+        app = create_app([model], ServerSettings(**settings))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (
             app.router.lifespan_context(app),

@@ -46,7 +46,7 @@ async def test_a_default_prompt_that_the_model_lacks_stops_the_start(serving, en
     assert engine.is_closed
 
 
-async def test_a_second_model_that_cannot_load_closes_the_first(engine) -> None:
+async def test_a_model_that_cannot_load_disturbs_no_other(engine) -> None:
     async def start():
         return engine
 
@@ -54,9 +54,17 @@ async def test_a_second_model_that_cannot_load_closes_the_first(engine) -> None:
         raise ModelLoadError("no such model")
 
     app = create_app([ServedModel(("a",), start), ServedModel(("b",), fail)], ServerSettings())
-    async with app.router.lifespan_context(app):
-        with pytest.raises(ModelLoadError):
-            await app.state.startup.wait()
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+    ):
+        await app.state.startup.wait()
+        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
+        lost = await client.post("/v1/embeddings", json={"input": "a", "model": "b"})
+        assert (lost.status_code, lost.headers["retry-after"]) == (503, "1")
+        assert "no such model" not in lost.text  # that is for the log
+        ready = await client.get("/health/ready")
+        assert (ready.status_code, ready.json()["engines"]) == (200, {"a": "ready", "b": "failed"})
     assert engine.is_closed
 
 
@@ -131,7 +139,8 @@ async def test_two_models_in_one_table(make_engine) -> None:
         assert (await client.post("/v1/embeddings", json={"input": "a", "model": "uno"})).status_code == 200
         assert (await client.post("/classify", json={"input": "a", "model": "two"})).status_code == 200
         assert (await client.post("/v1/embeddings", json={"input": "a"})).json()["model"] == "one"
-        assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == ["one", "uno", "two"]
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["aliases"]) for card in cards] == [("one", ["uno"]), ("two", [])]
 
 
 MODULES = ["commands.cli", "commands.serve", "app", "settings", "commands.embed.run"]

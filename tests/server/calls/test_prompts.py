@@ -5,7 +5,9 @@ from fastapi import Request
 
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.server.answers.room import AnswerRoom
-from penstock.server.calls.context import ModelTable, ServerContext
+from penstock.server.calls.context import ServerContext
+from penstock.server.models.keeper import KeeperLimits, ModelKeeper
+from penstock.server.models.table import ModelTable, Target
 from penstock.server.schemas.openai import EmbeddingRequest
 from penstock.server.settings import ServerSettings
 
@@ -55,37 +57,37 @@ def body(**fields: str) -> EmbeddingRequest:
     return EmbeddingRequest(input=["a"], **fields)
 
 
-def context(**settings: object) -> ServerContext:
-    return ServerContext(ServerSettings(**settings), None, ModelTable(), 0, AnswerRoom(1))
+def context() -> ServerContext:
+    return ServerContext(ServerSettings(), None, ModelTable(ModelKeeper([], KeeperLimits())), 0, AnswerRoom(1))
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])
 @pytest.mark.parametrize(("prompts", "word", "expected"), CASES)
 def test_a_word_finds_its_prompt(make_engine, prompts: dict, word: str, expected: str | None, field: str) -> None:
-    options = context().embed_options(REQUEST, make_engine(prompts=prompts).info, body(**{field: word}))
+    options = context().embed_options(REQUEST, Target(make_engine(prompts=prompts), "m", None), body(**{field: word}))
     assert (options.prompt_name, options.prompt) == (expected, None)
 
 
 def test_the_first_of_several_counts(make_engine) -> None:
-    info = make_engine(prompts=E5).info
+    target = Target(make_engine(prompts=E5), "m", None)
     for fields, expected in (
         ({"prompt_name": "passage", "input_type": "query"}, "passage"),
         ({"input_type": "query", "task": "retrieval.passage"}, "query"),
         ({"prompt_name": "", "input_type": "", "task": "query"}, "query"),
     ):
-        assert context().embed_options(REQUEST, info, body(**fields)).prompt_name == expected
+        assert context().embed_options(REQUEST, target, body(**fields)).prompt_name == expected
 
 
 def test_the_servers_default_is_for_requests_that_say_nothing(make_engine) -> None:
-    info, server = make_engine(prompts=QUERY_ONLY).info, context(default_prompt_name="query")
-    assert server.embed_options(REQUEST, info, body()).prompt_name == "query"
-    assert server.embed_options(REQUEST, info, body(input_type="document")).prompt_name is None
+    target, server = Target(make_engine(prompts=QUERY_ONLY), "m", "query"), context()
+    assert server.embed_options(REQUEST, target, body()).prompt_name == "query"
+    assert server.embed_options(REQUEST, target, body(input_type="document")).prompt_name is None
 
 
 def test_an_instruction_replaces_that_of_the_query_prompt(make_engine) -> None:
-    info = make_engine(prompts=QWEN).info
+    target = Target(make_engine(prompts=QWEN), "m", None)
     for arguments in ({}, {"input_type": "search_query"}, {"prompt_name": "query"}):
-        options = context().embed_options(REQUEST, info, body(instruction="Find the law", **arguments))
+        options = context().embed_options(REQUEST, target, body(instruction="Find the law", **arguments))
         assert (options.prompt, options.instruction) == ("Instruct: Find the law\nQuery:", None)
 
 
@@ -102,6 +104,6 @@ def test_an_instruction_replaces_that_of_the_query_prompt(make_engine) -> None:
 )
 def test_what_cannot_be_is_refused(make_engine, prompts: dict, arguments: dict, param: str, part: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        context().embed_options(REQUEST, make_engine(prompts=prompts).info, body(**arguments))
+        context().embed_options(REQUEST, Target(make_engine(prompts=prompts), "m", None), body(**arguments))
     assert caught.value.param == param
     assert part in caught.value.message

@@ -1,6 +1,7 @@
 """What a server says of itself when it is ready."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from safetensors.torch import save_file
 
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.server.commands.announcement import announcement, exposure
+from penstock.server.models.model_entry import ModelEntry
+from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
 
@@ -19,7 +22,9 @@ def info(make_engine, tmp_path: Path) -> ModelInfo:
 
 
 def said(info: ModelInfo, port: int = 8000, **settings: Any) -> list[str]:
-    return announcement([(info, "a-model")], ServerSettings(**settings), port).splitlines()
+    entry = ModelEntry(ServedModel(("a-model",), None), lambda _: None)
+    entry.loaded(SimpleNamespace(info=info), 0.1, 0.0)
+    return announcement([entry], ServerSettings(**settings), port).splitlines()
 
 
 def test_what_is_served_and_where(info: ModelInfo) -> None:

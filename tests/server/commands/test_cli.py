@@ -128,7 +128,7 @@ def help_of(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("command", "titles"),
     [
-        ("serve", ["Model", "Limits", "HTTP", "Memory", "Logging"]),
+        ("serve", ["Model", "Limits", "HTTP", "Several models", "Memory", "Logging"]),
         ("embed", ["Input and output", "Model", "Limits", "Memory", "Logging"]),
         ("info", ["Model", "Limits", "Memory", "Logging"]),
     ],
@@ -183,7 +183,7 @@ def test_bool_flags_have_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_AUTO_TRUNCATE", "true")
     seen = {}
     monkeypatch.setattr(
-        "penstock.server.commands.serve.serve", lambda settings, model, names, _: seen.update(settings=settings)
+        "penstock.server.commands.serve.serve", lambda settings, plans, _: seen.update(settings=settings)
     )
     assert cli.main(["serve", "some/model", "--no-auto-truncate"]) == 0
     assert seen["settings"].auto_truncate is False

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock.engine import AsyncEngine
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.server.commands import cli, serve
+from penstock.server.commands import cli, serve, served_models
 
 
 @pytest.fixture
@@ -31,9 +32,9 @@ def test_an_engine_that_cannot_start_ends_the_server_in_a_line(
     async def fail(*_: object, **__: object) -> None:
         raise failure
 
-    monkeypatch.setattr(serve.AsyncEngine, "start", fail)
+    monkeypatch.setattr(AsyncEngine, "start", fail)
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(serve, "check_model", lambda *_: None)
+    monkeypatch.setattr(served_models, "resolved", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", "/models/x", "--host", "127.0.0.1", "--port", "0"])
     assert ended.value.code == serve.START_FAILED

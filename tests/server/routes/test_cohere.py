@@ -350,8 +350,8 @@ async def test_models(serving, make_engine, kind: str, endpoints: list[str]) -> 
     async with serving(make_engine(kind, ("x", "y"))) as http:
         v2 = client_of(cohere.AsyncClientV2, http)
         models = (await v2.models.list()).models
-        assert [model.name for model in models] == ["fake-model", MODEL]
+        assert [model.name for model in models] == ["fake-model"]
         for model in [*models, await v2.models.get(MODEL)]:
             assert (model.endpoints, model.context_length) == (endpoints, 64)
             assert model.tokenizer_url is None  # with one, the client would tokenize by itself
-        assert len((await v2.models.list(endpoint="rerank")).models) == 2 * ("rerank" in endpoints)
+        assert len((await v2.models.list(endpoint="rerank")).models) == ("rerank" in endpoints)

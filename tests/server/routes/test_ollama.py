@@ -64,7 +64,7 @@ async def test_what_is_too_long_is_cut(
 
 async def test_models_are_listed(client: httpx.AsyncClient, folder: Path) -> None:
     models = (await client.get("/api/tags")).json()["models"]
-    names = [row["id"] for row in (await client.get("/v1/models")).json()["data"]]
+    names = [name for row in (await client.get("/v1/models")).json()["data"] for name in (row["id"], *row["aliases"])]
     assert [model["name"] for model in models] == names == [model["model"] for model in models]
     assert {model["size"] for model in models} == {1000}
     assert all(len(model["digest"]) == 64 for model in models)
@@ -98,7 +98,7 @@ WRONG = [
     ("/api/embed", {"model": "alias", "input": "a", "dimensions": 3}, 400, "dimensions is 3"),
     ("/api/embeddings", {"model": "alias", "prompt": ["a"]}, 400, "prompt"),
     ("/api/generate", {"model": "alias", "prompt": "Why?", "stream": False}, 400, "writes none. It has "),
-    ("/api/chat", {"model": "alias", "messages": []}, 400, "/api/embed"),
+    ("/api/chat", {"model": "alias", "messages": [{"role": "user", "content": "Hi"}]}, 400, "/api/embed"),
     ("/api/blobs", {}, 404, "/api/blobs"),
 ]
 

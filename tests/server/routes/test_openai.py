@@ -232,8 +232,10 @@ async def test_a_classifier_refuses_embeddings(serving, make_engine) -> None:
 @pytest.mark.parametrize("path", ["/v1/models", "/models", "/v1/models/"])
 async def test_models_are_listed(client: httpx.AsyncClient, path: str) -> None:
     answer = (await client.get(path)).json()
-    assert [card["id"] for card in answer["data"]] == ["fake-model", "alias"]
-    assert {card["max_model_len"] for card in answer["data"]} == {64}
+    assert [card["id"] for card in answer["data"]] == ["fake-model"]
+    (card,) = answer["data"]
+    assert (card["aliases"], card["max_model_len"]) == (["alias"], 64)
+    assert card["status"] == {"value": "loaded", "state": "ready"}
 
 
 async def test_a_card_says_what_the_model_is(serving, make_engine) -> None:

@@ -31,7 +31,6 @@ TABLE = {
     "tei": {"user": USER, "options": "Weaviate and LiteLLM send what the Inference API is to wait for"},
     "ollama": {
         "user": USER,
-        "keep_alive": "how long a model stays loaded; here models stay",
     },
     "penstock": {"user": USER},
 }
