@@ -134,7 +134,6 @@ class ModelKeeper:
         task = self._loads.get(entry.name)
         if task is None:
             task = self._loads[entry.name] = asyncio.create_task(self._load(entry))
-            task.add_done_callback(lambda _: self._loads.pop(entry.name))
         return task
 
     async def _load(self, entry: ModelEntry) -> None:
@@ -154,7 +153,7 @@ class ModelKeeper:
             except BaseException:
                 await engine.close()
                 raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told, and other models go on
             if entry.waiters:
                 log_failure(entry, error)
             entry.failed(error, time.monotonic())
@@ -169,6 +168,7 @@ class ModelKeeper:
             if entry.is_idle:
                 self._became_idle(entry)
         finally:
+            del self._loads[entry.name]
             self._changed.set()
 
     async def _make_room(self, entry: ModelEntry) -> None:

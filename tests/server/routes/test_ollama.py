@@ -1,11 +1,16 @@
 """Ollama's dialect, as its clients send and read it."""
 
-from datetime import datetime
+import asyncio
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+
+from penstock.server.app import create_app
+from penstock.server.models.served_model import ServedModel
+from penstock.server.settings import ServerSettings
 
 TEXTS = ["hello", "hello world"]
 
@@ -128,3 +133,39 @@ async def test_keys_guard_embeddings_and_not_the_list(serving, engine, folder: P
             response = await client.post(path, json={"model": "alias", "input": "a"})
             assert response.status_code == 401
             assert isinstance(response.json()["error"], str)
+
+
+async def test_clients_say_how_long_a_model_stays_that_comes_and_goes(make_engine, folder: Path) -> None:
+    async def start():
+        return make_engine(path=str(folder))
+
+    app = create_app([ServedModel(("m",), start, is_preloaded=False)], ServerSettings())
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        await app.state.startup.wait()
+
+        async def loaded() -> list[dict]:
+            return (await client.get("/api/ps")).json()["models"]
+
+        assert await loaded() == []
+        answer = await client.post("/api/embed", json={"model": "m", "input": "a", "keep_alive": "1h30m"})
+        assert answer.json()["load_duration"] >= 0
+        left = datetime.fromisoformat((await loaded())[0]["expires_at"]) - datetime.now(UTC)
+        assert 5300 < left.total_seconds() <= 5400
+        await client.post("/api/embeddings", json={"model": "m", "prompt": "a", "keep_alive": -1})
+        assert (await loaded())[0]["expires_at"].startswith("2999")
+        gone = (await client.post("/api/generate", json={"model": "m", "keep_alive": 0})).json()
+        assert (gone["done"], gone["done_reason"], gone["response"]) == (True, "unload", "")
+        await asyncio.sleep(0.05)
+        assert await loaded() == []
+        assert (await client.post("/api/generate", json={"model": "m"})).json()["done_reason"] == "load"
+        assert len(await loaded()) == 1
+        wrong = await client.post("/api/embed", json={"model": "m", "input": "a", "keep_alive": "soon"})
+        assert wrong.status_code == 400
+        assert wrong.json()["error"].startswith("keep_alive must be seconds or a duration")
+
+
+async def test_a_model_that_stays_is_not_sent_away_by_clients(client: httpx.AsyncClient, folder: Path) -> None:
+    assert (await client.post("/api/embed", json={"model": "alias", "input": "a", "keep_alive": 0})).status_code == 200
+    await asyncio.sleep(0.05)
+    assert len((await client.get("/api/ps")).json()["models"]) == 1

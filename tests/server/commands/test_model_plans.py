@@ -1,0 +1,151 @@
+"""What the command line and a file say is to be served."""
+
+import re
+import tomllib
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.server.commands import cli
+from penstock.server.commands.config_file import read_config
+from penstock.server.commands.config_template import config_template
+from penstock.server.commands.model_plans import ModelPlan
+from penstock.server.settings import ServerSettings, UsageError
+
+
+@pytest.fixture
+def planned(tmp_path: Path):
+    """Plan what a file and a command line say."""
+
+    def plan(text: str | None = None, **given: Any) -> tuple[ServerSettings, list[ModelPlan]]:
+        if text is not None:
+            given["config"] = str(tmp_path / "penstock.toml")
+            Path(given["config"]).write_text(text)
+        return cli._planned(given)
+
+    return plan
+
+
+def test_models_of_the_command_line(planned) -> None:
+    _, plans = planned(model=["owner/a", "owner/b"], max_loaded_models="1")
+    assert [(plan.model, plan.names, plan.is_preloaded) for plan in plans] == [
+        ("owner/a", ("owner/a",), True),
+        ("owner/b", ("owner/b",), False),
+    ]
+
+
+def test_one_model_is_as_ever(planned) -> None:
+    settings, (plan,) = planned(model=["owner/a"], served_model_name=["x,y"], default_prompt_name="query")
+    assert (plan.names, plan.default_prompt_name, plan.settings) == (("x", "y"), "query", settings)
+    assert (plan.is_preloaded, plan.is_pinned, plan.ttl_s) == (True, False, inf)
+
+
+FILE = """
+port = 9000
+dtype = "float32"
+api_key = ["k"]
+
+[[models]]
+model = "owner/a"
+name = "a"
+aliases = ["text-embedding-3-small", "b"]
+pin = true
+dtype = "bfloat16"
+max_model_len = 128
+pooler_config = { pooling_type = "CLS" }
+
+[[models]]
+model = "owner/c"
+preload = false
+ttl = 300
+default_prompt_name = "query"
+"""
+
+
+def test_models_of_a_file(planned) -> None:
+    settings, (first, second) = planned(FILE, num_threads="3")
+    assert (settings.port, settings.api_key) == (9000, ("k",))
+    assert (first.names, first.is_pinned, first.is_preloaded) == (("a", "text-embedding-3-small", "b"), True, True)
+    assert (first.settings.dtype, first.settings.max_model_len, first.settings.num_threads) == ("bfloat16", 128, 3)
+    assert first.settings.pooler_config.pooling_type == "CLS"
+    assert (second.names, second.settings.dtype, second.settings.num_threads) == (("owner/c",), "float32", 3)
+    assert (second.is_preloaded, second.ttl_s, second.default_prompt_name) == (False, 300.0, "query")
+
+
+def test_a_flag_wins_over_a_variable_wins_over_the_file(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned("port = 1\n", model=["a/b"])[0].port == 1
+    monkeypatch.setenv("PENSTOCK_PORT", "")
+    assert planned("port = 1\n", model=["a/b"])[0].port == 1
+    monkeypatch.setenv("PENSTOCK_PORT", "2")
+    assert planned("port = 1\n", model=["a/b"])[0].port == 2
+    assert planned("port = 1\n", model=["a/b"], port="3")[0].port == 3
+
+
+WRONG = [
+    ("port = 99999999", "penstock.toml: port: "),
+    ("prot = 1", "penstock.toml: prot is no setting; did you mean port?"),
+    ("model = 'a/b'", "penstock.toml: model has no place at the top: write a [[models]] table"),
+    ("port = ", "penstock.toml is no TOML: "),
+    ("models = 3", "models must be tables"),
+    ("[[models]]\nname = 'a'", "models[0].model: is missing; name a local folder or a hub id"),
+    ("[[models]]\nmodel = 'a/b'\ndtyp = 'x'", "models[0].dtyp: is no setting of a model; did you mean dtype?"),
+    ("[[models]]\nmodel = 'a/b'\nhost = 'x'", "models[0].host: is a setting of the server; write it above the tables"),
+    ("[[models]]\nmodel = 'a/b'\nttl = -1", "models[0].ttl: "),
+    ("[[models]]\nmodel = 'a/b'\n[[models]]\nmodel = 'c/d'\nname = 'a/b'", "two models are served as 'a/b'"),
+    (
+        "max_loaded_models = 1\n[[models]]\nmodel = 'a/b'\npin = true\n[[models]]\nmodel = 'c/d'",
+        "--max-loaded-models: pinned models take all the room",
+    ),
+    (
+        "max_loaded_models = 1\n[[models]]\nmodel = 'a/b'\npreload = true\n[[models]]\nmodel = 'c/d'\npreload = true",
+        "--max-loaded-models: 1 have room, but 2 models say preload",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG)
+def test_a_wrong_file_is_refused_with_the_place(planned, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        planned(text)
+
+
+def test_models_are_named_in_one_place(planned, tmp_path: Path) -> None:
+    tables = "[[models]]\nmodel = 'a/b'\n"
+    with pytest.raises(UsageError, match="has tables of models"):
+        planned(tables, model=["c/d"])
+    with pytest.raises(UsageError, match="--served-model-name"):
+        planned(tables, served_model_name=["x"])
+    with pytest.raises(UsageError, match="--served-model-name"):
+        planned(model=["a/b", "c/d"], served_model_name=["x"])
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        planned(config=str(tmp_path / "none.toml"), model=["a/b"])
+
+
+def test_the_environment_says_nothing_of_one_model_of_a_file(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_NAME", "x")
+    monkeypatch.setenv("PENSTOCK_TTL", "1")
+    monkeypatch.setenv("PENSTOCK_DTYPE", "float32")
+    _, (plan,) = planned("[[models]]\nmodel = 'a/b'\n")
+    assert (plan.names, plan.ttl_s, plan.settings.dtype) == (("a/b",), inf, "float32")
+
+
+def test_the_printed_file_is_toml_with_every_setting_and_its_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["config"]) == 0
+    text = capsys.readouterr().out
+    assert text == config_template()
+    assert tomllib.loads(text) == {}  # all of it is off
+    settings = {name for name in ServerSettings.model_fields if name not in ("model", "config", "served_model_name")}
+    assert settings == set(re.findall(r"^# (\w+) = ", text.partition("[[models]]")[0], re.MULTILINE))
+    on = "\n".join(line[2:] for line in text.splitlines() if re.match(r"# (\w+ = [^<]|\[\[models)", line))
+    file = tmp_path / "on.toml"
+    file.write_text(on)
+    read = read_config(file)
+    defaults = ServerSettings()
+    given = ServerSettings(**read.settings)
+    assert {name: getattr(given, name) for name in read.settings} == {n: getattr(defaults, n) for n in read.settings}
+    (table,) = read.models
+    assert set(table) == {"model", "name", "aliases", "preload", "pin", "ttl"}

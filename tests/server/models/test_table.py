@@ -1,0 +1,113 @@
+"""Which model a request names, and that it keeps it until its answer is known."""
+
+import asyncio
+from functools import partial
+
+import httpx
+import pytest
+
+from penstock.engine.protocol.errors import EngineUnavailableError
+from penstock.server.app import create_app
+from penstock.server.models.served_model import ServedModel
+from penstock.server.settings import ServerSettings
+
+
+async def started(engine):
+    return engine
+
+
+def client_of(app) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+async def test_a_model_is_loaded_when_a_request_names_it(make_engine) -> None:
+    lazy = make_engine(name="two")
+    models = [
+        ServedModel(("one",), partial(started, make_engine(name="one"))),
+        ServedModel(("two", "zwei"), partial(started, lazy), info=lazy.info, is_preloaded=False),
+        ServedModel(("three",), partial(started, make_engine(name="three")), is_preloaded=False),
+    ]
+    app = create_app(models, ServerSettings())
+    async with app.router.lifespan_context(app), client_of(app) as client:
+        await app.state.startup.wait()
+        ready = await client.get("/health/ready")
+        assert (ready.status_code, ready.json()["engines"]["two"]) == (200, "unloaded")
+        cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+        assert [cards[name]["status"]["value"] for name in ("one", "two", "three")] == [
+            "loaded",
+            "unloaded",
+            "unloaded",
+        ]
+        assert cards["two"]["facts"]["kind"] == "embedding"  # known from its files
+        assert (cards["three"]["facts"], cards["three"]["max_model_len"]) == (None, None)
+        assert (await client.post("/api/show", json={"model": "three"})).status_code == 503
+        answer = await client.post("/v1/embeddings", json={"input": "a", "model": "zwei"})
+        assert (answer.status_code, answer.json()["model"]) == (200, "zwei")
+        assert (await client.get("/health")).json()["engines"] == {"one": "ready", "two": "ready", "three": "unloaded"}
+        assert [row["name"] for row in (await client.get("/api/ps")).json()["models"]] == ["one", "two"]
+        metrics = (await client.get("/metrics")).text
+        assert 'penstock_model_loaded{model="two"} 1.0' in metrics
+        assert 'penstock_model_loads_total{model="three"} 0.0' in metrics
+        assert 'penstock_http_requests_total{model="two",route="/v1/embeddings",status="200"} 1.0' in metrics
+
+
+async def test_nothing_is_loaded_because_a_client_names_it(make_engine) -> None:
+    app = create_app([ServedModel(("one",), partial(started, make_engine()))], ServerSettings())
+    async with app.router.lifespan_context(app), client_of(app) as client:
+        await app.state.startup.wait()
+        answer = await client.post("/v1/embeddings", json={"input": "a", "model": "some/hub-id"})
+    assert answer.status_code == 404
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_request_holds_its_model_until_its_answer_is_known(make_engine, fails: bool) -> None:
+    engine = make_engine()
+    app = create_app([ServedModel(("one",), partial(started, engine))], ServerSettings())
+    async with app.router.lifespan_context(app), client_of(app) as client:
+        await app.state.startup.wait()
+        entry = app.state.context.models.entry(None)
+        engine.gate, engine.failure = asyncio.Event(), EngineUnavailableError("down") if fails else None
+        asked = asyncio.create_task(client.post("/v1/embeddings", json={"input": "a"}))
+        await engine.entered.wait()
+        assert entry.num_in_use == (0 if fails and asked.done() else 1)
+        engine.gate.set()
+        assert (await asked).status_code == (503 if fails else 200)
+        assert entry.num_in_use == 0
+        for body in ({"input": 3}, {"input": "a", "model": "other"}, {"input": "a", "dimensions": 10_000}):
+            assert (await client.post("/v1/embeddings", json=body)).status_code in (400, 404)
+        assert entry.num_in_use == 0
+
+
+async def test_a_request_that_waits_for_its_model_keeps_its_deadline(make_engine) -> None:
+    may_load = asyncio.Event()
+
+    async def start():
+        await may_load.wait()
+        return make_engine(name="two")
+
+    models = [
+        ServedModel(("one",), partial(started, make_engine(name="one"))),
+        ServedModel(("two",), start, is_preloaded=False),
+    ]
+    app = create_app(models, ServerSettings(load_wait_s=0.2))
+    async with app.router.lifespan_context(app), client_of(app) as client:
+        await app.state.startup.wait()
+        body, hurried = {"input": "a", "model": "two"}, {"x-request-timeout": "0.05"}
+        assert (await client.post("/v1/embeddings", json=body, headers=hurried)).status_code == 408
+        waited = await client.post("/v1/embeddings", json=body)
+        assert (waited.status_code, waited.headers["retry-after"]) == (503, "1")
+        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200  # the other model answers
+        may_load.set()
+        assert (await client.post("/v1/embeddings", json=body)).status_code == 200
+
+
+async def test_the_settings_of_a_model_are_its_own(make_engine) -> None:
+    models = [
+        ServedModel(("one",), partial(started, make_engine(name="one")), "query"),
+        ServedModel(("two",), partial(started, make_engine(name="two"))),
+    ]
+    app = create_app(models, ServerSettings())
+    async with app.router.lifespan_context(app), client_of(app) as client:
+        await app.state.startup.wait()
+        cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+    assert [cards[name]["facts"]["default_prompt_name"] for name in ("one", "two")] == ["query", None]

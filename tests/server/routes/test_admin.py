@@ -1,0 +1,29 @@
+"""Models loaded and unloaded by whoever has the admin key."""
+
+import pytest
+
+
+async def test_without_an_admin_key_there_are_no_such_routes(serving, engine) -> None:
+    async with serving(engine) as client:
+        assert (await client.post("/models/unload", json={"model": "alias"})).status_code in (404, 405)
+        assert "/models/load" not in (await client.get("/openapi.json")).json()["paths"]
+
+
+@pytest.mark.parametrize("api_key", [(), ("data",)])
+async def test_only_the_admin_key_opens_them(serving, engine, api_key: tuple[str, ...]) -> None:
+    async with serving(engine, admin_key=("admin",), api_key=api_key) as client:
+        for key in (None, "data", "wrong"):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            refused = await client.post("/models/unload", json={"model": "alias"}, headers=headers)
+            assert refused.status_code == 401
+        as_admin = {"authorization": "Bearer admin"}
+        embedded = await client.post("/v1/embeddings", json={"input": "a"}, headers=as_admin)
+        assert embedded.status_code == (401 if api_key else 200)
+        assert (await client.get("/models")).status_code == 200
+        card = (await client.post("/models/unload", json={"model": "alias"}, headers=as_admin)).json()
+        assert card["status"] == {"value": "unloaded", "state": "unloaded"}
+        assert engine.is_closed
+        unknown = await client.post("/models/load", json={"model": "other"}, headers=as_admin)
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+        card = (await client.post("/models/load", json={"model": "alias"}, headers=as_admin)).json()
+        assert card["status"]["value"] == "loaded"
