@@ -67,6 +67,7 @@ def models(kind: str, tasks: tuple[str, ...], outputs: tuple[str, ...] = (), **f
     own |= {"sequence_pooling": [], "embedding_size": 8, "is_matryoshka": False, "matryoshka_dimensions": []}
     own |= {"prompts": {}, "default_prompt_name": None, "num_labels": 0, **facts}
     card = {"id": "m", "object": "model", "created": 0, "owned_by": "", "max_model_len": 9, "name": "m"}
+    card |= {"aliases": [], "status": {"value": "loaded", "state": "ready"}}
     card |= {"endpoints": [], "context_length": 9, "facts": own}
     answer = ModelList.model_validate({"object": "list", "data": [card], "models": []})
     return {"/v1/models": (200, answer.model_dump(mode="json"))}
@@ -120,6 +121,21 @@ def test_the_examples_show_what_the_model_does_well(page: Page, server) -> None:
     page.click("#embed .examples button:nth-of-type(3)")
     page.send("embed")
     assert page.text("#embed .facts").startswith("3 texts · ")
+
+
+def test_a_model_that_is_not_loaded_says_so_with_its_other_names(page: Page, server) -> None:
+    card = {"id": "m", "object": "model", "created": 0, "owned_by": "", "max_model_len": None, "name": "m"}
+    card |= {"aliases": ["n", "o"], "status": {"value": "unloaded", "state": "unloaded"}, "endpoints": []}
+    card |= {"context_length": None, "facts": None}
+    ModelList.model_validate({"object": "list", "data": [card], "models": []})
+    health = {"status": "ok", "engines": {"m": "unloaded"}}
+    stub(page, {"/v1/models": (200, {"object": "list", "data": [card]}), "/health/ready": (200, health)})
+    page.open(server.url, READY)
+    told = page.text("#facts")
+    for part in ("known once it is loaded", "n, o", "unloaded; a request loads it"):
+        assert part in told
+    assert "undefined" not in told
+    assert "null" not in told
 
 
 def test_two_texts_and_forty_and_many(page: Page, server) -> None:

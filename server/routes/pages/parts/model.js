@@ -14,6 +14,7 @@ const KINDS = {
 const TRAINED_FOR = { dense: "embed", sparse: "sparse", multi_vector: "multi" };
 
 const facts = () => cards.get($("model").value)?.facts ?? NO_FACTS;
+const isKnown = () => !cards.size || Boolean(cards.get($("model").value)?.facts);
 const longest = () => cards.get($("model").value)?.max_model_len ?? Infinity;
 
 // Why the model cannot do a task; undefined where it can.
@@ -75,7 +76,10 @@ function offer() {
 
 function showFacts() {
   const { kind, embedding_size, is_matryoshka, matryoshka_dimensions, sequence_pooling, ...own } = facts();
-  const entries = [["Kind", KINDS[kind]]];
+  const { aliases = [], status } = cards.get($("model").value) ?? {};
+  const entries = [["Kind", isKnown() ? KINDS[kind] : "known once it is loaded"]];
+  if (aliases.length) entries.push(["Also called", aliases.join(", ")]);
+  if (status && status.value !== "loaded") entries.push(["In memory", `${status.value}; a request loads it`]);
   if (embedding_size) {
     let width = embedding_size.toLocaleString("en");
     if (matryoshka_dimensions.length) width += `, or ${matryoshka_dimensions.join(", ")}`;
@@ -84,11 +88,11 @@ function showFacts() {
     entries.push(["Dimensions", width]);
   }
   if (own.num_labels && kind !== "cross_encoder") entries.push(["Classes", own.num_labels.toLocaleString("en")]);
-  entries.push(["Longest input", plural(longest(), "token")]);
+  if (longest()) entries.push(["Longest input", plural(longest(), "token")]);
   if (kind === "embedding" && sequence_pooling.length) {
     entries.push(["Pooling", sequence_pooling.join(", ").toLowerCase().replaceAll("_", " ")]);
   }
-  entries.push(["Weights", `${own.model_type}, ${own.dtype}`]);
+  if (isKnown()) entries.push(["Weights", `${own.model_type}, ${own.dtype}`]);
   const nodes = entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
   if (kind === "embedding") nodes.push(make("div", {}, make("dt", {}, "Prompts"), make("dd", {}, prompts(own))));
   $("facts").replaceChildren(...nodes);
@@ -126,13 +130,17 @@ function fillFields() {
 }
 
 async function load() {
-  const { data } = await (await fetch(url("v1/models"))).json();
+  const { data } = await (await fetch(url("v1/models"))).json(), before = $("model").value;
   for (const model of data) cards.set(model.id, model);
   $("model").replaceChildren(...data.map(({ id }) => make("option", { value: id }, id)));
+  if (cards.has(before)) $("model").value = before;
   offer();
   if (!location.hash.slice(1)) choose(bestTask());
   $("version").textContent = `penstock ${(await (await fetch(url("version"))).json()).version}`;
 }
+
+// Whether a model has come or gone since the cards were read.
+const hasNews = (states) => states.join() !== [...cards.values()].map((card) => card.status?.state).join();
 
 let timer;
 async function watch() {
@@ -141,7 +149,7 @@ async function watch() {
   try {
     const response = await fetch(url("health/ready"));
     const states = Object.values((await response.json()).engines ?? {});
-    if (response.ok && !cards.size) await load();
+    if (response.ok && (!cards.size || hasNews(states))) await load();
     text = response.ok ? "ready" : states.find((state) => state !== "ready") ?? "starting";
     name = response.ok ? "ready" : text === "dead" ? "down" : "busy";
   } catch {
