@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Collection, Sequence, Sized
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -20,6 +20,7 @@ from penstock.engine.protocol.errors import (
     OwnDeadlineExceededError,
     RequestCancelledError,
 )
+from penstock.engine.protocol.model_info import ModelKind
 
 from ..answers.limits import check_num_ids
 from ..answers.room import AnswerRoom
@@ -34,6 +35,9 @@ from .prompts import prompt_for
 
 CONNECTION_LOST: Final = "penstock.connection_lost"
 """Where the scope of a request has a future that is done when its connection has ended, if its server is ours."""
+EMBEDDERS: Final = (ModelKind.EMBEDDING,)
+RERANKERS: Final = (ModelKind.CROSS_ENCODER,)
+CLASSIFIERS: Final = (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.TOKEN_CLASSIFIER)
 FEWER_INPUTS: Final = "Send fewer inputs at once."
 WATCH_AFTER_S: Final = 0.02
 """Seconds. A request that is answered sooner is not worth a look at its deadline."""
@@ -57,8 +61,13 @@ class ServerContext:
     started_s: int
     answer_room: AnswerRoom
 
-    async def find(self, request: Request, name: str | None) -> Target:
+    async def find(self, request: Request, name: str | None, kinds: Collection[ModelKind] = ()) -> Target:
         """Returns what a request goes to by the model that it names, which may have to be loaded first.
+
+        Args:
+            request: That is answered.
+            name: The name; None or empty: none.
+            kinds: What a request that names none is for: the first such model answers it, else the first of all.
 
         Raises:
             EngineUnavailableError: It is being loaded, or cannot be.
@@ -66,14 +75,14 @@ class ServerContext:
             RequestCancelledError: The client has hung up while it was loaded.
             DeadlineExceededError: The deadline of the request passed meanwhile.
         """
-        target = self.models.find(name, request.scope)
+        target = self.models.find(name, request.scope, kinds)
         if target is not None:
             return target
         is_timed = request.scope["path"] not in WITHOUT_FORWARD
         if is_timed:
             limits_of(request.scope)  # raises what is wrong with the headers: the watch reads them later
         with ClientWatch(request, is_timed=is_timed):
-            return await self.models.load(name, request.scope)
+            return await self.models.load(name, request.scope, kinds)
 
     def check_count(self, inputs: Sized, param: str) -> None:
         """Raises InvalidRequestError if a request holds more inputs than the server takes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 from starlette.types import Scope
@@ -11,6 +11,7 @@ from starlette.types import Scope
 from penstock.engine import AsyncEngine, ModelInfo
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelNotFoundError
+from penstock.engine.protocol.model_info import ModelKind
 
 from ..observability.timing import REQUEST
 from ..wire.shown_values import shown
@@ -58,7 +59,7 @@ class Described(NamedTuple):
 
 
 class ModelTable:
-    """Served names to models. The first model answers requests that name none.
+    """Served names to models. Requests that name none go to the first that was made for them.
 
     Args:
         keeper: Loads the models.
@@ -75,7 +76,7 @@ class ModelTable:
         self._keeper = keeper
         self._named = {name: entry for entry in keeper.entries for name in entry.model.names}
 
-    def find(self, name: str | None, scope: Scope) -> Target | None:
+    def find(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> Target | None:
         """Returns what a request goes to by the model that it names, and notes it in the record of that request.
 
         Its engine stays until `release`.
@@ -83,6 +84,7 @@ class ModelTable:
         Args:
             name: The name; None or empty: none.
             scope: Of the request.
+            kinds: What a request that names none is for; see `entry`.
 
         Returns:
             The target; None where the model has to be loaded first: `load` does that.
@@ -91,7 +93,7 @@ class ModelTable:
             EngineUnavailableError: The server has not started yet.
             ModelNotFoundError: No model has this name; the message lists those that are served.
         """
-        entry = self.entry(name)
+        entry = self.entry(name, kinds)
         if (record := REQUEST.get()) is not None:
             record.model = entry.name
         if entry.status is not ModelStatus.LOADED:
@@ -100,9 +102,9 @@ class ModelTable:
         entry.enter()
         return self._given(entry, name, scope)
 
-    async def load(self, name: str | None, scope: Scope) -> Target:
+    async def load(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> Target:
         """Returns what `find` returns once the model is loaded. Raises what `find` and ModelKeeper.acquire raise."""
-        entry = self.entry(name)
+        entry = self.entry(name, kinds)
         await self._keeper.acquire(entry)
         return self._given(entry, name, scope)
 
@@ -124,13 +126,17 @@ class ModelTable:
         """Keeps a model for so long after its last request; see ModelKeeper.keep. Raises ModelNotFoundError."""
         self._keeper.keep(self.entry(name), ttl_s)
 
-    def entry(self, name: str | None) -> ModelEntry:
-        """Returns the model that a request names. Raises ModelNotFoundError."""
+    def entry(self, name: str | None, kinds: Collection[ModelKind] = ()) -> ModelEntry:
+        """Returns the model that a request names; without a name the first of some kinds, or the first of all.
+
+        Raises ModelNotFoundError.
+        """
         entry = self._named.get(name or "")
         if entry is not None:
             return entry
         if not name or name == UNNAMED:
-            return self.entries[0]
+            made_for_it = (each for each in self.entries if each.info is not None and each.info.kind in kinds)
+            return next(made_for_it, self.entries[0])
         served = ", ".join(self._named)
         raise ModelNotFoundError(f"The model {shown(name)} does not exist; this server has {served}.", param="model")
 

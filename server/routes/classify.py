@@ -12,7 +12,7 @@ from ..answers.classes import cohere_rows, token_rows, vllm_rows
 from ..answers.room import json_answer
 from ..answers.sizes import of_classes, of_texts
 from ..answers.tei import prediction_rows
-from ..calls.context import ClientWatch, ServerContext, context_of
+from ..calls.context import CLASSIFIERS, EMBEDDERS, ClientWatch, ServerContext, context_of
 from ..calls.inputs import check_inputs, engine_inputs
 from ..schemas.classify import (
     ClassifyRequest,
@@ -38,7 +38,8 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     `input` with `raw_scores` gets Infinity's answer.
     """
     context = context_of(request)
-    target = await context.find(request, body.model)
+    kinds = EMBEDDERS if body.class_names() else CLASSIFIERS
+    target = await context.find(request, body.model, kinds)
     engine, name = target.engine, target.name
     check_inputs(context, body)
     context.check_count(body.inputs or (), "inputs")

@@ -14,7 +14,7 @@ from ..answers.limits import FEWER_IDS, check_num_chars, check_num_ids, check_nu
 from ..answers.room import json_answer
 from ..answers.sizes import of_numbers, of_texts, of_tokens
 from ..answers.vectors import vector_width
-from ..calls.context import ClientWatch, context_of
+from ..calls.context import EMBEDDERS, ClientWatch, context_of
 from ..schemas.cohere import (
     CohereDetokenizeRequest,
     CohereDetokenizeResponse,
@@ -48,7 +48,7 @@ async def embed_v1(body: CohereEmbedRequest, request: Request) -> Response:
 async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> Response:
     """Answers an embed request of a `version` of Cohere's API, of which "1" knows an answer without types."""
     context = context_of(request)
-    target = await context.find(request, body.model)
+    target = await context.find(request, body.model, EMBEDDERS)
     engine = target.engine
     texts = body.contents()
     context.check_count(texts, "texts" if body.texts is not None else "inputs")

@@ -11,7 +11,7 @@ from penstock.engine import PoolingTask
 from ..answers.room import json_answer
 from ..answers.sizes import beyond_expected, of_numbers, of_sparse
 from ..answers.vectors import check_encodings, vector_width
-from ..calls.context import ClientWatch, context_of
+from ..calls.context import EMBEDDERS, ClientWatch, context_of
 from ..calls.inputs import check_inputs, engine_inputs
 from ..schemas.encode import TASKS, EncodeRequest, EncodeResponse
 from ..schemas.errors import ERROR_RESPONSES
@@ -25,7 +25,7 @@ router = APIRouter(route_class=JsonRoute, tags=["penstock"], responses=ERROR_RES
 async def encode(body: EncodeRequest, request: Request) -> Response:
     """Answers with every kind of vector that the model gives, or with some of them, from a single forward."""
     context = context_of(request)
-    target = await context.find(request, body.model)
+    target = await context.find(request, body.model, EMBEDDERS)
     engine, name = target.engine, target.name
     check_inputs(context, body)
     params, encoding = body.pooling_params(), body.encoding()

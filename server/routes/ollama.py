@@ -21,7 +21,7 @@ from penstock.engine.protocol.errors import UnsupportedTaskError
 from ..answers.room import json_answer
 from ..answers.sizes import of_numbers
 from ..answers.vectors import vector_width
-from ..calls.context import ClientWatch, ServerContext, context_of
+from ..calls.context import EMBEDDERS, ClientWatch, ServerContext, context_of
 from ..calls.weight_files import WeightFiles
 from ..models.model_entry import ModelEntry
 from ..models.table import Target
@@ -189,7 +189,7 @@ async def load_or_let_go(body: OllamaLifeRequest, request: Request) -> Response:
 
 async def _found(context: ServerContext, request: Request, body: OllamaEmbedBody | OllamaLifeRequest) -> Target:
     """Returns what a request goes to; its model stays afterwards for as long as the request says."""
-    target = await context.find(request, body.served_name())
+    target = await context.find(request, body.served_name(), EMBEDDERS)
     if body.keep_alive is not None:
         context.models.keep(body.served_name(), body.keep_alive)
     return target

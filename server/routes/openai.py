@@ -11,7 +11,7 @@ from penstock.engine import PoolingParams, PoolingTask, RequestOptions
 
 from ..answers.sizes import of_numbers
 from ..answers.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
-from ..calls.context import ClientWatch, ServerContext, context_of
+from ..calls.context import EMBEDDERS, ClientWatch, ServerContext, context_of
 from ..calls.inputs import check_inputs, engine_inputs
 from ..calls.model_cards import model_card
 from ..models.table import Target
@@ -35,7 +35,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     if body.return_multivector:
         return await create_multi_vectors(body, request)
     context = context_of(request)
-    target = await context.find(request, body.model)
+    target = await context.find(request, body.model, EMBEDDERS)
     engine, name = target.engine, target.name
     params, encodings, options = _checked(body, request, context, target)
     width = vector_width(engine.info, params)
@@ -56,7 +56,7 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     are documents.
     """
     context = context_of(request)
-    target = await context.find(request, body.model)
+    target = await context.find(request, body.model, EMBEDDERS)
     engine, name = target.engine, target.name
     params, encodings, options = _checked(body, request, context, target)
     options = context.with_rows(request, options)

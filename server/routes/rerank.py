@@ -13,7 +13,7 @@ from pydantic import Tag
 from ..answers.room import json_answer
 from ..answers.sizes import of_scores, of_texts
 from ..answers.tei import TEI_HEADERS
-from ..calls.context import ClientWatch, context_of
+from ..calls.context import RERANKERS, ClientWatch, context_of
 from ..calls.inputs import cut_texts
 from ..errors.tei_errors import answered_as_tei
 from ..schemas.errors import SHARED_ERROR_RESPONSES
@@ -42,7 +42,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     if isinstance(body, TeiRerankRequest):
         return await answered_as_tei(answered(rerank_texts, body, request), request)
     context = context_of(request)
-    target = await context.find(request, body.model)
+    target = await context.find(request, body.model, RERANKERS)
     engine, name = target.engine, target.name
     context.check_count(body.documents, "documents")
     texts = body.texts()

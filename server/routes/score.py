@@ -8,7 +8,7 @@ from penstock.engine import PoolingTask
 
 from ..answers.room import json_answer
 from ..answers.sizes import of_scores
-from ..calls.context import ClientWatch, context_of
+from ..calls.context import RERANKERS, ClientWatch, context_of
 from ..calls.inputs import cut_texts
 from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.score import ScoreRequest, ScoreResponse
@@ -22,7 +22,7 @@ router = APIRouter(route_class=JsonRoute, tags=["score"], responses=ERROR_RESPON
 async def score(body: ScoreRequest, request: Request) -> Response:
     """Scores pairs of texts: by the cross-encoder that is served, or by the cosine of embeddings."""
     context = context_of(request)
-    target = await context.find(request, body.model)
+    target = await context.find(request, body.model, RERANKERS)
     engine, name = target.engine, target.name
     left, right = sides = body.sides()
     for side in sides:

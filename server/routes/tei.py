@@ -17,7 +17,7 @@ from penstock.engine.protocol.model_info import ModelKind
 from ..answers.sizes import beyond_expected, of_classes, of_numbers, of_scores, of_sparse, of_texts
 from ..answers.tei import TEI_HEADERS, prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
 from ..answers.vectors import vector_width
-from ..calls.context import ClientWatch, context_of
+from ..calls.context import CLASSIFIERS, EMBEDDERS, RERANKERS, ClientWatch, context_of
 from ..schemas.cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
 from ..schemas.errors import TEI_ERROR_RESPONSES
 from ..schemas.tei import (
@@ -58,7 +58,7 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     if isinstance(body, CohereEmbedRequest):
         return await cohere.embed_v1(body, request)
     began_s, context = time.perf_counter(), context_of(request)
-    target = await context.find(request, body.model)
+    target = await context.find(request, body.model, EMBEDDERS)
     engine = target.engine
     context.check_count(body.inputs, "inputs")
     params = body.pooling_params()
@@ -78,7 +78,7 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     A model that was trained for vectors of tokens (ColBERT) answers with those.
     """
     began_s, context = time.perf_counter(), context_of(request)
-    target = await context.find(request, body.model)
+    target = await context.find(request, body.model, EMBEDDERS)
     engine = target.engine
     context.check_count(body.inputs, "inputs")
     info, params = engine.info, body.pooling_params()
@@ -97,7 +97,7 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
 async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response:
     """Embeds each input into a sparse vector over the vocabulary, with a model that gives some (SPLADE, bge-m3)."""
     began_s, context = time.perf_counter(), context_of(request)
-    target = await context.find(request, body.model)
+    target = await context.find(request, body.model, EMBEDDERS)
     engine = target.engine
     context.check_count(body.inputs, "inputs")
     options = context.options(request, body.prompt_name or target.default_prompt_name, priority=body.priority)
@@ -114,7 +114,7 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
 async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     """Compares a sentence with others by the cosine of their embeddings; all are read with the same prompt."""
     began_s, context = time.perf_counter(), context_of(request)
-    target = await context.find(request, body.model)
+    target = await context.find(request, body.model, EMBEDDERS)
     engine = target.engine
     source, sentences = body.inputs.source_sentence, body.inputs.sentences
     context.check_count(sentences, "inputs.sentences")
@@ -136,7 +136,7 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
 async def predict(body: TeiPredictRequest, request: Request) -> Response:
     """Classifies texts and pairs of texts. A list of them gets a list of lists, and so does a body of `parameters`."""
     began_s, context = time.perf_counter(), context_of(request)
-    engine = (await context.find(request, body.model)).engine
+    engine = (await context.find(request, body.model, CLASSIFIERS)).engine
     info, entries = engine.info, body.inputs.entries
     context.check_count(entries, "inputs")
     if body.function_to_apply not in (None, "none", info.activation.value) and info.labels:
@@ -161,7 +161,7 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
 async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     """Sorts texts by their relevance to a query, best first. Other dialects share its path: see rerank.py."""
     began_s, context = time.perf_counter(), context_of(request)
-    engine = (await context.find(request, body.model)).engine
+    engine = (await context.find(request, body.model, RERANKERS)).engine
     context.check_count(body.texts, "texts")
     options = context.options(request, instruction=body.instruction, priority=body.priority)
     context.hold(request, of_scores(len(body.texts)), param="texts")

@@ -111,3 +111,29 @@ async def test_the_settings_of_a_model_are_its_own(make_engine) -> None:
         await app.state.startup.wait()
         cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
     assert [cards[name]["facts"]["default_prompt_name"] for name in ("one", "two")] == ["query", None]
+
+
+async def test_a_request_without_a_name_goes_to_the_first_model_that_was_made_for_it(make_engine) -> None:
+    kinds = {"e": "embedding", "c": "sequence_classifier", "f": "embedding", "r": "cross_encoder"}
+    engines = {name: make_engine(kind, ("x", "y"), name=name) for name, kind in kinds.items()}
+    models = [ServedModel((name,), partial(started, engine), info=engine.info) for name, engine in engines.items()]
+    app = create_app(models, ServerSettings())
+    async with app.router.lifespan_context(app), client_of(app) as client:
+        await app.state.startup.wait()
+        for path, body, expected in (
+            ("/v1/embeddings", {"input": "a"}, "e"),
+            ("/v1/embeddings", {"input": "a", "model": "f"}, "f"),
+            ("/embed", {"inputs": "a"}, "e"),
+            ("/rerank", {"query": "a", "documents": ["b"]}, "r"),
+            ("/rerank", {"query": "a", "texts": ["b"]}, "r"),
+            ("/rerank", {"query": "a", "documents": ["b"], "model": "e"}, "e"),
+            ("/score", {"text_1": "a", "text_2": "b"}, "r"),
+            ("/classify", {"input": "a"}, "c"),
+            ("/classify", {"input": "a", "labels": ["x", "y"]}, "e"),
+            ("/predict", {"inputs": "a"}, "c"),
+        ):
+            for engine in engines.values():
+                engine.calls.clear()
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert [name for name, engine in engines.items() if engine.calls] == [expected], path
