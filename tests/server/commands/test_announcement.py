@@ -23,7 +23,7 @@ def info(make_engine, tmp_path: Path) -> ModelInfo:
 
 def said(info: ModelInfo, port: int = 8000, **settings: Any) -> list[str]:
     entry = ModelEntry(ServedModel(("a-model",), None), lambda _: None)
-    entry.loaded(SimpleNamespace(info=info), 0.1, 0.0)
+    entry.loaded(SimpleNamespace(info=info, places=[]), 0.1, 0.0)
     return announcement([entry], ServerSettings(**settings), port).splitlines()
 
 
