@@ -154,8 +154,8 @@ class Metrics(Collector):
             "Seconds from the head of the request to the end of the answer.",
             labels=("model", "route"),
         )
-        for labels, histogram in self._latency.items():
-            _add(latency, labels, histogram)
+        for route, histogram in self._latency.items():
+            _add(latency, route, histogram)
         stages = HistogramMetricFamily(
             "penstock_stage_duration_seconds",
             "Seconds that requests which were answered spent in tokenization, queue, inference and encoding.",
@@ -180,8 +180,8 @@ class Metrics(Collector):
         yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, stats)
         for field, (name, text) in _ENGINE_HISTOGRAMS.items():
             metric = HistogramMetricFamily(name, text, labels=_LABELS)
-            for figures, names in stats:
-                _add(metric, names, getattr(figures, field))
+            for figures, labels in stats:
+                _add(metric, labels, getattr(figures, field))
             yield metric
         yield from _families(GaugeMetricFamily, _CACHE_GAUGES, cache_uses)
         yield from _families(CounterMetricFamily, _CACHE_COUNTERS, cache_uses)

@@ -83,12 +83,12 @@ def _cores_of(device: str, nodes: dict[int, list[Core]], count: int) -> list[Cor
     if kind != "numa":
         return list(itertools.chain.from_iterable(nodes.values()))
     cores = nodes.get(int(number), [])
-    if sum(map(len, cores)) < count:
-        there = ", ".join(f"numa:{node} ({sum(map(len, own))})" for node, own in nodes.items())
-        raise ModelLoadError(
-            f"--devices: {count} replicas on {device} need as many cores there, and this process may use those of "
-            f"{there}."
-        )
+    num_there = sum(map(len, cores))
+    if not num_there:
+        there = ", ".join(f"numa:{node}" for node in nodes)
+        raise ModelLoadError(f"--devices: this process may use no core of {device}, but some of {there}.")
+    if num_there < count:
+        raise ModelLoadError(f"--devices: {count} replicas need as many cores of {device}, and there are {num_there}.")
     return cores
 
 
