@@ -81,7 +81,8 @@ class Admission:
                 param="input",
             )
         self._check_room(client, num_tokens)
-        self._stats.enter(num_tokens)
+        self._stats.num_requests += 1
+        self._stats.num_tokens += num_tokens
         self._under_way[client, num_tokens] += 1
 
     def leave(self, num_tokens: int, client: str = "") -> None:

@@ -91,10 +91,8 @@ class DispatcherStats:
             self.step_fill.observe(message.num_tokens / load.token_budget)
 
     def count_of(self, replica: DispatcherStats, message: Rows) -> None:
-        """Counts what a message of one replica tells of a step, for it and for all of them; with one they are one."""
+        """Counts what a message of one of several replicas tells of a step, for it and for all of them."""
         replica.count(message)
-        if replica is self:
-            return
         self.count(message)
         self.num_waiting = sum(each.num_waiting for each in self.replicas)
         self.num_waiting_tokens = sum(each.num_waiting_tokens for each in self.replicas)

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from ...protocol.errors import (
     DeadlineExceededError,
@@ -64,7 +65,7 @@ class Replica:
     def __init__(self, ids: Iterator[int], whole: DispatcherStats, *, is_only: bool) -> None:
         self.stats = whole if is_only else DispatcherStats()
         self.rate = DrainRate()
-        self._whole = whole
+        self._count = whole.count if is_only else partial(whole.count_of, self.stats)
         self._is_only = is_only
         self._send: Send | None = None
         self._outgoing = Outgoing()
@@ -155,7 +156,7 @@ class Replica:
 
     def receive_rows(self, message: Rows, frame: Frame) -> None:
         """Takes the results of one step."""
-        self._whole.count_of(self.stats, message)
+        self._count(message)
         if message.num_tokens and message.load is not None and message.load.num_left:
             self.rate.follow(message.num_tokens, message.step_s)
         for ended in message.ended:
