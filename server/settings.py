@@ -156,7 +156,7 @@ class EngineSettings(BaseSettings):
     num_threads: PositiveInt | None = Field(
         None,
         le=1024,
-        description="CPU threads of the forward, of each replica; default: all cores, divided among models and replicas.",
+        description="CPU threads of the forward; default: all cores, divided among models and replicas.",
     )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         "auto",

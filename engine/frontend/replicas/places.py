@@ -16,7 +16,7 @@ def replica_configs(config: EngineConfig) -> list[EngineConfig]:
     """Returns what each replica is to serve, and where; `config` itself where one has all of the machine.
 
     Of a CPU each gets cores of its own, those of a NUMA node together, and all as many threads: what torch computes may
-    depend on their number. The share of free memory that is kept for caches is divided among those that share it.
+    depend on their number. Those that share a memory divide what is kept of it for caches.
 
     Raises:
         ModelLoadError: There is no such place, or too little of it; the message names the flags.
@@ -28,15 +28,16 @@ def replica_configs(config: EngineConfig) -> list[EngineConfig]:
         raise ModelLoadError("--in-process has one engine; several replicas, each a process, are for a server without.")
     config = replace(config, data_parallel=None, devices=())
     counts = Counter(devices)
-    if devices[0].startswith("cuda"):
-        return [_sharing_memory(replace(config, device=device), counts[device]) for device in devices]
-    config = _sharing_memory(replace(config, device="cpu"), len(devices))
+    if any(each.startswith("cuda") for each in devices):
+        return [replace(config, device=each, num_engines=config.num_engines * counts[each]) for each in devices]
     num_usable, nodes = usable_cores(), cores_by_node()
     if len(devices) > num_usable:
         raise ModelLoadError(f"{len(devices)} replicas need as many cores, and this process may use {num_usable}.")
     parts = [part for device, count in counts.items() for part in divided(_cores_of(device, nodes, count), count)]
-    num_threads = config.num_threads or min(num_usable // len(parts), *map(len, parts))
-    return [replace(config, cores=part, num_threads=num_threads) for part in parts]
+    num_engines = config.num_engines * len(parts)
+    num_threads = config.num_threads or max(min(num_usable // num_engines, *map(len, parts)), 1)
+    config = replace(config, device="cpu", num_engines=num_engines, num_threads=num_threads)
+    return [replace(config, cores=part) for part in parts]
 
 
 def place_of(config: EngineConfig) -> str:
@@ -90,9 +91,3 @@ def _cores_of(device: str, nodes: dict[int, list[Core]], count: int) -> list[Cor
     if num_there < count:
         raise ModelLoadError(f"--devices: {count} replicas need as many cores of {device}, and there are {num_there}.")
     return cores
-
-
-def _sharing_memory(config: EngineConfig, count: int) -> EngineConfig:
-    """Returns a configuration whose share of the free memory is that of one in `count`."""
-    cache = replace(config.cache, memory_fraction=config.cache.memory_fraction / count)
-    return replace(config, cache=cache)

@@ -96,13 +96,13 @@ def even_shares(queued: Sequence[int], num_tokens: int, least: int) -> list[floa
     Returns:
         A share for each: 0, the whole, or at least `least`.
     """
-    order = sorted(range(len(queued)), key=queued.__getitem__)
+    chosen = sorted(range(len(queued)), key=queued.__getitem__)
     # Those with the most drop out until what each of the others gets is worth it; the one with the fewest stays.
-    for count in range(len(order), 0, -1):
-        chosen = order[:count]
-        level = (sum(queued[i] for i in chosen) + num_tokens) / count
-        if count == 1 or level - queued[chosen[-1]] >= least:
+    while True:
+        level = (sum(queued[i] for i in chosen) + num_tokens) / len(chosen)
+        if len(chosen) == 1 or level - queued[chosen[-1]] >= least:
             break
+        chosen.pop()
     shares = [0.0] * len(queued)
     for i in chosen:
         shares[i] = level - queued[i]

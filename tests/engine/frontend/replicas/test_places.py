@@ -12,7 +12,7 @@ import pytest
 from penstock.engine.core import host
 from penstock.engine.frontend.replicas import places
 from penstock.engine.frontend.replicas.places import divided, place_of, replica_configs
-from penstock.engine.protocol.config import CacheConfig, EngineConfig
+from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 
 FOUR_PAIRS = [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -59,13 +59,13 @@ def test_one_engine_has_all_of_the_machine() -> None:
 
 def test_replicas_have_cores_of_their_own_and_as_many_threads(machine: Any) -> None:
     machine({0: FOUR_PAIRS})
-    first, second, third = made = configs(data_parallel=3)
+    made = configs(data_parallel=3)
     assert [config.cores for config in made] == [(0, 4), (1, 5), (2, 6, 3, 7)]
     assert {config.num_threads for config in made} == {2}
     assert [place_of(config) for config in made] == ["cores 0,4", "cores 1,5", "cores 2-3,6-7"]
     assert {(config.device, config.data_parallel, config.devices) for config in made} == {("cpu", None, ())}
     assert {config.num_threads for config in configs(data_parallel=3, num_threads=5)} == {5}
-    assert first.cache == second.cache == third.cache == CacheConfig(memory_fraction=0.25 / 3)
+    assert {config.num_engines for config in made} == {3}  # they share the memory
 
 
 def test_a_quota_is_divided_too(machine: Any) -> None:
@@ -105,9 +105,17 @@ def test_each_cuda_device_has_a_replica(machine: Any) -> None:
             ("cuda:1", None, None),
         ]
         assert [place_of(config) for config in made] == ["cuda:0", "cuda:1"]
-        assert made[0].cache.memory_fraction == 0.25
+        assert {config.num_engines for config in made} == {1}
     shared = configs(devices=("cuda:0", "cuda:1", "cuda:0"))
-    assert [config.cache.memory_fraction for config in shared] == [0.125, 0.25, 0.125]
+    assert [config.num_engines for config in shared] == [2, 1, 2]
+
+
+def test_replicas_of_one_of_several_models_leave_the_others_their_part(machine: Any) -> None:
+    machine({0: FOUR_PAIRS})
+    for num_engines, num_threads in ((2, 2), (3, 1), (8, 1)):
+        made = configs(data_parallel=2, num_engines=num_engines)
+        assert [config.num_threads for config in made] == [num_threads] * 2
+        assert [config.num_engines for config in made] == [2 * num_engines] * 2
 
 
 @pytest.mark.parametrize(
