@@ -69,6 +69,9 @@ class Router:
         live = self._live()
         num_tokens = list(map(len, inputs))
         least = max(_LEAST_PART, live[0].stats.token_budget // _LEAST_SHARE)
+        if len(inputs) == 1 or sum(num_tokens) < 2 * least:
+            yield min(live, key=lambda replica: replica.stats.num_tokens), inputs
+            return
         shares = even_shares([replica.stats.num_tokens for replica in live], sum(num_tokens), least)
         takers = [(replica, share) for replica, share in zip(live, shares, strict=True) if share]
         last = takers[-1][0]

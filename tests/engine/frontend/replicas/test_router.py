@@ -152,7 +152,7 @@ async def test_parts_follow_what_is_queued(dispatcher: Dispatcher, cores: list[C
     assert queued(dispatcher) == [1300, 1200]
 
 
-@pytest.mark.parametrize("lengths", [(5000,), (100, 100), (255, 255)])
+@pytest.mark.parametrize("lengths", [(5000,), (100, 100), (255, 255), (0,), (0, 0)])
 async def test_what_would_gain_nothing_is_not_divided(
     dispatcher: Dispatcher, cores: list[Core], lengths: tuple[int, ...]
 ) -> None:
