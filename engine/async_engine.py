@@ -13,9 +13,9 @@ from typing import Final
 from .frontend.combined import CombinedEmbedder
 from .frontend.dispatcher import Dispatcher
 from .frontend.engine_life import EngineLife
+from .frontend.replicas.group import ReplicaGroup
 from .frontend.scoring import PairScorer
 from .frontend.similarity import check_embeds, check_labels, few_shot_classes, zero_shot_classes
-from .frontend.supervisor import CoreSupervisor
 from .protocol.config import EngineConfig
 from .protocol.model_info import ModelInfo, ModelKind
 from .protocol.params import PoolingParams
@@ -53,9 +53,9 @@ class AsyncEngine(EngineLife):
         info: ModelInfo,
         tokenizer: TokenizerPool,
         dispatcher: Dispatcher,
-        supervisor: CoreSupervisor,
+        group: ReplicaGroup,
     ) -> None:
-        super().__init__(config, info, tokenizer, dispatcher, supervisor)
+        super().__init__(config, info, tokenizer, dispatcher, group)
 
         # Most requests ask for the same: they share one object, which is sent to the core once a turn.
         @lru_cache(_NUM_PARAMS)

@@ -18,6 +18,8 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
+from penstock.engine.protocol.config import PLACE
+
 _ORIGIN: Final = re.compile(r"https?://[^\s/?#@]+")
 
 
@@ -74,6 +76,12 @@ def _device(value: str) -> str:
     return value
 
 
+def _devices(value: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(map(PLACE.fullmatch, value)) or len({place.partition(":")[0] for place in value}) > 1:
+        raise ValueError("must be all cuda:N, all numa:N or all cpu, such as cuda:0,cuda:1")
+    return value
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(listed)]
 Origins = Annotated[Names, AfterValidator(_origins)]
 Seconds = Annotated[NonNegativeFloat, Field(allow_inf_nan=False)]
@@ -81,4 +89,5 @@ Bytes = Annotated[ByteSize, WrapValidator(_size), Field(gt=0)]
 ServedNames = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_served_names)]
 Url = Annotated[str, AfterValidator(_url)]
 Device = Annotated[str, AfterValidator(_device)]
+Devices = Annotated[Names, AfterValidator(_devices)]
 Template = Annotated[str, AfterValidator(_template)]

@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from penstock.engine import CacheConfig, EngineConfig, PoolerConfig, SchedulerConfig
 from penstock.engine.protocol.pooler_config import json_object
 
-from .setting_types import Bytes, Device, Origins, Seconds, ServedNames, Template, Url, listed
+from .setting_types import Bytes, Device, Devices, Origins, Seconds, ServedNames, Template, Url, listed
 
 ENV_PREFIX: Final = "PENSTOCK_"
 Config = TypeVar("Config", SchedulerConfig, CacheConfig, EngineConfig)
@@ -65,6 +65,20 @@ class EngineSettings(BaseSettings):
     model: str | None = Field(None, description="Local folder or hub id. Default: the embedded all-MiniLM-L6-v2.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id; default: its main branch.")
     device: Device = Field("auto", description="Where the model runs. auto: on a GPU where there is one.")
+    devices: Devices = Field(
+        (),
+        description=(
+            "Where replicas of the model run, one on each, behind one queue: cuda:0,cuda:1, or numa:0,numa:1 for the "
+            "cores of NUMA nodes. Default: --device."
+        ),
+    )
+    data_parallel: PositiveInt | None = Field(
+        None,
+        description=(
+            "Replicas of the model, each a process on a GPU or on cores of its own; default: one for each of "
+            "--devices, else one."
+        ),
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
         "auto",
         description=(
@@ -140,7 +154,9 @@ class EngineSettings(BaseSettings):
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
     num_threads: PositiveInt | None = Field(
-        None, le=1024, description="CPU threads of the forward; default: all cores, divided among the models."
+        None,
+        le=1024,
+        description="CPU threads of the forward; default: all cores, divided among models and replicas.",
     )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         "auto",

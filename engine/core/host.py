@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 from ..protocol.config import EngineConfig
 
+_NODES = Path("/sys/devices/system/node")
+_PROCESSORS = Path("/sys/devices/system/cpu")
+_THREADS = Path("/proc/self/task")
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 
+Core = tuple[int, ...]
+"""The processors of one core: one, or those that share it."""
 
 # Any of them is there where a driver of GPUs that torch knows may be: NVIDIA's, that of WSL or of Tegra, and AMD's.
 _GPU_MARKS: Final = tuple(
@@ -80,8 +87,48 @@ def _cgroups(controller: str) -> list[Path]:
 
 def usable_cores() -> int:
     """Returns the processors that this process may use, by its affinity and by the quota of the container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([cores, *(max(math.ceil(quota), 1) for quota in _cgroup_cores())])
+    return min([len(_usable_processors()), *(max(math.ceil(quota), 1) for quota in _cgroup_cores())])
+
+
+def cores_by_node() -> dict[int, list[Core]]:
+    """Returns the cores that this process may use, by NUMA node; where the system knows none, all are of node 0."""
+    usable = _usable_processors()
+    nodes = {int(folder.name[4:]): _listed(folder / "cpulist") & usable for folder in _NODES.glob("node[0-9]*")}
+    nodes = {number: nodes[number] for number in sorted(nodes) if nodes[number]} or {0: usable}
+    return {number: _cores(own) for number, own in nodes.items()}
+
+
+def pin(processors: Collection[int]) -> None:
+    """Keeps the threads of this process, and those that they start, on these processors, where the system has a say.
+
+    Raises:
+        OSError: None of them may be used.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    for thread in _THREADS.iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), processors)
+
+
+def _usable_processors() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _cores(processors: set[int]) -> list[Core]:
+    """Returns the cores that some processors belong to, with no others, in the order of their first ones."""
+    cores: dict[Core, None] = {}
+    for processor in sorted(processors):
+        siblings = _listed(_PROCESSORS / f"cpu{processor}" / "topology" / "thread_siblings_list") & processors
+        cores[tuple(sorted(siblings | {processor}))] = None
+    return list(cores)
+
+
+def _listed(file: Path) -> set[int]:
+    """Reads a list of the kernel's, such as `0-3,8`; empty where there is no such file."""
+    text = file.read_text().strip() if file.is_file() else ""
+    spans = [part.partition("-") for part in text.split(",") if part]
+    return {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}
 
 
 def threads_of(config: EngineConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..model_files.resolve import resolve_model, with_device
 from ..protocol.config import EngineConfig
 from .array_runner import ArrayRunner
-from .host import may_have_gpu
+from .host import may_have_gpu, pin
 from .loading.array_model import runs_as_arrays
 from .loading.native_kernels import choose_kernels
 from .runner import Runner
@@ -14,11 +14,14 @@ from .runner import Runner
 def load_runner(config: EngineConfig) -> Runner:
     """Loads the model that a configuration names.
 
-    Where there may be a GPU for it, torch decides on the device, and runs the model.
+    Where there may be a GPU for it, torch decides on the device, and runs the model. A process that has cores of its
+    own keeps to them from here on.
 
     Raises:
         ModelLoadError: The model cannot be served.
     """
+    if config.cores is not None:
+        pin(config.cores)
     kernels = None
     if config.device == "cpu" or (config.device == "auto" and not may_have_gpu()):
         dtype = "float32" if config.dtype == "auto" else config.dtype

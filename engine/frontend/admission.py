@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, InvalidRequestError
+from .replicas.drain_rate import DrainRate, total_rate
 from .stats import DispatcherStats
 
-_RATE_MEMORY: Final = 0.8
-"""What an older forward weighs in the drain rate, of the next one's weight."""
 _LARGE: Final = 1 / 8
 """Share of the bound in time from which on a request is large, and for which it counts at most."""
 _FEW_LARGE: Final = 2
@@ -32,15 +32,15 @@ class Admission:
         stats: Where it keeps `num_requests`, `num_tokens` and `num_refused_total`.
         max_tokens: Tokens under way from which on requests are refused; a single request may have no more.
         max_queue_s: Seconds that the tokens under way take, from which on requests are refused; see `_LARGE`.
+        rates: How fast each core works; they do together.
     """
 
-    def __init__(self, stats: DispatcherStats, max_tokens: int, max_queue_s: float) -> None:
+    def __init__(self, stats: DispatcherStats, max_tokens: int, max_queue_s: float, rates: Sequence[DrainRate]) -> None:
         self.closed_because: str | None = None
         self._stats = stats
         self._max_tokens = max_tokens
         self._max_queue_s = max_queue_s
-        # Of past forwards. Their sums make the rate, not the mean of their rates: slow ones take most of the time.
-        self._past_tokens = self._past_s = 0.0
+        self._rates = rates
         self._under_way: Counter[tuple[str, int]] = Counter()  # requests by client and tokens
 
     @property
@@ -53,7 +53,8 @@ class Admission:
     @property
     def queue_s(self) -> float:
         """Seconds that the tokens under way take; 0 until the drain rate is measured."""
-        return self._stats.num_tokens / self._tokens_per_s if self._past_s else 0.0
+        rate = self._tokens_per_s
+        return 0.0 if math.isnan(rate) else self._stats.num_tokens / rate
 
     def check(self, client: str = "") -> None:
         """Refuses a request that cannot be taken now; `client` is "" where nobody is told apart.
@@ -86,18 +87,10 @@ class Admission:
 
     def leave(self, num_tokens: int, client: str = "") -> None:
         """Counts a request no more."""
-        self._stats.num_requests -= 1
-        self._stats.num_tokens -= num_tokens
+        self._stats.leave(num_tokens)
         self._under_way[client, num_tokens] -= 1
         if not self._under_way[client, num_tokens]:
             del self._under_way[client, num_tokens]
-        if not self._stats.num_requests:
-            self._stats.num_waiting = self._stats.num_waiting_tokens = 0  # no step may follow that would say so
-
-    def follow(self, num_tokens: int, seconds: float) -> None:
-        """Lets the drain rate follow a forward that had all the tokens that it could take: others are slower."""
-        self._past_tokens = _RATE_MEMORY * self._past_tokens + num_tokens
-        self._past_s = _RATE_MEMORY * self._past_s + max(seconds, 1e-6)
 
     def _check_room(self, client: str, num_new: int = 0) -> None:
         """Refuses where there is no room. Where clients are told apart, none may take more than it leaves free."""
@@ -149,7 +142,7 @@ class Admission:
     @property
     def _tokens_per_s(self) -> float:
         """The drain rate; nan until it is measured."""
-        return self._past_tokens / self._past_s if self._past_s else math.nan
+        return total_rate(self._rates)
 
     def _refusal(self, reason: str, num_excess: int) -> EngineOverloadedError:
         """Counts a refusal and returns it; `num_excess` tokens must leave before there is room."""

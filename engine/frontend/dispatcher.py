@@ -1,6 +1,7 @@
-"""Lets requests in, sends them to the core, and turns its messages into answers.
+"""Lets requests in, sends each to the core that has least to do, and holds them until they are answered.
 
-Lives on one event loop. A request is taken whole or refused whole; see admission.py.
+Lives on one event loop. A request is taken whole or refused whole; see admission.py. What is sent and what comes back
+is each core's own table; see replica.py.
 """
 
 from __future__ import annotations
@@ -8,47 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from ..protocol.errors import (
-    DeadlineExceededError,
-    EngineError,
-    EngineUnavailableError,
-    InvalidRequestError,
-    ModelExecutionError,
-)
-from ..protocol.messages import (
-    Cancel,
-    ClearPrefixes,
-    Command,
-    Failed,
-    Frame,
-    PrefixesCleared,
-    Rows,
-    Submit,
-    Turn,
-    pack_inputs,
-    unpack_rows,
-)
+from ..protocol.errors import DeadlineExceededError
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, TokenizedInput
-from ..protocol.stage_times import STAGE_TIMES
 from .admission import Admission
+from .replicas.replica import Replica
+from .replicas.router import Router
+from .replicas.under_way import Arrays
 from .stats import DispatcherStats
-from .under_way import Arrays, Outgoing, Run
-
-logger = logging.getLogger("penstock.engine")
-
-Send = Callable[[Turn, Frame], None]
-
-_FAILURES: dict[str, type[EngineError]] = {
-    kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
-}
 
 
 class OpenRequest:
@@ -115,44 +88,29 @@ class OpenRequest:
 
 
 class Dispatcher:
-    """The table of what the core has been sent.
-
-    What one turn of the event loop submits is sent together, so that it can run as one batch.
+    """Requests from their arrival to their answers, in front of one core or several.
 
     Args:
         max_queued_tokens: Tokens under way from which on requests are refused.
         max_queue_s: Seconds that they take, from which on requests are refused.
+        num_replicas: Cores of the engine.
 
     Attributes:
         stats: Counters, and what is under way.
-        admission: Who is let in.
+        replicas: The cores, each with what it has been sent.
+        admission: Who is let in; its bounds are those of all cores together.
     """
 
-    def __init__(self, max_queued_tokens: int, max_queue_s: float = math.inf) -> None:
+    def __init__(self, max_queued_tokens: int, max_queue_s: float = math.inf, *, num_replicas: int = 1) -> None:
         self.stats = DispatcherStats()
-        self.admission = Admission(self.stats, max_queued_tokens, max_queue_s)
-        self._send: Send | None = None
-        self._outgoing = Outgoing()
-        self._runs: dict[int, Run] = {}
-        self._clearings: dict[int, asyncio.Future[int | None]] = {}
-        self._ids = itertools.count()
+        ids, is_only = itertools.count(), num_replicas == 1
+        self.replicas = [Replica(ids, self.stats, is_only=is_only) for _ in range(num_replicas)]
+        self.stats.replicas = [] if is_only else [replica.stats for replica in self.replicas]
+        self.admission = Admission(self.stats, max_queued_tokens, max_queue_s, [r.rate for r in self.replicas])
+        self._target: Replica | Router = self.replicas[0] if is_only else Router(self.replicas)
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
-
-    def connect(self, send: Send) -> None:
-        """Begins to run requests and sends them with `send`."""
-        self._send = send
-
-    def disconnect(self, reason: str) -> None:
-        """Stops to run requests and fails what is under way with EngineUnavailableError."""
-        self._send = None
-        self._outgoing = Outgoing()
-        for request_id in list(self._runs):
-            self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
-        for clearing in self._clearings.values():
-            if not clearing.done():
-                clearing.set_exception(EngineUnavailableError(f"The prefix cache went with its engine: {reason}."))
 
     def open(self, options: RequestOptions) -> OpenRequest:
         """Holds a request from its arrival to its answer, `async with`: its deadline counts for all that it takes.
@@ -182,111 +140,23 @@ class Dispatcher:
             return False
         return True
 
-    async def run(
+    def run(
         self,
         inputs: Sequence[TokenizedInput],
         params: PoolingParams,
         options: RequestOptions,
         left_s: float | None,
-    ) -> list[Arrays]:
+    ) -> Awaitable[list[Arrays]]:
         """Runs inputs that have been let in; see OpenRequest.run. `left_s` are the seconds up to their deadline."""
-        self._check_running()
-        request_id = next(self._ids)
-        run = Run(asyncio.get_running_loop().create_future(), [{} for _ in inputs], len(inputs))
-        self._runs[request_id] = run
-        sent_s = time.perf_counter()
-        try:
-            place = self._outgoing.place(params)
-            self._post(Submit(request_id, place, len(inputs), options.priority, left_s, options.client), inputs)
-            outputs = await run.answer
-        finally:
-            if self._runs.pop(request_id, None) is not None:
-                self._post(Cancel(request_id))
-        if (times := STAGE_TIMES.get()) is not None:
-            run.time(times, sent_s)
-        return outputs
+        return self._target.run(inputs, params, options, left_s)
 
     async def clear_prefixes(self) -> int | None:
-        """Empties the prefix cache of the core: what is sent after it finds nothing of before. Needs no admission.
+        """Empties the prefix cache of every core: what is sent after it finds nothing of before. Needs no admission.
 
         Returns:
-            The blocks that it held; None where the core keeps no prefixes.
+            The blocks that they held; None where the cores keep no prefixes.
 
         Raises:
-            EngineUnavailableError: No core is connected, or it died.
+            EngineUnavailableError: No core is connected, or one died.
         """
-        self._check_running()
-        request_id = next(self._ids)
-        clearing: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        self._clearings[request_id] = clearing
-        try:
-            self._post(ClearPrefixes(request_id))
-            return await clearing
-        finally:
-            del self._clearings[request_id]
-
-    def receive_rows(self, message: Rows, frame: Frame) -> None:
-        """Takes the results of one step."""
-        self.stats.count(message)
-        if message.num_tokens and message.load is not None and message.load.num_left:
-            self.admission.follow(message.num_tokens, message.step_s)
-        for ended in message.ended:
-            if (run := self._runs.get(ended.request_id)) is not None:
-                run.timing = ended
-        seen: set[tuple[int, int]] = set()
-        for header, array in zip(message.rows, unpack_rows(message.rows, frame), strict=True):
-            run = self._runs.get(header.request_id)
-            if run is None:
-                continue
-            run.put(header, array)
-            if header.is_last and (header.request_id, header.index) not in seen:
-                seen.add((header.request_id, header.index))
-                run.num_left -= 1
-        for request_id in {request_id for request_id, _ in seen}:
-            if not self._runs[request_id].num_left:
-                self._settle(request_id, None)
-
-    def receive_failure(self, message: Failed) -> None:
-        """Fails one request with the error that the core names."""
-        self._settle(message.request_id, _FAILURES.get(message.kind, ModelExecutionError)(message.message))
-
-    def receive_cleared(self, message: PrefixesCleared) -> None:
-        """Takes the answer to ClearPrefixes."""
-        clearing = self._clearings.get(message.request_id)
-        if clearing is not None and not clearing.done():
-            clearing.set_result(message.num_blocks)
-
-    def _check_running(self) -> None:
-        if self._send is None:
-            raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
-
-    def _post(self, command: Command, inputs: Sequence[TokenizedInput] = ()) -> None:
-        """Sends at the end of this turn of the event loop."""
-        if not self._outgoing.commands:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing.commands.append(command)
-        self._outgoing.inputs.extend(inputs)
-
-    def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, Outgoing()
-        if not outgoing.commands or self._send is None:
-            return
-        try:
-            self._send(Turn(outgoing.commands, outgoing.params), pack_inputs(outgoing.inputs))
-        except Exception:  # our own bug, such as a number that no message can hold: it must leave nobody waiting
-            logger.exception("requests could not be sent to the engine")
-            for command in outgoing.commands:
-                error = ModelExecutionError("The request could not be sent to the engine.")
-                if isinstance(command, Submit):
-                    self._settle(command.request_id, error)
-                elif isinstance(command, ClearPrefixes) and command.request_id in self._clearings:
-                    self._clearings[command.request_id].set_exception(error)
-
-    def _settle(self, request_id: int, error: EngineError | None) -> None:
-        run = self._runs.pop(request_id, None)
-        if run is None or run.answer.done():
-            return
-        if error is None:
-            run.answer.set_result(run.outputs)
-        else:
-            run.answer.set_exception(error)
+        return await self._target.clear_prefixes()

@@ -10,8 +10,10 @@ from ..tokenization.jobs import CharAdmission
 from ..tokenization.tokenizer import TokenizerPool
 from .dispatcher import Dispatcher
 from .engine_process import EngineProcess
+from .replicas.group import ReplicaFigures, ReplicaGroup
+from .replicas.places import replica_configs
 from .stats import DispatcherStats
-from .supervisor import CoreSupervisor, EngineState
+from .supervisor import EngineState
 
 
 class EngineLife:
@@ -22,7 +24,7 @@ class EngineLife:
         info: The attribute.
         tokenizer: Of the model.
         dispatcher: Holds what is under way.
-        supervisor: Keeps its core alive.
+        group: Keeps its cores alive.
 
     Attributes:
         info: The resolved description of the model.
@@ -35,13 +37,13 @@ class EngineLife:
         info: ModelInfo,
         tokenizer: TokenizerPool,
         dispatcher: Dispatcher,
-        supervisor: CoreSupervisor,
+        group: ReplicaGroup,
     ) -> None:
         self.info = info
         self.tokenizer_config = tokenizer.config
         self._tokenizer = tokenizer
         self._dispatcher = dispatcher
-        self._supervisor = supervisor
+        self._group = group
 
     @classmethod
     async def start(
@@ -63,9 +65,11 @@ class EngineLife:
         Raises:
             ModelLoadError: The model cannot be served; the message says why.
         """
-        dispatcher = Dispatcher(config.scheduler.max_queued_tokens, config.scheduler.max_queue_s)
-        supervisor = CoreSupervisor(config, dispatcher, log_level=log_level, log_format=log_format, process=process)
-        ready = await supervisor.start()
+        configs = replica_configs(config)
+        limits = config.scheduler
+        dispatcher = Dispatcher(limits.max_queued_tokens, limits.max_queue_s, num_replicas=len(configs))
+        group = ReplicaGroup(configs, dispatcher, log_level=log_level, log_format=log_format, process=process)
+        ready = await group.start()
         try:
             tokenizer = TokenizerPool(
                 ready.tokenizer,
@@ -74,20 +78,30 @@ class EngineLife:
                 num_workers=config.tokenizer_workers,
                 admission=CharAdmission(config.max_queued_chars, dispatcher.stats.count_refusal),
             )
-            return cls(config, ready.info, tokenizer, dispatcher, supervisor)
+            return cls(config, ready.info, tokenizer, dispatcher, group)
         except BaseException:
-            await supervisor.close()
+            await group.close()
             raise
 
     @property
     def state(self) -> EngineState:
         """Where the engine is in its life."""
-        return self._supervisor.state
+        return self._group.state
 
     @property
     def num_restarts(self) -> int:
         """How often a dead core was replaced."""
-        return self._supervisor.num_restarts
+        return self._group.num_restarts
+
+    @property
+    def places(self) -> list[str]:
+        """Where each replica runs, in words; empty where the only one has all of the machine."""
+        return self._group.places
+
+    @property
+    def replicas(self) -> list[ReplicaFigures]:
+        """Each replica where there are several; empty for one."""
+        return self._group.replicas
 
     @property
     def is_full(self) -> bool:
@@ -100,11 +114,11 @@ class EngineLife:
         return self._dispatcher.admission.queue_s
 
     def host_bytes(self) -> int:
-        """Returns the Bytes of memory that its process holds for itself; 0 where that is not known.
+        """Returns the Bytes of memory that its processes hold for themselves; 0 where that is not known.
 
-        Files that it has mapped, such as libraries, are not counted: processes share them.
+        Files that they have mapped, such as libraries, are not counted: processes share them.
         """
-        return self._supervisor.host_bytes()
+        return self._group.host_bytes()
 
     def check_room(self, client: str = "") -> None:
         """Refuses what every call refuses first: a request of `client` that has no room now; see Admission.check."""
@@ -116,12 +130,12 @@ class EngineLife:
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for those under way. Returns False if some were left after `timeout_s`."""
-        self._supervisor.drain()
+        self._group.drain()
         return await self._dispatcher.wait_until_idle(timeout_s)
 
     async def close(self) -> None:
-        """Stops the core; requests under way fail with EngineUnavailableError. May be called twice."""
-        await self._supervisor.close()
+        """Stops the cores; requests under way fail with EngineUnavailableError. May be called twice."""
+        await self._group.close()
         self._tokenizer.close()
 
     async def clear_prefixes(self) -> int | None:

@@ -18,7 +18,7 @@ _STEP_FILLS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
 
 @dataclass(slots=True)
 class DispatcherStats:
-    """Counters since the start, and what is under way.
+    """Counters since the start, and what is under way: of an engine, or of one of its replicas.
 
     Attributes:
         num_requests: Requests under way.
@@ -34,7 +34,9 @@ class DispatcherStats:
         step_seqs: Their sequences.
         step_seconds: Seconds that they took.
         step_fill: Their tokens as a share of the most that there could have been, 0 to 1.
-        cache_use: Of the memory of prompts that run in chunks; None for models that run them whole.
+        cache_use: Of the memory of prompts that run in chunks, as it was told last; None for models that run them
+            whole.
+        replicas: Figures of each replica of an engine that has several; empty for one.
     """
 
     num_requests: int = 0
@@ -51,6 +53,19 @@ class DispatcherStats:
     step_seconds: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_SECONDS))
     step_fill: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_FILLS))
     cache_use: CacheUse | None = None
+    replicas: list[DispatcherStats] = field(default_factory=list)
+
+    def enter(self, num_tokens: int) -> None:
+        """Counts a request as under way."""
+        self.num_requests += 1
+        self.num_tokens += num_tokens
+
+    def leave(self, num_tokens: int) -> None:
+        """Counts a request as under way no more."""
+        self.num_requests -= 1
+        self.num_tokens -= num_tokens
+        if not self.num_requests:
+            self.num_waiting = self.num_waiting_tokens = 0  # no step may follow that would say so
 
     def count_refusal(self) -> None:
         """Counts a request that was refused."""
@@ -74,6 +89,14 @@ class DispatcherStats:
         if load is not None:
             self.step_seqs.observe(load.num_seqs)
             self.step_fill.observe(message.num_tokens / load.token_budget)
+
+    def count_of(self, replica: DispatcherStats, message: Rows) -> None:
+        """Counts what a message of one of several replicas tells of a step, for it and for all of them."""
+        replica.count(message)
+        self.count(message)
+        self.num_waiting = sum(each.num_waiting for each in self.replicas)
+        self.num_waiting_tokens = sum(each.num_waiting_tokens for each in self.replicas)
+        self.token_budget = sum(each.token_budget for each in self.replicas)
 
 
 class StepHistogram:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
-from typing import Final
 
 import msgspec
 import zmq
@@ -16,9 +16,10 @@ from ..protocol import errors
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
 from ..protocol.messages import Failed, Frame, FromCore, LoadFailed, PrefixesCleared, Ready, Rows, Start
-from .dispatcher import Dispatcher
+from ..protocol.model_info import ModelInfo
 from .engine_process import EngineProcess
 from .process_core import ProcessCore
+from .replicas.replica import Replica
 from .thread_core import ThreadCore
 
 logger = logging.getLogger("penstock.engine")
@@ -37,47 +38,40 @@ class EngineState(StrEnum):
     DEAD = "dead"
 
 
-_CLOSED_BECAUSE: Final = {
-    EngineState.STARTING: "The engine is being started again. Please try again in a moment.",
-    EngineState.READY: None,
-    EngineState.DRAINING: "The server is shutting down. Please try again elsewhere.",
-    EngineState.DEAD: "The engine is down. Please try again later or elsewhere.",
-}
-"""What a request is told that comes in each state."""
-
-
 class CoreSupervisor:
-    """Owns the core of one engine and connects it to a dispatcher. Belongs to one event loop.
+    """Owns one core and connects it to its table. Belongs to one event loop.
 
     Requests that a dying core takes with it fail with EngineUnavailableError; they are not run again, since one of them
     may have killed it.
 
     Args:
         config: What to serve.
-        dispatcher: Gets the core's results.
+        replica: Gets the core's results.
+        on_change: Called when `state` has changed.
         log_level: Level of the core's log.
         log_format: Its form, "console" or "json".
         process: One that has been started already; the first core takes it.
 
     Attributes:
-        state: Where the engine is in its life.
+        state: Where the core is in its life.
         num_restarts: How often a dead core was replaced.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        dispatcher: Dispatcher,
+        replica: Replica,
+        on_change: Callable[[], None],
         *,
         log_level: str,
         log_format: str,
         process: EngineProcess | None = None,
     ) -> None:
+        self.state = EngineState.STARTING
         self.num_restarts = 0
-        self._config = config
         self._start_message = Start(config, log_level, log_format)
-        self._dispatcher = dispatcher
-        self._enter(EngineState.STARTING)
+        self._replica = replica
+        self._on_change = on_change
         self._process = process
         self._core: ProcessCore | ThreadCore | None = None
         self._ready: asyncio.Future[Ready]
@@ -96,10 +90,15 @@ class CoreSupervisor:
             raise
 
     def _make_core(self) -> ProcessCore | ThreadCore:
-        if self._config.in_process:
+        if self._start_message.config.in_process:
             return ThreadCore(self._start_message, self._receive, self._core_ended)
         process, self._process = self._process, None
         return ProcessCore(self._start_message, self._receive, self._core_ended, process)
+
+    def hold(self, info: ModelInfo) -> None:
+        """Lets what was measured when the first core was loaded hold for those after it: vectors must not change."""
+        config = replace(self._start_message.config, dtype=info.dtype, arithmetic=info.arithmetic)
+        self._start_message = msgspec.structs.replace(self._start_message, config=config)
 
     def drain(self) -> None:
         """Marks the engine as ending, so that its core is not replaced any more."""
@@ -116,7 +115,7 @@ class CoreSupervisor:
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.gather(self._restarting, return_exceptions=True)
-        self._dispatcher.disconnect("the server is shutting down")
+        self._replica.disconnect("the server is shutting down")
         if self._core is not None:
             await self._core.close()
 
@@ -126,16 +125,16 @@ class CoreSupervisor:
 
     def _enter(self, state: EngineState) -> None:
         self.state = state
-        self._dispatcher.admission.closed_because = _CLOSED_BECAUSE[state]
+        self._on_change()
 
     def _receive(self, message: FromCore, frames: list[Frame]) -> None:
         match message:
             case Rows():
-                self._dispatcher.receive_rows(message, frames[0])
+                self._replica.receive_rows(message, frames[0])
             case Failed():
-                self._dispatcher.receive_failure(message)
+                self._replica.receive_failure(message)
             case PrefixesCleared():
-                self._dispatcher.receive_cleared(message)
+                self._replica.receive_cleared(message)
             case Ready():
                 self._core_ready(message)
             case LoadFailed():
@@ -146,17 +145,14 @@ class CoreSupervisor:
         """Called when the core can serve. It may end before whoever waits in `start` goes on."""
         if self._core is None or self._is_ending or self._ready.done():
             return
-        # What was measured when the first one was loaded holds for those after it: vectors must not change on the way.
-        info = message.info
-        config = replace(self._start_message.config, dtype=info.dtype, arithmetic=info.arithmetic)
-        self._start_message = msgspec.structs.replace(self._start_message, config=config)
-        self._dispatcher.connect(self._core.send)
+        self.hold(message.info)
+        self._replica.connect(self._core.send)
         self._enter(EngineState.READY)
         self._ready.set_result(message)
 
     def _core_ended(self, reason: str) -> None:
         """Called when the core is gone without having been asked to go."""
-        self._dispatcher.disconnect(reason)
+        self._replica.disconnect(reason)
         if not self._ready.done():
             self._ready.set_exception(ModelLoadError(f"The model could not be loaded: {reason}."))
         elif self.state is EngineState.READY:

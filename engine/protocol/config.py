@@ -5,6 +5,7 @@ Frozen dataclasses only; flags and environment variables are read in server/sett
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final
@@ -14,6 +15,8 @@ from .pooler_config import PoolerConfig, check_least
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "int8")
 DEVICES: Final = ("auto", "cpu", "cuda")
+PLACE: Final = re.compile(r"cpu|cuda:\d+|numa:\d+")
+"""A device of one replica."""
 EMPTY_INPUTS: Final = ("embed", "error")
 CPU_KERNELS: Final = ("auto", "native", "torch")
 ARITHMETICS: Final = (None, "float32", "bfloat16")
@@ -139,6 +142,10 @@ class EngineConfig:
         model_source: Where `model` comes from, for the table of what was resolved.
         revision: Branch, tag or commit of a hub id.
         device: "auto", "cpu" or "cuda" (or "cuda:1").
+        devices: Where replicas run, one on each: "cpu", "cuda:1", or "numa:1" for the cores of a NUMA node; all of one
+            kind. A place may come several times; its replicas share it. Empty: `device`.
+        data_parallel: Replicas of the model, each a process, behind one queue; None takes one for each of `devices`,
+            which else have as many each, or one.
         dtype: "float32", "bfloat16", "float16", "int8" (the native kernels only) or "auto": bfloat16 on CUDA and on a
             CPU whose native kernels are faster in it, else float32.
         max_model_len: Tokens. Longest input; None takes the model's own.
@@ -151,9 +158,10 @@ class EngineConfig:
         trust_remote_code: Let the fallback run code that comes with the model.
         in_process: Run the core in a thread of this process instead of a supervised one.
         hang_timeout_s: Seconds without a sign of life after which a supervised process is replaced; 0: never.
-        num_threads: CPU threads of the forward; None takes all cores, or this engine's part of them.
+        num_threads: CPU threads of the forward, of each replica; None takes all cores, or this engine's part of them.
         num_engines: Engines that share the machine: each takes its part of what it is not told the amount of, cores and
             memory for prompts in chunks.
+        cores: Processors that the engine's process keeps to; None: all that it may use. Set for replicas.
         cpu_kernels: What computes on a CPU: "auto" takes the native kernels where they are built and know the model,
             and torch elsewhere; "native" insists on them; "torch" leaves all to torch.
         arithmetic: What native kernels compute in where numbers are rounded to bfloat16: "bfloat16" or "float32"; None
@@ -169,6 +177,8 @@ class EngineConfig:
     model_source: str = "--model"
     revision: str | None = None
     device: str = "auto"
+    devices: tuple[str, ...] = ()
+    data_parallel: int | None = None
     dtype: str = "auto"
     max_model_len: int | None = None
     auto_truncate: bool = False
@@ -181,6 +191,7 @@ class EngineConfig:
     hang_timeout_s: float = 60.0
     num_threads: int | None = None
     num_engines: int = 1
+    cores: tuple[int, ...] | None = None
     cpu_kernels: str = "auto"
     arithmetic: str | None = None
     tokenizer_workers: int = 2
@@ -194,6 +205,9 @@ class EngineConfig:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
         if self.device.split(":")[0] not in DEVICES:
             raise ValueError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}.")
+        if not all(map(PLACE.fullmatch, self.devices)) or len({d.partition(":")[0] for d in self.devices}) > 1:
+            listed = ",".join(self.devices)
+            raise ValueError(f"devices is {listed!r}; they must be all cuda:N, all numa:N or all cpu.")
         if self.cpu_kernels not in CPU_KERNELS:
             raise ValueError(f"cpu_kernels is {self.cpu_kernels!r}; it must be one of {', '.join(CPU_KERNELS)}.")
         if self.arithmetic not in ARITHMETICS:
@@ -202,4 +216,5 @@ class EngineConfig:
             raise ValueError(f"empty_input is {self.empty_input!r}; it must be one of {', '.join(EMPTY_INPUTS)}.")
         if not 0 <= self.hang_timeout_s < inf:
             raise ValueError(f"hang_timeout_s is {self.hang_timeout_s}; it must be seconds, or 0 for never.")
-        check_least(self, 1, "max_model_len", "num_threads", "num_engines", "tokenizer_workers", "max_queued_chars")
+        counts = ("data_parallel", "num_threads", "num_engines", "tokenizer_workers")
+        check_least(self, 1, "max_model_len", "max_queued_chars", *counts)

@@ -39,10 +39,11 @@ def _lines(entry: ModelEntry, settings: EngineSettings) -> list[str]:
     if entry.engine is None:
         why = "could not be loaded; see above" if entry.error is not None else "loaded when a request names it"
         return [f"  {entry.name}: {why}"]
-    info = entry.engine.info
+    info, places = entry.engine.info, entry.engine.places
     return [
         f"  {entry.name}: {_sizes(info)}",
         f"    on {_device(info, settings)}, in {_dtype(info, settings)}; tasks: {', '.join(info.tasks)}",
+        *([f"    {_replicas(places)}"] if places else []),
     ]
 
 
@@ -59,11 +60,19 @@ def _wants_key(settings: ServerSettings) -> bool:
 
 def _device(info: ModelInfo, settings: EngineSettings) -> str:
     """Returns what runs the model, and why."""
-    if settings.device != "auto":
+    if settings.devices:
+        why = "--devices"
+    elif settings.device != "auto":
         why = "--device"
     else:
         why = "auto: there is no CUDA device" if info.device == "cpu" else "auto: there is a CUDA device"
     return f"{info.device} ({why}) by {info.kernels}"
+
+
+def _replicas(places: Sequence[str]) -> str:
+    """Returns how many replicas there are, and where."""
+    count = "1 replica" if len(places) == 1 else f"{len(places)} replicas"
+    return f"{count}: {'; '.join(places)}"
 
 
 def _dtype(info: ModelInfo, settings: EngineSettings) -> str:

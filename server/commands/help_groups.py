@@ -21,6 +21,8 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "revision": "REVISION",
         "served_model_name": "NAME,...",
         "device": "{auto,cpu,cuda,cuda:N}",
+        "devices": "PLACE,...",
+        "data_parallel": "N",
         "dtype": "",
         "cpu_kernels": "",
         "trust_remote_code": "",

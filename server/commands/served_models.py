@@ -8,6 +8,7 @@ from typing import Final
 
 from penstock.engine import AsyncEngine, EngineConfig, ModelInfo
 from penstock.engine.frontend.engine_process import EngineProcess
+from penstock.engine.frontend.replicas.places import replica_configs
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.errors import ModelLoadError
 
@@ -35,7 +36,7 @@ def served_model(
     """
     config = plan.settings.engine_config(plan.model, plan.names[0], num_engines=num_engines)
     info = resolved(config, plan.default_prompt_name)
-    num_bytes = 0 if info is None else _num_bytes(info)
+    num_bytes = 0 if info is None else _num_bytes(info) * len(replica_configs(config))
     if settings.model_memory is not None and num_bytes > settings.model_memory:
         raise UsageError(f"--model-memory: {plan.names[0]} alone takes {num_bytes} bytes")
     started = [] if process is None else [process]
@@ -62,14 +63,17 @@ def served_model(
 
 
 def resolved(config: EngineConfig, default_prompt_name: str | None) -> ModelInfo | None:
-    """Reads the JSON files of a local model, in milliseconds. A hub id is left to the engine, which may download it.
+    """Looks for the places of replicas, and reads the JSON files of a local model, in milliseconds.
+
+    A hub id is left to the engine, which may download it.
 
     Raises:
-        UsageError: The engine would refuse the model, or it lacks the prompt.
+        UsageError: The engine would refuse the model or a place, or the model lacks the prompt.
     """
-    if _MAYBE_HUB_ID.fullmatch(config.model) and not Path(config.model).exists():
-        return None
     try:
+        replica_configs(config)
+        if _MAYBE_HUB_ID.fullmatch(config.model) and not Path(config.model).exists():
+            return None
         info = resolve_model(config)
         check_prompt_name(default_prompt_name, info)
     except ModelLoadError as error:

@@ -56,7 +56,6 @@ _FOREIGN: Final = {
     "--cpu-offload-gb": _Foreign("weights stay on the device.", lambda value: float(value) == 0),
     "--tensor-parallel-size": _Foreign(_ONE_DEVICE, _is_one),
     "--pipeline-parallel-size": _Foreign(_ONE_DEVICE, _is_one),
-    "--data-parallel-size": _Foreign(_ONE_DEVICE, _is_one),
     "--disable-log-requests": _Foreign(_OWN_LOGS),
     "--no-enable-log-requests": _Foreign(_OWN_LOGS),
     "--disable-log-stats": _Foreign(_OWN_LOGS),
@@ -68,6 +67,8 @@ _FOREIGN: Final = {
     "--enable-flash-late-interaction": _Foreign(_ONE_MAXSIM),
     "--no-enable-flash-late-interaction": _Foreign(_ONE_MAXSIM),
 }
+_OUR_NAMES: Final = {"--data-parallel-size": "--data-parallel"}
+"""vLLM's other words for a flag."""
 _OUR_DTYPES: Final = {"half": "float16", "float": "float32"}
 """vLLM's other words for a type."""
 
@@ -91,6 +92,7 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         name, has_value, value = word.partition("=")
         name, _, key = name.partition(".")
         name = name.replace("_", "-")
+        name = _OUR_NAMES.get(name, name)
         if key and name in _JSON_FLAGS:
             dotted.setdefault(name, {})[key] = _plain(value if has_value else next(words, ""))
         elif name in _FOREIGN:

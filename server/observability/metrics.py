@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.engine import AsyncEngine
-from penstock.engine.frontend.stats import StepHistogram
+from penstock.engine.frontend.stats import DispatcherStats, StepHistogram
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol.stage_times import Stage
 
@@ -35,8 +35,8 @@ _ENGINE_COUNTERS: Final = {
     "num_batched_tokens_total": ("penstock_engine_batched_tokens", "Tokens that went through the model."),
     "num_steps_total": ("penstock_engine_steps", "Forwards."),
     "step_s_total": ("penstock_engine_step_seconds", "Seconds in which forwards ran."),
-    "num_refused_total": ("penstock_engine_refused_requests", "Requests refused because the queue was full."),
 }
+_REFUSED: Final = "penstock_engine_refused_requests", "Requests refused because the queue was full."
 _ENGINE_HISTOGRAMS: Final = {
     "step_tokens": ("penstock_engine_batch_tokens", "Tokens of a forward."),
     "step_seqs": ("penstock_engine_batch_inputs", "Inputs of a forward, or chunks of them."),
@@ -79,7 +79,19 @@ _CACHE_COUNTERS: Final = {
     ),
 }
 
+_LABELS: Final = ("model", "replica")
+"""Of what each core tells of itself. An engine that has one core leaves out the second."""
+
 NamedEngines = Callable[[], Iterable[tuple[AsyncEngine, str]]]
+
+
+class _Core(NamedTuple):
+    """The figures of one core of an engine, with the values of its labels."""
+
+    labels: tuple[str, ...]
+    state: EngineState
+    num_restarts: int
+    stats: DispatcherStats
 
 
 class Metrics(Collector):
@@ -142,8 +154,8 @@ class Metrics(Collector):
             "Seconds from the head of the request to the end of the answer.",
             labels=("model", "route"),
         )
-        for labels, histogram in self._latency.items():
-            _add(latency, labels, histogram)
+        for route, histogram in self._latency.items():
+            _add(latency, route, histogram)
         stages = HistogramMetricFamily(
             "penstock_stage_duration_seconds",
             "Seconds that requests which were answered spent in tokenization, queue, inference and encoding.",
@@ -161,14 +173,15 @@ class Metrics(Collector):
         yield latency
         yield stages
         engines = list(self._engines())
-        stats = [(engine.stats(), model) for engine, model in engines]
-        cache_uses = [(use, model) for s, model in stats if (use := s.cache_use) is not None]
+        cores = [core for engine, model in engines for core in _cores(engine, model)]
+        stats = [(core.stats, core.labels) for core in cores]
+        cache_uses = [(use, labels) for s, labels in stats if (use := s.cache_use) is not None]
         yield from _families(GaugeMetricFamily, _ENGINE_GAUGES, stats)
         yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, stats)
         for field, (name, text) in _ENGINE_HISTOGRAMS.items():
-            metric = HistogramMetricFamily(name, text, labels=("model",))
-            for figures, model in stats:
-                _add(metric, (model,), getattr(figures, field))
+            metric = HistogramMetricFamily(name, text, labels=_LABELS)
+            for figures, labels in stats:
+                _add(metric, labels, getattr(figures, field))
             yield metric
         yield from _families(GaugeMetricFamily, _CACHE_GAUGES, cache_uses)
         yield from _families(CounterMetricFamily, _CACHE_COUNTERS, cache_uses)
@@ -177,15 +190,26 @@ class Metrics(Collector):
             "Seconds that what waits or runs takes at the rate of the last forwards; 0 before it is measured.",
             labels=("model",),
         )
-        ready = GaugeMetricFamily("penstock_engine_ready", "1 where the engine can serve.", labels=("model",))
-        restarts = CounterMetricFamily("penstock_engine_restarts", "Restarts of the engine.", labels=("model",))
+        refused = CounterMetricFamily(*_REFUSED, labels=("model",))
         for engine, model in engines:
             queue.add_metric((model,), engine.queue_s)
-            ready.add_metric((model,), float(engine.state is EngineState.READY))
-            restarts.add_metric((model,), engine.num_restarts)
+            refused.add_metric((model,), engine.stats().num_refused_total)
+        ready = GaugeMetricFamily("penstock_engine_ready", "1 where the engine can serve.", labels=_LABELS)
+        restarts = CounterMetricFamily("penstock_engine_restarts", "Restarts of the engine.", labels=_LABELS)
+        for core in cores:
+            ready.add_metric(core.labels, float(core.state is EngineState.READY))
+            restarts.add_metric(core.labels, core.num_restarts)
+        yield refused
         yield queue
         yield ready
         yield restarts
+
+
+def _cores(engine: AsyncEngine, model: str) -> list[_Core]:
+    """Returns the figures of each replica, by its number; of an engine that has one, those of the whole."""
+    replicas = enumerate(engine.replicas)
+    several = [_Core((model, str(number)), each.state, each.num_restarts, each.stats) for number, each in replicas]
+    return several or [_Core((model,), engine.state, engine.num_restarts, engine.stats())]
 
 
 def _counted(name: str, text: str, labels: Sequence[str], counts: Mapping[Any, int]) -> CounterMetricFamily:
@@ -199,13 +223,13 @@ def _counted(name: str, text: str, labels: Sequence[str], counts: Mapping[Any, i
 def _families(
     family: type[GaugeMetricFamily | CounterMetricFamily],
     fields: Mapping[str, tuple[str, str]],
-    figures: Sequence[tuple[object, str]],
+    figures: Sequence[tuple[object, Sequence[str]]],
 ) -> Iterable[Metric]:
-    """Yields one family per field, with a value for each model's figures."""
+    """Yields one family per field, with a value for each core's figures."""
     for field, (name, text) in fields.items():
-        metric = family(name, text, labels=("model",))
-        for values, model in figures:
-            metric.add_metric((model,), attrgetter(field)(values))
+        metric = family(name, text, labels=_LABELS)
+        for values, labels in figures:
+            metric.add_metric(labels, attrgetter(field)(values))
         yield metric
 
 

@@ -44,9 +44,12 @@ async def server_info(request: Request) -> Response:
         name: {field: {"value": value, "source": source} for field, value, source in resolved_table(engine.info)}
         for engine, name, _ in context.models.engines()
     }
+    places = {name: engine.places for engine, name in context.models.named_engines()}
     system = {"python": platform.python_version(), "platform": platform.platform(), "cpu_cores": os.cpu_count()}
     settings = _without_secrets(context.settings)
-    return json_response({"version": penstock_version(), "settings": settings, "models": models, "system": system})
+    return json_response(
+        {"version": penstock_version(), "settings": settings, "models": models, "places": places, "system": system}
+    )
 
 
 @router.post("/reset_prefix_cache", response_model=PrefixCacheReset)

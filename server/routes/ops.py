@@ -15,11 +15,21 @@ from ..wire.version import penstock_version
 router = APIRouter(tags=["operations"])
 
 
+class ReplicaHealth(BaseModel):
+    """One of several replicas of an engine: where it is in its life, and where it runs."""
+
+    state: str = Field(examples=["ready"])
+    place: str = Field(examples=["cuda:0"])
+
+
 class Health(BaseModel):
-    """Whether the server works, and the state of each model by its shown name."""
+    """Whether the server works, and the state of each model by its shown name: ready while one of its replicas is."""
 
     status: str = Field(examples=["ok"])
     engines: dict[str, str] = Field(examples=[{"all-MiniLM-L6-v2": "ready"}])
+    replicas: dict[str, list[ReplicaHealth]] | None = Field(
+        None, description="Of engines that have several; absent where none has."
+    )
 
 
 class Version(BaseModel):
@@ -65,7 +75,13 @@ async def get_version() -> Response:
 
 
 def _health(request: Request, *, is_good: bool) -> Response:
-    states = context_of(request).models.states()
-    response = json_response({"status": "ok" if is_good else "unavailable", "engines": states})
+    models = context_of(request).models
+    body: dict[str, Any] = {"status": "ok" if is_good else "unavailable", "engines": models.states()}
+    replicas = {
+        name: [{"state": replica.state, "place": replica.place} for replica in engine.replicas]
+        for engine, name in models.named_engines()
+        if engine.replicas
+    }
+    response = json_response(body | {"replicas": replicas} if replicas else body)
     response.status_code = 200 if is_good else 503
     return response

@@ -169,6 +169,10 @@ class ServerInfo(BaseModel):
     version: str = Field(examples=["0.1.0"])
     settings: dict[str, JsonValue] = Field(description="Flags by their names, without API keys and other secrets.")
     models: dict[str, dict[str, ResolvedField]] = Field(description="By shown name.")
+    places: dict[str, list[str]] = Field(
+        description="Where each replica of a model runs, by its shown name; empty where one has all of the machine.",
+        examples=[{"all-MiniLM-L6-v2": ["cores 0-3", "cores 4-7"]}],
+    )
     system: dict[str, JsonValue] = Field(description="Python, machine and cores.")
 
 

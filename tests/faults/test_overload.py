@@ -39,7 +39,7 @@ class Core:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.waiting: deque[tuple[int, int, int]] = deque()
-        dispatcher.connect(self.send)
+        dispatcher.replicas[0].connect(self.send)
 
     def send(self, turn: Turn, frame: Frame) -> None:
         inputs = iter(unpack_inputs(frame))
@@ -60,7 +60,7 @@ class Core:
         rows = pack_rows([np.zeros(1, np.float32)] * len(done))
         num_left = len(self.waiting)
         load = StepLoad(len(done), STEP_TOKENS, num_left, sum(entry[2] for entry in self.waiting), num_left)
-        self.dispatcher.receive_rows(Rows(headers, num_tokens, 1.0, load=load), rows)
+        self.dispatcher.replicas[0].receive_rows(Rows(headers, num_tokens, 1.0, load=load), rows)
         return num_tokens
 
 

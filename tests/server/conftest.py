@@ -13,6 +13,7 @@ import pytest
 
 from penstock.engine.async_engine import RequestOptions
 from penstock.engine.frontend.dispatcher import DispatcherStats
+from penstock.engine.frontend.replicas.group import ReplicaFigures
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol.errors import (
     EngineOverloadedError,
@@ -81,6 +82,8 @@ class FakeEngine:
         self.info = ModelInfo(**fields, sources=dict.fromkeys(ModelInfo.__dataclass_fields__, "test"))
         self.state = EngineState.READY
         self.num_restarts = 0
+        self.replicas: list[ReplicaFigures] = []
+        self.places: list[str] = []
         self.queue_s = 2.5
         self.calls: list[tuple[str, tuple[object, ...]]] = []
         self.chat_template: str | None = CHAT_TEMPLATE

@@ -100,12 +100,22 @@ def test_everything_reaches_the_engine() -> None:
     assert cache.enable_prefix_caching is False
 
 
+def test_replicas_reach_the_engine() -> None:
+    config = load(ServerSettings, {"devices": ["cuda:0,cuda:2", "cuda:1"], "data_parallel": "6"}).engine_config("m")
+    assert (config.devices, config.data_parallel) == (("cuda:0", "cuda:2", "cuda:1"), 6)
+    config = load(ServerSettings, {}).engine_config("m")
+    assert (config.devices, config.data_parallel, config.cores) == ((), None, None)
+
+
 # (field, value, part of the message)
 WRONG_VALUES = [
     ("port", "x", "whole number"),
     ("port", "70000", "65535"),
     ("dtype", "fp8", "'bfloat16'"),
     ("device", "tpu", "auto"),
+    ("devices", "cuda:0,cpu", "all cuda:N, all numa:N or all cpu"),
+    ("devices", "cuda", "such as cuda:0,cuda:1"),
+    ("data_parallel", "0", "greater than 0"),
     ("max_model_len", "0", "greater than 0"),
     ("max_num_seqs", "-1", "greater than 0"),
     ("pooler_config", "{", "not valid JSON"),

@@ -28,9 +28,14 @@ def resolve_device(config: EngineConfig) -> tuple[str, str]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     index = int(device.partition(":")[2] or 0)
     if device != "cpu" and index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        way_out = (
+            f"take cuda:0{f' to cuda:{count - 1}' if count > 1 else ''}."
+            if count
+            else "install a CUDA build of torch and a driver, or take --device cpu."
+        )
         raise ModelLoadError(
-            f"--device is {device}, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
-            "install a CUDA build of torch and a driver, or take --device cpu."
+            f"--device is {device}, but torch {torch.__version__} sees {count} CUDA devices; {way_out}"
         )
     if device != "cpu" and config.dtype == "int8":
         raise ModelLoadError(f"--dtype int8 is for the native kernels of a CPU, and the device is {device}.")

@@ -268,7 +268,7 @@ async def test_parts_of_token_rows_are_joined_by_the_dispatcher(
         nonlocal num_parts
         assert isinstance(message, Rows)
         num_parts += len(message.rows)
-        dispatcher.receive_rows(message, frames[0])
+        dispatcher.replicas[0].receive_rows(message, frames[0])
 
     async def ask(*places: int, priority: int) -> list[np.ndarray]:
         async with dispatcher.open(RequestOptions(priority=priority)) as request:
@@ -277,7 +277,7 @@ async def test_parts_of_token_rows_are_joined_by_the_dispatcher(
             return [rows for answer in answers for rows in answer.values()]
 
     tight.on_message = receive
-    dispatcher.connect(tight.core.receive)
+    dispatcher.replicas[0].connect(tight.core.receive)
     tasks = [asyncio.create_task(ask(0, 1, 2, priority=1))]
     for step in range(1000):
         await asyncio.sleep(0)

@@ -108,14 +108,14 @@ async def test_the_worker_ends_when_its_parent_is_killed(place: str, minilm_fold
 async def test_messages_that_cannot_be_read_cost_the_worker_and_not_the_client(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dispatcher = engine._dispatcher
-    receive = dispatcher.receive_rows
+    (replica,) = engine._dispatcher.replicas
+    receive = replica.receive_rows
 
     def fail_once(message: Rows, frame: Frame) -> None:
-        monkeypatch.setattr(dispatcher, "receive_rows", receive)
+        monkeypatch.setattr(replica, "receive_rows", receive)
         raise RuntimeError("made up")
 
-    monkeypatch.setattr(dispatcher, "receive_rows", fail_once)
+    monkeypatch.setattr(replica, "receive_rows", fail_once)
     with pytest.raises(errors.EngineUnavailableError):
         await asyncio.wait_for(engine.embed(["lost"], PARAMS), 20)
     await until(lambda: engine.state is EngineState.READY)

@@ -78,7 +78,7 @@ class PlayedCore:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.sent: list[tuple[Asked, list[TokenizedInput]]] = []
-        dispatcher.connect(self.send)
+        dispatcher.replicas[0].connect(self.send)
 
     def send(self, turn: Turn, frame: Frame) -> None:
         inputs = iter(unpack_inputs(frame))
@@ -92,7 +92,7 @@ class PlayedCore:
     def _answer(self, asked: Asked, inputs: list[TokenizedInput]) -> None:
         rows = [(index, *output) for index, tokens in enumerate(inputs) for output in outputs(asked.params, tokens)]
         headers = [RowHeader(asked.request_id, index, name, array.shape) for index, name, array in rows]
-        self.dispatcher.receive_rows(Rows(headers, 1, 0.1), pack_rows([array for *_, array in rows]))
+        self.dispatcher.replicas[0].receive_rows(Rows(headers, 1, 0.1), pack_rows([array for *_, array in rows]))
 
 
 def outputs(params: PoolingParams, tokens: TokenizedInput) -> list[tuple[str, np.ndarray]]:

@@ -10,13 +10,14 @@ from collections import Counter
 import pytest
 
 from penstock.engine.frontend.admission import Admission
+from penstock.engine.frontend.replicas.drain_rate import DrainRate
 from penstock.engine.frontend.stats import DispatcherStats
 from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, InvalidRequestError
 
 
 def admission(max_tokens: int = 1_000, max_queue_s: float = math.inf) -> tuple[Admission, DispatcherStats]:
     stats = DispatcherStats()
-    return Admission(stats, max_tokens, max_queue_s), stats
+    return Admission(stats, max_tokens, max_queue_s, [DrainRate()]), stats
 
 
 def refusal(books: Admission, client: str = "") -> EngineOverloadedError:
@@ -29,7 +30,7 @@ def test_the_queue_is_known_in_seconds() -> None:
     books, _ = admission()
     books.enter(300)
     assert books.queue_s == 0.0  # nothing was measured yet
-    books.follow(200, 2.0)
+    books._rates[0].follow(200, 2.0)
     assert books.queue_s == pytest.approx(3.0)
     books.leave(300)
     assert books.queue_s == 0.0
@@ -64,15 +65,15 @@ def test_a_refusal_says_when_there_will_be_room() -> None:
     books.enter(999)
     books.enter(500)
     assert refusal(books).retry_after_s == 1.0  # nothing has been measured
-    books.follow(100, 1.0)
+    books._rates[0].follow(100, 1.0)
     assert refusal(books).retry_after_s == pytest.approx(5.0)
-    books.follow(200, 3.0)  # (0.8 x 100 + 200) / (0.8 x 1 + 3): the mean of the rates would be 80 or more
+    books._rates[0].follow(200, 3.0)  # (0.8 x 100 + 200) / (0.8 x 1 + 3): the mean of the rates would be 80 or more
     assert refusal(books).retry_after_s == pytest.approx(500 * 3.8 / 280)
 
 
 def test_requests_are_refused_when_what_is_under_way_takes_too_long() -> None:
     books, stats = admission(1_000_000, max_queue_s=10.0)
-    books.follow(1_000, 1.0)
+    books._rates[0].follow(1_000, 1.0)
     for _ in range(9):
         books.enter(1_000)
     books.check()
@@ -87,13 +88,13 @@ def test_requests_are_refused_when_what_is_under_way_takes_too_long() -> None:
     stats.token_budget = 7_999
     refusal(books)
     for _ in range(6):
-        books.follow(1_000_000, 0.01)  # it has become faster
+        books._rates[0].follow(1_000_000, 0.01)  # it has become faster
     books.check()
 
 
 def test_large_requests_take_turns_with_others_and_leave_them_room() -> None:
     books, stats = admission(1_000_000, max_queue_s=8.0)
-    books.follow(1_000, 1.0)
+    books._rates[0].follow(1_000, 1.0)
     books.enter(100_000)  # nothing else is under way
     books.check()
     books.enter(1_000)
@@ -115,7 +116,7 @@ def test_large_requests_take_turns_with_others_and_leave_them_room() -> None:
 
 def test_a_client_beside_its_own_large_request() -> None:
     books, _ = admission(1_000_000, max_queue_s=8.0)
-    books.follow(1_000, 1.0)
+    books._rates[0].follow(1_000, 1.0)
     books.enter(100_000, "a")
     for _ in range(3):
         books.enter(900, "a")
@@ -140,7 +141,7 @@ def test_no_client_leaves_less_to_others_than_it_has() -> None:
     books.check("greedy")
     assert stats.num_tokens == 600
     books, stats = admission(1_000_000, max_queue_s=10.0)
-    books.follow(100, 1.0)
+    books._rates[0].follow(100, 1.0)
     for _ in range(20):
         books.enter(25, "greedy")
     assert "500 tokens and leave 500" in refusal(books, "greedy").message  # of the 1,000 that 10 s are
@@ -172,7 +173,7 @@ def test_who_comes_back_when_told_to_is_let_in_and_not_before(
         books.enter(1, "greedy")
     for num_tokens in others:
         books.enter(num_tokens)  # of nobody who is told apart
-    books.follow(50, 1.0)  # tokens a second: 1,000 in 20 s
+    books._rates[0].follow(50, 1.0)  # tokens a second: 1,000 in 20 s
     assert refusal(books, who).retry_after_s == pytest.approx(excess / 50.0)
     leaving = sorted(others, reverse=True) or [1]
     while excess > 1 and leaving[0] < excess:
@@ -186,10 +187,10 @@ def test_who_comes_back_when_told_to_is_let_in_and_not_before(
 def test_rates_at_the_edges_of_what_a_clock_and_a_count_can_show() -> None:
     books, _ = admission()
     books.enter(1_000)
-    books.follow(100, 0.0)  # faster than the clock
+    books._rates[0].follow(100, 0.0)  # faster than the clock
     assert 0 < refusal(books).retry_after_s < 0.001
     books, _ = admission(1_000_000, max_queue_s=0.5)
-    books.follow(33, 1.0)  # 16.5 tokens in that time
+    books._rates[0].follow(33, 1.0)  # 16.5 tokens in that time
     for _ in range(17):
         books.enter(1)
     assert refusal(books).retry_after_s == pytest.approx(1 / 33)
@@ -247,7 +248,7 @@ def test_it_is_full_when_everybody_is_refused() -> None:
                 books.enter(*entry)
                 under_way.append(entry)
         if chance.random() < 0.1:
-            books.follow(100, chance.choice((0.01, 1.0)))
+            books._rates[0].follow(100, chance.choice((0.01, 1.0)))
         stats.token_budget = chance.choice((10, 10_000))
         is_full = books.is_full
         for client in ("", "new"):

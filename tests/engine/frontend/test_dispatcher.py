@@ -42,7 +42,7 @@ class Core:
         self.sent: list[Command] = []
         self.params: list[PoolingParams] = []
         self.frames: list[Frame] = []
-        dispatcher.connect(self.send)
+        dispatcher.replicas[0].connect(self.send)
 
     def send(self, turn: Turn, frame: Frame) -> None:
         self.num_sends += 1
@@ -53,7 +53,7 @@ class Core:
     def answer(self, *items: tuple[int, int, float]) -> None:
         headers = [RowHeader(request_id, index, "embedding", (2,)) for request_id, index, _ in items]
         arrays = [np.full(2, value, np.float32) for _, _, value in items]
-        self.dispatcher.receive_rows(Rows(headers, 10, 0.1), pack_rows(arrays))
+        self.dispatcher.replicas[0].receive_rows(Rows(headers, 10, 0.1), pack_rows(arrays))
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ async def test_parts_of_rows_join_to_the_whole_however_they_are_split(
     task = await begin(dispatcher, *[3] * len(whole))
     for message in messages:
         headers, arrays = zip(*message, strict=True)
-        dispatcher.receive_rows(Rows(list(headers), 1, 0.1), pack_rows(arrays))
+        dispatcher.replicas[0].receive_rows(Rows(list(headers), 1, 0.1), pack_rows(arrays))
     outputs = await asyncio.wait_for(task, 10)
     assert all(np.array_equal(o["token_embeddings"], rows) for o, rows in zip(outputs, whole, strict=True))
 
@@ -140,7 +140,7 @@ async def test_several_outputs_of_an_input_are_one_answer(dispatcher: Dispatcher
     for index in (1, 0):
         assert not task.done()
         headers = [RowHeader(0, index, name, (1,)) for name in ("embedding", "sparse")]
-        dispatcher.receive_rows(Rows(headers, 4, 0.1), pack_rows([one * index, one * index + 5]))
+        dispatcher.replicas[0].receive_rows(Rows(headers, 4, 0.1), pack_rows([one * index, one * index + 5]))
     outputs = await asyncio.wait_for(task, 10)
     assert [(o["embedding"][0], o["sparse"][0]) for o in outputs] == [(0, 5), (1, 6)]
 
@@ -175,12 +175,12 @@ async def test_forwards_that_had_no_place_for_all_tell_how_fast_tokens_go(dispat
     # 100 tokens a second; the other was not full, and what waits at its end came meanwhile.
     for num_left, step_s in ((1, 0.1), (0, 10.0)):
         load = StepLoad(1, 100, 5, 5, num_left)
-        dispatcher.receive_rows(Rows([], 10, step_s, load=load), pack_rows([]))
+        dispatcher.replicas[0].receive_rows(Rows([], 10, step_s, load=load), pack_rows([]))
     with pytest.raises(errors.EngineOverloadedError) as refused:
         dispatcher.admission.check()
     assert refused.value.retry_after_s == pytest.approx(0.11)
     for _ in range(200):  # no forwards
-        dispatcher.receive_rows(Rows([], 0, 0.0, load=StepLoad(0, 100, 5, 5, 1)), b"")
+        dispatcher.replicas[0].receive_rows(Rows([], 0, 0.0, load=StepLoad(0, 100, 5, 5, 1)), b"")
     with pytest.raises(errors.EngineOverloadedError) as refused:
         dispatcher.admission.check()
     assert refused.value.retry_after_s == pytest.approx(0.11)
@@ -217,7 +217,7 @@ async def test_what_cannot_be_sent_leaves_nobody_waiting(dispatcher: Dispatcher)
     def refuse(_: Turn, __: Frame) -> None:
         raise OverflowError("made up")
 
-    dispatcher.connect(refuse)
+    dispatcher.replicas[0].connect(refuse)
     with pytest.raises(errors.ModelExecutionError, match="could not be sent"):
         await asyncio.wait_for(ask(dispatcher, 5), 10)
     assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
@@ -255,7 +255,7 @@ async def test_a_failure_is_of_the_kind_that_the_core_names(
     dispatcher: Dispatcher, core: Core, kind: str, error: type[errors.EngineError]
 ) -> None:
     task = await begin(dispatcher, 5)
-    dispatcher.receive_failure(Failed(core.sent[0].request_id, kind, "why"))
+    dispatcher.replicas[0].receive_failure(Failed(core.sent[0].request_id, kind, "why"))
     with pytest.raises(error, match=r"^why$") as caught:
         await task
     assert type(caught.value) is error
@@ -312,7 +312,7 @@ async def test_a_deadline_that_passed_while_the_event_loop_was_held_up_leaves_no
 
 async def test_a_failure_ends_only_its_request(dispatcher: Dispatcher, core: Core) -> None:
     bad, good = await begin(dispatcher, 5), await begin(dispatcher, 6)
-    dispatcher.receive_failure(Failed(0, "ModelExecutionError", "boom"))
+    dispatcher.replicas[0].receive_failure(Failed(0, "ModelExecutionError", "boom"))
     core.answer((1, 0, 1.0))
     with pytest.raises(errors.ModelExecutionError, match="boom"):
         await bad
@@ -321,7 +321,7 @@ async def test_a_failure_ends_only_its_request(dispatcher: Dispatcher, core: Cor
 
 async def test_a_lost_core_fails_what_is_under_way_and_refuses_the_rest(dispatcher: Dispatcher, core: Core) -> None:
     task = await begin(dispatcher, 5)
-    dispatcher.disconnect("the engine process 7 ended with signal 9")
+    dispatcher.replicas[0].disconnect("the engine process 7 ended with signal 9")
     with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
         await task
     with pytest.raises(errors.EngineUnavailableError):
@@ -342,15 +342,15 @@ async def test_the_prefix_cache_is_empty_when_the_core_says_so(
     assert isinstance(message, ClearPrefixes)
     assert not clearing.done()
     for request_id in (message.request_id, message.request_id, 99):  # an answer to nobody is no error
-        dispatcher.receive_cleared(PrefixesCleared(request_id, num_blocks))
+        dispatcher.replicas[0].receive_cleared(PrefixesCleared(request_id, num_blocks))
     assert await clearing == num_blocks
-    dispatcher.receive_cleared(PrefixesCleared(message.request_id, 1))
+    dispatcher.replicas[0].receive_cleared(PrefixesCleared(message.request_id, 1))
 
 
 async def test_a_lost_core_clears_nothing(dispatcher: Dispatcher, core: Core) -> None:
     clearing = asyncio.create_task(dispatcher.clear_prefixes())
     await asyncio.sleep(0.01)
-    dispatcher.disconnect("the engine process 7 ended with signal 9")
+    dispatcher.replicas[0].disconnect("the engine process 7 ended with signal 9")
     with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
         await clearing
     with pytest.raises(errors.EngineUnavailableError, match="not running"):
@@ -361,7 +361,7 @@ async def test_a_clearing_that_cannot_be_sent_fails(dispatcher: Dispatcher) -> N
     def refuse(_: Turn, __: Frame) -> None:
         raise OverflowError("no message can hold it")
 
-    dispatcher.connect(refuse)
+    dispatcher.replicas[0].connect(refuse)
     with pytest.raises(errors.ModelExecutionError, match="could not be sent"):
         await dispatcher.clear_prefixes()
 
@@ -371,7 +371,7 @@ async def test_what_a_lost_core_was_to_be_sent_is_sent_to_nobody(
 ) -> None:
     task = asyncio.create_task(ask(dispatcher, 5))
     await asyncio.sleep(0)
-    dispatcher.disconnect("it ended")
+    dispatcher.replicas[0].disconnect("it ended")
     again = Core(dispatcher)
     await asyncio.sleep(0)
     await asyncio.gather(task, return_exceptions=True)
@@ -401,7 +401,7 @@ async def test_a_request_learns_where_its_time_went(dispatcher: Dispatcher, core
     core.answer((0, 0, 0.0))
     headers = [RowHeader(request_id, index, "embedding", (1,)) for request_id, index in ((0, 1), (1, 0))]
     ended = [RequestTime(0, 0.25, 2.0), RequestTime(1, 0.5, 1.0), RequestTime(99, 1.0, 1.0)]
-    dispatcher.receive_rows(Rows(headers, 9, 0.5, ended=ended), pack_rows([np.zeros(1, np.float32)] * 2))
+    dispatcher.replicas[0].receive_rows(Rows(headers, 9, 0.5, ended=ended), pack_rows([np.zeros(1, np.float32)] * 2))
     await first
     await second
     assert times.seconds() == {Stage.QUEUE: 0.25, Stage.INFERENCE: 2.0}
@@ -415,9 +415,9 @@ async def test_a_request_learns_where_its_time_went(dispatcher: Dispatcher, core
 async def test_forwards_and_the_queue_behind_them_are_counted(dispatcher: Dispatcher, core: Core) -> None:
     stats = dispatcher.stats
     task = await begin(dispatcher, 50)
-    dispatcher.receive_rows(Rows([], 32, 0.25, load=StepLoad(2, 64, 5, 400, 0)), b"")
+    dispatcher.replicas[0].receive_rows(Rows([], 32, 0.25, load=StepLoad(2, 64, 5, 400, 0)), b"")
     assert (stats.num_waiting, stats.num_waiting_tokens, stats.token_budget) == (5, 400, 64)
-    dispatcher.receive_rows(Rows([], 0, 0.0, load=StepLoad(0, 64, 4, 300, 0)), b"")  # no forward
+    dispatcher.replicas[0].receive_rows(Rows([], 0, 0.0, load=StepLoad(0, 64, 4, 300, 0)), b"")  # no forward
     assert (stats.num_waiting, stats.num_waiting_tokens, stats.num_steps_total) == (4, 300, 1)
     histograms = (stats.step_tokens, stats.step_seqs, stats.step_fill, stats.step_seconds)
     assert [h.total for h in histograms] == [32, 2, 0.5, 0.25]
@@ -425,5 +425,7 @@ async def test_forwards_and_the_queue_behind_them_are_counted(dispatcher: Dispat
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)
-    dispatcher.receive_rows(Rows([], 8, 0.1, load=StepLoad(1, 64, 5, 400, 0)), b"")  # sent before the core knew
+    dispatcher.replicas[0].receive_rows(
+        Rows([], 8, 0.1, load=StepLoad(1, 64, 5, 400, 0)), b""
+    )  # sent before the core knew
     assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)

@@ -13,7 +13,8 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.frontend import supervisor
 from penstock.engine.frontend.dispatcher import Dispatcher
 from penstock.engine.frontend.process_core import OnExit, OnMessage
-from penstock.engine.frontend.supervisor import CoreSupervisor, EngineState
+from penstock.engine.frontend.replicas.group import ReplicaGroup
+from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Failed, Frame, LoadFailed, Ready, RowHeader, Rows, Start, Turn, pack_rows
@@ -62,12 +63,12 @@ def dispatcher() -> Dispatcher:
     return Dispatcher(100)
 
 
-def supervisor_of(dispatcher: Dispatcher) -> CoreSupervisor:
+def supervisor_of(dispatcher: Dispatcher) -> ReplicaGroup:
     config = EngineConfig(model="any", in_process=True)
-    return CoreSupervisor(config, dispatcher, log_level="INFO", log_format="console")
+    return ReplicaGroup([config], dispatcher, log_level="INFO", log_format="console")
 
 
-async def started(dispatcher: Dispatcher, cores: list[Core]) -> CoreSupervisor:
+async def started(dispatcher: Dispatcher, cores: list[Core]) -> ReplicaGroup:
     supervised = supervisor_of(dispatcher)
     starting = asyncio.create_task(supervised.start())
     await asyncio.sleep(0)
@@ -255,8 +256,9 @@ async def test_closing_ends_a_restart_and_its_core(dispatcher: Dispatcher, cores
     await asyncio.sleep(0.01)
     assert not cores[1].is_closed
     await supervised.close()
-    assert supervised._restarting is not None
-    assert supervised._restarting.done()
+    (own,) = supervised._supervisors
+    assert own._restarting is not None
+    assert own._restarting.done()
     assert cores[1].is_closed
     assert (supervised.state, supervised.num_restarts) == (EngineState.DEAD, 0)
 

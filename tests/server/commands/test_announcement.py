@@ -1,5 +1,6 @@
 """What a server says of itself when it is ready."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,9 @@ def info(make_engine, tmp_path: Path) -> ModelInfo:
     return make_engine(path=str(tmp_path)).info
 
 
-def said(info: ModelInfo, port: int = 8000, **settings: Any) -> list[str]:
+def said(info: ModelInfo, port: int = 8000, *, places: Sequence[str] = (), **settings: Any) -> list[str]:
     entry = ModelEntry(ServedModel(("a-model",), None), lambda _: None)
-    entry.loaded(SimpleNamespace(info=info), 0.1, 0.0)
+    entry.loaded(SimpleNamespace(info=info, places=places), 0.1, 0.0)
     return announcement([entry], ServerSettings(**settings), port).splitlines()
 
 
@@ -37,6 +38,13 @@ def test_what_is_served_and_where(info: ModelInfo) -> None:
     assert said(info, dtype="float32", device="cpu")[2].startswith(
         "    on cpu (--device) by torch, in float32 (--dtype);"
     )
+
+
+def test_replicas_are_told_with_their_places(info: ModelInfo) -> None:
+    lines = said(info, places=["cores 0-3", "cores 4-7"])
+    assert lines[3] == "    2 replicas: cores 0-3; cores 4-7"
+    assert said(info, places=["cores 0-3"], devices="numa:0")[2].startswith("    on cpu (--devices) by torch")
+    assert said(info, places=["cores 0-3"])[3] == "    1 replica: cores 0-3"
 
 
 def test_what_was_measured_is_the_reason_for_the_type(make_engine, tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def test_types_by_vllms_other_words(theirs: str, ours: str) -> None:
     assert translated(["serve", "--dtype"]) == (["serve", "--dtype"], [])
 
 
+def test_flags_by_vllms_other_names() -> None:
+    assert translated(["serve", "--data-parallel-size", "2"]) == (["serve", "--data-parallel", "2"], [])
+    assert translated(["serve", "--data_parallel_size=2"]) == (["serve", "--data-parallel=2"], [])
+
+
 def test_settings_by_dots_and_as_json_are_too_much() -> None:
     with pytest.raises(UsageError, match=r"^--pooler-config: .*--pooler-config\.task"):
         translated(["serve", "--pooler-config", "{}", "--pooler-config.task", "embed"])

@@ -49,6 +49,10 @@ async def test_settings_are_shown_without_secrets(serving, engine, tmp_path: Pat
     assert (settings["hf_overrides"], settings["api_key_file"]) == ({"is_matryoshka": True}, str(keys))
     assert settings["pooler_config"]["pooling_type"] is None
     assert response.json()["models"]["fake-model"]["vocab_size"] == {"value": "1000", "source": "test"}
+    assert response.json()["places"] == {"fake-model": []}
+    engine.places = ["cores 0-3", "cores 4-7"]
+    async with serving(engine, operator_routes=True) as client:
+        assert (await client.get("/server_info")).json()["places"] == {"fake-model": ["cores 0-3", "cores 4-7"]}
 
 
 @pytest.mark.parametrize(("held", "is_on", "count"), [(7, True, 7), (0, True, 0), (None, False, 0)])

@@ -4,7 +4,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.frontend.dispatcher import DispatcherStats
+from penstock.engine.frontend.replicas.group import ReplicaFigures
+from penstock.engine.frontend.stats import DispatcherStats
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
 
@@ -55,6 +56,37 @@ async def test_metrics(client: httpx.AsyncClient) -> None:
     assert sample(text, "penstock_engine_queued_tokens", model="fake-model") == 42
     assert sample(text, "penstock_engine_requests", model="fake-model") == 3
     assert sample(text, "penstock_engine_ready", model="fake-model") == 1
+
+
+async def test_replicas_are_told_apart_where_there_are_several(client: httpx.AsyncClient, engine) -> None:
+    before = (await client.get("/metrics")).text
+    assert "replica=" not in before
+    assert "replicas" not in (await client.get("/health")).json()
+    figures = [DispatcherStats(num_tokens=tokens, num_steps_total=tokens) for tokens in (20, 22)]
+    figures[1].step_tokens.observe(9)
+    engine.replicas = [
+        ReplicaFigures("cuda:0", EngineState.READY, 0, figures[0]),
+        ReplicaFigures("cuda:1", EngineState.STARTING, 3, figures[1]),
+    ]
+    text = (await client.get("/metrics")).text
+    first, second = ({"model": "fake-model", "replica": number} for number in "01")
+    for name, values in (
+        ("penstock_engine_queued_tokens", (20, 22)),
+        ("penstock_engine_steps_total", (20, 22)),
+        ("penstock_engine_batch_tokens_count", (0, 1)),
+        ("penstock_engine_ready", (1, 0)),
+        ("penstock_engine_restarts_total", (0, 3)),
+    ):
+        assert (sample(text, name, **first), sample(text, name, **second)) == values, name
+    assert sample(text, "penstock_engine_refused_requests_total", model="fake-model") == 0
+    assert sample(text, "penstock_engine_queue_seconds", model="fake-model") == 2.5
+    names = {family.name for family in text_string_to_metric_families(text)}
+    assert names == {family.name for family in text_string_to_metric_families(before)}
+    health = await client.get("/health")
+    assert (health.status_code, health.json()["engines"]) == (200, {"fake-model": "ready"})
+    assert health.json()["replicas"] == {
+        "fake-model": [{"state": "ready", "place": "cuda:0"}, {"state": "starting", "place": "cuda:1"}]
+    }
 
 
 async def test_metrics_of_inputs_in_chunks(client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,3 +160,12 @@ def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, nu
     message = f"--device is {chosen}, but torch {torch.__version__} sees {num_devices} CUDA devices".replace("+", r"\+")
     with pytest.raises(ModelLoadError, match=message):
         resolve_device(EngineConfig(model="m", device=chosen))
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "way_out"), [(0, "install a CUDA build"), (1, "take cuda:0."), (3, "take cuda:0 to cuda:2.")]
+)
+def test_what_to_do_about_it_is_told(monkeypatch: pytest.MonkeyPatch, num_devices: int, way_out: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    with pytest.raises(ModelLoadError, match=way_out):
+        resolve_device(EngineConfig(model="m", device="cuda:7"))

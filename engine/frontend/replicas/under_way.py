@@ -1,4 +1,4 @@
-"""What a dispatcher has to send, and what it has sent: a turn that is being made, and runs whose answer is awaited."""
+"""What a replica is to be sent, and what it was sent: a turn that is being made, and runs whose answer is awaited."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..protocol.messages import Command, RequestTime, RowHeader
-from ..protocol.params import PoolingParams
-from ..protocol.request import TokenizedInput
-from ..protocol.stage_times import Stage, StageTimes
+from ...protocol.messages import Command, RequestTime, RowHeader
+from ...protocol.params import PoolingParams
+from ...protocol.request import TokenizedInput
+from ...protocol.stage_times import Stage, StageTimes
 
 Arrays = dict[str, NDArray[np.float32]]
 """The outputs of one input by name."""
@@ -37,11 +37,25 @@ class Outgoing:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Inputs that the core has been sent, whose answer is awaited."""
+    """Inputs that the core has been sent, whose answer is awaited.
 
+    Attributes:
+        request_id: What the core calls them.
+        answer: Has the outputs of each input in the end.
+        outputs: What has come so far.
+        num_left: Inputs that are not done.
+        sent_s: Seconds, of time.perf_counter().
+        num_tokens: Of each input that is not done; None where the core is the only one, and nobody asks.
+        parts: Of outputs that came in part.
+        timing: Where the time went, when the last row has come.
+    """
+
+    request_id: int
     answer: asyncio.Future[list[Arrays]]
     outputs: list[Arrays]
     num_left: int
+    sent_s: float
+    num_tokens: list[int] | None = None
     parts: dict[tuple[int, str], list[NDArray[np.float32]]] = field(default_factory=dict)
     timing: RequestTime | None = None
 
@@ -54,9 +68,9 @@ class Run:
         parts = self.parts.pop(key, None)
         self.outputs[header.index][header.name] = array if parts is None else np.concatenate([*parts, array])
 
-    def time(self, times: StageTimes, sent_s: float) -> None:
+    def time(self, times: StageTimes) -> None:
         """Records where the time went since the run was sent."""
         if self.timing is not None:
-            times.add(Stage.QUEUE, sent_s, self.timing.queue_s)
-            times.add(Stage.INFERENCE, sent_s + self.timing.queue_s, self.timing.inference_s)
+            times.add(Stage.QUEUE, self.sent_s, self.timing.queue_s)
+            times.add(Stage.INFERENCE, self.sent_s + self.timing.queue_s, self.timing.inference_s)
         times.last_s = time.perf_counter()

@@ -1,0 +1,224 @@
+"""One core as those see it who send it requests: what it is to be sent, what it was sent, and what it answers.
+
+Lives on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from ...protocol.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    ModelExecutionError,
+)
+from ...protocol.messages import (
+    Cancel,
+    ClearPrefixes,
+    Command,
+    Failed,
+    Frame,
+    PrefixesCleared,
+    Rows,
+    Submit,
+    Turn,
+    pack_inputs,
+    unpack_rows,
+)
+from ...protocol.params import PoolingParams
+from ...protocol.request import RequestOptions, TokenizedInput
+from ...protocol.stage_times import STAGE_TIMES
+from ..stats import DispatcherStats
+from .drain_rate import DrainRate
+from .under_way import Arrays, Outgoing, Run
+
+logger = logging.getLogger("penstock.engine")
+
+Send = Callable[[Turn, Frame], None]
+
+_FAILURES: dict[str, type[EngineError]] = {
+    kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
+}
+
+
+class Replica:
+    """The table of what one core has been sent.
+
+    What one turn of the event loop submits is sent together, so that it can run as one batch.
+
+    Args:
+        ids: Numbers for requests.
+        whole: Figures of all replicas together.
+        is_only: There is no other one: the figures of the whole are its own.
+
+    Attributes:
+        stats: Its figures. Where there are others, too, `num_tokens` and `num_requests` are those of its runs.
+        rate: How fast it works.
+    """
+
+    def __init__(self, ids: Iterator[int], whole: DispatcherStats, *, is_only: bool) -> None:
+        self.stats = whole if is_only else DispatcherStats()
+        self.rate = DrainRate()
+        self._count = whole.count if is_only else partial(whole.count_of, self.stats)
+        self._is_only = is_only
+        self._send: Send | None = None
+        self._outgoing = Outgoing()
+        self._runs: dict[int, Run] = {}
+        self._clearings: dict[int, asyncio.Future[int | None]] = {}
+        self._ids = ids
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it can run requests."""
+        return self._send is not None
+
+    def connect(self, send: Send) -> None:
+        """Begins to run requests and sends them with `send`."""
+        self._send = send
+        self.rate.is_live = True
+
+    def disconnect(self, reason: str) -> None:
+        """Stops to run requests and fails what is under way with EngineUnavailableError."""
+        self._send = None
+        self.rate.is_live = False
+        self._outgoing = Outgoing()
+        for request_id in list(self._runs):
+            self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
+        for clearing in self._clearings.values():
+            if not clearing.done():
+                clearing.set_exception(EngineUnavailableError(f"The prefix cache went with its engine: {reason}."))
+
+    async def run(
+        self,
+        inputs: Sequence[TokenizedInput],
+        params: PoolingParams,
+        options: RequestOptions,
+        left_s: float | None,
+    ) -> list[Arrays]:
+        """Runs inputs that have been let in; see OpenRequest.run. `left_s` are the seconds up to their deadline."""
+        run = self.begin(inputs, params, options, left_s)
+        try:
+            outputs = await run.answer
+        finally:
+            self.end(run)
+        if (times := STAGE_TIMES.get()) is not None:
+            run.time(times)
+        return outputs
+
+    def begin(
+        self,
+        inputs: Sequence[TokenizedInput],
+        params: PoolingParams,
+        options: RequestOptions,
+        left_s: float | None,
+    ) -> Run:
+        """Sends inputs, as `run` does. Whoever awaits the answer has to `end` it, however that goes."""
+        self._check_live()
+        run = Run(
+            next(self._ids),
+            asyncio.get_running_loop().create_future(),
+            [{} for _ in inputs],
+            len(inputs),
+            time.perf_counter(),
+        )
+        if not self._is_only:
+            run.num_tokens = list(map(len, inputs))
+            self.stats.enter(sum(run.num_tokens))
+        self._runs[run.request_id] = run
+        place = self._outgoing.place(params)
+        self._post(Submit(run.request_id, place, len(inputs), options.priority, left_s, options.client), inputs)
+        return run
+
+    def end(self, run: Run) -> None:
+        """Forgets a run; one that has no answer yet is cancelled in the core."""
+        if run.num_tokens is not None:
+            self.stats.leave(sum(run.num_tokens))
+        if self._runs.pop(run.request_id, None) is not None:
+            self._post(Cancel(run.request_id))
+
+    async def clear_prefixes(self) -> int | None:
+        """Empties the prefix cache of the core; see Dispatcher.clear_prefixes."""
+        self._check_live()
+        request_id = next(self._ids)
+        clearing: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._clearings[request_id] = clearing
+        try:
+            self._post(ClearPrefixes(request_id))
+            return await clearing
+        finally:
+            del self._clearings[request_id]
+
+    def receive_rows(self, message: Rows, frame: Frame) -> None:
+        """Takes the results of one step."""
+        self._count(message)
+        if message.num_tokens and message.load is not None and message.load.num_left:
+            self.rate.follow(message.num_tokens, message.step_s)
+        for ended in message.ended:
+            if (run := self._runs.get(ended.request_id)) is not None:
+                run.timing = ended
+        seen: set[tuple[int, int]] = set()
+        for header, array in zip(message.rows, unpack_rows(message.rows, frame), strict=True):
+            run = self._runs.get(header.request_id)
+            if run is None:
+                continue
+            run.put(header, array)
+            if header.is_last and (header.request_id, header.index) not in seen:
+                seen.add((header.request_id, header.index))
+                run.num_left -= 1
+                if run.num_tokens is not None:
+                    self.stats.num_tokens -= run.num_tokens[header.index]
+                    run.num_tokens[header.index] = 0
+        for request_id in {request_id for request_id, _ in seen}:
+            if not self._runs[request_id].num_left:
+                self._settle(request_id, None)
+
+    def receive_failure(self, message: Failed) -> None:
+        """Fails one request with the error that the core names."""
+        self._settle(message.request_id, _FAILURES.get(message.kind, ModelExecutionError)(message.message))
+
+    def receive_cleared(self, message: PrefixesCleared) -> None:
+        """Takes the answer to ClearPrefixes."""
+        clearing = self._clearings.get(message.request_id)
+        if clearing is not None and not clearing.done():
+            clearing.set_result(message.num_blocks)
+
+    def _check_live(self) -> None:
+        if self._send is None:
+            raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
+
+    def _post(self, command: Command, inputs: Sequence[TokenizedInput] = ()) -> None:
+        """Sends at the end of this turn of the event loop."""
+        if not self._outgoing.commands:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.commands.append(command)
+        self._outgoing.inputs.extend(inputs)
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, Outgoing()
+        if not outgoing.commands or self._send is None:
+            return
+        try:
+            self._send(Turn(outgoing.commands, outgoing.params), pack_inputs(outgoing.inputs))
+        except Exception:  # our own bug, such as a number that no message can hold: it must leave nobody waiting
+            logger.exception("requests could not be sent to the engine")
+            for command in outgoing.commands:
+                error = ModelExecutionError("The request could not be sent to the engine.")
+                if isinstance(command, Submit):
+                    self._settle(command.request_id, error)
+                elif isinstance(command, ClearPrefixes) and command.request_id in self._clearings:
+                    self._clearings[command.request_id].set_exception(error)
+
+    def _settle(self, request_id: int, error: EngineError | None) -> None:
+        run = self._runs.pop(request_id, None)
+        if run is None or run.answer.done():
+            return
+        if error is None:
+            run.answer.set_result(run.outputs)
+        else:
+            run.answer.set_exception(error)

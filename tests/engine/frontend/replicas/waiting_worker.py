@@ -1,0 +1,73 @@
+"""A worker whose device waits instead of computing, run as a process: `waiting_worker.py INBOX OUTBOX`.
+
+A forward has at most 8 sequences (`max_num_seqs`) and takes 50 ms. The answer is the sum of the tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.engine.core import worker
+from penstock.engine.core.host import pin
+from penstock.engine.core.runner import ForwardTime, OneByOne, Outputs, Runner
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import TokenizerSpec
+from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.scheduling import Chunk, QueuedSequence
+from penstock.engine.sequence_pool import Allocation, Allocator, NullAllocator
+
+FORWARD_S = 0.05
+
+
+class WaitingRunner(OneByOne):
+    """See Runner."""
+
+    def __init__(self) -> None:
+        self.info = ModelInfo(
+            name="waits",
+            path="waits",
+            architecture="Waits",
+            model_type="waits",
+            native=True,
+            kind=ModelKind.EMBEDDING,
+            tasks=(PoolingTask.EMBED,),
+            hidden_size=1,
+            vocab_size=1000,
+            max_model_len=512,
+            embedding_size=1,
+            sequence_pooling=(PoolingType.LAST,),
+        )
+        self.tokenizer = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False)
+        self.allocator: Allocator = NullAllocator()
+        self.num_forwards = 0
+
+    def warm_up(self) -> None:
+        """Needs none."""
+
+    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+        time.sleep(FORWARD_S)
+        return [{"embedding": np.array([c.sequence.prompt.token_ids.sum()], np.float32)} for c in chunks]
+
+    def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+        """Has nothing to lose."""
+
+    def free_tokens(self) -> None:
+        """Has no memory."""
+
+    def take_times(self) -> list[ForwardTime]:
+        return []
+
+
+def load_runner(config: EngineConfig) -> Runner:
+    if config.cores is not None:
+        pin(config.cores)
+    return WaitingRunner()
+
+
+if __name__ == "__main__":
+    worker.load_runner = load_runner
+    worker.main()
