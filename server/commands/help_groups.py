@@ -64,6 +64,10 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "model_memory": "SIZE",
         "load_wait_s": "SECONDS",
     },
+    "Batches": {
+        "data_dir": "FOLDER",
+        "max_file_bytes": "SIZE",
+    },
     "Memory": {
         "answer_memory": "SIZE",
         "kv_cache_memory": "SIZE",
