@@ -52,7 +52,7 @@ async def upload_file(request: Request) -> Response:
     return json_response(file.shown())
 
 
-@router.get(FILES, response_model=FileList)
+@router.get(FILES, response_model=FileList, operation_id="list_v1_files")
 async def list_files(
     request: Request,
     after: After = None,
@@ -79,7 +79,7 @@ async def get_file_content(request: Request, file_id: FileId) -> Response:
     return FileResponse(files.path(file.id), media_type="application/jsonl", filename=file.filename)
 
 
-@router.delete("/v1/files/{file_id}", response_model=FileDeleted, responses=_CONFLICT)
+@router.delete("/v1/files/{file_id}", response_model=FileDeleted, responses=_CONFLICT, operation_id="delete_file")
 async def delete_file(request: Request, file_id: FileId) -> Response:
     """Removes a file that no batch reads."""
     await _batches(request).remove_file(file_id, _owner(request))
@@ -92,7 +92,7 @@ async def create_batch(body: BatchRequest, request: Request) -> Response:
     return json_response((await _batches(request).create(body, _owner(request))).shown())
 
 
-@router.get("/v1/batches", response_model=BatchList)
+@router.get("/v1/batches", response_model=BatchList, operation_id="list_v1_batches")
 async def list_batches(
     request: Request,
     after: After = None,
