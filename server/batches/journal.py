@@ -128,7 +128,8 @@ class Journal:
                 _tell(entries, None)
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), self._retry_s)
+                async with asyncio.timeout(self._retry_s):
+                    await self._closing.wait()
             if self._closing.is_set():
                 return
 

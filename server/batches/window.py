@@ -81,8 +81,10 @@ class Window:
         async with self._turn:
             while not self._has_room():
                 self._changed.clear()
+                # NOTE: asyncio.wait_for of Python 3.11 loses a cancellation that comes with the event.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), _LOOK_EVERY_S)
+                    async with asyncio.timeout(_LOOK_EVERY_S):
+                        await self._changed.wait()
             self.num_lines += 1
 
     def leave(self) -> None:
