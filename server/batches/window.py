@@ -18,8 +18,6 @@ AHEAD_S: Final = 0.1
 """Seconds of work that lines keep in the engine then: what the next client finds before it, at the most."""
 MOST_LINES: Final = 64
 """At once. Their answers are held until they are on the disk."""
-BUSY_SHARE: Final = 0.02
-"""Of the time, which lines take while clients ask."""
 LONGEST_PAUSE_S: Final = 60.0
 """Between two lines: nothing stands still."""
 _LOOK_EVERY_S: Final = 0.02
@@ -59,6 +57,7 @@ class Window:
     Args:
         traffic: What clients ask.
         queue_s: Seconds that what the engines have under way takes.
+        busy_share: Of the time, which lines take while clients ask.
         clock_s: Monotonic time.
 
     Attributes:
@@ -66,11 +65,16 @@ class Window:
     """
 
     def __init__(
-        self, traffic: LiveTraffic, queue_s: Callable[[], float], clock_s: Callable[[], float] = time.monotonic
+        self,
+        traffic: LiveTraffic,
+        queue_s: Callable[[], float],
+        busy_share: float,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_lines = 0
         self._traffic = traffic
         self._queue_s = queue_s
+        self._busy_share = busy_share
         self._clock_s = clock_s
         self._turn = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -100,7 +104,7 @@ class Window:
             yield
         finally:
             ended_s = self._clock_s()
-            pause_s = (ended_s - began_s) * (1 / BUSY_SHARE - 1)
+            pause_s = (ended_s - began_s) * (1 / self._busy_share - 1)
             self._pause_until_s = ended_s + min(pause_s, LONGEST_PAUSE_S)
 
     def _has_room(self) -> bool:

@@ -67,6 +67,7 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "Batches": {
         "data_dir": "FOLDER",
         "max_file_bytes": "SIZE",
+        "batch_share": "SHARE",
     },
     "Memory": {
         "answer_memory": "SIZE",

@@ -154,9 +154,8 @@ def test_clients_do_not_wait_for_batches(launch, tmp_path: Path, num_clients: in
     done = []
     for _ in range(4):
         figures[False].append(p99_ms(server.url, num_clients, 4))
-        batch_id = begin(
-            server.url, jsonl(20_000, **({} if texts == 1 else {"input": ["A gate in a dam. " * 5] * texts}))
-        )
+        body = {} if texts == 1 else {"input": ["A gate in a dam. " * 5] * texts}
+        batch_id = begin(server.url, jsonl(20_000 // texts, **body))
         before = wait_for_lines(server.url, batch_id, 1)["request_counts"]["completed"]
         figures[True].append(p99_ms(server.url, num_clients, 4))
         done.append(batch_of(server.url, batch_id)["request_counts"]["completed"] - before)
