@@ -196,6 +196,7 @@ class BatchRun:
             num_given_up += answer.status == _GIVEN_UP
             if answer.status not in TRY_AGAIN and not (answer.status == _GIVEN_UP and num_given_up < _MOST_GIVEN_UP):
                 return answer
+            self._around.window.refuse()
             least_s = float(answer.headers.get(b"retry-after", b"1"))
             wait_s = min(max(least_s, _FIRST_WAIT_S * 2.0 ** min(num_tries, 10)), _LONGEST_WAIT_S)
             await asyncio.sleep(wait_s * random.uniform(1.0, 1.25))  # noqa: S311 - no secret

@@ -88,7 +88,7 @@ class Batches:
     @contextlib.asynccontextmanager
     async def running(self, routes: RoutesInside) -> AsyncIterator[None]:
         """Runs batches by these routes, those first that an earlier server has not ended."""
-        window = Window(self.traffic, routes.queue_s, self._settings.batch_share)
+        window = Window(self.traffic, self._settings.batch_share)
         self._around = Surroundings(
             self._store, self.files, routes.ask, window, num_lines=self.num_lines, now=self._now, retry_s=self._retry_s
         )

@@ -15,12 +15,16 @@ from typing import Final
 QUIET_S: Final = 1.0
 """Seconds after the last request of a client from which on lines have the engine for themselves."""
 AHEAD_S: Final = 0.1
-"""Seconds of work that lines keep in the engine then: what the next client finds before it, at the most."""
+"""Seconds that a line may take then, if others run beside it: about what the next client finds in the engine."""
 MOST_LINES: Final = 64
 """At once. Their answers are held until they are on the disk."""
 LONGEST_PAUSE_S: Final = 60.0
 """Between two lines: nothing stands still."""
 _LOOK_EVERY_S: Final = 0.02
+_MORE: Final = 0.25
+"""Lines that may run beside others after one that was quick."""
+_FEWER: Final = 0.9
+"""Share of them that may after one that was slow."""
 
 
 class LiveTraffic:
@@ -56,7 +60,6 @@ class Window:
 
     Args:
         traffic: What clients ask.
-        queue_s: Seconds that what the engines have under way takes.
         busy_share: Of the time, which lines take while clients ask.
         clock_s: Monotonic time.
 
@@ -67,13 +70,12 @@ class Window:
     def __init__(
         self,
         traffic: LiveTraffic,
-        queue_s: Callable[[], float],
         busy_share: float,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_lines = 0
         self._traffic = traffic
-        self._queue_s = queue_s
+        self._most = 1.0  # lines at once, while nobody else asks
         self._busy_share = busy_share
         self._clock_s = clock_s
         self._turn = asyncio.Lock()
@@ -98,16 +100,24 @@ class Window:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Notes for how long a line ran, so that the next one leaves time to clients."""
+        """Notes for how long a line runs: others follow that, and the next one leaves time to clients."""
         began_s = self._clock_s()
         try:
             yield
         finally:
             ended_s = self._clock_s()
-            pause_s = (ended_s - began_s) * (1 / self._busy_share - 1)
-            self._pause_until_s = ended_s + min(pause_s, LONGEST_PAUSE_S)
+            took_s = ended_s - began_s
+            self._pause_until_s = ended_s + min(took_s * (1 / self._busy_share - 1), LONGEST_PAUSE_S)
+            if took_s > AHEAD_S:
+                self._most = max(self._most * _FEWER, 1.0)
+            else:
+                self._most = min(self._most + _MORE, MOST_LINES)
+
+    def refuse(self) -> None:
+        """Notes that a server which is full, or not ready, has refused a line."""
+        self._most = max(self._most / 2, 1.0)
 
     def _has_room(self) -> bool:
         if self._traffic.is_busy:
             return self.num_lines == 0 and self._clock_s() >= self._pause_until_s
-        return self.num_lines == 0 or (self.num_lines < MOST_LINES and self._queue_s() < AHEAD_S)
+        return self.num_lines < int(self._most)
