@@ -1,9 +1,8 @@
-"""Batches of a server that is killed, whose engine is killed, whose disk is full, and whose clients want answers too."""
+"""Batches of a server that is killed, whose disk is full, and whose clients want answers beside them."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import statistics
 import threading
@@ -148,7 +147,7 @@ def p99_ms(url: str, num_clients: int, seconds: float) -> tuple[float, float, in
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_clients", "texts"), [(1, 1), (4, 1), (1, 50)])
 def test_clients_do_not_wait_for_batches(launch, tmp_path: Path, num_clients: int, texts: int) -> None:
-    """Rounds with and without a batch take turns; the medians of both are compared. The figures want an idle machine."""
+    """Rounds with and without a batch take turns; the medians of their p99 are compared. It wants an idle machine."""
     server = launch("--data-dir", str(tmp_path / "data"))
     figures: dict[bool, list[tuple[float, float, int]]] = {False: [], True: []}
     done = []

@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from penstock.server.app import create_app
-from penstock.server.calls.models import ServedModel
+from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
 ENDS = ("completed", "failed", "expired", "cancelled")
