@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 
 MIB = 2**20
+COMMAND = (sys.executable, "-P", "-m", "penstock.server")
 ENDS = ("completed", "failed", "expired", "cancelled")
 
 
@@ -167,3 +171,57 @@ def test_clients_do_not_wait_for_batches(launch, tmp_path: Path, num_clients: in
     print(f"p99 beside a batch of {texts} texts a line: {ratio:.2f} times that alone; {done} lines done meanwhile")
     assert all(done), "the batch stood still"
     assert ratio < 1.5
+
+
+@pytest.mark.slow
+def test_a_batch_waits_while_the_disk_is_full(launch, small_bert: Path, small_disk) -> None:
+    disk = small_disk(8 * MIB)
+    server = launch("--data-dir", str(disk.folder / "data"), model=small_bert)
+    batch_id = begin(server.url, jsonl(2000))
+    wait_for_lines(server.url, batch_id, 100)
+    disk.fill()
+    time.sleep(1)
+    batch = batch_of(server.url, batch_id)
+    assert (batch["status"], batch["error_file_id"]) == ("in_progress", None)
+    done = batch["request_counts"]["completed"]
+    assert done < 2000
+    for _ in range(5):
+        assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}, timeout=60).status_code == 200
+    form = {"files": {"file": ("a", bytes(100_000))}, "data": {"purpose": "batch"}}
+    response = httpx.post(f"{server.url}/v1/files", timeout=60, **form)
+    assert response.status_code == 507, response.text
+    assert "No space left on device" in response.json()["error"]["message"]
+    body = {"input_file_id": batch["input_file_id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    response = httpx.post(f"{server.url}/v1/batches", json=body, timeout=60)
+    assert response.status_code == 507, response.text
+    assert "waits" in server.log.read_text()
+    server.process.kill()  # and killed beside it
+    server.process.wait()
+    disk.make_room()
+    server = launch("--data-dir", str(disk.folder / "data"), model=small_bert)
+    check_all_answered_once(server.url, wait_for_end(server.url, batch_id), 2000)
+    batch_id = begin(server.url, jsonl(2000))
+    wait_for_lines(server.url, batch_id, 100)
+    disk.fill()
+    time.sleep(1)
+    disk.make_room()
+    check_all_answered_once(server.url, wait_for_end(server.url, batch_id), 2000)
+    print(f"2000 lines, the disk full after {done}: all answered once when there was room again")
+
+
+def test_lines_wait_for_an_engine_that_starts_again(launch, small_bert: Path, tmp_path: Path) -> None:
+    server = launch("--data-dir", str(tmp_path / "data"), model=small_bert)
+    batch_id = begin(server.url, jsonl(2000))
+    wait_for_lines(server.url, batch_id, 100)
+    (worker,) = server.children()
+    os.kill(worker, signal.SIGKILL)
+    check_all_answered_once(server.url, wait_for_end(server.url, batch_id), 2000)
+
+
+def test_a_folder_has_one_server(launch, small_bert: Path, tmp_path: Path) -> None:
+    flags = ("serve", str(small_bert), "--device", "cpu", "--port", "0", "--data-dir", str(tmp_path / "data"))
+    launch(*flags[-2:], model=small_bert)
+    done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()[-1:]
+    assert "--data-dir: another server uses" in line
