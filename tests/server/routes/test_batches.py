@@ -12,7 +12,9 @@ from jsonschema import Draft202012Validator
 
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
-from penstock.server.settings import ServerSettings
+from penstock.server.schemas.batches import ENDPOINTS
+from penstock.server.settings import ServerSettings, UsageError
+from penstock.server.wire.request_limits import WITHOUT_FORWARD
 
 ENDS = ("completed", "failed", "expired", "cancelled")
 
@@ -356,18 +358,54 @@ async def test_answers_are_as_the_document_says(client) -> None:
     assert all(each["summary"] and each["description"] and "default" in each["responses"] for each in operations)
 
 
-def test_only_one_server_has_a_folder(tmp_path: Path) -> None:
-    from penstock.server.settings import UsageError
+async def test_only_one_server_has_a_folder(serving, engine, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
 
     async def start() -> None:
         raise AssertionError
 
-    def make() -> object:
-        return create_app([ServedModel(("m",), start)], ServerSettings(data_dir=tmp_path / "data"))
+    async with serving(engine, data_dir=folder):
+        with pytest.raises(UsageError, match="--data-dir: another server uses"):
+            create_app([ServedModel(("m",), start)], ServerSettings(data_dir=folder))
+        assert (folder / "secret").stat().st_mode & 0o777 == 0o600
+        assert folder.stat().st_mode & 0o777 == 0o700
+    async with serving(engine, data_dir=folder):
+        pass
 
-    app = make()
-    with pytest.raises(UsageError, match="--data-dir: another server uses"):
-        make()
-    assert app.state.batches is not None
-    assert (tmp_path / "data" / "secret").stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+
+async def test_names_of_files_may_be_any_text(client) -> None:
+    name = 'ein "Dämm"\\ 東京.jsonl'
+    response = await client.post("/v1/files", files={"file": (name, b"x")}, data={"purpose": "batch"})
+    assert response.status_code == 200
+    content = await client.get(f"/v1/files/{response.json()['id']}/content")
+    assert (content.status_code, content.content) == (200, b"x")
+    assert "filename*=" in content.headers["content-disposition"]
+
+
+async def test_every_route_that_runs_a_model_is_open_to_lines_or_left_out_on_purpose(client) -> None:
+    routes = set(client._transport.app.state.json_routes) - WITHOUT_FORWARD
+    spellings = {"/embeddings", "/v1/pooling"}
+    others_clients = {"/", "/invocations", "/api/embed", "/api/embeddings"}
+    assert set(ENDPOINTS) | spellings | others_clients == routes
+
+
+async def test_clients_are_heard_while_lines_run(client, engine) -> None:
+    engine.gate = asyncio.Event()
+    batch = await begin(client, [embedding(i) for i in range(50)])
+    await engine.entered.wait()
+    traffic = client._transport.app.state.batches.traffic
+    assert not traffic.is_busy, "lines, files and batches are no clients"
+    asked = asyncio.create_task(client.post("/v1/embeddings", json={"input": "a"}))
+    while not traffic.is_busy:
+        await asyncio.sleep(0.001)
+    engine.gate.set()
+    assert (await asked).status_code == 200
+    await client.post(f"/v1/batches/{batch['id']}/cancel")
+
+
+async def test_a_large_upload_needs_no_room_among_bodies(serving, engine, tmp_path: Path) -> None:
+    async with serving(engine, data_dir=tmp_path / "data", max_body_bytes=1000, max_file_bytes="1MiB") as client:
+        assert (await upload(client, b"x" * 500_000)).status_code == 200
+        response = await upload(client, b"x" * 2_000_000)
+        assert (response.status_code, "--max-file-bytes" in response.json()["message"]) == (413, True)
+        assert len(list((tmp_path / "data" / "files").iterdir())) == 1
