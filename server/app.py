@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from .answers.room import AnswerRoom
+from .batches.figures import BatchFigures
+from .batches.routes_inside import RoutesInside
+from .batches.service import Batches
 from .calls.context import ServerContext
 from .errors.handlers import install_error_handlers
 from .middleware.auth import ApiKeys, AuthMiddleware
@@ -20,6 +23,7 @@ from .middleware.exchange import (
     PacedRefusalsMiddleware,
     UnexpectedErrorMiddleware,
 )
+from .middleware.live_traffic import LiveTrafficMiddleware
 from .middleware.refusal_pace import RefusalPace
 from .models.figures import ModelFigures
 from .models.keeper import KeeperLimits, ModelKeeper
@@ -31,6 +35,7 @@ from .observability.observers import Observers
 from .openapi import DocumentedApp
 from .routes import (
     admin,
+    batches as batch_routes,
     classify,
     cohere,
     encode,
@@ -74,7 +79,9 @@ def create_app(
     Raises:
         UsageError: The file of API keys cannot be read or holds no key, or the extra is missing that sends traces.
     """
-    keys, admin_keys = ApiKeys(settings.api_key, settings.api_key_file), ApiKeys(settings.admin_key)
+    batches = None if settings.data_dir is None else Batches(settings)
+    keys = ApiKeys(settings.api_key, settings.api_key_file, salt=None if batches is None else batches.secret)
+    admin_keys = ApiKeys(settings.admin_key)
     keeper = ModelKeeper(
         models,
         KeeperLimits(settings.max_loaded_models, settings.model_memory, settings.load_wait_s, settings.drain_timeout_s),
@@ -86,12 +93,13 @@ def create_app(
     observers = Observers(settings, context.metrics)
     dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools, ollama)
     more = [*([operators] if settings.operator_routes else []), *([admin] if admin_keys.are_required else [])]
-    routes = [route for module in (*dialects, encode, *more) for route in module.router.routes]
+    batch_router = batch_routes.off if batches is None else batch_routes.router
+    routes = [route for module in (*dialects, encode, *more) for route in module.router.routes] + batch_router.routes
     json_routes = routes_by_path(routes)
     pace = RefusalPace(max_waiting=file_limit() // 2)
     cors: dict[str, Any] = {
         "allow_origins": settings.cors_origins,
-        "allow_methods": ("GET", "HEAD", "POST"),
+        "allow_methods": ("GET", "HEAD", "POST", "DELETE"),
         "allow_headers": ("*",),
         "expose_headers": ("*",),
     }
@@ -108,7 +116,11 @@ def create_app(
             settings.max_body_bytes,
             CORSMiddleware(app, **cors) if settings.cors_origins else None,
         )
-        async with observers.running(), startup.running():
+        offline: AbstractAsyncContextManager[None] = nullcontext()
+        if batches is not None:
+            inside = JsonPaths(app, json_routes, app.exception_handlers, answer_room.leave, table.release)
+            offline = batches.running(RoutesInside(app, inside, keys.client_name))
+        async with observers.running(), startup.running(), offline:
             yield {SHEDDER: shedder}
 
     app = DocumentedApp(
@@ -128,6 +140,7 @@ def create_app(
     app.router.redirect_slashes = False
     for module in (*dialects, encode, ops, documentation, playground, *more):
         app.include_router(module.router)
+    app.include_router(batch_router)
     install_error_handlers(app)
     # The last one added sees a request first.
     app.add_middleware(
@@ -137,7 +150,12 @@ def create_app(
         on_end=answer_room.leave,
         on_answer=table.release,
     )
-    app.add_middleware(BodyLimitMiddleware, max_body_bytes=settings.max_body_bytes)
+    if batches is not None:
+        app.state.batches = batches
+        context.metrics.register(BatchFigures(batches))
+        app.add_middleware(LiveTrafficMiddleware, traffic=batches.traffic)
+    unlimited = () if batches is None else (batch_routes.FILES,)
+    app.add_middleware(BodyLimitMiddleware, max_body_bytes=settings.max_body_bytes, unlimited=unlimited)
     app.add_middleware(UnexpectedErrorMiddleware)
     if keys.are_required or admin_keys.are_required:
         app.add_middleware(AuthMiddleware, keys=keys, admin_keys=admin_keys)

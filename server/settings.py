@@ -259,6 +259,16 @@ class ServerSettings(EngineSettings):
             "an API key where there are any."
         ),
     )
+    data_dir: Path | None = Field(
+        None,
+        description=(
+            "Folder of uploaded files and of batches (/v1/files, /v1/batches), for this server alone. Default: off."
+        ),
+    )
+    batch_share: float = Field(
+        0.02, gt=0, le=1, description="Share of the time that lines of batches take while clients ask for answers."
+    )
+    max_file_bytes: Bytes = Field(ByteSize(200 * 1024 * 1024), description="Largest file that may be uploaded.")
     access_log: bool = Field(False, description="Log a line for each request, with the time of its stages.")
     otlp_traces_endpoint: Url | None = Field(
         None, description="OpenTelemetry collector that gets traces (extra `otel`), such as http://localhost:4318."

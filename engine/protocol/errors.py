@@ -11,6 +11,9 @@
     +-- RequestCancelledError        the caller has gone
     +-- EngineUnavailableError       starting, draining, or the worker died: try again
     +-- ModelExecutionError          the forward failed for this request
+    +-- UnknownObjectError           no file or batch of this client has that id
+    +-- ConflictError                a file or batch is in no state for what is asked of it
+    +-- StorageError                 the disk cannot keep it: make room, then try again
     +-- PoolError                    a sequence pool was asked for what it cannot give
     |   +-- PoolExhausted            no block or slot is free
     |   +-- InvalidSlot              not in use, out of range, or of the other kind
@@ -153,6 +156,18 @@ class EngineUnavailableError(EngineError):
 
 class ModelExecutionError(EngineError):
     """The model failed on this request. Other requests are not affected."""
+
+
+class UnknownObjectError(EngineError):
+    """No file or batch with that id belongs to whoever asks."""
+
+
+class ConflictError(EngineError):
+    """A file or batch is in a state in which this cannot be done to it."""
+
+
+class StorageError(EngineError):
+    """The disk does not keep what it was given: it is full, or it fails."""
 
 
 class PoolError(EngineError):

@@ -66,6 +66,11 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "model_memory": "SIZE",
         "load_wait_s": "SECONDS",
     },
+    "Batches": {
+        "data_dir": "FOLDER",
+        "max_file_bytes": "SIZE",
+        "batch_share": "SHARE",
+    },
     "Memory": {
         "answer_memory": "SIZE",
         "kv_cache_memory": "SIZE",

@@ -22,7 +22,7 @@ TEI_PATHS: Final = frozenset({"/", "/embed", "/embed_all", "/embed_sparse", "/pr
 """Paths that are TEI's alone: its clients read `error` as a text."""
 OLLAMA_PREFIX: Final = "/api/"
 """Paths of Ollama, whose clients read `error` as a text, too."""
-_METHODS: Final = ("GET", "HEAD", "POST")
+_METHODS: Final = ("GET", "HEAD", "POST", "DELETE")
 
 
 def refusal(path: str, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:

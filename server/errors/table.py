@@ -55,6 +55,9 @@ ERROR_KINDS: Final[dict[type[EngineError], ErrorKind]] = {
     engine_errors.RequestCancelledError: ErrorKind(499, "invalid_request_error", "request_cancelled"),
     engine_errors.EngineUnavailableError: ErrorKind(503, "server_error", "engine_unavailable"),
     engine_errors.ModelExecutionError: ErrorKind(500, "server_error", "model_execution_failed", is_hidden=True),
+    engine_errors.UnknownObjectError: ErrorKind(404, "invalid_request_error", "not_found"),
+    engine_errors.ConflictError: ErrorKind(409, "invalid_request_error", "conflict"),
+    engine_errors.StorageError: ErrorKind(507, "server_error", "insufficient_storage"),
     engine_errors.PoolError: ErrorKind(500, "server_error", "internal_error", is_hidden=True),
     engine_errors.PoolExhausted: ErrorKind(503, "server_error", "engine_unavailable"),
     engine_errors.InvalidSlot: ErrorKind(500, "server_error", "internal_error", is_hidden=True),
@@ -108,4 +111,6 @@ def retry_headers(error: EngineError, status: int) -> dict[str, str] | None:
     """Returns the header that says when to come back, where coming back helps."""
     if isinstance(error, EngineOverloadedError):
         return {"retry-after": str(min(max(math.ceil(error.retry_after_s), 1), MAX_RETRY_AFTER_S))}
+    if status == 409:
+        return {"x-should-retry": "false"}  # OpenAI's clients would ask again
     return {"retry-after": "1"} if status == 503 else None

@@ -41,7 +41,7 @@ ADMIN_PATHS: Final = frozenset({"/models/load", "/models/unload"})
 class AuthMiddleware:
     """Lets a request through that carries one of the keys as `Bearer KEY`, as `KEY`, or as `api-key: KEY`.
 
-    It leaves the identity of the client in scope["api_client"].
+    It leaves the identity of the client in scope["api_client"], and in scope["api_owner"] whose files are its own.
 
     Args:
         app: What comes next.
@@ -60,9 +60,9 @@ class AuthMiddleware:
             await self.app(scope, receive, send)
             return
         keys = self.admin_keys if scope["path"] in ADMIN_PATHS else self.keys
-        client = keys.client_of(offered_keys(scope["headers"])) if keys.are_required else ""
-        if client is not None:
-            scope["api_client"] = client
+        owner = keys.owner_of(offered_keys(scope["headers"])) if keys.are_required else ""
+        if owner is not None:
+            scope["api_client"], scope["api_owner"] = keys.client_name(owner), owner
             await self.app(scope, receive, send)
             return
         message = "The API key is missing or wrong; send it as the header 'Authorization: Bearer KEY'."
@@ -95,6 +95,7 @@ class ApiKeys:
     Args:
         given: Keys of the settings.
         file: File with more keys.
+        salt: Secret behind the identities; the same one makes the same identities after a restart. Default: a new one.
         clock_s: Monotonic time.
 
     Raises:
@@ -102,9 +103,14 @@ class ApiKeys:
     """
 
     def __init__(
-        self, given: Sequence[str], file: Path | None = None, *, clock_s: Callable[[], float] = time.monotonic
+        self,
+        given: Sequence[str],
+        file: Path | None = None,
+        *,
+        salt: bytes | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._salt = secrets.token_bytes(32)
+        self._salt = secrets.token_bytes(32) if salt is None else salt
         self._given = [self._digest(key.encode()) for key in given]
         self._file = file
         self._clock_s = clock_s
@@ -125,6 +131,15 @@ class ApiKeys:
 
     def client_of(self, offers: Iterable[bytes]) -> str | None:
         """Returns the identity of the client that offers a key, "" where there is one key only; None if none fits."""
+        owner = self.owner_of(offers)
+        return None if owner is None else self.client_name(owner)
+
+    def client_name(self, owner: str) -> str:
+        """Returns the identity by which an owner takes turns with others: "" where nobody is told apart."""
+        return owner if len(self._digests) > 1 else ""
+
+    def owner_of(self, offers: Iterable[bytes]) -> str | None:
+        """Returns the identity of the key that is offered, however many there are; None if none fits."""
         self._look()
         found = None
         for offer in offers:
@@ -133,9 +148,7 @@ class ApiKeys:
             for known in self._digests:
                 if hmac.compare_digest(known, digest):
                     found = known
-        if found is None:
-            return None
-        return found.hex() if len(self._digests) > 1 else ""
+        return None if found is None else found.hex()
 
     def _look(self) -> None:
         """Reads the file again if it has changed, at most once in a while."""

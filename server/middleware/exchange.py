@@ -10,7 +10,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from fastapi import HTTPException
@@ -205,16 +205,18 @@ class BodyLimitMiddleware:
     Args:
         app: What comes next.
         max_body_bytes: Bytes of one body.
+        unlimited: Paths whose bodies are not held: their routes have limits of their own.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, unlimited: Collection[str] = ()) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
+        self.unlimited = unlimited
         self._num_held = self._num_beyond = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Checks the length that was announced, and counts what arrives."""
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD") or scope["path"] in self.unlimited:
             await self.app(scope, receive, send)
             return
         announced: bytes | None = None

@@ -21,6 +21,7 @@ WITHOUT_FORWARD: Final = frozenset(
         *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"),
         *("/api/show", "/api/pull", "/api/generate", "/api/chat", "/v1/chat/completions", "/v1/completions"),
         *("/models/load", "/models/unload"),
+        *("/v1/files", "/v1/batches"),
     }
 )
 """Paths that run no model: nothing of them waits, so that they read neither header."""

@@ -1,0 +1,166 @@
+"""The files of clients: on their way in, looked up, and removed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Final
+
+from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
+
+from ..schemas.batches import LEAST_EXPIRY_S, MOST_EXPIRY_S
+from ..wire.shown_values import shown
+from .data_dir import PART, DataDir, sync_folder
+from .records import StoredFile, new_file_id
+from .store import Store
+from .uploads import Upload
+
+logger = logging.getLogger(__name__)
+
+PURPOSE: Final = "batch"
+OUTPUT_PURPOSE: Final = "batch_output"
+_FIELDS: Final = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
+
+
+class Files:
+    """The files in a data folder.
+
+    Args:
+        data: The folder.
+        store: What is known of them.
+        max_bytes: Of one that is uploaded.
+        now: Unix time.
+    """
+
+    def __init__(self, data: DataDir, store: Store, max_bytes: int, now: Callable[[], float] = time.time) -> None:
+        self._folder = data.files
+        self._store = store
+        self.max_bytes = max_bytes
+        self._now = now
+
+    def path(self, file_id: str) -> Path:
+        """Returns where the body of a file lies."""
+        return self._folder / file_id
+
+    async def receive(self, content_type: str, body: AsyncIterator[bytes], owner: str) -> StoredFile:
+        """Takes an upload, and returns its record when both are safe on the disk.
+
+        Raises:
+            InvalidRequestError: The form is not what it should be.
+            HTTPException: 413 and 415; see Upload.
+            StorageError: The disk does not take it.
+        """
+        file_id = new_file_id()
+        part = self.path(file_id + PART)
+        try:
+            upload = Upload(content_type, part, self.max_bytes)
+        except OSError as error:
+            raise StorageError(f"The server cannot keep the file: {error.strerror}. Please try again later.") from error
+        try:
+            await upload.receive(body)
+            file = self._record(file_id, upload, owner)
+            await asyncio.to_thread(self._settle, part, file_id)
+            await self._store.add_file(file)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            self.path(file_id).unlink(missing_ok=True)
+            raise
+        finally:
+            with contextlib.suppress(OSError):  # a disk that is full has been told of already
+                upload.close()
+        return file
+
+    async def find(self, file_id: str, owner: str) -> StoredFile:
+        """Returns a file of an owner. Raises UnknownObjectError."""
+        file = await self._store.file(file_id, owner, int(self._now()))
+        if file is None:
+            raise UnknownObjectError(f"There is no file {shown(file_id)}.", param="file_id")
+        return file
+
+    async def remove(self, file: StoredFile) -> None:
+        """Removes a file: its record first, so that none is left without a body."""
+        await self._store.remove_file(file.id)
+        await asyncio.to_thread(self.path(file.id).unlink, missing_ok=True)
+
+    async def sweep(self, in_use: Callable[[str], bool]) -> None:
+        """Removes the files that have expired, but for those that are in use."""
+        for file in await self._store.expired_files(int(self._now())):
+            if not in_use(file.id):
+                await self.remove(file)
+                logger.info("%s has expired", file.id)
+
+    async def clear_away(self) -> None:
+        """Removes what a server that was killed has left: bodies without a record."""
+        known = await self._store.file_ids()
+
+        def clear() -> None:
+            for path in self._folder.iterdir():
+                if path.name not in known:
+                    path.unlink()
+
+        await asyncio.to_thread(clear)
+
+    def made(self, file_id: str, owner: str, filename: str, num_bytes: int, expires_s: int) -> StoredFile:
+        """Returns the record of a file that a batch has written."""
+        created_at = int(self._now())
+        return StoredFile(
+            id=file_id,
+            owner=owner,
+            filename=filename,
+            purpose=OUTPUT_PURPOSE,
+            num_bytes=num_bytes,
+            created_at=created_at,
+            expires_at=created_at + expires_s,
+        )
+
+    def cut(self, file_id: str, num_bytes: int) -> None:
+        """Cuts off what a file holds beyond what counts; one that holds nothing goes."""
+        if num_bytes:
+            os.truncate(self.path(file_id), num_bytes)
+        else:
+            self.path(file_id).unlink(missing_ok=True)
+
+    def _record(self, file_id: str, upload: Upload, owner: str) -> StoredFile:
+        if upload.filename is None:
+            raise InvalidRequestError("The form has no file; send it as the part `file`.", param="file")
+        for name in upload.fields:
+            if name not in _FIELDS:
+                raise InvalidRequestError(f"{shown(name)} has no use here; leave it out.", param=name[:64])
+        purpose = upload.fields.get("purpose")
+        if purpose != PURPOSE:
+            raise InvalidRequestError(f"purpose is {shown(purpose)}; it must be '{PURPOSE}'.", param="purpose")
+        created_at = int(self._now())
+        return StoredFile(
+            id=file_id,
+            owner=owner,
+            filename=upload.filename,
+            purpose=purpose,
+            num_bytes=upload.num_bytes,
+            created_at=created_at,
+            expires_at=created_at + _expiry_s(upload.fields),
+        )
+
+    def _settle(self, part: Path, file_id: str) -> None:
+        part.rename(self.path(file_id))
+        sync_folder(self._folder)
+
+
+def _expiry_s(fields: dict[str, str]) -> int:
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return MOST_EXPIRY_S
+    if anchor != "created_at":
+        raise InvalidRequestError(
+            f"expires_after[anchor] is {shown(anchor)}; it must be 'created_at'.", param="expires_after"
+        )
+    if not (seconds or "").isdecimal() or not LEAST_EXPIRY_S <= int(seconds or 0) <= MOST_EXPIRY_S:
+        raise InvalidRequestError(
+            f"expires_after[seconds] is {shown(seconds)}; it must be {LEAST_EXPIRY_S} to {MOST_EXPIRY_S}.",
+            param="expires_after",
+        )
+    return int(seconds or 0)

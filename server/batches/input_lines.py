@@ -1,0 +1,191 @@
+"""The lines of an input file: read one by one, checked before any of them runs, and read again as they run."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from ..wire.json_marks import InvalidJsonError, TooManyValuesError, find_marks
+from ..wire.shown_values import shown
+from .records import LineError
+
+MAX_LINES: Final = 50_000
+MAX_INPUTS: Final = 50_000
+"""Texts to embed, of all lines together."""
+MAX_ERRORS: Final = 100
+"""Faults of one file that are told."""
+MAX_ID_CHARS: Final = 512
+_EMBEDDING: Final = frozenset(
+    {
+        *("/v1/embeddings", "/v1/multi-vector", "/v1/encode", "/v1/embed", "/v2/embed"),
+        *("/embed", "/embed_all", "/embed_sparse", "/pooling"),
+    }
+)
+_INPUT_KEYS: Final = ("input", "inputs", "texts")
+_SMALL_BYTES: Final = 64 * 1024
+"""Lines that are parsed without a look at how many values they hold."""
+_SLICE_BYTES: Final = 1024 * 1024
+_SLICE_LINES: Final = 100
+_SLICE_S: Final = 0.001
+"""What is checked before others get the interpreter for as long."""
+
+
+class InputLine(NamedTuple):
+    """A request of a batch.
+
+    Attributes:
+        number: Of its line, from 1.
+        custom_id: What its client calls it.
+        body: What is sent to the route.
+    """
+
+    number: int
+    custom_id: str
+    body: dict[str, Any]
+
+
+class Checked(NamedTuple):
+    """What a look at a whole input file found.
+
+    Attributes:
+        num_lines: Requests in it.
+        errors: What is wrong with it; none where it can run.
+    """
+
+    num_lines: int
+    errors: list[LineError]
+
+
+class InputFile:
+    """An input file of a batch.
+
+    Args:
+        path: Where it lies.
+        endpoint: The route that all lines have to name.
+        max_line_bytes: Of a line: what a route takes as a body.
+        max_values: Numbers and words of a line; see --max-json-values.
+    """
+
+    def __init__(self, path: Path, endpoint: str, max_line_bytes: int, max_values: int) -> None:
+        self._path = path
+        self._endpoint = endpoint
+        self._max_line_bytes = max_line_bytes
+        self._max_values = max_values
+
+    def check(self) -> Checked:
+        """Checks all lines, on a thread: it lets others have the interpreter now and then. Raises OSError."""
+        seen: dict[str, int] = {}
+        errors: list[LineError] = []
+        num_lines = num_inputs = 0
+        slice_end_s = time.monotonic() + _SLICE_S
+        for number, text in self._texts():
+            num_lines += 1
+            if num_lines > MAX_LINES:
+                message = f"The file has more than {MAX_LINES} lines; split it."
+                return Checked(0, [LineError("too_many_lines", message, line=number)])
+            try:
+                line = self._parsed(number, text)
+                if (first := seen.setdefault(line.custom_id, number)) != number:
+                    message = f"custom_id is {shown(line.custom_id)}, as in line {first}; each line needs its own."
+                    raise _LineError("duplicate_custom_id", message, "custom_id")
+                num_inputs += _num_inputs(self._endpoint, line.body)
+            except _LineError as error:
+                errors.append(LineError(error.code, error.message, error.param, number))
+            if len(errors) >= MAX_ERRORS:
+                break
+            if time.monotonic() > slice_end_s:
+                time.sleep(_SLICE_S)
+                slice_end_s = time.monotonic() + _SLICE_S
+        if not num_lines:
+            errors.append(LineError("empty_file", "The file has no lines."))
+        if num_inputs > MAX_INPUTS:
+            message = f"The lines hold {num_inputs} inputs together; the limit is {MAX_INPUTS}. Split the file."
+            errors.append(LineError("too_many_inputs", message))
+        return Checked(num_lines, errors)
+
+    def slices(self, done: Container[int]) -> Iterator[list[InputLine]]:
+        """Yields the lines of a file that `check` has found good, but for those that are done, some at a time.
+
+        Raises OSError.
+        """
+        lines: list[InputLine] = []
+        num_bytes = 0
+        for number, text in self._texts():
+            if number in done:
+                continue
+            lines.append(self._parsed(number, text))
+            num_bytes += len(text)
+            if num_bytes >= _SLICE_BYTES or len(lines) == _SLICE_LINES:
+                yield lines
+                lines, num_bytes = [], 0
+        if lines:
+            yield lines
+
+    def _texts(self) -> Iterator[tuple[int, bytes]]:
+        """Yields lines that are not empty, with their numbers. Of one that is too long, the beginning."""
+        with self._path.open("rb") as file:
+            number = 0
+            while text := file.readline(self._max_line_bytes + 1):
+                number += 1
+                if number == 1:
+                    text = text.removeprefix(codecs.BOM_UTF8)
+                rest = text
+                while not rest.endswith(b"\n") and (rest := file.readline(_SMALL_BYTES)):
+                    pass
+                if stripped := text.strip():
+                    yield number, stripped
+
+    def _parsed(self, number: int, text: bytes) -> InputLine:
+        """Returns a line. Raises _LineError where it is no request for the endpoint."""
+        if len(text) > self._max_line_bytes:
+            raise _LineError("line_too_long", f"The line is longer than {self._max_line_bytes} bytes.")
+        try:
+            if len(text) > _SMALL_BYTES:
+                for _ in find_marks(text, self._max_values):
+                    pass
+            line = orjson.loads(text)
+        except TooManyValuesError:
+            message = f"The line holds more than {self._max_values} values; send fewer inputs at once."
+            raise _LineError("line_too_long", message) from None
+        except (orjson.JSONDecodeError, InvalidJsonError) as error:
+            raise _LineError("invalid_json_line", f"The line is not valid JSON: {error}.") from None
+        if not isinstance(line, dict):
+            raise _LineError("invalid_json_line", f"The line is {shown(line)}; it must be an object.")
+        custom_id, body = line.get("custom_id"), line.get("body")
+        for name in ("custom_id", "method", "url", "body"):
+            if line.get(name) is None:
+                raise _LineError("missing_required_parameter", f"{name} is missing.", name)
+        if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
+            message = f"custom_id is {shown(custom_id)}; it must be a text of 1 to {MAX_ID_CHARS} characters."
+            raise _LineError("invalid_custom_id", message, "custom_id")
+        if line["method"] != "POST":
+            raise _LineError("invalid_method", f"method is {shown(line['method'])}; it must be 'POST'.", "method")
+        if line["url"] != self._endpoint:
+            message = f"url is {shown(line['url'])}; the batch's endpoint is {self._endpoint!r}."
+            raise _LineError("mismatched_url", message, "url")
+        if not isinstance(body, dict):
+            raise _LineError("invalid_body", f"body is {shown(body)}; it must be an object.", "body")
+        return InputLine(number, custom_id, body)
+
+
+class _LineError(Exception):
+    """What is wrong with a line."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
+
+
+def _num_inputs(endpoint: str, body: dict[str, Any]) -> int:
+    """Returns how many texts a line embeds; 0 where it does something else. A list of numbers is one text."""
+    if endpoint not in _EMBEDDING:
+        return 0
+    for key in _INPUT_KEYS:
+        if isinstance(inputs := body.get(key), list):
+            return 1 if inputs and isinstance(inputs[0], int | float) else len(inputs)
+    return 1

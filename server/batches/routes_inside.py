@@ -1,0 +1,115 @@
+"""A line of a batch through the routes of the application, in this process: no socket, no key, the lowest priority."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import orjson
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Scope
+
+from ..calls.context import CONNECTION_LOST
+from ..errors.table import HIDDEN_MESSAGE, status_response
+from ..observability.timing import REQUEST, RequestRecord
+from ..wire.request_limits import MAX_PRIORITY
+
+logger = logging.getLogger(__name__)
+
+_HEADERS: Final = [(b"content-type", b"application/json"), (b"x-priority", str(MAX_PRIORITY).encode())]
+_FAILED: Final = status_response(500, HIDDEN_MESSAGE).body
+
+
+class RouteAnswer(NamedTuple):
+    """What a route answered.
+
+    Attributes:
+        status: HTTP status.
+        headers: Of the answer.
+        body: Its bytes.
+        request_id: What the log calls the request.
+        model: Served name of the model that it went to; "" for none.
+        num_tokens: Of its inputs.
+    """
+
+    status: int
+    headers: dict[bytes, bytes]
+    body: bytes
+    request_id: str
+    model: str
+    num_tokens: int
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the body is JSON."""
+        return self.headers.get(b"content-type", b"").startswith(b"application/json")
+
+
+class RoutesInside:
+    """Asks the routes of an application.
+
+    Args:
+        app: The application, whose state they read.
+        paths: Its routes, without what surrounds them.
+        client_name: Returns the identity by which an owner takes turns with others.
+    """
+
+    def __init__(self, app: FastAPI, paths: ASGIApp, client_name: Callable[[str], str]) -> None:
+        self._app = app
+        self._paths = paths
+        self._client_name = client_name
+
+    async def ask(self, path: str, body: Mapping[str, Any], owner: str, name: str) -> RouteAnswer:
+        """Returns what a route answers.
+
+        Args:
+            path: Of the route.
+            body: Its own `priority` does not count.
+            owner: Whose turns it takes.
+            name: Of the request, unless the body has one.
+        """
+        content = orjson.dumps({key: value for key, value in body.items() if key != "priority"})
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": _HEADERS,
+            "client": None,
+            "server": None,
+            "state": {},
+            "app": self._app,
+            "api_client": self._client_name(owner) if owner else "",
+            "request_id": name,
+            CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is none to lose
+        }
+        status, headers, pieces = 500, {b"content-type": b"application/json"}, [_FAILED]
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": content, "more_body": False}
+
+        async def send(message: Message) -> None:
+            nonlocal status, headers
+            if message["type"] == "http.response.start":
+                status, headers = message["status"], dict(message["headers"])
+                pieces.clear()
+            else:
+                pieces.append(bytes(message.get("body", b"")))
+
+        record = RequestRecord(scope, time.perf_counter(), time.time_ns())
+        token = REQUEST.set(record)
+        try:
+            await self._paths(scope, receive, send)
+        except Exception:
+            logger.exception("request %s failed unexpectedly", scope["request_id"])
+        finally:
+            REQUEST.reset(token)
+        return RouteAnswer(status, headers, b"".join(pieces), scope["request_id"], record.model, record.num_tokens)

@@ -1,0 +1,273 @@
+"""One batch, from its check to its end. What it has become is in the database before anything relies on it.
+
+    validating -> in_progress -> finalizing -> completed
+        |              +-> cancelling -> cancelled
+        +-> failed     +-> expired
+
+A run goes on wherever a killed server has left it: lines that have been answered do not run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from penstock.engine.protocol.errors import ConflictError, StorageError
+
+from .files import Files
+from .input_lines import InputFile, InputLine
+from .journal import RETRY_S, Answer, Journal
+from .records import Batch, LineError, Status
+from .routes_inside import RouteAnswer
+from .store import Store
+from .window import Window
+
+logger = logging.getLogger(__name__)
+
+AskRoute = Callable[[str, Mapping[str, Any], str, str], Awaitable[RouteAnswer]]
+"""Asks a route: path, body, owner, name of the request."""
+
+TRY_AGAIN: Final = frozenset({429, 503})
+"""Statuses of a server that is full, starts, or starts its engine again: the line waits."""
+_GIVEN_UP: Final = 504
+_MOST_GIVEN_UP: Final = 3
+"""Times that a line may run into the deadline of the server."""
+_FIRST_WAIT_S: Final = 0.5
+_LONGEST_WAIT_S: Final = 30.0
+_UNANSWERED: Final = {
+    Status.CANCELLED: LineError("batch_cancelled", "The batch was cancelled before this request was answered."),
+    Status.EXPIRED: LineError("batch_expired", "The completion window was over before this request was answered."),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surroundings:
+    """What the runs of one application share.
+
+    Attributes:
+        store: Keeps batches.
+        files: Has their lines, and gets their answers.
+        ask: Asks a route.
+        window: Says when.
+        num_lines: Lines with an answer ("completed") and with an error ("failed") since the start.
+        checking: Held while a file is checked: one after the other.
+        now: Unix time.
+        retry_s: Seconds until a disk that refuses is tried again.
+    """
+
+    store: Store
+    files: Files
+    ask: AskRoute
+    window: Window
+    num_lines: Counter[str] = field(default_factory=Counter)
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    now: Callable[[], float] = time.time
+    retry_s: float = RETRY_S
+
+
+class BatchRun:
+    """The run of one batch. Belongs to one event loop.
+
+    Args:
+        batch: What is known of it.
+        input_file: Its lines.
+        around: What it shares with others.
+    """
+
+    def __init__(self, batch: Batch, input_file: InputFile, around: Surroundings) -> None:
+        self.batch = batch
+        self._input = input_file
+        self._around = around
+        paths = around.files.path(batch.output_id), around.files.path(batch.error_id)
+        self._journal = Journal(batch, around.store, *paths, retry_s=around.retry_s)
+        self._cancelled = asyncio.Event()
+        if batch.status is Status.CANCELLING:
+            self._cancelled.set()
+
+    async def run(self) -> None:
+        """Runs it to its end. Cancelled, it stops where it is, and another run goes on from there."""
+        try:
+            ending = await self._run()
+        except FileNotFoundError:
+            self.batch.errors.append(LineError("file_not_found", "The input file is gone.", "input_file_id"))
+            ending = Status.FAILED
+        except Exception as error:
+            logger.exception("%s failed", self.batch.id)
+            message = f"The server failed ({type(error).__name__}); its log says why."
+            self.batch.errors.append(LineError("server_error", message))
+            ending = Status.FAILED
+        finally:
+            await self._journal.close()
+        await self._end(ending)
+
+    async def cancel(self) -> None:
+        """Begins to end it.
+
+        Raises:
+            ConflictError: It is at its end already.
+            StorageError: The disk does not keep that; it ends all the same.
+        """
+        batch = self.batch
+        if batch.status in (Status.VALIDATING, Status.IN_PROGRESS):
+            self._become(Status.CANCELLING)
+            self._cancelled.set()
+            await self._journal.keep_batch()
+        elif batch.status is not Status.CANCELLING:
+            raise ended(batch)
+
+    async def _run(self) -> Status:
+        """Runs it until nothing is left but to end it, and returns how."""
+        batch = self.batch
+        await self._journal.open()
+        if not batch.num_lines and batch.status is Status.VALIDATING:
+            async with self._around.checking:
+                checked = await asyncio.to_thread(self._input.check)
+            batch.errors = checked.errors
+            if batch.errors:
+                return Status.FAILED
+            batch.num_lines = checked.num_lines
+            if batch.status is Status.VALIDATING:  # not, where it has been cancelled meanwhile
+                self._become(Status.IN_PROGRESS)
+            await self._keep()
+        if batch.status is not Status.FINALIZING:
+            ending = await self._run_lines()
+            if ending is not Status.COMPLETED:
+                if batch.num_lines:
+                    await self._write_unanswered(_UNANSWERED[ending])
+                return ending
+            self._become(Status.FINALIZING)
+            await self._keep()
+        return Status.COMPLETED
+
+    async def _run_lines(self) -> Status:
+        """Runs lines until all are answered, or it is cancelled or expires; returns which."""
+        feeding = asyncio.create_task(self._feed())
+        cancelled = asyncio.create_task(self._cancelled.wait())
+        try:
+            left_s = max(self.batch.expires_at - self._around.now(), 0.0)
+            await asyncio.wait({feeding, cancelled}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._cancelled.is_set():
+                return Status.CANCELLED
+            if not feeding.done():
+                return Status.EXPIRED
+            await feeding
+            return Status.COMPLETED
+        finally:
+            feeding.cancel()
+            cancelled.cancel()
+            await asyncio.gather(feeding, cancelled, return_exceptions=True)
+            await self._journal.settle()
+
+    async def _feed(self) -> None:
+        """Begins line after line, as the window lets them, and returns when all have been answered."""
+        if self._cancelled.is_set():
+            return
+        slices = self._input.slices(self._journal.done)
+        window = self._around.window
+        async with asyncio.TaskGroup() as running:
+            while lines := await asyncio.to_thread(next, slices, None):
+                for line in lines:
+                    await window.enter()
+                    running.create_task(self._answer(line)).add_done_callback(lambda _: window.leave())
+
+    async def _answer(self, line: InputLine) -> None:
+        """Runs a line until it has an answer, and returns when that is safe."""
+        await self._add(_as_answer(self._name(line), line, await self._asked(line)))
+
+    async def _add(self, answer: Answer) -> None:
+        await self._journal.add(answer)
+        self._around.num_lines["failed" if answer.is_error else "completed"] += 1
+
+    async def _asked(self, line: InputLine) -> RouteAnswer:
+        """Returns what the route says in the end: while the server is full or starts, a line is tried again."""
+        batch, num_tries, num_given_up = self.batch, 0, 0
+        while True:
+            with self._around.window.run():
+                answer = await self._around.ask(batch.endpoint, line.body, batch.owner, self._name(line))
+            num_tries += 1
+            num_given_up += answer.status == _GIVEN_UP
+            if answer.status not in TRY_AGAIN and not (answer.status == _GIVEN_UP and num_given_up < _MOST_GIVEN_UP):
+                return answer
+            self._around.window.refuse()
+            least_s = float(answer.headers.get(b"retry-after", b"1"))
+            wait_s = min(max(least_s, _FIRST_WAIT_S * 2.0 ** min(num_tries, 10)), _LONGEST_WAIT_S)
+            await asyncio.sleep(wait_s * random.uniform(1.0, 1.25))  # noqa: S311 - no secret
+
+    async def _write_unanswered(self, error: LineError) -> None:
+        """Writes an error for each line that has no answer."""
+        slices = self._input.slices(self._journal.done)
+        while lines := await asyncio.to_thread(next, slices, None):
+            texts = [_output_line(self._name(line), line, b"null", _as_json(error)) for line in lines]
+            await asyncio.gather(
+                *(self._add(Answer(line.number, text, is_error=True)) for line, text in zip(lines, texts, strict=True))
+            )
+
+    async def _end(self, status: Status) -> None:
+        """Stores how it ended, with the files that it made."""
+        batch, files = self.batch, self._around.files
+        made = []
+        for file_id, num_bytes, name in (
+            (batch.output_id, batch.num_output_bytes, "output"),
+            (batch.error_id, batch.num_error_bytes, "error"),
+        ):
+            if num_bytes:
+                made.append(
+                    files.made(file_id, batch.owner, f"{batch.id}_{name}.jsonl", num_bytes, batch.output_expires_s)
+                )
+            await asyncio.to_thread(files.cut, file_id, num_bytes)
+        self._become(status)
+        await self._insist(lambda: self._around.store.end(batch, made))
+        counts = batch.num_lines, batch.num_completed, batch.num_failed
+        logger.info("%s is %s: %d lines, %d answered, %d with an error", batch.id, status, *counts)
+
+    async def _keep(self) -> None:
+        await self._insist(self._journal.keep_batch)
+
+    async def _insist(self, store: Callable[[], Awaitable[None]]) -> None:
+        """Stores something as soon as the disk takes it."""
+        while True:
+            try:
+                await store()
+            except StorageError as error:
+                logger.error("%s waits, its state cannot be written: %s", self.batch.id, error.message)
+                await asyncio.sleep(self._around.retry_s)
+            else:
+                return
+
+    def _become(self, status: Status) -> None:
+        self.batch.become(status, int(self._around.now()))
+
+    def _name(self, line: InputLine) -> str:
+        return f"batch_req_{self.batch.id.removeprefix('batch_')}_{line.number}"
+
+
+def ended(batch: Batch) -> ConflictError:
+    """Returns the error of a batch that cannot be cancelled any more."""
+    return ConflictError(f"The batch is {batch.status}; it cannot be cancelled any more.", param="batch_id")
+
+
+def _as_answer(name: str, line: InputLine, answer: RouteAnswer) -> Answer:
+    is_error = answer.status >= 400
+    head = _as_json({"status_code": answer.status, "request_id": answer.request_id})
+    if answer.is_json:
+        text = _output_line(name, line, b'%b,"body":%b}' % (head[:-1], answer.body), b"null")
+        return Answer(line.number, text, is_error, answer.num_tokens, answer.model)
+    error = LineError("unsupported_answer", "The answer is no JSON; ask for float or base64.", "encoding_format")
+    return Answer(line.number, _output_line(name, line, b"null", _as_json(error)), is_error=True)
+
+
+def _output_line(name: str, line: InputLine, response: bytes, error: bytes) -> bytes:
+    names = _as_json({"id": name, "custom_id": line.custom_id})
+    return b'%b,"response":%b,"error":%b}\n' % (names[:-1], response, error)
+
+
+def _as_json(value: dict[str, Any] | LineError) -> bytes:
+    return msgspec.json.encode(value)

@@ -1,0 +1,208 @@
+"""Files and batches of one application: what its routes ask for, and the runs behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Final
+
+from penstock.engine.protocol.errors import (
+    ConflictError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    StorageError,
+    UnknownObjectError,
+)
+
+from ..schemas.batches import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
+from ..settings import ServerSettings
+from ..wire.shown_values import shown
+from .data_dir import DataDir
+from .files import Files
+from .input_lines import InputFile
+from .journal import RETRY_S
+from .records import Batch, StoredFile, new_batch_id, new_file_id
+from .routes_inside import RoutesInside
+from .run import BatchRun, Surroundings, ended
+from .store import Page, Store
+from .uploads import OVERHEAD_BYTES
+from .window import LiveTraffic, Window
+
+logger = logging.getLogger(__name__)
+
+MOST_UNFINISHED: Final = 32
+"""Batches of one owner that have not ended."""
+SWEEP_EVERY_S: Final = 60.0
+_RETRY_AFTER_S: Final = 60.0
+
+
+class Batches:
+    """Files and batches in the data folder. Its folder is taken at once, and given back at the end of `running`.
+
+    Args:
+        settings: `data_dir` and the limits; what a line may hold is what a body may.
+        now: Unix time.
+        retry_s: Seconds until a disk that refuses is tried again.
+
+    Attributes:
+        secret: Makes owners of API keys.
+        files: The files.
+        traffic: What clients ask of the routes.
+        num_lines: Lines with an answer ("completed") and with an error ("failed") since the start.
+        num_ended: Batches that have ended since then, by their status.
+
+    Raises:
+        UsageError: Another server has the folder, or it cannot be used.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, now: Callable[[], float] = time.time, retry_s: float = RETRY_S
+    ) -> None:
+        assert settings.data_dir is not None
+        self._data = DataDir(settings.data_dir)
+        try:
+            self._store = Store(self._data.database)
+        except BaseException:
+            self._data.close()
+            raise
+        self.secret = self._data.secret
+        self.files = Files(self._data, self._store, int(settings.max_file_bytes), now)
+        self.traffic = LiveTraffic()
+        self.num_lines: Counter[str] = Counter()
+        self.num_ended: Counter[str] = Counter()
+        self._settings = settings
+        self._now = now
+        self._retry_s = retry_s
+        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
+        self._around: Surroundings | None = None
+
+    @property
+    def max_upload_bytes(self) -> int:
+        """Bytes of a body with a file."""
+        return self.files.max_bytes + OVERHEAD_BYTES
+
+    @contextlib.asynccontextmanager
+    async def running(self, routes: RoutesInside) -> AsyncIterator[None]:
+        """Runs batches by these routes, those first that an earlier server has not ended."""
+        window = Window(self.traffic, self._settings.batch_share)
+        self._around = Surroundings(
+            self._store, self.files, routes.ask, window, num_lines=self.num_lines, now=self._now, retry_s=self._retry_s
+        )
+        await self.files.clear_away()
+        for batch in await self._store.unfinished():
+            logger.info("%s goes on: %d of %d lines are done", batch.id, batch.num_done, batch.num_lines)
+            self._begin(batch)
+        sweeping = asyncio.create_task(self._sweep())
+        try:
+            yield
+        finally:
+            tasks = [sweeping, *(task for _, task in self._runs.values())]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._store.close()
+            self._data.close()
+
+    async def create(self, body: BatchRequest, owner: str) -> Batch:
+        """Makes a batch, which then runs.
+
+        Raises:
+            UnknownObjectError: Its file is none of its owner's.
+            InvalidRequestError: The file is no input, or the window is too long.
+            EngineOverloadedError: The owner has many batches already.
+            StorageError: The disk does not keep it.
+        """
+        hours = int(body.completion_window.removesuffix("h"))
+        if hours > MOST_HOURS:
+            message = f"completion_window is {hours}h; it must be 1h to {MOST_HOURS}h."
+            raise InvalidRequestError(message, param="completion_window")
+        file = await self.files.find(body.input_file_id, owner)
+        if file.purpose != "batch":
+            message = f"{file.id} has the purpose {file.purpose!r}; an input file has 'batch'."
+            raise InvalidRequestError(message, param="input_file_id")
+        if sum(run.batch.owner == owner for run, _ in self._runs.values()) >= MOST_UNFINISHED:
+            message = f"{MOST_UNFINISHED} batches have not ended; wait for one of them."
+            raise EngineOverloadedError(message, retry_after_s=_RETRY_AFTER_S)
+        created_at, expiry = int(self._now()), body.output_expires_after
+        batch = Batch(
+            id=new_batch_id(),
+            owner=owner,
+            endpoint=body.endpoint,
+            input_file_id=file.id,
+            output_id=new_file_id(),
+            error_id=new_file_id(),
+            completion_window=body.completion_window,
+            metadata=body.metadata,
+            output_expires_s=MOST_EXPIRY_S if expiry is None else expiry.seconds,
+            created_at=created_at,
+            expires_at=created_at + 3600 * hours,
+        )
+        await self._store.add_batch(batch)
+        self._begin(batch)
+        return batch
+
+    async def find(self, batch_id: str, owner: str) -> Batch:
+        """Returns a batch of an owner, as it is on the disk. Raises UnknownObjectError."""
+        batch = await self._store.batch(batch_id, owner)
+        if batch is None:
+            raise UnknownObjectError(f"There is no batch {shown(batch_id)}.", param="batch_id")
+        return batch
+
+    async def page(self, owner: str, page: Page) -> list[Batch]:
+        """Returns batches of an owner, one more than the page holds where there are more."""
+        return await self._store.batches(owner, page)
+
+    async def page_of_files(self, owner: str, page: Page, purpose: str | None) -> list[StoredFile]:
+        """Returns files of an owner, one more than the page holds where there are more."""
+        return await self._store.files(owner, page, purpose, int(self._now()))
+
+    async def cancel(self, batch_id: str, owner: str) -> Batch:
+        """Begins to end a batch. Raises UnknownObjectError, ConflictError or StorageError."""
+        batch = await self.find(batch_id, owner)
+        if batch_id not in self._runs:
+            raise ended(batch)
+        run, _ = self._runs[batch_id]
+        await run.cancel()
+        return await self.find(batch_id, owner)
+
+    async def remove_file(self, file_id: str, owner: str) -> None:
+        """Removes a file. Raises UnknownObjectError, ConflictError or StorageError."""
+        file = await self.files.find(file_id, owner)
+        for run, _ in self._runs.values():
+            if run.batch.input_file_id == file_id:
+                raise ConflictError(f"{run.batch.id} reads this file; cancel it, or wait for its end.", param="file_id")
+        await self.files.remove(file)
+
+    def num_unfinished(self) -> Mapping[str, int]:
+        """Returns how many batches have not ended, by their status."""
+        return Counter(run.batch.status.value for run, _ in self._runs.values())
+
+    def _begin(self, batch: Batch) -> None:
+        assert self._around is not None
+        settings = self._settings
+        path = self.files.path(batch.input_file_id)
+        lines = InputFile(path, batch.endpoint, settings.max_body_bytes, settings.max_json_values)
+        run = BatchRun(batch, lines, self._around)
+        self._runs[batch.id] = run, asyncio.create_task(self._run(run))
+
+    async def _run(self, run: BatchRun) -> None:
+        try:
+            await run.run()
+            self.num_ended[run.batch.status.value] += 1
+        except Exception:
+            logger.exception("%s cannot be ended; it is tried again after a restart", run.batch.id)
+        finally:
+            del self._runs[run.batch.id]
+
+    async def _sweep(self) -> None:
+        while True:
+            in_use = {run.batch.input_file_id for run, _ in self._runs.values()}
+            try:
+                await self.files.sweep(in_use.__contains__)
+            except (OSError, StorageError) as error:
+                logger.warning("files that have expired stay: %s", error)
+            await asyncio.sleep(SWEEP_EVERY_S)

@@ -1,0 +1,227 @@
+"""The state of files and batches: rows in SQLite, read and written by one thread.
+
+A change counts when its call has returned: the write-ahead log is on the disk by then (synchronous=FULL).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+from penstock.engine.protocol.errors import InvalidRequestError, StorageError
+
+from ..settings import UsageError
+from ..wire.shown_values import shown
+from .records import Batch, StoredFile
+
+Record = TypeVar("Record", StoredFile, Batch)
+Result = TypeVar("Result")
+
+_VERSION: Final = 1
+_TABLES: Final = """
+CREATE TABLE IF NOT EXISTS files (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, purpose TEXT, expires_at INTEGER, record BLOB
+);
+CREATE TABLE IF NOT EXISTS batches (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, has_ended INTEGER, record BLOB
+);
+CREATE TABLE IF NOT EXISTS answers (batch_id TEXT, line INTEGER, PRIMARY KEY (batch_id, line)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS files_of_owners ON files (owner, seq);
+CREATE INDEX IF NOT EXISTS batches_of_owners ON batches (owner, seq);
+CREATE INDEX IF NOT EXISTS unfinished_batches ON batches (seq) WHERE NOT has_ended;
+"""
+
+
+class Page(NamedTuple):
+    """What a client asks of a list.
+
+    Attributes:
+        after: Id of the entry before the first one; None: begin at the beginning.
+        limit: Entries at most.
+        is_ascending: The oldest first.
+    """
+
+    after: str | None
+    limit: int
+    is_ascending: bool = False
+
+
+class Store:
+    """The database. Opened by its first use; its methods may be awaited from one event loop.
+
+    Args:
+        path: Its file.
+
+    Raises:
+        UsageError: It cannot be opened, or another version has written it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        try:
+            self._database = self._thread.submit(_opened, path).result()
+        except (sqlite3.Error, ValueError) as error:
+            self._thread.shutdown()
+            raise UsageError(f"--data-dir: {path}: {error}") from error
+
+    async def close(self) -> None:
+        """Ends the thread, after what it has to do."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
+        self._thread.shutdown()
+
+    async def add_file(self, file: StoredFile) -> None:
+        """Keeps a new file."""
+        await self._do(lambda database: _add_file(database, file))
+
+    async def file(self, file_id: str, owner: str, now: int) -> StoredFile | None:
+        """Returns a file of an owner that has not expired."""
+        query = "SELECT record FROM files WHERE id = ? AND owner = ? AND (expires_at IS NULL OR expires_at > ?)"
+        found = await self._records(StoredFile, query, (file_id, owner, now))
+        return found[0] if found else None
+
+    async def files(self, owner: str, page: Page, purpose: str | None, now: int) -> list[StoredFile]:
+        """Returns files of an owner, one more than the page holds where there are more."""
+        where = "(expires_at IS NULL OR expires_at > ?)" + ("" if purpose is None else " AND purpose = ?")
+        return await self._page(StoredFile, "files", owner, page, where, (now, *([] if purpose is None else [purpose])))
+
+    async def expired_files(self, now: int) -> list[StoredFile]:
+        """Returns the files that have expired."""
+        return await self._records(StoredFile, "SELECT record FROM files WHERE expires_at <= ?", (now,))
+
+    async def file_ids(self) -> set[str]:
+        """Returns the names of all files, those that unfinished batches write included."""
+
+        def read(database: sqlite3.Connection) -> set[str]:
+            ids = {file_id for (file_id,) in database.execute("SELECT id FROM files")}
+            for batch in _decoded(Batch, database.execute("SELECT record FROM batches WHERE NOT has_ended")):
+                ids |= {batch.output_id, batch.error_id}
+            return ids
+
+        return await self._do(read)
+
+    async def remove_file(self, file_id: str) -> None:
+        """Forgets a file."""
+        await self._do(lambda database: database.execute("DELETE FROM files WHERE id = ?", (file_id,)))
+
+    async def add_batch(self, batch: Batch) -> None:
+        """Keeps a new batch."""
+        values = (batch.id, batch.owner, batch.has_ended, msgspec.json.encode(batch))
+        insert = "INSERT INTO batches (id, owner, has_ended, record) VALUES (?, ?, ?, ?)"
+        await self._do(lambda database: database.execute(insert, values))
+
+    async def batch(self, batch_id: str, owner: str) -> Batch | None:
+        """Returns a batch of an owner."""
+        query = "SELECT record FROM batches WHERE id = ? AND owner = ?"
+        found = await self._records(Batch, query, (batch_id, owner))
+        return found[0] if found else None
+
+    async def batches(self, owner: str, page: Page) -> list[Batch]:
+        """Returns batches of an owner, one more than the page holds where there are more."""
+        return await self._page(Batch, "batches", owner, page)
+
+    async def unfinished(self) -> list[Batch]:
+        """Returns the batches that have not ended, the oldest first."""
+        return await self._records(Batch, "SELECT record FROM batches WHERE NOT has_ended ORDER BY seq", ())
+
+    async def keep(self, batch: Batch, lines: Iterable[int] = ()) -> None:
+        """Stores what a batch has become, and which of its lines have been answered by now, together."""
+        record, rows = msgspec.json.encode(batch), [(batch.id, line) for line in lines]
+
+        def write(database: sqlite3.Connection) -> None:
+            database.executemany("INSERT INTO answers VALUES (?, ?)", rows)
+            database.execute("UPDATE batches SET record = ? WHERE id = ?", (record, batch.id))
+
+        await self._do(write)
+
+    async def end(self, batch: Batch, files: Sequence[StoredFile]) -> None:
+        """Stores that a batch has ended, with the files that it has made."""
+        record = msgspec.json.encode(batch)
+
+        def write(database: sqlite3.Connection) -> None:
+            for file in files:
+                _add_file(database, file)
+            database.execute("UPDATE batches SET has_ended = 1, record = ? WHERE id = ?", (record, batch.id))
+            database.execute("DELETE FROM answers WHERE batch_id = ?", (batch.id,))
+
+        await self._do(write)
+
+    async def answered(self, batch_id: str) -> set[int]:
+        """Returns the lines of a batch that have been answered."""
+        query = "SELECT line FROM answers WHERE batch_id = ?"
+        return await self._do(lambda database: {line for (line,) in database.execute(query, (batch_id,))})
+
+    async def _page(
+        self, kind: type[Record], table: str, owner: str, page: Page, where: str = "1", values: Sequence[object] = ()
+    ) -> list[Record]:
+        order, beyond = ("ASC", ">") if page.is_ascending else ("DESC", "<")
+
+        def read(database: sqlite3.Connection) -> list[Record]:
+            place = ""
+            more: list[object] = [owner, *values]
+            if page.after is not None:
+                query = f"SELECT seq FROM {table} WHERE id = ? AND owner = ?"  # noqa: S608 - of our own words
+                row = database.execute(query, (page.after, owner)).fetchone()
+                if row is None:
+                    raise InvalidRequestError(
+                        f"after is {shown(page.after)}, which is no entry of this list.", param="after"
+                    )
+                place = f"AND seq {beyond} ?"
+                more.append(row[0])
+            query = f"SELECT record FROM {table} WHERE owner = ? AND {where} {place} ORDER BY seq {order} LIMIT ?"  # noqa: S608
+            return _decoded(kind, database.execute(query, (*more, page.limit + 1)))
+
+        return await self._do(read)
+
+    async def _records(self, kind: type[Record], query: str, values: Sequence[object]) -> list[Record]:
+        return await self._do(lambda database: _decoded(kind, database.execute(query, values)))
+
+    async def _do(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Does a piece of work on the thread, as one transaction.
+
+        Raises:
+            StorageError: The disk is full, or fails. Nothing has changed.
+        """
+
+        def run() -> Result:
+            with self._database:
+                self._database.execute("BEGIN")
+                return work(self._database)
+
+        loop = asyncio.get_running_loop()
+        try:
+            return await asyncio.shield(loop.run_in_executor(self._thread, run))
+        except sqlite3.OperationalError as error:
+            raise StorageError(f"The server cannot keep this: {error}. Please try again later.") from error
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(path, isolation_level=None, timeout=30.0)
+    try:
+        with closing(database.execute("PRAGMA user_version")) as rows:
+            (version,) = rows.fetchone()
+        if version not in (0, _VERSION):
+            raise ValueError(f"was written by another version of the server (format {version}, not {_VERSION})")
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = FULL")
+        database.executescript(_TABLES)
+        database.execute(f"PRAGMA user_version = {_VERSION}")
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _add_file(database: sqlite3.Connection, file: StoredFile) -> None:
+    values = (file.id, file.owner, file.purpose, file.expires_at, msgspec.json.encode(file))
+    database.execute("INSERT INTO files (id, owner, purpose, expires_at, record) VALUES (?, ?, ?, ?, ?)", values)
+
+
+def _decoded(kind: type[Record], rows: Iterable[tuple[bytes]]) -> list[Record]:
+    return [msgspec.json.decode(record, type=kind) for (record,) in rows]

@@ -1,0 +1,164 @@
+"""A file on its way in: multipart/form-data, written to the disk as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from email.message import Message
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from fastapi import HTTPException
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from penstock.engine.protocol.errors import InvalidRequestError, StorageError
+
+from ..wire.shown_values import shown
+
+MULTIPART: Final = "multipart/form-data"
+_PIECE_BYTES: Final = 512 * 1024
+"""What is parsed and written at once, on a thread."""
+_MAX_FIELD_BYTES: Final = 4096
+_MAX_PARTS: Final = 16
+OVERHEAD_BYTES: Final = 64 * 1024
+"""What a body may hold beside its file."""
+
+
+class Upload:
+    """A form with one file, `file`, and fields of text. Written to by one thread at a time.
+
+    Attributes:
+        fields: The other parts.
+        filename: What the client calls the file; None: it has not come.
+        num_bytes: Of the file, so far.
+
+    Args:
+        content_type: Of the request: it names the boundary.
+        path: Where the file is written.
+        max_bytes: Of the file.
+
+    Raises:
+        HTTPException: 415, it is no form.
+        OSError: The file cannot be made.
+    """
+
+    def __init__(self, content_type: str, path: Path, max_bytes: int) -> None:
+        media, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary", b"")
+        if media != MULTIPART.encode() or not boundary:
+            raise HTTPException(415, f"Content-Type is {shown(content_type)}; send {MULTIPART} with a boundary.")
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._num_parts = 0
+        self._name = ""
+        self._value: bytearray | None = None  # of a field; None: the part is the file
+        self._header = [bytearray(), bytearray()]
+        self._disposition = b""
+        self._is_whole = False
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._begin_part,
+                    "on_header_field": lambda data, start, end: self._header[0].extend(data[start:end]),
+                    "on_header_value": lambda data, start, end: self._header[1].extend(data[start:end]),
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._begin_value,
+                    "on_part_data": self._take,
+                    "on_part_end": self._end_part,
+                    "on_end": self._end,
+                },
+            )
+        except FormParserError as error:
+            raise InvalidRequestError(f"The form cannot be read: {error}.") from error
+        self._file: BinaryIO = path.open("xb")
+
+    async def receive(self, body: AsyncIterator[bytes]) -> None:
+        """Takes a whole body; returns when its file is safe on the disk.
+
+        Raises:
+            InvalidRequestError: It is no such form.
+            HTTPException: 413, it is too large.
+            StorageError: The disk does not take it.
+        """
+        waiting = bytearray()
+        num_body = 0
+        try:
+            async for piece in body:
+                waiting += piece
+                num_body += len(piece)
+                if num_body > self._max_bytes + OVERHEAD_BYTES:
+                    raise too_large(self._max_bytes)
+                if len(waiting) >= _PIECE_BYTES:
+                    await asyncio.to_thread(self._parser.write, bytes(waiting))
+                    waiting.clear()
+            await asyncio.to_thread(self._parser.write, bytes(waiting))
+            if not self._is_whole:
+                raise InvalidRequestError("The form ends before its last boundary.")
+            await asyncio.to_thread(self._sync)
+        except FormParserError as error:
+            raise InvalidRequestError(f"The form cannot be read: {error}.") from error
+        except OSError as error:
+            raise StorageError(f"The server cannot keep the file: {error.strerror}. Please try again later.") from error
+
+    def close(self) -> None:
+        """Closes the file, whatever has come."""
+        self._file.close()
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _begin_part(self) -> None:
+        self._num_parts += 1
+        self._disposition = b""
+        if self._num_parts > _MAX_PARTS:
+            raise InvalidRequestError(
+                f"The form has more than {_MAX_PARTS} parts; send file, purpose and expires_after."
+            )
+
+    def _end_header(self) -> None:
+        name, value = map(bytes, self._header)
+        if name.lower() == b"content-disposition":
+            self._disposition = value
+        self._header = [bytearray(), bytearray()]
+
+    def _begin_value(self) -> None:
+        head = Message()
+        head["content-disposition"] = self._disposition.decode("utf-8", "replace")
+        name, filename = head.get_param("name", "", "content-disposition"), head.get_filename()
+        self._name = name if isinstance(name, str) else name[2]
+        if self._name != "file":
+            self._value = bytearray()
+            return
+        if self.filename is not None:
+            raise InvalidRequestError("The form has more than one file; upload them one by one.", param="file")
+        self._value, self.filename = None, filename or "upload"
+
+    def _take(self, data: bytes, start: int, end: int) -> None:
+        if self._value is None:
+            self.num_bytes += end - start
+            if self.num_bytes > self._max_bytes:
+                raise too_large(self._max_bytes)
+            self._file.write(memoryview(data)[start:end])
+            return
+        self._value += data[start:end]
+        if len(self._value) > _MAX_FIELD_BYTES:
+            raise InvalidRequestError(f"{shown(self._name)} is longer than {_MAX_FIELD_BYTES} bytes.")
+
+    def _end_part(self) -> None:
+        if self._value is not None:
+            self.fields[self._name] = self._value.decode("utf-8", "replace")
+
+    def _end(self) -> None:
+        self._is_whole = True
+
+
+def too_large(max_bytes: int) -> HTTPException:
+    """Returns the refusal of a file that is larger than `max_bytes`."""
+    message = f"The file is larger than this server takes ({max_bytes} bytes); split it, or see --max-file-bytes."
+    return HTTPException(413, message, {"connection": "close"})

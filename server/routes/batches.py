@@ -1,0 +1,155 @@
+"""OpenAI's files and batches. Their state is on the disk; what a batch asks is asked of the other routes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Final, Literal, Protocol
+
+from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
+from fastapi.responses import FileResponse
+from starlette.requests import ClientDisconnect
+
+from ..batches.service import Batches
+from ..batches.store import Page
+from ..batches.uploads import too_large
+from ..errors.table import status_response
+from ..schemas.batches import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
+from ..schemas.errors import ERROR_RESPONSES, ErrorBody, Responses
+from ..wire.json_route import JsonRoute, json_response
+
+FILES: Final = "/v1/files"
+_MORE_ERRORS: Final[Responses] = {
+    404: {"model": ErrorBody, "description": "No such file or batch of whoever asks."},
+    507: {"model": ErrorBody, "description": "The disk is full, or fails."},
+}
+_CONFLICT: Final[Responses] = {409: {"model": ErrorBody, "description": "It is in no state for that."}}
+_CONTENT: Final[Responses] = {
+    200: {"content": {"application/jsonl": {"schema": {"type": "string"}}}, "description": "The bytes of the file."}
+}
+router = APIRouter(route_class=JsonRoute, responses={**ERROR_RESPONSES, **_MORE_ERRORS}, tags=["openai"])
+off = APIRouter(include_in_schema=False)
+
+FileId = Annotated[str, Path(description="Of the file.")]
+BatchId = Annotated[str, Path(description="Of the batch.")]
+After = Annotated[str | None, Query(description="Id of the last entry of the page before.")]
+
+
+class _Entry(Protocol):
+    @property
+    def id(self) -> str: ...
+
+    def shown(self) -> dict[str, Any]: ...
+
+
+@router.post(FILES, response_model=FileObject, openapi_extra=UPLOAD)
+async def upload_file(request: Request) -> Response:
+    """Takes a file of requests for a batch."""
+    batches, headers = _batches(request), request.headers
+    announced = headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > batches.max_upload_bytes:
+        raise too_large(batches.files.max_bytes)
+    file = await batches.files.receive(headers.get("content-type", ""), _body(request), _owner(request))
+    return json_response(file.shown())
+
+
+@router.get(FILES, response_model=FileList, operation_id="list_v1_files")
+async def list_files(
+    request: Request,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=10_000, description="Entries at most.")] = 10_000,
+    order: Annotated[Literal["asc", "desc"], Query(description="By the time of their making.")] = "desc",
+    purpose: Annotated[str | None, Query(description="Of those files alone.")] = None,
+) -> Response:
+    """Lists the files of whoever asks."""
+    page = Page(after, limit, is_ascending=order == "asc")
+    return _page(await _batches(request).page_of_files(_owner(request), page, purpose), limit)
+
+
+@router.get("/v1/files/{file_id}", response_model=FileObject)
+async def get_file(request: Request, file_id: FileId) -> Response:
+    """Describes a file."""
+    return json_response((await _batches(request).files.find(file_id, _owner(request))).shown())
+
+
+@router.get("/v1/files/{file_id}/content", response_class=Response, responses=_CONTENT)
+async def get_file_content(request: Request, file_id: FileId) -> Response:
+    """Returns the bytes of a file."""
+    files = _batches(request).files
+    file = await files.find(file_id, _owner(request))
+    return FileResponse(files.path(file.id), media_type="application/jsonl", filename=file.filename)
+
+
+@router.delete("/v1/files/{file_id}", response_model=FileDeleted, responses=_CONFLICT, operation_id="delete_file")
+async def delete_file(request: Request, file_id: FileId) -> Response:
+    """Removes a file that no batch reads."""
+    await _batches(request).remove_file(file_id, _owner(request))
+    return json_response({"id": file_id, "object": "file", "deleted": True})
+
+
+@router.post("/v1/batches", response_model=BatchObject)
+async def create_batch(body: BatchRequest, request: Request) -> Response:
+    """Begins to answer the requests of a file, one by one, while nobody else wants the model."""
+    return json_response((await _batches(request).create(body, _owner(request))).shown())
+
+
+@router.get("/v1/batches", response_model=BatchList, operation_id="list_v1_batches")
+async def list_batches(
+    request: Request,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=100, description="Entries at most.")] = 20,
+) -> Response:
+    """Lists the batches of whoever asks, the newest first."""
+    return _page(await _batches(request).page(_owner(request), Page(after, limit)), limit)
+
+
+@router.get("/v1/batches/{batch_id}", response_model=BatchObject)
+async def get_batch(request: Request, batch_id: BatchId) -> Response:
+    """Describes a batch: how far it is, and which files it has made."""
+    return json_response((await _batches(request).find(batch_id, _owner(request))).shown())
+
+
+@router.post("/v1/batches/{batch_id}/cancel", response_model=BatchObject, responses=_CONFLICT)
+async def cancel_batch(request: Request, batch_id: BatchId) -> Response:
+    """Ends a batch; what has been answered is kept."""
+    return json_response((await _batches(request).cancel(batch_id, _owner(request))).shown())
+
+
+@off.api_route(FILES, methods=["GET", "POST"])
+@off.api_route("/v1/files/{rest:path}", methods=["GET", "DELETE"])
+@off.api_route("/v1/batches", methods=["GET", "POST"])
+@off.api_route("/v1/batches/{rest:path}", methods=["GET", "POST"])
+async def tell_flag() -> Response:
+    """Says how files and batches are switched on."""
+    return status_response(404, "Files and batches are off on this server; --data-dir FOLDER switches them on.")
+
+
+def _batches(request: Request) -> Batches:
+    batches: Batches = request.app.state.batches
+    return batches
+
+
+def _owner(request: Request) -> str:
+    owner: str = request.scope.get("api_owner", "")
+    return owner
+
+
+async def _body(request: Request) -> AsyncIterator[bytes]:
+    try:
+        async for piece in request.stream():
+            yield piece
+    except ClientDisconnect:
+        raise HTTPException(400, "The body has not come whole.") from None
+
+
+def _page(found: Sequence[_Entry], limit: int) -> Response:
+    """Returns a list of which there was to be one entry more than its limit, if there are more."""
+    entries = found[:limit]
+    return json_response(
+        {
+            "object": "list",
+            "data": [entry.shown() for entry in entries],
+            "first_id": entries[0].id if entries else None,
+            "last_id": entries[-1].id if entries else None,
+            "has_more": len(found) > limit,
+        }
+    )

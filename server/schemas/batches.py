@@ -1,0 +1,198 @@
+"""Files and batches as OpenAI's clients send and read them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, get_args
+
+from pydantic import BaseModel, Field, StringConstraints
+
+from ..wire.json_bodies import JsonBody
+from ..wire.json_schema import documented
+from .fields.options import Count
+
+LEAST_EXPIRY_S: Final = 3600
+MOST_EXPIRY_S: Final = 30 * 24 * 3600
+"""Also what files get whose clients do not say."""
+MOST_HOURS: Final = 168
+
+Endpoint = Literal[
+    "/v1/embeddings",
+    "/v1/multi-vector",
+    "/v1/encode",
+    "/v1/embed",
+    "/v2/embed",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/score",
+    "/v1/score",
+    "/classify",
+    "/v1/classify",
+    "/pooling",
+    "/embed",
+    "/embed_all",
+    "/embed_sparse",
+    "/predict",
+    "/similarity",
+]
+ENDPOINTS: Final[tuple[str, ...]] = get_args(Endpoint)
+"""Routes that the lines of a batch may ask: those that run the model, but for Ollama's and /invocations."""
+Metadata = Annotated[
+    dict[
+        Annotated[str, StringConstraints(min_length=1, max_length=64)],
+        Annotated[str, StringConstraints(max_length=512)],
+    ],
+    Field(max_length=16),
+]
+
+
+class ExpiresAfter(BaseModel):
+    """When a file is gone."""
+
+    anchor: Literal["created_at"] = Field(description="The time that counts: when the file was made.")
+    seconds: Annotated[Count, Field(ge=LEAST_EXPIRY_S, le=MOST_EXPIRY_S)]
+
+
+class BatchRequest(JsonBody):
+    """Body of POST /v1/batches."""
+
+    model_config = documented(
+        {"input_file_id": "file-0123456789abcdef01234567", "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    )
+
+    input_file_id: str = Field(description="An uploaded file of JSON lines.")
+    endpoint: Endpoint = Field(description="The route of all its lines.")
+    completion_window: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,2}h$")] = Field(
+        description=f"Hours after which what is left is given up, from 1h to {MOST_HOURS}h; OpenAI's clients send 24h."
+    )
+    metadata: Metadata | None = Field(None, description="Notes, which the answers hold again.")
+    output_expires_after: ExpiresAfter | None = Field(
+        None, description="When the files that it makes are gone; absent: after 30 days."
+    )
+
+
+class FileObject(BaseModel):
+    """A file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+    status_details: None
+
+
+class FileDeleted(BaseModel):
+    """What is left of a file."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class ObjectList(BaseModel):
+    """What lists hold beside their entries."""
+
+    object: Literal["list"]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileList(ObjectList):
+    """Files."""
+
+    data: list[FileObject]
+
+
+class BatchError(BaseModel):
+    """What is wrong with an input file."""
+
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class BatchErrors(BaseModel):
+    """Why a batch failed."""
+
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class RequestCounts(BaseModel):
+    """How many lines a batch has, and what became of them."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(BaseModel):
+    """A batch."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    model: str | None
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    usage: dict[str, Any]
+    metadata: dict[str, str] | None
+
+
+class BatchList(ObjectList):
+    """Batches."""
+
+    data: list[BatchObject]
+
+
+UPLOAD: Final[dict[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {
+                            "type": "string",
+                            "contentMediaType": "application/octet-stream",
+                            "description": "JSON lines: custom_id, method, url and body each.",
+                        },
+                        "purpose": {"const": "batch"},
+                        "expires_after[anchor]": {"const": "created_at"},
+                        "expires_after[seconds]": {
+                            "type": "integer",
+                            "minimum": LEAST_EXPIRY_S,
+                            "maximum": MOST_EXPIRY_S,
+                            "description": "Seconds after which the file is gone; absent: 30 days.",
+                        },
+                    },
+                }
+            }
+        },
+    }
+}
+"""The form of an upload, which FastAPI does not read: it goes to the disk as it comes."""

@@ -1,0 +1,117 @@
+"""The unmodified openai client's files and batches against a real server."""
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+openai = pytest.importorskip("openai")
+
+MODEL = "all-MiniLM-L6-v2"
+
+
+@pytest.fixture(scope="module")
+def client(launch, default_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("batches") / "data"
+    server = launch("--dtype", "float32", "--data-dir", str(folder), "--max-file-bytes", "1MiB")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def jsonl(texts: list[str], url: str = "/v1/embeddings") -> io.BytesIO:
+    lines = [
+        {"custom_id": f"line-{i}", "method": "POST", "url": url, "body": {"model": MODEL, "input": text}}
+        for i, text in enumerate(texts)
+    ]
+    return io.BytesIO(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+
+
+def ended(client: Any, batch: Any) -> Any:
+    give_up_s = time.monotonic() + 60
+    while batch.status in ("validating", "in_progress", "finalizing", "cancelling"):
+        assert time.monotonic() < give_up_s, batch
+        time.sleep(0.05)
+        batch = client.batches.retrieve(batch.id)
+    return batch
+
+
+def test_files(client, tmp_path: Path) -> None:
+    made = [client.files.create(file=("a.jsonl", jsonl(["x"] * n)), purpose="batch") for n in (1, 2, 3)]
+    path = tmp_path / "from disk é.jsonl"
+    path.write_bytes(jsonl(["x"]).getvalue())
+    made.append(
+        client.files.create(file=path, purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
+    )
+    assert (made[3].filename, made[3].object, made[3].status) == (path.name, "file", "processed")
+    assert made[3].expires_at == made[3].created_at + 3600
+    assert made[0].expires_at == made[0].created_at + 30 * 24 * 3600
+    assert {file.id for file in client.files.list(limit=2)} >= {file.id for file in made}  # page after page
+    assert client.files.retrieve(made[1].id).bytes == len(jsonl(["x"] * 2).getvalue())
+    assert client.files.content(made[2].id).read() == jsonl(["x"] * 3).getvalue()
+    assert client.files.delete(made[0].id).deleted
+    for call in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError, match=made[0].id):
+            call(made[0].id)
+    with pytest.raises(openai.APIStatusError, match="--max-file-bytes") as caught:
+        client.files.create(file=("big.jsonl", bytes(3 * 2**20)), purpose="batch")
+    assert caught.value.status_code == 413
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=("a.jsonl", b"x"), purpose="fine-tune")
+
+
+def test_a_batch(client) -> None:
+    texts = [f"text number {i}" for i in range(300)]
+    file = client.files.create(file=jsonl(texts), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/embeddings",
+        completion_window="24h",
+        metadata={"note": "first"},
+        output_expires_after={"anchor": "created_at", "seconds": 7200},
+    )
+    assert (batch.status, batch.metadata) == ("validating", {"note": "first"})
+    began_s = time.monotonic()
+    batch = ended(client, batch)
+    print(f"300 lines in {time.monotonic() - began_s:.2f} s")
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 300, 0)
+    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    vectors = {a["custom_id"]: a["response"]["body"]["data"][0]["embedding"] for a in answers}
+    assert len(vectors) == len(answers) == 300
+    expected = client.embeddings.create(model=MODEL, input=texts)
+    for row in expected.data[::50]:
+        np.testing.assert_allclose(vectors[f"line-{row.index}"], row.embedding, atol=1e-6)
+    assert batch.usage.input_tokens == expected.usage.prompt_tokens
+    output = client.files.retrieve(batch.output_file_id)
+    assert output.expires_at == output.created_at + 7200
+    assert batch.id in [each.id for each in client.batches.list(limit=1)]
+
+
+def test_a_batch_is_cancelled(client) -> None:
+    file = client.files.create(file=jsonl([f"text {i}" for i in range(3000)]), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    while batch.request_counts.completed == 0:
+        batch = client.batches.retrieve(batch.id)
+    with pytest.raises(openai.ConflictError, match=batch.id):
+        client.files.delete(file.id)
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    batch = ended(client, batch)
+    assert batch.status == "cancelled"
+    assert 0 < batch.request_counts.completed < 3000
+    files = [client.files.content(name).text.splitlines() for name in (batch.output_file_id, batch.error_file_id)]
+    names = [json.loads(line)["custom_id"] for lines in files for line in lines]
+    assert sorted(names) == sorted(f"line-{i}" for i in range(3000))
+    with pytest.raises(openai.ConflictError, match="cancelled"):
+        client.batches.cancel(batch.id)
+
+
+def test_a_wrong_file_fails(client) -> None:
+    file = client.files.create(file=jsonl(["a"], url="/v1/rerank"), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    batch = ended(client, batch)
+    assert batch.status == "failed"
+    (error,) = batch.errors.data
+    assert (error.code, error.line, error.param) == ("mismatched_url", 1, "url")

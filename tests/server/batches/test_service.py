@@ -1,0 +1,314 @@
+"""Batches without HTTP: ends, restarts, and servers that refuse. Routes that answer by hand; the disk is a real one."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.protocol.errors import StorageError, UnknownObjectError
+from penstock.server.batches.input_lines import InputFile
+from penstock.server.batches.records import Batch, Status
+from penstock.server.batches.routes_inside import RouteAnswer
+from penstock.server.batches.service import Batches
+from penstock.server.schemas.batches import BatchRequest
+from penstock.server.settings import ServerSettings, UsageError
+
+DAY_S = 24 * 3600
+
+
+class Routes:
+    """Routes that answer what `answer` says: a status, or nothing until the gate is open."""
+
+    def __init__(self, answer: Callable[[int], int] = lambda number: 200) -> None:
+        self.answer = answer
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.asked: Counter[int] = Counter()
+        self.num_at_once = self.most_at_once = 0
+
+    async def ask(self, path: str, body: Mapping[str, Any], owner: str, name: str) -> RouteAnswer:
+        number = body["input"]
+        self.asked[number] += 1
+        self.num_at_once += 1
+        self.most_at_once = max(self.most_at_once, self.num_at_once)
+        try:
+            await asyncio.sleep(0)
+            await self.gate.wait()
+        finally:
+            self.num_at_once -= 1
+        content = json.dumps({"number": number}).encode()
+        return RouteAnswer(self.answer(number), {b"content-type": b"application/json"}, content, name, "m", 3)
+
+
+class Clock:
+    now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def running(tmp_path: Path, clock: Clock):
+    """Run the batches of a folder: `async with running(routes) as batches`."""
+
+    @asynccontextmanager
+    async def run(routes: Routes, folder: Path = tmp_path / "data", **settings: object) -> AsyncIterator[Batches]:
+        batches = Batches(ServerSettings(data_dir=folder, **settings), now=clock, retry_s=0.05)
+        async with batches.running(routes):
+            yield batches
+
+    return run
+
+
+def lines(numbers: range) -> bytes:
+    rows = ({"custom_id": f"{i}", "method": "POST", "url": "/v1/embeddings", "body": {"input": i}} for i in numbers)
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+async def upload(batches: Batches, content: bytes, owner: str = "me", seconds: int = 3600) -> str:
+    parts = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": str(seconds)}
+    form = b"".join(
+        b'--x\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (name.encode(), value.encode())
+        for name, value in parts.items()
+    )
+    form += b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n%b\r\n--x--\r\n' % content
+
+    async def body() -> AsyncIterator[bytes]:
+        for start in range(0, len(form), 1000):
+            yield form[start : start + 1000]
+
+    return (await batches.files.receive("multipart/form-data; boundary=x", body(), owner)).id
+
+
+async def begin(batches: Batches, content: bytes, hours: int = 24) -> Batch:
+    file_id = await upload(batches, content)
+    fields = {"input_file_id": file_id, "endpoint": "/v1/embeddings", "completion_window": f"{hours}h"}
+    return await batches.create(BatchRequest(**fields), "me")
+
+
+async def until(batches: Batches, batch: Batch, *states: Status) -> Batch:
+    async with asyncio.timeout(10):
+        while (found := await batches.find(batch.id, "me")).status not in states:
+            await asyncio.sleep(0.005)
+    return found
+
+
+def written(batches: Batches, batch: Batch) -> tuple[list[str], list[str]]:
+    """The custom ids of the output and of the errors."""
+    found = []
+    for file_id, num_bytes in ((batch.output_id, batch.num_output_bytes), (batch.error_id, batch.num_error_bytes)):
+        path = batches.files.path(file_id)
+        assert path.exists() is bool(num_bytes)
+        found.append([json.loads(line)["custom_id"] for line in path.read_text().splitlines()] if num_bytes else [])
+    return found[0], found[1]
+
+
+async def test_what_is_left_when_the_window_is_over_is_an_error(running, clock) -> None:
+    routes = Routes()
+    async with running(routes) as batches:
+        routes.gate.clear()
+        batch = await begin(batches, lines(range(120)), hours=1)
+        await until(batches, batch, Status.IN_PROGRESS)
+    clock.now_s += 3600
+    async with running(routes) as batches:
+        batch = await until(batches, batch, Status.EXPIRED)
+        output, errors = written(batches, batch)
+        assert (output, sorted(errors, key=int)) == ([], [str(i) for i in range(120)])
+        assert (batch.num_completed, batch.num_failed, batch.expired_at) == (0, 120, int(clock.now_s))
+        (line,) = batches.files.path(batch.error_id).read_text().splitlines()[:1]
+        assert json.loads(line)["error"]["code"] == "batch_expired"
+        assert json.loads(line)["response"] is None
+        assert (await batches.files.find(batch.error_id, "me")).purpose == "batch_output"
+
+
+async def test_a_batch_expires_while_it_runs(running, clock) -> None:
+    routes = Routes(lambda number: 200 if number < 5 else 503)
+    async with running(routes) as batches:
+        batch = await begin(batches, lines(range(8)), hours=1)
+        clock.now_s += 3599.7
+        batch = await until(batches, batch, Status.EXPIRED)
+        assert (batch.num_completed, batch.num_failed) == (5, 3)
+        assert written(batches, batch) == ([str(i) for i in range(5)], ["5", "6", "7"])
+
+
+async def test_a_stopped_server_goes_on_where_it_was(running) -> None:
+    routes, batch = Routes(), None
+    async with running(routes) as batches:
+        batch = await begin(batches, lines(range(1000)))
+        async with asyncio.timeout(10):
+            while (await batches.find(batch.id, "me")).num_completed < 100:
+                await asyncio.sleep(0)
+    first = Counter(routes.asked)
+    routes.asked.clear()
+    async with running(routes) as batches:
+        done = (await batches.find(batch.id, "me")).num_completed
+        batch = await until(batches, batch, Status.COMPLETED)
+        output, errors = written(batches, batch)
+        assert (sorted(output, key=int), errors) == ([str(i) for i in range(1000)], [])
+        assert sum(routes.asked.values()) <= 1000 - 100
+        assert (first | routes.asked).total() >= 1000
+        assert (done, batch.num_tokens, batch.model) >= (100, 3000, "m")
+
+
+async def test_what_was_written_and_does_not_count_is_cut_off(running, tmp_path: Path) -> None:
+    routes = Routes()
+    async with running(routes) as batches:
+        routes.gate.clear()
+        batch = await begin(batches, lines(range(10)))
+        await until(batches, batch, Status.IN_PROGRESS)
+    files = tmp_path / "data" / "files"
+    (files / batch.output_id).write_bytes(b'{"custom_id": "0", "torn')  # a killed server got so far
+    (files / "file-unknown.part").write_bytes(b"x")
+    (files / "file-unknown").write_bytes(b"x")
+    routes.gate.set()
+    async with running(routes) as batches:
+        batch = await until(batches, batch, Status.COMPLETED)
+        assert sorted(written(batches, batch)[0]) == [str(i) for i in range(10)]
+        assert {path.name for path in files.iterdir()} == {batch.input_file_id, batch.output_id}
+
+
+@pytest.mark.parametrize("status", [Status.VALIDATING, Status.FINALIZING, Status.CANCELLING])
+async def test_every_state_goes_on_after_a_restart(running, status: Status) -> None:
+    routes = Routes()
+    async with running(routes) as batches:
+        routes.gate.clear()
+        batch = await begin(batches, lines(range(3)))
+        await until(batches, batch, Status.IN_PROGRESS)
+        run = batches._runs[batch.id][0]
+        if status is Status.FINALIZING:
+            routes.gate.set()
+            batch = await until(batches, batch, Status.COMPLETED)
+            batch.output_id, batch.num_output_bytes = run.batch.output_id, 0
+        batch.status = status
+        batch.num_lines = 0 if status is Status.VALIDATING else 3
+        database = batches._store
+        await database._do(lambda db: db.execute("UPDATE batches SET has_ended = 0 WHERE id = ?", (batch.id,)))
+        if status is Status.FINALIZING:
+            await database.remove_file(batch.output_id)
+        await database.keep(batch)
+        run.batch.status = status
+    routes.gate.set()
+    async with running(routes) as batches:
+        expected = Status.CANCELLED if status is Status.CANCELLING else Status.COMPLETED
+        batch = await until(batches, batch, expected)
+        assert (batch.num_completed, batch.num_failed) == ((0, 3) if expected is Status.CANCELLED else (3, 0))
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_line_that_is_refused_is_tried_again(running, monkeypatch, status: int) -> None:
+    monkeypatch.setattr("penstock.server.batches.run._LONGEST_WAIT_S", 0.01)
+    routes = Routes()
+    routes.answer = lambda number: status if routes.asked[number] < 2 else 200
+    async with running(routes) as batches:
+        batch = await begin(batches, lines(range(3)))
+        batch = await until(batches, batch, Status.COMPLETED)
+        assert (batch.num_completed, batch.num_failed) == (3, 0)
+        assert routes.asked == {0: 2, 1: 2, 2: 2}
+
+
+async def test_a_line_that_the_server_has_no_time_for_is_given_up_in_the_end(running, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.server.batches.run._LONGEST_WAIT_S", 0.01)
+    routes = Routes(lambda number: 504)
+    async with running(routes) as batches:
+        batch = await until(batches, await begin(batches, lines(range(1))), Status.COMPLETED)
+        assert (batch.num_completed, batch.num_failed, routes.asked[0]) == (0, 1, 3)
+
+
+async def test_a_database_that_refuses_loses_nothing(running, monkeypatch) -> None:
+    routes = Routes()
+    async with running(routes) as batches:
+        batch = await begin(batches, lines(range(200)))
+        keep, refusals = batches._store.keep, iter([False, True, False, True, True] * 2)
+
+        async def keep_or_refuse(*arguments: object) -> None:
+            if next(refusals, False):
+                raise StorageError("disk I/O error")
+            await keep(*arguments)
+
+        monkeypatch.setattr(batches._store, "keep", keep_or_refuse)
+        batch = await until(batches, batch, Status.COMPLETED)
+        assert sorted(written(batches, batch)[0], key=int) == [str(i) for i in range(200)]
+        assert routes.asked.total() == 200
+        assert next(refusals, None) is None
+
+
+async def test_two_batches_run_side_by_side(running) -> None:
+    routes = Routes()
+    async with running(routes) as batches:
+        large = await begin(batches, lines(range(5000)))
+        await until(batches, large, Status.IN_PROGRESS)
+        small = await until(batches, await begin(batches, lines(range(20))), Status.COMPLETED)
+        assert (await batches.find(large.id, "me")).status is Status.IN_PROGRESS
+        assert small.num_completed == 20
+
+
+async def test_files_expire_but_for_those_in_use(running, clock) -> None:
+    routes = Routes()
+    async with running(routes) as batches:
+        routes.gate.clear()
+        batch = await begin(batches, lines(range(2)))
+        other = await upload(batches, b"x")
+        clock.now_s += 3601
+        with pytest.raises(UnknownObjectError):
+            await batches.files.find(other, "me")
+        await batches.files.sweep({batch.input_file_id}.__contains__)
+        assert not batches.files.path(other).exists()
+        assert batches.files.path(batch.input_file_id).exists()
+        routes.gate.set()
+        batch = await until(batches, batch, Status.COMPLETED)
+        clock.now_s += 30 * DAY_S + 1
+        await batches.files.sweep(lambda _: False)
+        assert not list(batches.files.path("x").parent.iterdir())
+
+
+async def test_an_input_that_is_gone_fails_its_batch(running) -> None:
+    routes = Routes()
+    async with running(routes) as batches:
+        file_id = await upload(batches, lines(range(2)))
+        batches.files.path(file_id).unlink()
+        fields = {"input_file_id": file_id, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+        batch = await batches.create(BatchRequest(**fields), "me")
+        batch = await until(batches, batch, Status.FAILED)
+        assert [error.code for error in batch.errors] == ["file_not_found"]
+
+
+async def test_a_fault_of_our_own_fails_the_batch_alone(running, monkeypatch) -> None:
+    routes = Routes()
+    async with running(routes) as batches:
+        check = InputFile.check
+        monkeypatch.setattr(InputFile, "check", lambda self: 1 / 0)
+        broken = await until(batches, await begin(batches, lines(range(2))), Status.FAILED)
+        assert "ZeroDivisionError" in broken.errors[0].message
+        monkeypatch.setattr(InputFile, "check", check)
+        await until(batches, await begin(batches, lines(range(2))), Status.COMPLETED)
+
+
+def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+    import sqlite3
+
+    settings = ServerSettings(data_dir=tmp_path / "data")
+    (tmp_path / "data").mkdir()
+    with sqlite3.connect(tmp_path / "data" / "penstock.db") as database:
+        database.execute("PRAGMA user_version = 9")
+    for _ in range(2):  # the lock has been given back
+        with pytest.raises(UsageError, match="format 9"):
+            Batches(settings)
+    (tmp_path / "data" / "penstock.db").write_bytes(b"no database" * 100)
+    with pytest.raises(UsageError, match="not a database"):
+        Batches(settings)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"):
+        Batches(ServerSettings(data_dir=tmp_path / "file" / "data"))

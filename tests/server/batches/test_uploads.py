@@ -1,0 +1,151 @@
+"""Forms with a file: in pieces of any size, within limits, on the disk and not in memory."""
+
+import tracemalloc
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from fastapi import HTTPException
+
+from penstock.engine.protocol.errors import InvalidRequestError, StorageError
+from penstock.server.batches.data_dir import DataDir
+from penstock.server.batches.files import Files
+from penstock.server.batches.records import StoredFile
+from penstock.server.batches.store import Store
+
+HEAD = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\nContent-Type: x/y\r\n\r\n'
+END = b"\r\n--b--\r\n"
+
+
+async def pieces(body: bytes, size: int) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), size):
+        yield body[start : start + size]
+
+
+@pytest.fixture
+async def files(tmp_path: Path):
+    data = DataDir(tmp_path / "data")
+    store = Store(data.database)
+    yield Files(data, store, 100_000)
+    await store.close()
+    data.close()
+
+
+async def receive(files: Files, body: bytes, size: int = 1000, media: str = "multipart/form-data") -> StoredFile:
+    return await files.receive(f"{media}; boundary=b", pieces(body, size), "me")
+
+
+def is_empty(files: Files) -> bool:
+    return not list(files.path("x").parent.iterdir())
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100, 10**6])
+async def test_a_file_arrives_as_it_was_sent(files: Files, size: int, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.server.batches.uploads._PIECE_BYTES", size)
+    content = b"\r\n--c\r\n-\r\n--\r\n" * 20 + bytes(range(256))
+    file = await receive(files, HEAD + FILE + content + END, size)
+    assert files.path(file.id).read_bytes() == content
+    assert (file.filename, file.num_bytes, file.purpose) == ("a.jsonl", len(content), "batch")
+    assert (await files.find(file.id, "me")) == file
+
+
+async def test_the_order_of_parts_does_not_matter(files: Files) -> None:
+    file = await receive(files, FILE + b"x\r\n" + HEAD + END[2:])
+    assert files.path(file.id).read_bytes() == b"x"
+
+
+def field(name: str, value: str) -> bytes:
+    return b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (name.encode(), value.encode())
+
+
+WRONG = [
+    (FILE + b"x" + END, "purpose is null"),
+    (field("purpose", "vision") + FILE + b"x" + END, "must be 'batch'"),
+    (HEAD + END[2:], "has no file"),
+    (HEAD + FILE + b"x\r\n" + FILE + b"y" + END, "more than one file"),
+    (HEAD + FILE + b"x\r\n--b", "ends before its last boundary"),
+    (b"no form", "cannot be read"),
+    (b"", "ends before"),
+    (field("other", "1") + HEAD + FILE + b"x" + END, "'other' has no use here"),
+    (field("other", "1" * 5000) + HEAD + FILE + b"x" + END, "longer than 4096 bytes"),
+    (HEAD * 20 + FILE + b"x" + END, "more than 16 parts"),
+    (field("expires_after[anchor]", "now") + HEAD + FILE + b"x" + END, "must be 'created_at'"),
+    (field("expires_after[seconds]", "3600") + HEAD + FILE + b"x" + END, "must be 'created_at'"),
+    (
+        field("expires_after[anchor]", "created_at") + field("expires_after[seconds]", "1") + HEAD + FILE + b"x" + END,
+        "3600 to 2592000",
+    ),
+    (b"--b\r\n" + b"X-Long: " + b"y" * 100_000 + b"\r\n\r\nx" + END, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("body", "part"), WRONG, ids=[part for _, part in WRONG])
+async def test_wrong_forms_are_refused_and_leave_nothing(files: Files, body: bytes, part: str) -> None:
+    with pytest.raises(InvalidRequestError, match=part):
+        await receive(files, body)
+    assert is_empty(files)
+
+
+async def test_what_is_no_form_is_refused(files: Files) -> None:
+    for media in ("application/json; boundary=b", "multipart/form-data", "multipart/mixed; boundary=b", ""):
+        with pytest.raises(HTTPException) as caught:
+            await files.receive(media, pieces(b"", 1), "me")
+        assert caught.value.status_code == 415
+    with pytest.raises(InvalidRequestError, match="Boundary length"):
+        await files.receive(f"multipart/form-data; boundary={'x' * 300}", pieces(b"", 1), "me")
+    assert is_empty(files)
+
+
+@pytest.mark.parametrize("padding", [b"", b"x" * 70_000])
+async def test_large_files_are_refused_while_they_come(files: Files, padding: bytes) -> None:
+    num_read = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        yield padding + b"\r\n" + HEAD + FILE if not padding else HEAD + FILE
+        for _ in range(10_000):
+            num_read += 1000
+            yield b"x" * 1000
+
+    with pytest.raises(HTTPException) as caught:
+        await files.receive("multipart/form-data; boundary=b", body(), "me")
+    assert (caught.value.status_code, num_read < 1_000_000) == (413, True)
+    assert is_empty(files)
+
+
+async def test_a_file_never_lies_in_memory(tmp_path: Path) -> None:
+    data = DataDir(tmp_path / "data")
+    store = Store(data.database)
+    files = Files(data, store, 10**9)
+
+    async def body() -> AsyncIterator[bytes]:
+        yield HEAD + FILE
+        for _ in range(500):
+            yield bytes(64 * 1024)
+        yield END
+
+    tracemalloc.start()
+    file = await files.receive("multipart/form-data; boundary=b", body(), "me")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert file.num_bytes == 500 * 64 * 1024
+    assert peak < 4 * 2**20
+    await store.close()
+    data.close()
+
+
+async def test_a_client_that_leaves_leaves_nothing(files: Files) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield HEAD + FILE + b"x"
+        raise HTTPException(400, "The body has not come whole.")
+
+    with pytest.raises(HTTPException):
+        await files.receive("multipart/form-data; boundary=b", body(), "me")
+    assert is_empty(files)
+
+
+async def test_a_folder_that_has_gone_is_told(files: Files) -> None:
+    files.path("x").parent.rmdir()
+    with pytest.raises(StorageError, match="cannot keep the file"):
+        await receive(files, HEAD + FILE + b"x" + END)

@@ -1,0 +1,411 @@
+"""/v1/files and /v1/batches: what OpenAI's clients send, and what they need from the answers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from jsonschema import Draft202012Validator
+
+from penstock.server.app import create_app
+from penstock.server.models.served_model import ServedModel
+from penstock.server.schemas.batches import ENDPOINTS
+from penstock.server.settings import ServerSettings, UsageError
+from penstock.server.wire.request_limits import WITHOUT_FORWARD
+
+ENDS = ("completed", "failed", "expired", "cancelled")
+
+
+def embedding(number: int, **body: object) -> dict[str, Any]:
+    """A line of an input file."""
+    body = {"model": "fake-model", "input": f"text {number}", **body}
+    return {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/embeddings", "body": body}
+
+
+def jsonl(lines: list[Any]) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+async def upload(client: httpx.AsyncClient, content: bytes, **fields: str) -> httpx.Response:
+    form = {"purpose": "batch", **fields}
+    return await client.post("/v1/files", files={"file": ("lines.jsonl", content)}, data=form)
+
+
+async def begin(client: httpx.AsyncClient, lines: list[Any], **fields: object) -> dict[str, Any]:
+    file = (await upload(client, jsonl(lines))).json()
+    body = {"input_file_id": file["id"], "endpoint": "/v1/embeddings", "completion_window": "24h", **fields}
+    response = await client.post("/v1/batches", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def ended(client: httpx.AsyncClient, batch: dict[str, Any]) -> dict[str, Any]:
+    async with asyncio.timeout(20):
+        while (batch := (await client.get(f"/v1/batches/{batch['id']}")).json())["status"] not in ENDS:
+            await asyncio.sleep(0.01)
+    return batch
+
+
+async def content(client: httpx.AsyncClient, file_id: str) -> list[dict[str, Any]]:
+    response = await client.get(f"/v1/files/{file_id}/content")
+    assert response.status_code == 200
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+@pytest.fixture
+async def client(serving, engine, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(engine, data_dir=tmp_path / "data") as client:
+        yield client
+
+
+async def test_a_batch_from_its_file_to_its_answers(client, engine) -> None:
+    batch = await begin(client, [embedding(i) for i in range(250)], metadata={"note": "x"})
+    assert (batch["object"], batch["status"], batch["metadata"]) == ("batch", "validating", {"note": "x"})
+    assert batch["expires_at"] == batch["created_at"] + 24 * 3600
+    batch = await ended(client, batch)
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": 250, "completed": 250, "failed": 0}
+    assert batch["usage"]["input_tokens"] == batch["usage"]["total_tokens"] == 250 * 4
+    assert (batch["model"], batch["error_file_id"], batch["errors"]) == ("fake-model", None, None)
+    assert all(batch[f"{name}_at"] for name in ("in_progress", "finalizing", "completed"))
+    answers = await content(client, batch["output_file_id"])
+    assert sorted(answer["custom_id"] for answer in answers) == sorted(f"line-{i}" for i in range(250))
+    for answer in answers[:5]:
+        number = answer["custom_id"].partition("-")[2]
+        alone = (await client.post("/v1/embeddings", json={"input": f"text {number}"})).json()
+        response = answer["response"]
+        assert (response["status_code"], answer["error"]) == (200, None)
+        assert response["body"]["data"] == alone["data"]
+        assert response["body"]["id"] == f"embd-{response['request_id']}"
+        assert response["request_id"] == answer["id"]
+    assert all(options.priority == 999 for name, (_, _, options) in engine.calls[:250])
+    file = (await client.get(f"/v1/files/{batch['output_file_id']}")).json()
+    assert (file["purpose"], file["filename"]) == ("batch_output", f"{batch['id']}_output.jsonl")
+
+
+async def test_what_a_route_refuses_goes_to_the_error_file(client) -> None:
+    lines = [embedding(1), embedding(2, input="a", dimensions=5000), embedding(3, model="nobody"), embedding(4, bad=1)]
+    lines.append(embedding(5, encoding_format="bytes"))
+    batch = await ended(client, await begin(client, lines))
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": 5, "completed": 1, "failed": 4}
+    errors = {error["custom_id"]: error for error in await content(client, batch["error_file_id"])}
+    assert {name: error["response"] and error["response"]["status_code"] for name, error in errors.items()} == {
+        "line-2": 400,
+        "line-3": 404,
+        "line-4": 400,
+        "line-5": None,
+    }
+    assert "'nobody'" in errors["line-3"]["response"]["body"]["error"]["message"]
+    assert errors["line-5"]["error"]["code"] == "unsupported_answer"
+    assert len(await content(client, batch["output_file_id"])) == 1
+
+
+FAULTS = [
+    ([], "empty_file", None, "no lines"),
+    ([embedding(1), [2]], "invalid_json_line", 2, "must be an object"),
+    ([embedding(1), embedding(1)], "duplicate_custom_id", 2, "as in line 1"),
+    ([{**embedding(1), "url": "/v1/rerank"}], "mismatched_url", 1, "'/v1/embeddings'"),
+    ([{**embedding(1), "method": "GET"}], "invalid_method", 1, "must be 'POST'"),
+    ([{**embedding(1), "custom_id": 7}], "invalid_custom_id", 1, "must be a text"),
+    ([{**embedding(1), "body": "x"}], "invalid_body", 1, "must be an object"),
+    ([{"custom_id": "a"}], "missing_required_parameter", 1, "method is missing"),
+    ([embedding(i, input=["a"] * 4000) for i in range(13)], "too_many_inputs", None, "52000 inputs together"),
+]
+
+
+@pytest.mark.parametrize(("lines", "code", "number", "part"), FAULTS, ids=[code for _, code, _, _ in FAULTS])
+async def test_a_wrong_file_fails_with_the_line(client, engine, lines, code, number, part) -> None:
+    batch = await ended(client, await begin(client, lines))
+    assert (batch["status"], batch["output_file_id"], batch["error_file_id"]) == ("failed", None, None)
+    (error,) = batch["errors"]["data"]
+    assert (error["code"], error["line"]) == (code, number)
+    assert part in error["message"]
+    assert not engine.calls
+
+
+async def test_all_faults_of_a_file_are_told_up_to_a_hundred(client) -> None:
+    file = (await upload(client, b"{\n\n" + b"no\n" * 500)).json()
+    body = {"input_file_id": file["id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    batch = await ended(client, (await client.post("/v1/batches", json=body)).json())
+    assert [error["line"] for error in batch["errors"]["data"]] == [1, *range(3, 102)]
+
+
+async def test_50_001_lines_are_too_many(client) -> None:
+    batch = await ended(client, await begin(client, [embedding(i) for i in range(50_001)]))
+    (error,) = batch["errors"]["data"]
+    assert (batch["status"], error["code"], error["line"]) == ("failed", "too_many_lines", 50_001)
+
+
+async def test_other_routes_answer_lines_too(client) -> None:
+    for endpoint, body in {
+        "/v1/rerank": {"query": "a b", "documents": ["a b", "c"]},
+        "/v1/score": {"text_1": "a", "text_2": ["a", "b"]},
+        "/v2/embed": {"texts": ["a"], "embedding_types": ["float"], "input_type": "search_query"},
+        "/v1/classify": {"input": ["a"], "labels": ["x", "y"]},
+        "/embed": {"inputs": ["a"]},
+    }.items():
+        line = {"custom_id": "1", "method": "POST", "url": endpoint, "body": {**body, "priority": None}}
+        batch = await ended(client, await begin(client, [line], endpoint=endpoint))
+        (answer,) = await content(client, batch["output_file_id"])
+        assert answer["response"]["status_code"] == 200
+        alone = (await client.post(endpoint, json=body)).json()
+        if isinstance(alone, dict):
+            changes = dict.fromkeys(("id", "created"))
+            assert {**answer["response"]["body"], **changes} == {**alone, **changes}
+        else:
+            assert answer["response"]["body"] == alone
+
+
+async def test_the_priority_of_a_line_does_not_count(client, engine) -> None:
+    await ended(client, await begin(client, [embedding(1, priority=-999)]))
+    ((_, (_, _, options)),) = engine.calls
+    assert options.priority == 999
+
+
+async def test_a_batch_is_cancelled(client, engine) -> None:
+    engine.gate = asyncio.Event()
+    batch = await begin(client, [embedding(i) for i in range(300)])
+    async with asyncio.timeout(10):
+        await engine.entered.wait()
+    response = await client.post(f"/v1/batches/{batch['id']}/cancel")
+    assert (response.status_code, response.json()["status"]) == (200, "cancelling")
+    assert (await client.post(f"/v1/batches/{batch['id']}/cancel")).status_code in (200, 409)
+    batch = await ended(client, batch)
+    assert batch["status"] == "cancelled"
+    assert batch["request_counts"] == {"total": 300, "completed": 0, "failed": 300}
+    errors = await content(client, batch["error_file_id"])
+    assert {error["custom_id"] for error in errors} == {f"line-{i}" for i in range(300)}
+    assert {error["error"]["code"] for error in errors} == {"batch_cancelled"}
+    assert engine.was_cancelled
+    response = await client.post(f"/v1/batches/{batch['id']}/cancel")
+    assert (response.status_code, response.headers["x-should-retry"]) == (409, "false")
+    assert "cancelled" in response.json()["error"]["message"]
+
+
+async def test_a_file_in_use_is_not_deleted(client, engine) -> None:
+    engine.gate = asyncio.Event()
+    batch = await begin(client, [embedding(1)])
+    path = f"/v1/files/{batch['input_file_id']}"
+    response = await client.delete(path)
+    assert response.status_code == 409
+    assert batch["id"] in response.json()["error"]["message"]
+    engine.gate.set()
+    batch = await ended(client, batch)
+    assert (await client.delete(path)).json() == {"id": batch["input_file_id"], "object": "file", "deleted": True}
+    for method, place in (("GET", path), ("GET", path + "/content"), ("DELETE", path)):
+        assert (await client.request(method, place)).status_code == 404
+    assert await content(client, batch["output_file_id"])
+
+
+async def test_files_and_batches_belong_to_their_key(serving, engine, tmp_path: Path) -> None:
+    def key(name: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {name}"}
+
+    keys = {"api_key": ("one", "two"), "data_dir": tmp_path / "data"}
+    async with serving(engine, **keys) as client:
+        assert (await client.get("/v1/files")).status_code == 401
+        client.headers.update(key("one"))
+        batch = await ended(client, await begin(client, [embedding(1)]))
+        own = {options.client for _, (_, _, options) in engine.calls}
+    async with serving(engine, **keys) as client:  # another process would salt keys in another way
+        engine.calls.clear()
+        assert (await client.post("/v1/embeddings", json={"input": "a"}, headers=key("one"))).status_code == 200
+        assert {options.client for _, (_, _, options) in engine.calls} == own != {""}
+        paths = [f"/v1/files/{batch['input_file_id']}", f"/v1/files/{batch['output_file_id']}/content"]
+        paths.append(f"/v1/batches/{batch['id']}")
+        for path in paths:
+            assert (await client.get(path, headers=key("one"))).status_code == 200
+            response = await client.get(path, headers=key("two"))
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+        assert (await client.delete(paths[0], headers=key("two"))).status_code == 404
+        assert (await client.post(paths[2] + "/cancel", headers=key("two"))).status_code == 404
+        body = {"input_file_id": batch["input_file_id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
+        assert (await client.post("/v1/batches", json=body, headers=key("two"))).status_code == 404
+        for path in ("/v1/files", "/v1/batches"):
+            assert (await client.get(path, headers=key("two"))).json()["data"] == []
+            assert (await client.get(path, headers=key("one"))).json()["data"]
+    async with serving(engine, api_key=("one",), data_dir=tmp_path / "data") as client:  # alone, it is still who it is
+        assert (await client.get(paths[2], headers=key("one"))).status_code == 200
+    async with serving(engine, api_key=("two",), data_dir=tmp_path / "data") as client:
+        assert (await client.get(paths[2], headers=key("two"))).status_code == 404
+
+
+async def test_lists_go_by_pages(client) -> None:
+    ids = [(await upload(client, b"x")).json()["id"] for _ in range(5)]
+    assert [file["id"] for file in (await client.get("/v1/files")).json()["data"]] == ids[::-1]
+    page = (await client.get("/v1/files", params={"limit": 2, "order": "asc"})).json()
+    assert ([file["id"] for file in page["data"]], page["has_more"]) == (ids[:2], True)
+    page = (await client.get("/v1/files", params={"limit": 3, "order": "asc", "after": page["last_id"]})).json()
+    assert ([file["id"] for file in page["data"]], page["has_more"]) == (ids[2:], False)
+    assert (await client.get("/v1/files", params={"purpose": "batch_output"})).json()["data"] == []
+    for query in ({"limit": 0}, {"after": "file-none"}, {"order": "up"}):
+        response = await client.get("/v1/files", params=query)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(query)))
+    batches = [(await begin(client, [embedding(i)]))["id"] for i in range(3)]
+    page = (await client.get("/v1/batches", params={"limit": 2})).json()
+    assert ([batch["id"] for batch in page["data"]], page["has_more"]) == (batches[:0:-1], True)
+    page = (await client.get("/v1/batches", params={"limit": 2, "after": page["last_id"]})).json()
+    assert ([batch["id"] for batch in page["data"]], page["has_more"]) == (batches[:1], False)
+
+
+WRONG_BATCHES = [
+    ({"input_file_id": "file-none"}, 404, "file_id"),
+    ({"endpoint": "/v1/chat/completions"}, 400, "endpoint"),
+    ({"endpoint": "/tokenize"}, 400, "endpoint"),
+    ({"completion_window": "1d"}, 400, "completion_window"),
+    ({"completion_window": "169h"}, 400, "completion_window"),
+    ({"metadata": {"a": 1}}, 400, "metadata"),
+    ({"metadata": {str(i): "" for i in range(17)}}, 400, "metadata"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, 400, "output_expires_after"),
+    ({"other": 1}, 400, "other"),
+]
+
+
+async def test_wrong_batches_are_refused(client) -> None:
+    file = (await upload(client, jsonl([embedding(1)]))).json()
+    for fields, status, param in WRONG_BATCHES:
+        body = {"input_file_id": file["id"], "endpoint": "/v1/embeddings", "completion_window": "24h", **fields}
+        response = await client.post("/v1/batches", json=body)
+        assert response.status_code == status, response.text
+        assert response.json()["error"]["param"].startswith(param)
+
+
+async def test_an_output_is_no_input(client) -> None:
+    batch = await ended(client, await begin(client, [embedding(1)]))
+    body = {"input_file_id": batch["output_file_id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    response = await client.post("/v1/batches", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "input_file_id")
+
+
+async def test_nobody_has_more_than_32_batches_under_way(client, engine) -> None:
+    engine.gate = asyncio.Event()
+    file = (await upload(client, jsonl([embedding(1)]))).json()
+    body = {"input_file_id": file["id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    made = [await client.post("/v1/batches", json=body) for _ in range(33)]
+    assert [response.status_code for response in made] == [200] * 32 + [429]
+    assert made[-1].headers["retry-after"] == "60"
+    engine.gate.set()
+    for response in made[:32]:
+        assert (await ended(client, response.json()))["status"] == "completed"
+
+
+async def test_figures(client) -> None:
+    await ended(client, await begin(client, [embedding(1), embedding(2), embedding(3, bad=1)]))
+    await ended(client, await begin(client, []))
+    lines = (await client.get("/metrics")).text.splitlines()
+    for line in (
+        'penstock_batches_ended_total{status="completed"} 1.0',
+        'penstock_batches_ended_total{status="failed"} 1.0',
+        'penstock_batch_lines_total{outcome="completed"} 2.0',
+        'penstock_batch_lines_total{outcome="failed"} 1.0',
+        'penstock_inputs_total{model="fake-model",task="embed"} 2.0',
+    ):
+        assert line in lines
+    assert not any(line.startswith("penstock_http_requests_total") and "embeddings" in line for line in lines)
+
+
+async def test_without_a_folder_the_flag_is_told(serving, engine) -> None:
+    async with serving(engine) as client:
+        for method, path in (
+            *(("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/file-1"), ("DELETE", "/v1/files/file-1")),
+            *(("GET", "/v1/files/file-1/content"), ("POST", "/v1/batches"), ("GET", "/v1/batches")),
+            *(("GET", "/v1/batches/batch_1"), ("POST", "/v1/batches/batch_1/cancel")),
+        ):
+            response = await client.request(method, path)
+            assert response.status_code == 404
+            assert "--data-dir" in response.json()["error"]["message"]
+        assert "/v1/files" not in (await client.get("/openapi.json")).json()["paths"]
+
+
+async def test_answers_are_as_the_document_says(client) -> None:
+    document = (await client.get("/openapi.json")).json()
+
+    def check(method: str, path: str, response: httpx.Response) -> None:
+        declared = document["paths"][path][method]["responses"][str(response.status_code)]
+        schema = declared["content"]["application/json"]["schema"]
+        Draft202012Validator({**schema, "components": document["components"]}).validate(response.json())
+
+    file = await upload(client, jsonl([embedding(1)]))
+    check("post", "/v1/files", file)
+    file_id = file.json()["id"]
+    check("get", "/v1/files", await client.get("/v1/files"))
+    check("get", "/v1/files/{file_id}", await client.get(f"/v1/files/{file_id}"))
+    body = {"input_file_id": file_id, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    batch = await client.post("/v1/batches", json=body)
+    check("post", "/v1/batches", batch)
+    check("post", "/v1/batches", await client.post("/v1/batches", json={**body, "input_file_id": "none"}))
+    await ended(client, batch.json())
+    check("get", "/v1/batches", await client.get("/v1/batches"))
+    check("get", "/v1/batches/{batch_id}", await client.get(f"/v1/batches/{batch.json()['id']}"))
+    cancelled = await client.post(f"/v1/batches/{batch.json()['id']}/cancel")
+    assert cancelled.status_code == 409
+    check("post", "/v1/batches/{batch_id}/cancel", cancelled)
+    check("delete", "/v1/files/{file_id}", await client.delete(f"/v1/files/{file_id}"))
+    check("get", "/v1/files/{file_id}/content", await client.get(f"/v1/files/{file_id}/content"))
+    failed = await ended(client, await begin(client, []))
+    check("get", "/v1/batches/{batch_id}", await client.get(f"/v1/batches/{failed['id']}"))
+    operations = [
+        each
+        for path in document["paths"]
+        if "/files" in path or "/batches" in path
+        for each in document["paths"][path].values()
+    ]
+    assert len(operations) == 9
+    assert all(each["summary"] and each["description"] and "default" in each["responses"] for each in operations)
+
+
+async def test_only_one_server_has_a_folder(serving, engine, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+
+    async def start() -> None:
+        raise AssertionError
+
+    async with serving(engine, data_dir=folder):
+        with pytest.raises(UsageError, match="--data-dir: another server uses"):
+            create_app([ServedModel(("m",), start)], ServerSettings(data_dir=folder))
+        assert (folder / "secret").stat().st_mode & 0o777 == 0o600
+        assert folder.stat().st_mode & 0o777 == 0o700
+    async with serving(engine, data_dir=folder):
+        pass
+
+
+async def test_names_of_files_may_be_any_text(client) -> None:
+    name = 'ein "Dämm"\\ 東京.jsonl'
+    response = await client.post("/v1/files", files={"file": (name, b"x")}, data={"purpose": "batch"})
+    assert response.status_code == 200
+    content = await client.get(f"/v1/files/{response.json()['id']}/content")
+    assert (content.status_code, content.content) == (200, b"x")
+    assert "filename*=" in content.headers["content-disposition"]
+
+
+async def test_every_route_that_runs_a_model_is_open_to_lines_or_left_out_on_purpose(client) -> None:
+    routes = set(client._transport.app.state.json_routes) - WITHOUT_FORWARD
+    spellings = {"/embeddings", "/v1/pooling"}
+    others_clients = {"/", "/invocations", "/api/embed", "/api/embeddings"}
+    assert set(ENDPOINTS) | spellings | others_clients == routes
+
+
+async def test_clients_are_heard_while_lines_run(client, engine) -> None:
+    engine.gate = asyncio.Event()
+    batch = await begin(client, [embedding(i) for i in range(50)])
+    await engine.entered.wait()
+    traffic = client._transport.app.state.batches.traffic
+    assert not traffic.is_busy, "lines, files and batches are no clients"
+    asked = asyncio.create_task(client.post("/v1/embeddings", json={"input": "a"}))
+    while not traffic.is_busy:
+        await asyncio.sleep(0.001)
+    engine.gate.set()
+    assert (await asked).status_code == 200
+    await client.post(f"/v1/batches/{batch['id']}/cancel")
+
+
+async def test_a_large_upload_needs_no_room_among_bodies(serving, engine, tmp_path: Path) -> None:
+    async with serving(engine, data_dir=tmp_path / "data", max_body_bytes=1000, max_file_bytes="1MiB") as client:
+        assert (await upload(client, b"x" * 500_000)).status_code == 200
+        response = await upload(client, b"x" * 2_000_000)
+        assert (response.status_code, "--max-file-bytes" in response.json()["message"]) == (413, True)
+        assert len(list((tmp_path / "data" / "files").iterdir())) == 1
