@@ -42,13 +42,15 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
 
 FROM packages-slim AS environment-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# torch brings programs that test it, and headers and libraries for extensions in C++; serving reads none of them.
+# torch brings programs that test it, and headers for extensions in C++; serving reads none of them. Nor does it read
+# more than one or two of transformers' 400 models, of those that run through it: they go without bytecode.
 RUN pip --python /opt/penstock/bin/python install --constraint /constraints.txt ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} \
         --requirement /requirements.txt \
     && cd /opt/penstock/lib/python3*/site-packages \
-    && rm -r torch/include torch/test \
+    && rm -rf torch/include torch/test \
     && find torch/bin -type f ! -name torch_shm_manager -delete \
-    && find mpmath networkx sympy -name tests -type d -prune -exec rm -r {} +
+    && find mpmath networkx sympy -name tests -type d -prune -exec rm -r {} + \
+    && find mpmath networkx sympy transformers/models/*/ -name __pycache__ -type d -prune -exec rm -r {} +
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip --python /opt/penstock/bin/python install --no-deps --no-index /wheels/*.whl
 
