@@ -80,7 +80,7 @@ class ArrayRunner:
         """Loads a model.
 
         Args:
-            info: On the CPU, in its type; `runs_as_arrays` holds for it.
+            info: On the CPU, in its type; `why_torch` says nothing of it.
             machine: The native kernels.
             config: What to serve.
 

@@ -6,7 +6,8 @@ from ..model_files.resolve import resolve_model, with_device
 from ..protocol.config import EngineConfig
 from .array_runner import ArrayRunner
 from .host import may_have_gpu, pin
-from .loading.array_model import runs_as_arrays
+from .loading.array_model import why_torch
+from .loading.load_errors import needs_torch
 from .loading.native_kernels import choose_kernels
 from .runner import Runner
 
@@ -18,17 +19,21 @@ def load_runner(config: EngineConfig) -> Runner:
     own keeps to them from here on.
 
     Raises:
-        ModelLoadError: The model cannot be served.
+        ModelLoadError: The model cannot be served, or needs torch where that is not installed.
     """
     if config.cores is not None:
         pin(config.cores)
     kernels = None
+    why = f"--device {config.device} is torch's"
     if config.device == "cpu" or (config.device == "auto" and not may_have_gpu()):
         dtype = "float32" if config.dtype == "auto" else config.dtype
         kernels = choose_kernels(with_device(resolve_model(config), "cpu", dtype), config)
         info, machine = kernels
-        if machine is not None and runs_as_arrays(info):
+        if machine is None:
+            why = f"the native kernels do not run {info.architecture} in {info.dtype} here"
+        elif not (why := why_torch(info)):
             return ArrayRunner.load(info, machine, config)
-    from .model_runner import ModelRunner
+    with needs_torch(config.name or config.model, why):
+        from .model_runner import ModelRunner
 
-    return ModelRunner.load(config, kernels)
+        return ModelRunner.load(config, kernels)

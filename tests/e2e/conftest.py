@@ -88,15 +88,18 @@ def run() -> Run:
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """Start a server of one's own: `launch("--dtype", "float32", PENSTOCK_PORT="1")`. It is stopped at the end."""
+    """Start a server of one's own: `launch("--dtype", "float32", PENSTOCK_PORT="1")`. It is stopped at the end.
+
+    `command` is another way to call `penstock`, such as that of another environment.
+    """
     servers: list[Server] = []
 
-    def start(*flags: str, **environment: str) -> Server:
+    def start(*flags: str, command: tuple[str, ...] = COMMAND, **environment: str) -> Server:
         port = free_port()
         log = tmp_path_factory.mktemp("server") / "log.txt"
         with log.open("wb") as stderr:
             process = subprocess.Popen(
-                [*COMMAND, "serve", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", *flags],
+                [*command, "serve", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", *flags],
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 env={**os.environ, **environment},

@@ -14,17 +14,24 @@ from ...native.heads import fits_dense
 from ...protocol.model_info import ModelInfo
 
 
-def runs_as_arrays(info: ModelInfo) -> bool:
-    """Whether a model runs whole without torch: its encoder, its heads, and every task that it has.
-
-    Models that look back run on torch around their forward: it pools their sequences chunk by chunk.
+def why_torch(info: ModelInfo) -> str:
+    """Says what of a model torch alone does, in a few words that follow a colon.
 
     Args:
         info: The resolved model, which the native kernels of this machine can run.
+
+    Returns:
+        Nothing where it runs whole without torch: its encoder, its heads, and every task that it has.
     """
-    if info.is_causal or info.sparse is not None or info.multi_vector is not None or info.token_heads is not None:
-        return False
-    return fits_dense(info) and holds_arrays(Path(info.path))
+    if info.is_causal:
+        return "the sequences of a model that looks back are pooled by torch, chunk by chunk"
+    if info.sparse is not None or info.multi_vector is not None or info.token_heads is not None:
+        return "its sparse vectors, or those of single tokens, are computed by torch"
+    if not fits_dense(info):
+        return "a Dense module of it has an activation that the native kernels lack, or weights that only torch reads"
+    if not holds_arrays(Path(info.path)):
+        return "its weights are not in safetensors, or in a type that numpy lacks"
+    return ""
 
 
 def load_array_encoder(info: ModelInfo, machine: Machine) -> ArrayEncoder:
@@ -35,7 +42,7 @@ def load_array_encoder(info: ModelInfo, machine: Machine) -> ArrayEncoder:
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
     reader = find_reader(info)
-    assert reader is not None, "runs_as_arrays was asked"
+    assert reader is not None, "why_torch was asked"
     with open_checkpoint(Path(info.path), ArrayFile) as checkpoint:
         encoder = ArrayEncoder(info, reader, ArrayWeights(checkpoint), machine)
         checkpoint.tell_unused(info.name)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from ...model_files.json_files import as_load_error, one_line
-from ...protocol.errors import ModelLoadError
+from ...protocol.errors import ModelLoadError, UnsupportedModelError
 from ...protocol.model_info import ModelInfo
 from ..runner import DeviceMemoryError
+
+_LEFT_OUT: Final = ("torch", "transformers")
+"""What an installation may lack: encoders that the native kernels run whole need neither."""
 
 
 @contextmanager
@@ -22,3 +26,25 @@ def load_errors(info: ModelInfo) -> Iterator[None]:
                 f"There is too little memory on {info.device} for {info.name} in {info.dtype} ({one_line(error)}): "
                 "free some, or take a narrower --dtype or a smaller model."
             ) from error
+
+
+@contextmanager
+def needs_torch(name: str, why: str) -> Iterator[None]:
+    """Says in one line that a model needs torch or transformers where one of them is imported and not installed.
+
+    Args:
+        name: What messages call the model.
+        why: What of it needs them; the end of a sentence.
+
+    Raises:
+        UnsupportedModelError: See above.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in _LEFT_OUT:
+            raise
+        raise UnsupportedModelError(
+            f"{name} needs {error.name}, which is not installed: {why}. Run `pip install torch transformers`, or take "
+            "the image that has them: penstock in the place of penstock:slim."
+        ) from error

@@ -15,6 +15,7 @@ from ...protocol.templates import ScoreTemplate, chat_template_of
 from ...tokenization.long_text import LongText
 from ...tokenization.special_tokens import SpecialTokens
 from .chat_score_template import chat_score_template
+from .load_errors import needs_torch
 from .loaded_tokenizer import LoadedTokenizer
 from .token_marks import find_marks, register_markers
 from .tokenizer_classes import NotBuiltHereError
@@ -44,7 +45,8 @@ def load_tokenizer(
         tokenizer = read_tokenizer(info)
     except NotBuiltHereError as why:
         logger.info("the tokenizer of %s is read by transformers, which takes a second: %s.", info.name, why)
-        tokenizer = _through_transformers(info, trust_remote_code)
+        with needs_torch(f"the tokenizer of {info.name}", str(why)):
+            tokenizer = _through_transformers(info, trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if info.multi_vector is not None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.engine.core.array_runner import ArrayRunner
-from penstock.engine.core.loading.array_model import load_array_encoder, runs_as_arrays
+from penstock.engine.core.loading.array_model import load_array_encoder, why_torch
 from penstock.engine.core.loading.weights_loader import load_dense as load_torch_dense, load_model
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceMemoryError, Outputs
@@ -48,7 +48,7 @@ def machine() -> Iterator[Machine]:
 
 def both(info: ModelInfo, machine: Machine) -> tuple[ArrayRunner, ModelRunner]:
     """The same model without torch and on it, both through the native kernels."""
-    assert runs_as_arrays(info)
+    assert not why_torch(info)
     arrays = ArrayRunner(info, TOKENIZER, load_array_encoder(info, machine), load_dense(info, machine))
     model = load_model(info, machine=machine)
     assert model.machine is machine
@@ -176,7 +176,7 @@ def test_dense_modules(activation, machine, save_model, resolve, sequences):
         assert_same(arrays.execute(batch), on_torch.execute(batch))
     batch = chunks_of(info, inputs, [asked[i % 4] for i in range(len(inputs))])
     assert_same(arrays.execute(batch), on_torch.execute(batch))
-    assert not runs_as_arrays(replace(info, dense=(replace(specs[0], activation="ELU"),)))
+    assert why_torch(replace(info, dense=(replace(specs[0], activation="ELU"),)))
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])
@@ -255,12 +255,12 @@ def test_memory_that_runs_short_is_told(machine, save_model, resolve, monkeypatc
 def test_what_has_parts_for_torch(save_model, resolve):
     folder, _ = save_model("BertModel", **SIZES)
     info = resolve(folder)
-    assert runs_as_arrays(info)
-    assert not runs_as_arrays(replace(info, multi_vector=MultiVector()))
-    assert not runs_as_arrays(replace(info, sparse=SparsePooling(kind=SparseKind.VOCABULARY_LOGITS)))
+    assert not why_torch(info)
+    assert why_torch(replace(info, multi_vector=MultiVector()))
+    assert why_torch(replace(info, sparse=SparsePooling(kind=SparseKind.VOCABULARY_LOGITS)))
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    assert not runs_as_arrays(info)
+    assert why_torch(info)
 
 
 @pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
@@ -279,7 +279,7 @@ def test_decoders_that_look_back_are_pooled_chunk_by_chunk_on_torch(save_model, 
     folder, _ = save_model("LlamaModel", **SIZES)
     info = resolve(folder)
     assert find_reader(info) is not None
-    assert not runs_as_arrays(info)
+    assert why_torch(info)
 
 
 def test_whom_the_native_kernels_do_not_know(save_model, resolve):

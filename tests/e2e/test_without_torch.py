@@ -1,0 +1,131 @@
+"""An installation without torch and transformers: what it serves, and in what words it refuses the rest."""
+
+import json
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+LEFT_OUT = ("sentence_transformers", "torch", "transformers")
+ADVICE = (
+    "Run `pip install torch transformers`, or take the image that has them: penstock in the place of penstock:slim."
+)
+SIZES = {
+    "vocab_size": 30_522,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 40,
+}
+
+
+@pytest.fixture(scope="module")
+def slim(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The `penstock` command of an environment that has every package of this one but the three."""
+    root = tmp_path_factory.mktemp("slim")
+    venv.EnvBuilder(symlinks=True).create(root)
+    python = root / "bin" / "python"
+    (site,) = root.glob("lib/python3*/site-packages")
+    for folder in {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}:
+        for entry in Path(folder).iterdir():
+            if not entry.name.startswith(LEFT_OUT) and not (site / entry.name).exists():
+                (site / entry.name).symlink_to(entry)
+    for name in LEFT_OUT:
+        code = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({name!r}) is not None)"
+        assert subprocess.run([python, "-P", "-c", code], check=False).returncode == 0, name
+    return str(python), "-P", "-m", "penstock.server"
+
+
+def test_an_encoder_answers_as_with_torch_beside_it(launch, slim, server, default_model: Path) -> None:
+    other = launch("--dtype", "float32", command=slim)
+    texts = {"input": ["What holds back the water?", "A dam."]}
+    bodies = {
+        "/v1/embeddings": texts,
+        "/v2/rerank": {"query": "What holds back the water?", "documents": ["A song.", "A dam.", "A gate."]},
+        "/v1/classify": {"input": ["My card was declined"], "labels": ["banking", "cinema", "sport"]},
+        "/v1/encode": {"input": ["A dam."], "outputs": ["dense", "multi_vector"]},
+    }
+    for path, body in bodies.items():
+        answers = [httpx.post(url + path, json=body, timeout=60).raise_for_status() for url in (other.url, server.url)]
+        ours, theirs = (numbers_of(json.loads(answer.content)) for answer in answers)
+        np.testing.assert_array_equal(ours, theirs, err_msg=path)
+        assert len(ours) > 2, path
+    assert other.stop() == 0
+
+
+def numbers_of(answer: object) -> list[float]:
+    """Every fraction in a JSON document, in order: vectors and scores, and no counts or times."""
+    if isinstance(answer, dict):
+        return [number for key in sorted(answer) for number in numbers_of(answer[key])]
+    if isinstance(answer, list):
+        return [number for entry in answer for number in numbers_of(entry)]
+    return [answer] if isinstance(answer, float) else []
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, default_model: Path):
+    """Save a tiny random model of transformers, with the embedded model's tokenizer."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+
+    def save(class_name: str, **config: object) -> Path:
+        folder = tmp_path_factory.mktemp("models") / class_name
+        model_class = getattr(transformers, class_name)
+        torch.manual_seed(0)
+        model_class(model_class.config_class(**SIZES, **config)).save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_bytes((default_model / name).read_bytes())
+        return folder
+
+    return save
+
+
+def refused(slim: tuple[str, ...], *arguments: str) -> tuple[int, str]:
+    """Run a command that has to fail in one line; return its exit code and the line."""
+    done = subprocess.run([*slim, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if "which is not installed" in line]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].endswith(ADVICE)
+    return done.returncode, lines[0]
+
+
+def test_a_decoder_is_refused_by_every_command_that_runs_it(slim, made, tmp_path: Path) -> None:
+    folder = made("Qwen2Model", num_key_value_heads=2)
+    reason = "Qwen2Model needs torch, which is not installed: the sequences of a model that looks back"
+    for flags in ((), ("--in-process",)):
+        code, line = refused(slim, "serve", str(folder), "--port", "0", "--dtype", "float32", *flags)
+        assert code == 3
+        assert reason in line
+    (tmp_path / "in.txt").write_text("A dam.\n")
+    output = tmp_path / "out.npy"
+    code, line = refused(slim, "embed", str(tmp_path / "in.txt"), "--output", str(output), "--model", str(folder))
+    assert code == 1
+    assert reason in line
+    assert not output.exists()
+
+
+def test_the_reason_is_told(slim, made) -> None:
+    albert = made("AlbertModel", embedding_size=16)
+    _, line = refused(slim, "serve", str(albert), "--port", "0")
+    assert (
+        "AlbertModel needs torch, which is not installed: the native kernels do not run AlbertModel in float32" in line
+    )
+    bert = made("BertModel")
+    _, line = refused(slim, "serve", str(bert), "--port", "0", "--device", "cuda")
+    assert "BertModel needs torch, which is not installed: --device cuda is torch's" in line
+    settings = json.loads((bert / "tokenizer_config.json").read_text()) | {"tokenizer_class": "FunnelTokenizer"}
+    (bert / "tokenizer_config.json").write_text(json.dumps(settings))
+    _, line = refused(slim, "serve", str(bert), "--port", "0")
+    assert "the tokenizer of BertModel needs transformers, which is not installed: its class is FunnelTokenizer" in line
+
+
+def test_info_needs_neither(slim, made) -> None:
+    folder = made("Qwen2Model", num_key_value_heads=2)
+    done = subprocess.run([*slim, "info", str(folder)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Qwen2Model" in done.stdout
