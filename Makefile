@@ -9,6 +9,7 @@
 #                                 (about 3 GB). A machine without a GPU can take the small build instead:
 #                                     make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   TESTS='tests/server ...'      the test files or folders to run (all by default)
+#   BUILD_OPTIONS='...'           added to the build of images by `make test-image`
 #   CLIENTS='litellm ...'         the clients to check (all by default): folders of tests/clients
 #   ARGS='...'                    added to `penstock serve`, to pytest, to the benchmark or to `make mutants`
 
@@ -25,6 +26,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 TESTS ?= tests
 CLIENTS ?=
+BUILD_OPTIONS ?=
 TORCH_INDEX ?=
 TORCH_PIN := 2.13.0
 TRITON_PIN := 3.7.1
@@ -36,7 +38,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 	done
 
 .DEFAULT_GOAL := help
-.PHONY: help install native serve test test-all test-faults test-clients test-schema mutants test-wheel test-gpu gpu-packages \
+.PHONY: help install native serve test test-all test-faults test-clients test-schema test-image mutants test-wheel test-gpu gpu-packages \
 	check lint types imports format hooks bench bench-conditions bench-peers wheel constraints clean
 
 help: ## List the targets.
@@ -109,6 +111,12 @@ $(SCHEMA)/.installed: tests/schema/requirements.txt | $(BIN)/python
 
 test-schema: $(VENV)/.installed $(SCHEMA)/.installed ## Run schemathesis over the OpenAPI document of real servers.
 	@$(SCHEMA)/bin/python tests/schema/run.py $(ARGS)
+
+# Needs root and Debian's packages mmdebstrap, buildah, podman, runc and curl; no Docker engine. Behind a mirror, hand its
+# configuration to the build: BUILD_OPTIONS='--volume /etc/pip.conf:/etc/pip.conf:ro --build-arg TORCH_INDEX=URL'.
+# ARGS='--base python:3.11-slim-bookworm' starts from an image that podman has, `ARGS='cpu cuda'` names targets.
+test-image: | $(BIN)/python ## Build the images without a Docker engine, run them confined, and print size and seconds to ready.
+	@env -u PYTHONSAFEPATH $(BIN)/python tests/image/run.py --build-options='$(BUILD_OPTIONS)' $(ARGS)
 
 # Figures are printed. The tests with full disks mount small ones and skip where they may not.
 test-faults: $(VENV)/.installed-test $(LIBRARY) ## Kill, fill, poison and abuse servers, slow tests included, and print the figures.

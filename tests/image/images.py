@@ -1,0 +1,86 @@
+"""Builds images without a Docker engine: a base from Debian's packages that stands in for Python's, and ours on it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+STAND_IN = "localhost/penstock-stand-in:bookworm"
+PACKAGES = ("usr-is-merged", "python3", "python3-venv", "python3-pip", "python-is-python3", "ca-certificates")
+MERGED_USR = Path("/usr/share/mmdebstrap/hooks/merged-usr")
+NOT_IN_SLIM_IMAGES = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*")
+EXTERNALLY_MANAGED = "usr/lib/python3.11/EXTERNALLY-MANAGED"
+"""Debian's pip installs nothing beside its packages while this file is there; Python's images have none."""
+
+
+def run(*command: str) -> str:
+    """Run a command and return what it wrote; raise CalledProcessError where it fails, whose stderr has been shown."""
+    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, cwd=ROOT).stdout.strip()
+
+
+def exists(image: str) -> bool:
+    return (
+        subprocess.run(["buildah", "inspect", "--type", "image", image], capture_output=True, check=False).returncode
+        == 0
+    )
+
+
+def num_bytes(image: str) -> int:
+    """The size of an image with its base, as `docker images` counts it: unpacked, all layers."""
+    return int(json.loads(run("podman", "image", "inspect", image))[0]["Size"])
+
+
+def build_stand_in(mirror: str | None) -> None:
+    """Build Debian bookworm with its Python, as python:3.11-slim-bookworm is one with python.org's.
+
+    Args:
+        mirror: URL of the Debian archive; None takes Debian's own.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        archive = f"{folder}/base.tar"
+        options = [f"--dpkgopt=path-exclude={path}" for path in NOT_IN_SLIM_IMAGES]
+        run(
+            *("mmdebstrap", "--quiet", "--variant=minbase", f"--hook-dir={MERGED_USR}"),
+            *(f"--include={','.join(PACKAGES)}", f"--customize-hook=rm $1/{EXTERNALLY_MANAGED}", *options),
+            *("bookworm", archive, *([mirror] if mirror else [])),
+        )
+        container = run("buildah", "from", "scratch")
+        try:
+            run("buildah", "add", "--quiet", container, archive, "/")
+            run("buildah", "config", "--env", "PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", container)
+            run("buildah", "commit", "--quiet", container, STAND_IN)
+        finally:
+            run("buildah", "rm", container)
+
+
+def build(tag: str, base: str, target: str | None, options: list[str], *, cached: bool) -> None:
+    """Build a target of the Dockerfile.
+
+    Args:
+        tag: Of the image.
+        base: The image to start from.
+        target: None: the default one.
+        options: More of `buildah bud`.
+        cached: Take layers of earlier builds.
+    """
+    run(
+        *("buildah", "bud", "--quiet", "--isolation", "chroot", "--network", "host", "--pull-never"),
+        *("--format", "docker"),  # the other one has no HEALTHCHECK
+        *(["--layers"] if cached else ["--no-cache"]),
+        *(
+            "--build-arg",
+            f"PYTHON_IMAGE={base}",
+            "--tag",
+            tag,
+            *(["--target", target] if target else []),
+            *options,
+            ".",
+        ),
+    )
+
+
+def remove(image: str) -> None:
+    subprocess.run(["buildah", "rmi", "--force", image], capture_output=True, check=False)
