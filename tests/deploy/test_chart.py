@@ -1,0 +1,283 @@
+"""The chart in docker/chart: rendered by Helm itself, validated by the schemas of Kubernetes, and true to the server.
+
+Of the two resources that are not Kubernetes' own, the fields that the chart uses are written down here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import validate
+
+from penstock.server.settings import ServerSettings, environment_variable
+
+helm = pytest.importorskip("helm_python", reason="`make test-deploy` brings Helm")
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make test-deploy` brings its schemas")
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "docker" / "chart"
+VERSIONS = ("1.25", "1.30", kubernetes_validate.latest_version())
+SETTINGS = {environment_variable(name) for name in ServerSettings.model_fields}
+EVERYTHING = {
+    "image": {"repository": "registry.example.com/penstock", "tag": "1"},
+    "imagePullSecrets": [{"name": "registry"}],
+    "models": [
+        {"name": "minilm", "image": {"tag": "slim"}, "preStopSeconds": 0, "podDisruptionBudget": {"enabled": False}},
+        {
+            "name": "reranker",
+            "model": "BAAI/bge-reranker-v2-m3",
+            "replicas": 2,
+            "image": {"tag": "cuda"},
+            "settings": {"max_queued_tokens": 64_000_000, "pooler_config": {"normalize": False}, "access_log": True},
+            "env": [{"name": "OTEL_SERVICE_NAME", "value": "reranker"}],
+            "resources": {"limits": {"nvidia.com/gpu": 1, "memory": "8Gi"}},
+            "drainTimeoutSeconds": 60,
+            "nodeSelector": {"pool": "gpu"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            "affinity": {"podAntiAffinity": {}},
+            "topologySpreadConstraints": [
+                {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+            ],
+            "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
+            "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
+            "podAnnotations": {"example.com/team": "search"},
+            "autoscaling": {"enabled": True, "maxReplicas": 6},
+        },
+    ],
+    "apiKeys": {"keys": ["one", "two"]},
+    "hubToken": {"existingSecret": "hub"},
+    "hubCache": {"enabled": True, "storageClassName": "shared"},
+    "service": {"annotations": {"example.com/a": "b"}},
+    "ingress": {
+        "enabled": True,
+        "className": "nginx",
+        "annotations": {"example.com/a": "b"},
+        "hosts": [{"host": "rerank.example.com", "model": "reranker"}],
+        "tls": [{"hosts": ["rerank.example.com"], "secretName": "tls"}],
+    },
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+}
+TEXT = {"type": "string", "minLength": 1}
+COUNT = {"type": "integer", "minimum": 0}
+
+
+def strict(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "required": list(properties), "properties": properties}
+
+
+TRIGGER = strict(
+    type={"const": "prometheus"},
+    metricType={"const": "AverageValue"},
+    metadata=strict(serverAddress=TEXT, query=TEXT, threshold={"type": "string", "pattern": r"^[\d.]+$"}),
+)
+OF_OTHERS = {
+    "monitoring.coreos.com/v1": strict(
+        selector=strict(matchLabels={"type": "object", "additionalProperties": TEXT}),
+        namespaceSelector=strict(matchNames={"type": "array", "items": TEXT}),
+        endpoints={"type": "array", "items": strict(port=TEXT, path=TEXT, interval=TEXT)},
+    ),
+    "keda.sh/v1alpha1": strict(
+        scaleTargetRef=strict(name=TEXT),
+        minReplicaCount=COUNT,
+        maxReplicaCount=COUNT,
+        pollingInterval=COUNT,
+        cooldownPeriod=COUNT,
+        triggers={"type": "array", "items": TRIGGER},
+    ),
+}
+"""The `spec` of each, as its API has it."""
+
+Rendered = dict[tuple[str, str], dict[str, Any]]
+Render = Callable[..., Rendered]
+
+
+@pytest.fixture(scope="module")
+def render() -> Iterator[Render]:
+    """Render the chart with values as the release `r`: documents by kind and name."""
+    with helm.Chart.load(str(CHART)) as chart:
+
+        def rendered(values: dict[str, Any] | None = None) -> Rendered:
+            texts = chart.render(values or {}, name="r", namespace="search")
+            files = [text for path, text in texts.items() if path.endswith(".yaml")]
+            documents = [document for text in files for document in yaml.safe_load_all(text) if document]
+            found = {(document["kind"], document["metadata"]["name"]): document for document in documents}
+            assert len(found) == len(documents)
+            return found
+
+        yield rendered
+
+
+def pod_of(rendered: Rendered, model: str) -> dict[str, Any]:
+    pod: dict[str, Any] = rendered["Deployment", f"r-{model}"]["spec"]["template"]["spec"]
+    return pod
+
+
+def variables_of(pod: dict[str, Any]) -> dict[str, str]:
+    return {each["name"]: each.get("value", "") for each in pod["containers"][0]["env"]}
+
+
+def test_helm_finds_nothing_wrong() -> None:
+    report = helm.lint(str(CHART))
+    assert not report["errors"]
+    assert [message["error"] for message in report["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+def test_kubernetes_takes_it(render: Render, values: dict[str, Any]) -> None:
+    for document in render(values).values():
+        if document["apiVersion"] in OF_OTHERS:
+            validate(document["spec"], OF_OTHERS[document["apiVersion"]])
+            continue
+        for version in VERSIONS:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_what_is_rendered(render: Render) -> None:
+    assert sorted(render()) == [
+        ("Deployment", "r-minilm"),
+        ("PodDisruptionBudget", "r-minilm"),
+        ("Service", "r-minilm"),
+    ]
+    assert sorted(render(EVERYTHING)) == [
+        ("Deployment", "r-minilm"),
+        ("Deployment", "r-reranker"),
+        ("Ingress", "r"),
+        ("PersistentVolumeClaim", "r-hub"),
+        ("PodDisruptionBudget", "r-reranker"),
+        ("ScaledObject", "r-reranker"),
+        ("Secret", "r-api-keys"),
+        ("Service", "r-minilm"),
+        ("Service", "r-reranker"),
+        ("ServiceMonitor", "r"),
+    ]
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+def test_every_variable_is_a_setting(render: Render, values: dict[str, Any]) -> None:
+    rendered = render(values)
+    for model in values.get("models", [{"name": "minilm"}]):
+        names = {name for name in variables_of(pod_of(rendered, model["name"])) if name.startswith("PENSTOCK_")}
+        assert names <= SETTINGS
+
+
+def test_values_reach_the_server_as_it_reads_them(render: Render, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables_of(pod_of(render(EVERYTHING), "reranker")).items():
+        monkeypatch.setenv(name, value)
+    settings = ServerSettings()
+    assert settings.model == "BAAI/bge-reranker-v2-m3"
+    assert settings.max_queued_tokens == 64_000_000
+    assert settings.access_log is True
+    assert settings.pooler_config.normalize is False
+    assert settings.drain_timeout_s == 60
+    assert str(settings.api_key_file) == "/etc/penstock/api-keys"
+
+
+@pytest.mark.parametrize("model", ["minilm", "reranker"])
+def test_a_pod_may_do_nothing_but_serve(render: Render, model: str) -> None:
+    pod = pod_of(render(EVERYTHING), model)
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == 10001
+    assert not pod["automountServiceAccountToken"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert set(mounts) >= {"/tmp", "/home/penstock/.cache/huggingface", "/home/penstock/.cache/triton"}
+    assert set(mounts.values()) == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_a_service_named_penstock_sets_no_variable_of_the_server(render: Render) -> None:
+    """Kubernetes would set PENSTOCK_PORT=tcp://... in pods beside it, and the server would refuse to start."""
+    assert pod_of(render(), "minilm")["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize(("model", "seconds"), [("minilm", 0 + 30), ("reranker", 5 + 60)])
+def test_requests_end_before_the_pod(render: Render, model: str, seconds: int) -> None:
+    pod = pod_of(render(EVERYTHING), model)
+    (container,) = pod["containers"]
+    pause, drain = (
+        container["lifecycle"]["preStop"]["exec"]["command"][1],
+        variables_of(pod)["PENSTOCK_DRAIN_TIMEOUT_S"],
+    )
+    assert int(pause) + int(drain) == seconds
+    assert pod["terminationGracePeriodSeconds"] > seconds
+
+
+def test_probes_ask_open_routes(render: Render) -> None:
+    (container,) = pod_of(render(), "minilm")["containers"]
+    paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
+    assert paths == {"startup": "/health/ready", "readiness": "/health/ready", "liveness": "/health/live"}
+    open_paths = (ROOT / "server" / "middleware" / "auth.py").read_text("utf-8")
+    assert all(f'"{path}"' in open_paths for path in {*paths.values(), "/metrics"})
+    startup = container["startupProbe"]
+    assert startup["failureThreshold"] * startup["periodSeconds"] >= 600
+
+
+def test_selectors_lead_to_the_pods_of_one_model(render: Render) -> None:
+    rendered = render(EVERYTHING)
+    labels = {
+        model: rendered["Deployment", f"r-{model}"]["spec"]["template"]["metadata"]["labels"]
+        for model in ("minilm", "reranker")
+    }
+
+    def chosen(selector: dict[str, str]) -> list[str]:
+        return [model for model, has in labels.items() if selector.items() <= has.items()]
+
+    for model in labels:
+        assert chosen(rendered["Deployment", f"r-{model}"]["spec"]["selector"]["matchLabels"]) == [model]
+        assert chosen(rendered["Service", f"r-{model}"]["spec"]["selector"]) == [model]
+    assert chosen(rendered["PodDisruptionBudget", "r-reranker"]["spec"]["selector"]["matchLabels"]) == ["reranker"]
+    monitored = rendered["ServiceMonitor", "r"]["spec"]["selector"]["matchLabels"].items()
+    assert all(monitored <= rendered["Service", f"r-{model}"]["metadata"]["labels"].items() for model in labels)
+    (rule,) = rendered["Ingress", "r"]["spec"]["rules"]
+    assert rule["http"]["paths"][0]["backend"]["service"]["name"] == "r-reranker"
+
+
+def test_it_scales_on_metrics_that_the_server_has(render: Render) -> None:
+    rendered = render(EVERYTHING)
+    assert "replicas" not in rendered["Deployment", "r-reranker"]["spec"]
+    spec = rendered["ScaledObject", "r-reranker"]["spec"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (1, 6)
+    assert spec["scaleTargetRef"] == {"name": "r-reranker"}
+    queries = [trigger["metadata"]["query"] for trigger in spec["triggers"]]
+    assert all('{namespace="search",service="r-reranker"}' in query for query in queries)
+    wanted = {name.removesuffix("_total") for query in queries for name in re.findall(r"penstock_\w+", query)}
+    metrics = (ROOT / "server" / "observability" / "metrics.py").read_text("utf-8")
+    assert wanted == {"penstock_engine_queue_seconds", "penstock_engine_refused_requests"}
+    assert wanted <= set(re.findall(r'"(penstock_\w+)"', metrics))
+
+
+def test_keys_and_weights_may_lie_elsewhere(render: Render) -> None:
+    values = {"apiKeys": {"existingSecret": "keys"}, "hubCache": {"enabled": True, "existingClaim": "weights"}}
+    rendered = render(values)
+    assert not {kind for kind, _ in rendered} & {"Secret", "PersistentVolumeClaim"}
+    volumes = {volume["name"]: volume for volume in pod_of(rendered, "minilm")["volumes"]}
+    assert volumes["api-keys"]["secret"] == {"secretName": "keys"}
+    assert volumes["hub"]["persistentVolumeClaim"] == {"claimName": "weights"}
+    assert render(EVERYTHING)["Secret", "r-api-keys"]["stringData"] == {"api-keys": "one\ntwo"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model": []},
+        {"models": []},
+        {"models": [{"model": "x"}]},
+        {"models": [{"name": "No Name"}]},
+        {"models": [{"name": "a", "settings": {"port": 9000}}]},
+        {"defaults": {"name": "a"}},
+        {"service": {"port": "http"}},
+    ],
+    ids=str,
+)
+def test_values_that_it_does_not_know_are_refused(render: Render, values: dict[str, Any]) -> None:
+    with pytest.raises(helm.HelmError):
+        render(values)

@@ -1,0 +1,54 @@
+"""docker/compose.yaml is what compose's specification allows, and its Prometheus asks whom it starts."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+
+DOCKER = Path(__file__).resolve().parents[2] / "docker"
+TEXT = (DOCKER / "compose.yaml").read_text("utf-8")
+COMPOSE: dict[str, Any] = yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", TEXT))  # as where no variable is set
+PROMETHEUS: dict[str, Any] = yaml.safe_load((DOCKER / "prometheus.yml").read_text("utf-8"))
+
+
+def validate(compose: dict[str, Any]) -> None:
+    specification = pytest.importorskip("compose_spec", reason="`make test-deploy` brings compose-spec")
+    compose = {**compose, "networks": {"default": None}}  # compose itself adds it
+    specification.PyCompose.from_yaml(yaml.safe_dump(compose)).validate()
+
+
+def test_it_keeps_the_specification() -> None:
+    validate(COMPOSE)
+
+
+@pytest.mark.parametrize("change", [{"bild": "."}, {"read_only": 7}, {"ports": ["eight:8000"]}], ids=str)
+def test_what_the_specification_forbids_is_seen(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        validate({**COMPOSE, "services": {**COMPOSE["services"], "cpu": {**COMPOSE["services"]["cpu"], **change}}})
+
+
+def test_volumes_with_a_name_are_declared() -> None:
+    mounts = [volume for service in COMPOSE["services"].values() for volume in service.get("volumes", ())]
+    names = {mount.partition(":")[0] for mount in mounts}
+    assert {name for name in names if not name.startswith(".")} == set(COMPOSE["volumes"])
+
+
+def test_targets_of_the_dockerfile_are_built() -> None:
+    stages = set(re.findall(r"^FROM .* AS (\S+)$", (DOCKER.parent / "Dockerfile").read_text("utf-8"), re.MULTILINE))
+    built = {name: service["build"]["target"] for name, service in COMPOSE["services"].items() if "build" in service}
+    assert built == {"cpu": "cpu", "slim": "slim", "cuda": "cuda"}
+    assert set(built.values()) <= stages
+
+
+def test_prometheus_asks_the_name_that_each_server_has() -> None:
+    (job,) = PROMETHEUS["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    host, _, port = target.partition(":")
+    for name in ("cpu", "slim", "cuda"):
+        service = COMPOSE["services"][name]
+        assert service["networks"]["default"]["aliases"] == [host]
+        assert service["ports"][0].endswith(f":{port}")
+    assert job.get("metrics_path", "/metrics") == "/metrics"
