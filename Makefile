@@ -38,8 +38,8 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 	done
 
 .DEFAULT_GOAL := help
-.PHONY: help install native serve test test-all test-faults test-clients test-schema test-deploy test-image mutants test-wheel test-gpu gpu-packages \
-	check lint types imports format hooks bench bench-conditions bench-peers wheel constraints clean
+.PHONY: help install native serve test test-all test-faults test-clients test-schema test-deploy test-image mutants \
+	test-wheel test-gpu gpu-packages check lint types imports format hooks bench bench-conditions bench-peers wheel constraints clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from container import OPTIONS, Container, Fault, podman, requests_of_the_readme
+from container import OPTIONS, USER, Container, Fault, podman, requests_of_the_readme
 from images import STAND_IN, build, build_stand_in, exists, num_bytes, remove, run
 
 HERE = Path(__file__).resolve().parent
@@ -76,12 +76,16 @@ def main() -> int:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make test-image", description=__doc__)
-    parser.add_argument("images", nargs="*", choices=IMAGES, default=["slim", "cpu"], help="default: slim cpu")
+    parser.add_argument("images", nargs="*", metavar="IMAGE", help=f"of {', '.join(IMAGES)}; default: slim cpu")
     parser.add_argument("--base", help="image to start from, which is here; default: one made of Debian's packages")
     parser.add_argument("--mirror", help="URL of the Debian archive for that one; default: Debian's own")
     parser.add_argument("--build-options", default="", help="more of `buildah bud`, such as volumes with a pip.conf")
     parser.add_argument("--fresh", action="store_true", help="take nothing from earlier runs")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.images = arguments.images or ["slim", "cpu"]
+    if unknown := [name for name in arguments.images if name not in IMAGES]:
+        parser.error(f"there is no image {unknown[0]}")
+    return arguments
 
 
 def refuse_where_it_cannot_run(base: str | None) -> None:
@@ -112,10 +116,11 @@ def check(name: str) -> list[str]:
         print(f"{name}: {size / 1e6:.0f} MB; not run")
         return faults
     requests = requests_of_the_readme()
-    ready_s = []
+    ready_s, processor_s = [], []
     for _ in range(NUM_STARTS):
         with Container(tag(name)) as container:
             ready_s.append(container.wait_until_ready())
+            processor_s.append(container.processor_s())
             container.check_confinement()
             container.check_health()
             for request in requests:
@@ -123,8 +128,10 @@ def check(name: str) -> list[str]:
             stopped_s = container.stop()
     shown = ", ".join(f"{seconds:.2f}" for seconds in ready_s)
     print(
-        f"{name}: {size / 1e6:.0f} MB; ready {shown} s after its start, as user 10001, read-only, without network; "
-        f"{len(requests)} requests of README.md answered; stopped in {stopped_s:.1f} s with exit code 0",
+        f"{name}: {size / 1e6:.0f} MB; ready {shown} s after its start, for which its processes took at least "
+        f"{min(processor_s):.2f} s of processors (load of this machine: {os.getloadavg()[0]:.1f})\n"
+        f"{name}: as user {USER}, with a read-only root, without network; {len(requests)} requests of README.md "
+        f"answered; stopped in {stopped_s:.1f} s with exit code 0",
         flush=True,
     )
     if image.max_ready_s is not None and min(ready_s) > image.max_ready_s:
