@@ -106,3 +106,21 @@ def test_wheel_holds_all_sources_and_nothing_else(tmp_path: Path, with_compiler:
     else:
         assert packaged == sources
         assert wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_the_slim_image_installs_every_dependency_but_torch_and_transformers() -> None:
+    def printed(*arguments: str) -> list[str]:
+        command = [sys.executable, "docker/requirements.py", *arguments]
+        return subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+
+    project = PYPROJECT["project"]
+    assert printed() == project["dependencies"] + project["optional-dependencies"]["otel"]
+    left_out = [requirement.partition(">=")[0] for requirement in printed() if requirement not in printed("slim")]
+    assert left_out == ["torch", "transformers"]
+
+
+def test_the_default_image_is_the_one_for_cpus() -> None:
+    """Docker builds the last stage where no target is named, as in README.md."""
+    stages = re.findall(r"^FROM .* AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert stages[-1] == "cpu"
+    assert {"slim", "cuda"} < set(stages)

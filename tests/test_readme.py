@@ -20,7 +20,8 @@ COMMANDS = ("serve", "embed", "info", "models")
 SETTINGS = (ServerSettings, EmbedSettings, InfoSettings)
 OTHERS_FLAGS = {
     "pip": {"--index-url", "--no-deps"},
-    "docker": {"--build-arg", "--gpus", "--profile", "--target"},
+    "docker": {"--build-arg", "--gpus", "--profile", "--target", "--volume"},
+    "helm": {"--values"},
     "make test-schema": {"--seed"},
     "benchmarks": {
         *("--cache", "--data", "--expect", "--help", "--model", "--output", "--peers", "--rounds", "--seconds"),

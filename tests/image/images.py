@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,8 +18,12 @@ EXTERNALLY_MANAGED = "usr/lib/python3.11/EXTERNALLY-MANAGED"
 
 
 def run(*command: str) -> str:
-    """Run a command and return what it wrote; raise CalledProcessError where it fails, whose stderr has been shown."""
-    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, cwd=ROOT).stdout.strip()
+    """Run a command and return what it wrote; where it fails, show its stderr and raise CalledProcessError."""
+    done = subprocess.run(command, check=False, text=True, capture_output=True, cwd=ROOT)
+    if done.returncode != 0:
+        sys.stderr.write(done.stderr)
+        done.check_returncode()
+    return done.stdout.strip()
 
 
 def exists(image: str) -> bool:
