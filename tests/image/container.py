@@ -96,8 +96,8 @@ class Container:
             try:
                 if (folder / "ns" / "pid").readlink() == space:
                     ticks += sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:13]))
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it has ended meanwhile
+            except OSError:  # it has ended meanwhile, or is not ours to look at
+                continue
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def check_confinement(self) -> None:

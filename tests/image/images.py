@@ -69,12 +69,12 @@ def build(tag: str, base: str, target: str | None, options: list[str], *, cached
         base: The image to start from.
         target: None: the default one.
         options: More of `buildah bud`.
-        cached: Take layers of earlier builds.
+        cached: Take layers of earlier builds; those of this one are kept in any case.
     """
     run(
         *("buildah", "bud", "--quiet", "--isolation", "chroot", "--network", "host", "--pull-never"),
         *("--format", "docker"),  # the other one has no HEALTHCHECK
-        *(["--layers"] if cached else ["--no-cache"]),
+        *("--layers", *([] if cached else ["--no-cache"])),
         *(
             "--build-arg",
             f"PYTHON_IMAGE={base}",

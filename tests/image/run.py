@@ -60,10 +60,10 @@ def main() -> int:
         timed(f"{STAND_IN} from Debian's packages", build_stand_in, arguments.mirror)
     print(f"{base}: {num_bytes(base) / 1e6:.0f} MB")
     faults = []
-    for name in arguments.images:
-        options = shlex.split(arguments.build_options)
-        target = IMAGES[name].target
-        timed(f"{tag(name)} built", build, tag(name), base, target, options, cached=not arguments.fresh)
+    options = shlex.split(arguments.build_options)
+    for index, name in enumerate(arguments.images):
+        is_cached = index > 0 or not arguments.fresh
+        timed(f"{tag(name)} built", build, tag(name), base, IMAGES[name].target, options, cached=is_cached)
         try:
             faults += check(name)
             if name == "cpu":
