@@ -12,6 +12,8 @@ import orjson
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
 
+from penstock.engine.protocol.stage_times import STAGE_TIMES
+
 from ..calls.context import CONNECTION_LOST
 from ..errors.table import HIDDEN_MESSAGE, status_response
 from ..observability.timing import REQUEST, RequestRecord
@@ -33,6 +35,7 @@ class RouteAnswer(NamedTuple):
         request_id: What the log calls the request.
         model: Served name of the model that it went to; "" for none.
         num_tokens: Of its inputs.
+        was_taken: The engine had taken it: where it is lost then, it may have been lost by it.
     """
 
     status: int
@@ -41,6 +44,7 @@ class RouteAnswer(NamedTuple):
     request_id: str
     model: str
     num_tokens: int
+    was_taken: bool = False
 
     @property
     def is_json(self) -> bool:
@@ -105,11 +109,20 @@ class RoutesInside:
                 pieces.append(bytes(message.get("body", b"")))
 
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
-        token = REQUEST.set(record)
+        request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
         try:
             await self._paths(scope, receive, send)
         except Exception:
             logger.exception("request %s failed unexpectedly", scope["request_id"])
         finally:
-            REQUEST.reset(token)
-        return RouteAnswer(status, headers, b"".join(pieces), scope["request_id"], record.model, record.num_tokens)
+            STAGE_TIMES.reset(stages_token)
+            REQUEST.reset(request_token)
+        return RouteAnswer(
+            status,
+            headers,
+            b"".join(pieces),
+            scope["request_id"],
+            record.model,
+            record.num_tokens,
+            was_taken=bool(record.stages.entries),
+        )

@@ -10,6 +10,7 @@ A run goes on wherever a killed server has left it: lines that have been answere
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -35,11 +36,10 @@ logger = logging.getLogger(__name__)
 AskRoute = Callable[[str, Mapping[str, Any], str, str], Awaitable[RouteAnswer]]
 """Asks a route: path, body, owner, name of the request."""
 
-TRY_AGAIN: Final = frozenset({429, 503})
-"""Statuses of a server that is full, starts, or starts its engine again: the line waits."""
-_GIVEN_UP: Final = 504
-_MOST_GIVEN_UP: Final = 3
-"""Times that a line may run into the deadline of the server."""
+TRY_AGAIN: Final = frozenset({429, 503, 504})
+"""Statuses of a server that is full, starts, starts its engine again, or had no time: the line waits."""
+_MOST_LOSSES: Final = 3
+"""Times that a line may run into the deadline of the server, or may be in an engine that dies."""
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 30.0
 _UNANSWERED: Final = {
@@ -59,6 +59,7 @@ class Surroundings:
         window: Says when.
         num_lines: Lines with an answer ("completed") and with an error ("failed") since the start.
         checking: Held while a file is checked: one after the other.
+        suspect: Held by a line that was in an engine when it died: if it dies again, it is known of which.
         now: Unix time.
         retry_s: Seconds until a disk that refuses is tried again.
     """
@@ -69,6 +70,7 @@ class Surroundings:
     window: Window
     num_lines: Counter[str] = field(default_factory=Counter)
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    suspect: asyncio.Lock = field(default_factory=asyncio.Lock)
     now: Callable[[], float] = time.time
     retry_s: float = RETRY_S
 
@@ -188,13 +190,16 @@ class BatchRun:
 
     async def _asked(self, line: InputLine) -> RouteAnswer:
         """Returns what the route says in the end: while the server is full or starts, a line is tried again."""
-        batch, num_tries, num_given_up = self.batch, 0, 0
+        batch, num_tries, num_losses, is_suspect = self.batch, 0, 0, False
         while True:
-            with self._around.window.run():
-                answer = await self._around.ask(batch.endpoint, line.body, batch.owner, self._name(line))
+            async with self._around.suspect if is_suspect else contextlib.nullcontext():
+                with self._around.window.run():
+                    answer = await self._around.ask(batch.endpoint, line.body, batch.owner, self._name(line))
             num_tries += 1
-            num_given_up += answer.status == _GIVEN_UP
-            if answer.status not in TRY_AGAIN and not (answer.status == _GIVEN_UP and num_given_up < _MOST_GIVEN_UP):
+            was_lost = answer.status == 503 and answer.was_taken
+            is_suspect = is_suspect or was_lost
+            num_losses += was_lost or answer.status == 504
+            if answer.status not in TRY_AGAIN or num_losses == _MOST_LOSSES:
                 return answer
             self._around.window.refuse()
             least_s = float(answer.headers.get(b"retry-after", b"1"))

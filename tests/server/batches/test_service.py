@@ -19,6 +19,7 @@ from penstock.server.schemas.batches import BatchRequest
 from penstock.server.settings import ServerSettings, UsageError
 
 DAY_S = 24 * 3600
+_JSON = {b"content-type": b"application/json"}
 
 
 class Routes:
@@ -26,6 +27,7 @@ class Routes:
 
     def __init__(self, answer: Callable[[int], int] = lambda number: 200) -> None:
         self.answer = answer
+        self.dies = False  # the engine, with a 503
         self.gate = asyncio.Event()
         self.gate.set()
         self.asked: Counter[int] = Counter()
@@ -42,7 +44,8 @@ class Routes:
         finally:
             self.num_at_once -= 1
         content = json.dumps({"number": number}).encode()
-        return RouteAnswer(self.answer(number), {b"content-type": b"application/json"}, content, name, "m", 3)
+        status = self.answer(number)
+        return RouteAnswer(status, _JSON, content, name, "m", 3, was_taken=status == 503 and self.dies)
 
 
 class Clock:
@@ -222,6 +225,26 @@ async def test_a_line_that_the_server_has_no_time_for_is_given_up_in_the_end(run
     async with running(routes) as batches:
         batch = await until(batches, await begin(batches, lines(range(1))), Status.COMPLETED)
         assert (batch.num_completed, batch.num_failed, routes.asked[0]) == (0, 1, 3)
+
+
+async def test_a_line_that_kills_its_engine_is_found_and_given_up(running, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.server.batches.run._LONGEST_WAIT_S", 0.01)
+    routes, deaths = Routes(), 0
+    routes.dies = True
+
+    def answer(number: int) -> int:
+        """Line 7 kills the engine, with all that is in it."""
+        nonlocal deaths
+        deaths += number == 7
+        routes.doomed = routes.in_engine if number == 7 else routes.doomed - {number}
+        return 503 if number == 7 or number in routes.doomed else 200
+
+    routes.doomed, routes.in_engine, routes.answer = set(), set(range(4, 20)), answer
+    async with running(routes) as batches:
+        batch = await until(batches, await begin(batches, lines(range(40))), Status.COMPLETED)
+        assert (batch.num_completed, batch.num_failed, deaths) == (39, 1, 3)
+        (error,) = batches.files.path(batch.error_id).read_text().splitlines()
+        assert (json.loads(error)["custom_id"], json.loads(error)["response"]["status_code"]) == ("7", 503)
 
 
 async def test_a_database_that_refuses_loses_nothing(running, monkeypatch) -> None:

@@ -128,7 +128,7 @@ def help_of(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("command", "titles"),
     [
-        ("serve", ["Model", "Limits", "HTTP", "Several models", "Memory", "Logging"]),
+        ("serve", ["Model", "Limits", "HTTP", "Several models", "Batches", "Memory", "Logging"]),
         ("embed", ["Input and output", "Model", "Limits", "Memory", "Logging"]),
         ("info", ["Model", "Limits", "Memory", "Logging"]),
     ],
