@@ -18,6 +18,7 @@ from penstock.engine.frontend.engine_process import EngineProcess
 from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings
 from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
+from .cluster import add_ray
 from .config_file import read_config
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, load
@@ -87,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("--task", choices=TASKS, help="Only models for this task; default: all.")
     models.add_argument("--json", action="store_true", help="Print it as JSON.")
     models.set_defaults(run=_models)
+
+    add_ray(commands)
     return parser
 
 
