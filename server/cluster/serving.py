@@ -18,8 +18,11 @@ from ray.serve.config import (
     HTTPOptions,
     RequestRouterConfig,
 )
+from ray.serve.context import _get_global_client  # the version is pinned: there is no public way to the HTTP options
 
-from ..settings import CommandError
+from penstock.engine.logs import configure_logging
+
+from ..settings import CommandError, UsageError
 from .connection import connected
 from .mounts import Mount
 from .replica import Replica, build_app
@@ -38,6 +41,12 @@ _CLOSE_S: Final = 10.0
 """Seconds that a drained engine gets to end, beyond those to drain."""
 _RETRY_AFTER_S: Final = 1.0
 _KEEP_ALIVE_S: Final = 120  # as `penstock serve`
+_PROXY_FLAGS: Final = {
+    "host": "--host",
+    "port": "--port",
+    "ssl_certfile": "--ssl-certfile",
+    "ssl_keyfile": "--ssl-keyfile",
+}
 _MOST_STARTS: Final = 3
 """A model that cannot be loaded is not tried more often."""
 
@@ -48,6 +57,7 @@ def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
     Raises:
         CommandError: There is no such cluster, or a model cannot be served; the message says why.
     """
+    configure_logging(settings.log_level, settings.log_format)
     with connected(settings.address, settings.log_level):
         stop = _stop_event()
         start_proxies(settings)
@@ -64,8 +74,7 @@ def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
                 return
             stop.wait()
         finally:
-            for mount in deployed:
-                serve.delete(mount.app)
+            take_down(deployed)
 
 
 def _stop_event() -> threading.Event:
@@ -78,7 +87,11 @@ def _stop_event() -> threading.Event:
 
 
 def start_proxies(settings: RayServeSettings) -> None:
-    """Starts Ray Serve with its HTTP proxies, where it does not run yet."""
+    """Starts Ray Serve with its HTTP proxies, where it does not run yet.
+
+    Raises:
+        UsageError: It runs, and listens elsewhere.
+    """
     certificate = settings.ssl_certfile and str(settings.ssl_certfile.resolve())
     key = settings.ssl_keyfile and str(settings.ssl_keyfile.resolve())
     options = HTTPOptions(
@@ -89,6 +102,21 @@ def start_proxies(settings: RayServeSettings) -> None:
         ssl_keyfile=key or certificate,
     )
     serve.start(proxy_location=settings.proxy_location, http_options=options)
+    held = _get_global_client().http_config
+    for field, flag in _PROXY_FLAGS.items():
+        if getattr(held, field) != getattr(options, field):
+            raise UsageError(
+                f"{flag}: Ray Serve runs on this cluster with another: {getattr(held, field)}; give that, or end it by "
+                "`serve shutdown`"
+            )
+
+
+def take_down(mounts: Sequence[Mount]) -> None:
+    """Takes models down, each when the requests under way are answered; with the last one Ray Serve itself."""
+    for mount in mounts:
+        serve.delete(mount.app)
+    if mounts and not serve.status().applications:
+        serve.shutdown()
 
 
 def deploy(mount: Mount, settings: RayServeSettings, build: Build = build_app) -> None:
