@@ -63,12 +63,12 @@ class Embedder:
         """Embeds the pieces of a batch.
 
         Args:
-            batch: `id`: their indices.
+            batch: `item`: their indices.
 
         Returns:
             `num_rows` of each, and `error`: why it could not be done, or "".
         """
-        pieces = [self._pieces[index] for index in batch["id"].tolist()]
+        pieces = [self._pieces[index] for index in batch["item"].tolist()]
         return {"num_rows": [piece.num_rows for piece in pieces], "error": [self._do(piece) for piece in pieces]}
 
     def _do(self, piece: Piece) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext
@@ -18,8 +18,10 @@ from .manifest import Output
 from .pieces import Piece
 from .settings import RayEmbedSettings
 
-_AT_ONCE = 2
+_AT_ONCE: Final = 2
 """Pieces that an engine has at once."""
+_MOST_BLOCKS: Final = 4096
+"""Parts in which Ray hands the pieces out."""
 
 
 def embed_on_ray(
@@ -61,7 +63,9 @@ def _run(left: Sequence[Piece], recipe: Recipe, settings: RayEmbedSettings, bar:
         max_concurrent_calls_per_actor=_AT_ONCE,
         enable_true_multi_threading=True,
     )
-    answers = ray.data.range(len(left), override_num_blocks=len(left)).map_batches(
+    # Of items that are here: to make them in tasks would take cores, and where the engines have all there are none.
+    indices = ray.data.from_items(list(range(len(left))), override_num_blocks=min(len(left), _MOST_BLOCKS))
+    answers = indices.map_batches(
         Embedder,
         fn_constructor_args=(recipe, left),
         batch_size=1,

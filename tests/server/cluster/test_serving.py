@@ -138,10 +138,13 @@ def test_a_lost_node_loses_no_request(nodes: Starting, tmp_path: Path) -> None:
     with nodes(0, 1, 1) as cluster:
         place = ("--address", cluster.address, "--host", HOST, "--port", str(port), "--proxy-location", "HeadOnly")
         command = (sys.executable, "-P", "-m", "penstock.server", "ray", "serve", *place, "--min-replicas", "2")
-        with ended(command, log) as process:
+        with ended(command, log, stdout=subprocess.DEVNULL) as process:
             wait_until_ready(f"http://{HOST}:{port}", process, log)
-            client = openai.OpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="none", timeout=60)
+            statuses: Counter[int] = Counter()
             answers: Counter[str] = Counter()
+            hooks = {"response": [lambda response: statuses.update([response.status_code])]}
+            http = openai.DefaultHttpxClient(event_hooks=hooks)
+            client = openai.OpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="none", timeout=60, http_client=http)
 
             def ask(text: str) -> list[float]:
                 (row,) = client.embeddings.create(input=[text], model="all-MiniLM-L6-v2").data
@@ -160,7 +163,7 @@ def test_a_lost_node_loses_no_request(nodes: Starting, tmp_path: Path) -> None:
     assert at_kill < len(texts)
     assert set(answers.values()) == {1}
     assert len(answers) == len(texts)
-    print(f"\n{len(texts)} requests, a node killed after {at_kill}: each answered once")
+    print(f"\n{len(texts)} requests, a node killed after {at_kill}: each answered once; by status {dict(statuses)}")
     assert np.allclose(vectors, reference(texts), atol=1e-5)
 
 
