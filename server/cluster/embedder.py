@@ -96,9 +96,7 @@ class Embedder:
 
     def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         recipe = self._recipe
-        answers = self._llm.embed(
-            texts, pooling_params=recipe.params, prompt_name=recipe.prompt_name, use_tqdm=False
-        )
+        answers = self._llm.embed(texts, pooling_params=recipe.params, prompt_name=recipe.prompt_name, use_tqdm=False)
         return np.stack([np.asarray(answer.outputs.embedding, np.float32) for answer in answers])
 
     def _bad_row(self, piece: Piece, row: int, reason: str) -> str:

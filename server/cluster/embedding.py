@@ -79,7 +79,9 @@ def _run(left: Sequence[Piece], recipe: Recipe, settings: RayEmbedSettings, bar:
                 raise CommandError(f"{answer['error']}; rows that are done are kept: give the same command again")
             bar.update(answer["num_rows"])
     except RayError as error:
-        raise CommandError(f"the work could not be finished: {_last_line(error)}; rows that are done are kept") from error
+        raise CommandError(
+            f"the work could not be finished: {_last_line(error)}; rows that are done are kept"
+        ) from error
 
 
 def _last_line(error: RayError) -> str:

@@ -1,4 +1,4 @@
-"""What a run of `penstock ray embed` has done so far: the files of its output, each of which appears whole or not at all.
+"""What a run of `penstock ray embed` has done so far: the files of its output, each of which is there whole or not.
 
 The folder OUT holds `_manifest.json` (what the run is) and a file for each piece that is done. There is no list beside
 them that could say otherwise. A file is written under another name and moved into its place: that of a process that was
@@ -50,7 +50,9 @@ class Output:
                 self._clear()
             held = self._read()
             if held is None:
-                if others := sorted(path.name for path in self.folder.iterdir() if not path.name.startswith(_UNFINISHED)):
+                if others := sorted(
+                    path.name for path in self.folder.iterdir() if not path.name.startswith(_UNFINISHED)
+                ):
                     raise UsageError(f"OUT: {self.folder} holds {others[0]}; name a folder that is new or empty")
                 self._write({"identity": identity, "finished": False})
                 return

@@ -96,7 +96,9 @@ def pieces_of(inputs: Iterable[ParquetInput], most_rows: int) -> list[Piece]:
         for start in range(0, starts[-1], most_rows):
             end = min(start + most_rows, starts[-1])
             groups = tuple(
-                group for group, rows in enumerate(source.group_rows) if starts[group] < end and starts[group] + rows > start
+                group
+                for group, rows in enumerate(source.group_rows)
+                if starts[group] < end and starts[group] + rows > start
             )
             skip = start - starts[groups[0]]
             pieces.append(Piece(len(pieces), source.path, start, end - start, groups, skip))

@@ -15,24 +15,20 @@ from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.logs import configure_logging
 
 from ..app import create_app
-from ..calls.models import ServedModel
+from ..models.served_model import ServedModel
 from ..settings import ServerSettings
 from .least_tokens import LoadReport
+from .mounts import Mount
 from .scaling import BUSY, QUEUE_S
 
-_ALIVE = (EngineState.STARTING, EngineState.READY, EngineState.DRAINING)
 
-
-def build_app(settings: ServerSettings, model: str, names: tuple[str, ...]) -> FastAPI:
+def build_app(settings: ServerSettings, mount: Mount) -> FastAPI:
     """Builds the application of one model, as `penstock serve` has it; called in the process of a replica."""
     configure_logging(settings.log_level, settings.log_format)
     start = partial(
-        AsyncEngine.start,
-        settings.engine_config(model, names[0]),
-        log_level=settings.log_level.upper(),
-        log_format=settings.log_format,
+        AsyncEngine.start, mount.config, log_level=settings.log_level.upper(), log_format=settings.log_format
     )
-    return create_app([ServedModel(names, start)], settings)
+    return create_app([ServedModel(mount.names, start, mount.default_prompt_name)], settings)
 
 
 class WithoutPrefix:
@@ -62,7 +58,7 @@ class Replica:
         self._seen_s, self._seen_step_s = time.monotonic(), 0.0
         self._request_tokens = 0.0
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:  # noqa: PLW3201 - Ray's name
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         """Returns the application. Called by Ray, which then begins its lifespan."""
         self._app = self._build()
         return WithoutPrefix(self._app)
@@ -77,9 +73,8 @@ class Replica:
             RuntimeError: Its engine was given up.
         """
         await self._app.state.startup.wait()
-        states = self._app.state.context.models.states()
-        if dead := [f"{name} is {state}" for name, state in states.items() if state not in _ALIVE]:
-            raise RuntimeError(", ".join(dead))
+        if not self._app.state.context.models.is_alive:
+            raise RuntimeError("the engine was given up")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns what QueuePolicy reads."""
@@ -102,4 +97,4 @@ class Replica:
         return report._asdict()
 
     def _engines(self) -> list[AsyncEngine]:
-        return [target.engine for target in self._app.state.context.models.engines()]
+        return [engine for engine, _ in self._app.state.context.models.named_engines()]

@@ -32,7 +32,7 @@ from .settings import RayServeSettings
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[RayServeSettings, str, tuple[str, ...]], FastAPI]
+Build = Callable[[RayServeSettings, Mount], FastAPI]
 
 _REPORT_EVERY_S: Final = 1.0
 _LOOK_BACK_S: Final = 15.0
@@ -68,7 +68,9 @@ def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
                     return
                 deployed.append(mount)
                 deploy(mount, settings)
-                logger.info("%s is served at http://%s:%d%s", mount.names[0], settings.host, settings.port, mount.prefix)
+                logger.info(
+                    "%s is served at http://%s:%d%s", mount.names[0], settings.host, settings.port, mount.prefix
+                )
             if settings.detach:
                 deployed.clear()
                 return
@@ -127,7 +129,7 @@ def deploy(mount: Mount, settings: RayServeSettings, build: Build = build_app) -
     """
     replica: Any = serve.ingress()(Replica)
     deployment = serve.deployment(replica, name="model").options(**deployment_options(settings))
-    application = deployment.bind(partial(build, settings, mount.model, mount.names))
+    application = deployment.bind(partial(build, settings, mount))
     try:
         serve.run(application, name=mount.app, route_prefix=mount.prefix)
     except RuntimeError as error:
@@ -165,4 +167,4 @@ def _cause(mount: Mount, error: RuntimeError) -> str:
     said = [each.message for each in status.deployments.values()] if status is not None else []
     lines = [line.strip() for text in said for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error: " in line]
-    return (errors or lines or [str(error)])[-1]
+    return str((errors or lines or [error])[-1])

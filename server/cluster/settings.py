@@ -16,14 +16,15 @@ from penstock.engine import EngineConfig
 from ..setting_types import Seconds
 from ..settings import EmbedSettings, EngineSettings, ServerSettings, UsageError
 
+
 class ClusterSettings(EngineSettings):
     """What `penstock ray serve` and `penstock ray embed` share: the cluster, and the engines that run on it."""
 
     address: str | None = Field(
         None,
         description=(
-            "Ray cluster, such as host:6379; auto: the one of this machine. Default: that, or where there is none a new "
-            "one that ends with the command."
+            "Ray cluster, such as host:6379; auto: the one of this machine. Default: that, or where there is none a "
+            "new one that ends with the command."
         ),
     )
     min_replicas: PositiveInt = Field(1, description="Engines that run always.")
@@ -33,10 +34,9 @@ class ClusterSettings(EngineSettings):
     )
     replica_gpus: NonNegativeFloat = Field(0.0, description="GPUs, or a share of one, that Ray reserves for an engine.")
 
-    def engine_config(self, model: str, name: str | None = None) -> EngineConfig:
-        """Returns the engine's configuration; see EngineSettings. It takes no more cores than Ray reserves for it."""
-        config = super().engine_config(model, name)
-        return config if self.num_threads else dataclasses.replace(config, num_threads=math.ceil(self.replica_cpus))
+    def on_replica(self, config: EngineConfig) -> EngineConfig:
+        """Returns the configuration of an engine on the cluster: it takes no more cores than Ray reserves for it."""
+        return config if config.num_threads else dataclasses.replace(config, num_threads=math.ceil(self.replica_cpus))
 
     @property
     def most_replicas(self) -> int:
@@ -65,6 +65,7 @@ class RayServeSettings(ClusterSettings, ServerSettings):
 class RayEmbedSettings(ClusterSettings, EmbedSettings):
     """Settings of `penstock ray embed`."""
 
+    output: str = Field(description="Folder to write, one that every machine shares.")
     piece_rows: PositiveInt = Field(
         2048, description="Rows of one file of the output, which is done, or done again, as a whole."
     )
@@ -72,20 +73,19 @@ class RayEmbedSettings(ClusterSettings, EmbedSettings):
 
 _NOT_HERE: Final = {
     "in_process": "an engine of a cluster has a process of its own, beside its replica",
+    "max_loaded_models": "each model has replicas of its own, which --min-replicas and --max-replicas bound",
+    "model_memory": "each model has replicas of its own, which --min-replicas and --max-replicas bound",
+    "admin_key": "deploy models, and take them down, by the command",
 }
 """Flags that mean nothing on a cluster, and why."""
 
 
-def check_flags(settings: RayServeSettings | RayEmbedSettings, num_models: int = 1) -> None:
+def check_flags(settings: RayServeSettings | RayEmbedSettings) -> None:
     """Raises UsageError for a flag that a cluster cannot heed."""
     for field, reason in _NOT_HERE.items():
-        if getattr(settings, field):
-            raise UsageError(f"--{field.replace('_', '-')}: {reason}")
+        if getattr(settings, field, None):
+            raise UsageError(f"--{field.replace('_', '-')}: not on Ray: {reason}")
     if settings.most_replicas < settings.min_replicas:
         raise UsageError(f"--max-replicas: must be at least --min-replicas ({settings.min_replicas})")
-    if not isinstance(settings, RayServeSettings):
-        return
-    if settings.port == 0:
+    if isinstance(settings, RayServeSettings) and not settings.port:
         raise UsageError("--port: Ray's proxies listen on every machine and need a port that is free on all; not 0")
-    if num_models > 1 and settings.served_model_name:
-        raise UsageError("--served-model-name: names one model, and several are given; deploy them one by one")

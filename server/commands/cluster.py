@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from ..cluster.settings import RayEmbedSettings, RayServeSettings, check_flags
 from ..settings import CommandError, UsageError
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, load
+from .model_plans import planned
 
 _RAY: Final = "Serve models, or embed files, on a Ray cluster (extra `ray`)."
 _SERVE: Final = "Deploy models with Ray Serve: replicas of the server that come and go with the work that waits."
@@ -24,33 +26,39 @@ def add_ray(commands: argparse._SubParsersAction[OneLineParser]) -> None:
 
     usage = "%(prog)s [MODEL ...] [FLAG ...]"
     serve = its_commands.add_parser("serve", help=_SERVE, description=_SERVE, usage=usage)
-    serve.add_argument("models", metavar="MODEL", nargs="*", help="Local folders, at one path everywhere, or hub ids.")
-    add_flags(serve, RayServeSettings)
+    add_flags(serve, RayServeSettings, positional="model", nargs="*")
     serve.set_defaults(run=_serve)
 
     usage = "%(prog)s IN OUT [FLAG ...]"
     embed = its_commands.add_parser("embed", help=_EMBED, description=_EMBED, usage=usage)
     embed.add_argument("file", metavar="IN", help="A Parquet file, or a folder of them, that every machine reads.")
-    embed.add_argument("output", metavar="OUT", help="Folder to write, one that every machine shares.")
-    add_flags(embed, RayEmbedSettings, without=("output",))
+    add_flags(embed, RayEmbedSettings, positional="output")
     embed.set_defaults(run=_embed)
 
 
 def _serve(given: dict[str, Any]) -> int:
-    models: list[str] = given.pop("models")
-    if models:
-        given["model"] = models[0]
-    settings = load(RayServeSettings, given)
-    check_flags(settings, len(models))
-    _require_ray()
-    from ..cluster.mounts import mounts_of
-    from .serve import check_certificate, check_model
+    settings, plans = planned(given, RayServeSettings)
+    check_flags(settings)
+    for plan in plans:
+        if plan.is_pinned or plan.ttl_s < math.inf:
+            raise UsageError(f"pin, ttl: {plan.names[0]} stays on Ray for as long as it is deployed")
+    require_ray()
+    from ..cluster.mounts import everywhere, mounts_of
+    from .serve import check_certificate
+    from .served_models import resolved
 
-    named = [model_and_names(model, settings.served_model_name) for model in models or [settings.model]]
-    for model, names in named:
-        check_model(settings.engine_config(model, names[0]), settings.default_prompt_name)
+    models = [
+        (
+            settings.on_replica(plan.settings.engine_config(everywhere(plan.model), plan.names[0])),
+            plan.names,
+            plan.default_prompt_name,
+        )
+        for plan in plans
+    ]
+    for config, _, default_prompt_name in models:
+        resolved(config, default_prompt_name)
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
-    mounts = mounts_of(named)
+    mounts = mounts_of(models)
     from ..cluster.serving import serve_on_ray
 
     serve_on_ray(mounts, settings)
@@ -59,9 +67,9 @@ def _serve(given: dict[str, Any]) -> int:
 
 def _embed(given: dict[str, Any]) -> int:
     source = given.pop("file")
-    settings = load(RayEmbedSettings, given)
+    settings = load(RayEmbedSettings, given, positional=("output",))
     check_flags(settings)
-    _require_ray()
+    require_ray()
     model, names = model_and_names(settings.model)
     try:
         _embed_all(source, settings, model, names[0])
@@ -82,7 +90,7 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     from .embed.run import check_options, model_digest, pooling_params
 
     configure_logging(settings.log_level, settings.log_format)
-    config = settings.engine_config(everywhere(model), name)
+    config = settings.on_replica(settings.engine_config(everywhere(model), name))
     try:
         info = resolve_model(config)
     except ModelLoadError as error:
@@ -104,6 +112,7 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     embed_on_ray(pieces_of(inputs, settings.piece_rows), recipe, identity, settings)
 
 
-def _require_ray() -> None:
+def require_ray() -> None:
+    """Raises UsageError that says how to install Ray where it is missing."""
     if importlib.util.find_spec("ray") is None:
         raise UsageError("penstock ray needs Ray: run `pip install 'penstock[ray]'`")

@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 READY_S = 120
 END_S = 60
 
+
 @dataclass
 class Nodes:
     """A running cluster.

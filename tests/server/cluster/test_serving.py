@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -98,12 +98,12 @@ def seconds_for(url: str, num_requests: int, num_clients: int) -> float:
     def ask(client: httpx.Client) -> None:
         embed(client, [TEXT * 2] * 4)
 
-    with httpx.Client(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
-        with ThreadPoolExecutor(num_clients) as threads:
-            began_s = time.monotonic()
-            for done in [threads.submit(ask, client) for _ in range(num_requests)]:
-                done.result()
-            return time.monotonic() - began_s
+    limits = httpx.Limits(max_connections=None)
+    with httpx.Client(base_url=url, timeout=120, limits=limits) as client, ThreadPoolExecutor(num_clients) as threads:
+        began_s = time.monotonic()
+        for done in [threads.submit(ask, client) for _ in range(num_requests)]:
+            done.result()
+        return time.monotonic() - began_s
 
 
 def test_two_replicas_do_twice_the_work(nodes: Starting, model: str, tmp_path: Path) -> None:
@@ -114,7 +114,10 @@ def test_two_replicas_do_twice_the_work(nodes: Starting, model: str, tmp_path: P
             with waiting_model(cluster, log, 0.0005, model, "--min-replicas", str(number)) as deployed:
                 seconds_for(deployed.url, 16 * number, 16 * number)  # the rate is known from then on
                 seconds[number] = seconds_for(deployed.url, 400, 48)
-    print(f"\n400 requests: {seconds[1]:.1f} s with one replica, {seconds[2]:.1f} s with two: {seconds[1] / seconds[2]:.2f} times")
+    print(
+        f"\n400 requests: {seconds[1]:.1f} s with one replica, {seconds[2]:.1f} s with two: "
+        f"{seconds[1] / seconds[2]:.2f} times"
+    )
     assert seconds[1] / seconds[2] >= 1.9
 
 
@@ -179,12 +182,13 @@ def reference(texts: Sequence[str]) -> np.ndarray:
 def test_a_full_queue_is_refused_with_429(nodes: Starting, model: str, tmp_path: Path) -> None:
     """By Ray's proxy, whose own word for it would be 503."""
     flags = ("--max-ongoing-requests", "1", "--max-queued-requests", "2")
+    body = {"input": TEXT, "model": "waiting"}
     with nodes(0, 1) as cluster, waiting_model(cluster, tmp_path / "log", 0.01, model, *flags) as deployed:
+
+        def post(_: int) -> httpx.Response:
+            return httpx.post(f"{deployed.url}/v1/embeddings", json=body, timeout=60)
+
         with ThreadPoolExecutor(16) as threads:
-            body = {"input": TEXT, "model": "waiting"}
-            post: Callable[[int], httpx.Response] = lambda _: httpx.post(  # noqa: E731
-                f"{deployed.url}/v1/embeddings", json=body, timeout=60
-            )
             answers = list(threads.map(post, range(16)))
     statuses = Counter(answer.status_code for answer in answers)
     assert set(statuses) == {200, 429}

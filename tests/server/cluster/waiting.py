@@ -8,6 +8,7 @@ import json
 import sys
 import time
 import zlib
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,9 +19,10 @@ from penstock.server.cluster.mounts import mounts_of
 from penstock.server.cluster.serving import deploy, start_proxies, take_down
 from penstock.server.cluster.settings import RayServeSettings
 from penstock.server.commands.cli import _parser
+from penstock.server.commands.model_plans import planned
 
 
-def waiting_app(seconds_per_token, settings, model, names):
+def waiting_app(seconds_per_token, settings, mount):
     from penstock.engine.core.array_runner import ArrayRunner
     from penstock.engine.core.runner import EndedForward, ForwardTime
     from penstock.server.cluster.replica import build_app
@@ -34,16 +36,15 @@ def waiting_app(seconds_per_token, settings, model, names):
         return EndedForward([{"embedding": (row / np.linalg.norm(row)).astype(np.float32)} for row in rows])
 
     ArrayRunner.begin = begin
-    return build_app(settings.model_copy(update={"in_process": True}), model, names)
+    return build_app(settings, mount._replace(config=replace(mount.config, in_process=True)))
 
 
 def main() -> None:
     seconds_per_token, *words = sys.argv[1:]
     given = vars(_parser().parse_args(["ray", "serve", *words]))
-    model, = given.pop("models")
     del given["run"]
-    settings = RayServeSettings(**given)
-    (mount,) = mounts_of([(model, ("waiting",))])
+    settings, (plan,) = planned(given, RayServeSettings)
+    (mount,) = mounts_of([(plan.settings.engine_config(plan.model), ("waiting",), None)])
     with connected(settings.address, "warning"):
         start_proxies(settings)
         deploy(mount, settings, partial(waiting_app, float(seconds_per_token)))
