@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,7 +84,6 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     from penstock.engine.protocol.errors import ModelLoadError
 
     from ..cluster.embedder import Recipe
-    from ..cluster.embedding import embed_on_ray
     from ..cluster.mounts import everywhere
     from ..cluster.pieces import digest_of, list_inputs, pieces_of
     from .embed.run import check_options, model_digest, pooling_params
@@ -109,10 +108,12 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     fields = ("field", "dimensions", "normalize", "prompt_name", "piece_rows")
     options = {field: getattr(settings, field) for field in fields}
     identity = {"input": digest_of(inputs), "model": model_digest(info), **options}
+    from ..cluster.embedding import embed_on_ray
+
     embed_on_ray(pieces_of(inputs, settings.piece_rows), recipe, identity, settings)
 
 
 def require_ray() -> None:
     """Raises UsageError that says how to install Ray where it is missing."""
-    if importlib.util.find_spec("ray") is None:
+    if find_spec("ray") is None:
         raise UsageError("penstock ray needs Ray: run `pip install 'penstock[ray]'`")
