@@ -75,6 +75,7 @@ _NOT_HERE: Final = {
     "in_process": "an engine of a cluster has a process of its own, beside its replica",
     "max_loaded_models": "each model has replicas of its own, which --min-replicas and --max-replicas bound",
     "model_memory": "each model has replicas of its own, which --min-replicas and --max-replicas bound",
+    "data_dir": "a folder of batches has one server, and here are many",
     "admin_key": "deploy models, and take them down, by the command",
 }
 """Flags that mean nothing on a cluster, and why."""
@@ -83,7 +84,10 @@ _NOT_HERE: Final = {
 def check_flags(settings: RayServeSettings | RayEmbedSettings) -> None:
     """Raises UsageError for a flag that a cluster cannot heed."""
     for field, reason in _NOT_HERE.items():
-        if getattr(settings, field, None):
+        if (
+            field in type(settings).model_fields
+            and getattr(settings, field) != type(settings).model_fields[field].default
+        ):
             raise UsageError(f"--{field.replace('_', '-')}: not on Ray: {reason}")
     if settings.most_replicas < settings.min_replicas:
         raise UsageError(f"--max-replicas: must be at least --min-replicas ({settings.min_replicas})")

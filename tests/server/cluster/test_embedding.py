@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -100,12 +101,20 @@ def test_a_killed_run_goes_on(nodes: Starting, source: Path, tmp_path: Path, mod
     print(f"\na run killed after {len(kept) * PIECE_ROWS} of {NUM_ROWS} rows went on from there")
 
 
-def test_a_row_without_text_is_named(nodes: Starting, tmp_path: Path) -> None:
-    source = tmp_path / "in.parquet"
-    parquet.write_table(pa.table({"text": ["a", "b", None, "c"]}), source)
+def test_what_cannot_be_done_is_named(nodes: Starting, tmp_path: Path, model: str) -> None:
+    """A row without text, and a model that only the engines find broken: the run ends and says why."""
+    texts, broken, out = tmp_path / "in.parquet", tmp_path / "broken", tmp_path / "out"
+    parquet.write_table(pa.table({"text": ["a", "b", None, "c"]}), texts)
+    shutil.copytree(model, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
     with nodes(1) as cluster:
-        done = subprocess.run(
-            command(source, tmp_path / "out", cluster), capture_output=True, text=True, cwd="/", timeout=200
-        )
-    assert done.returncode == 1
-    assert f"{source}, row 3: the column 'text' holds no text" in done.stderr
+        for flags, message in (
+            ((), f"{texts}, row 3: the column 'text' holds no text"),
+            (("--model", str(broken), "--overwrite"), f"{weights} cannot be read"),
+        ):
+            done = subprocess.run(
+                command(texts, out, cluster, *flags), capture_output=True, text=True, cwd="/", timeout=200
+            )
+            assert done.returncode == 1
+            assert message in done.stderr.splitlines()[-1]

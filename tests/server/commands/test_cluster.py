@@ -41,6 +41,7 @@ def test_the_command_line_loads_no_ray() -> None:
         (("serve", "--in-process"), "--in-process: not on Ray: an engine of a cluster has a process of its own"),
         (("serve", "a/b", "c/d", "--max-loaded-models", "1"), "--max-loaded-models: not on Ray: each model"),
         (("serve", "--admin-key", "k"), "--admin-key: not on Ray: deploy models, and take them down, by the command"),
+        (("serve", "--data-dir", "batches"), "--data-dir: not on Ray: a folder of batches has one server"),
         (("serve", "--port", "0"), "--port: Ray's proxies listen on every machine"),
         (
             ("serve", "--min-replicas", "3", "--max-replicas", "2"),
