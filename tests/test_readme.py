@@ -10,19 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from penstock.server.cluster.settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands.cli import main
 from penstock.server.commands.flags import flag_of
 from penstock.server.settings import EmbedSettings, InfoSettings, ServerSettings, environment_variable
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = ("serve", "embed", "info", "models")
-SETTINGS = (ServerSettings, EmbedSettings, InfoSettings)
+COMMANDS = ("serve", "embed", "info", "models", "ray serve", "ray embed")
+SETTINGS = (ServerSettings, EmbedSettings, InfoSettings, RayServeSettings, RayEmbedSettings)
 OTHERS_FLAGS = {
     "pip": {"--index-url", "--no-deps"},
     "docker": {"--build-arg", "--gpus", "--profile", "--target", "--volume"},
     "helm": {"--values"},
     "make test-schema": {"--seed"},
+    "ray start": {"--head"},
     "benchmarks": {
         *("--cache", "--data", "--expect", "--help", "--model", "--output", "--peers", "--rounds", "--seconds"),
         *("--only", "--server"),
@@ -43,7 +45,7 @@ def flags_of(command: str) -> frozenset[str]:
     """The flags that a command's --help shows."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as done:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert done.value.code == 0
     return frozenset(re.findall(r"(?<![\w-])--[a-z][a-z-]*", shown.getvalue().replace("-\n", "-")))
 

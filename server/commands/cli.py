@@ -18,11 +18,11 @@ from penstock.engine.frontend.engine_process import EngineProcess
 from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings
 from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
-from .config_file import read_config
+from .cluster import add_ray
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, load
 from .known_models import TASKS, as_json, as_table, models_for
-from .model_plans import ModelPlan, plan_models
+from .model_plans import planned
 from .vllm_flags import translated
 
 INTERRUPTED: Final = 130
@@ -87,28 +87,18 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("--task", choices=TASKS, help="Only models for this task; default: all.")
     models.add_argument("--json", action="store_true", help="Print it as JSON.")
     models.set_defaults(run=_models)
+
+    add_ray(commands)
     return parser
 
 
 def _serve(given: dict[str, Any]) -> int:
-    settings, plans = _planned(given)
+    settings, plans = planned(given, ServerSettings)
     with _engine_process(plans[0].settings.in_process or not plans[0].is_preloaded) as process:
         from .serve import serve
 
         serve(settings, plans, process)
     return 0
-
-
-def _planned(given: dict[str, Any]) -> tuple[ServerSettings, list[ModelPlan]]:
-    """Returns what the command line, the environment and the file say of the server, and of its models."""
-    words = given.pop("model", [])
-    if len(words) == 1:
-        given["model"] = words[0]
-    settings, file = load(ServerSettings, given, positional=("model",)), None
-    if settings.config is not None:
-        file = read_config(settings.config)
-        settings = load(ServerSettings, given, positional=("model",), file=file.settings, file_name=str(file.path))
-    return settings, plan_models(settings, words if len(words) > 1 else (), file)
 
 
 def _config(_: dict[str, Any]) -> int:

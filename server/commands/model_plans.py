@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ..setting_types import Names, Seconds
 from ..settings import EngineSettings, ServerSettings, UsageError
-from .config_file import ConfigFile, suggestion
+from .config_file import ConfigFile, read_config, suggestion
 from .default_model import model_and_names
-from .flags import reason_of
+from .flags import load, reason_of
 
+Settings = TypeVar("Settings", bound=ServerSettings)
 _FOR_ALL: Final = ("log_level", "log_format")
 
 
@@ -69,6 +70,26 @@ class ModelSettings(EngineSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Takes what the table says, and nothing else."""
         return (init_settings,)
+
+
+def planned(given: dict[str, Any], kind: type[Settings]) -> tuple[Settings, list[ModelPlan]]:
+    """Returns what the command line, the environment and the file say of the server, and of its models.
+
+    Args:
+        given: Of the command line; `model` has a list of models.
+        kind: The settings of the command.
+
+    Raises:
+        UsageError: As `load`, `read_config` and `plan_models` do.
+    """
+    words = given.pop("model", [])
+    if len(words) == 1:
+        given["model"] = words[0]
+    settings, file = load(kind, given, positional=("model",)), None
+    if settings.config is not None:
+        file = read_config(settings.config)
+        settings = load(kind, given, positional=("model",), file=file.settings, file_name=str(file.path))
+    return settings, plan_models(settings, words if len(words) > 1 else (), file)
 
 
 def plan_models(settings: ServerSettings, words: Sequence[str | None], file: ConfigFile | None) -> list[ModelPlan]:

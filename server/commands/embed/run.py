@@ -81,9 +81,9 @@ async def _run(source: InputFile, output: Path, write: Writer, settings: EmbedSe
         raise BadRowError(f"{source.path} holds no rows")
     engine = await AsyncEngine.start(config, log_level=settings.log_level.upper(), log_format=settings.log_format)
     try:
-        _check_options(settings, engine.info)
+        check_options(settings, engine.info)
         options = {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
-        identity = {"input": source.digest(), "model": _model_digest(engine.info), **options}
+        identity = {"input": source.digest(), "model": model_digest(engine.info), **options}
         with Journal(output, identity, lengths.total()) as journal:
             with Progress(lengths, engine.info) as progress:
                 await _embed_rows(engine, source, journal, progress, settings)
@@ -135,7 +135,7 @@ def _keep(answers: Iterable[Embedded], journal: Journal, progress: Progress) -> 
 
 async def _embed(engine: AsyncEngine, source: InputFile, piece: Piece, settings: EmbedSettings) -> Embedded:
     """Embeds a piece; where the engine refuses it, row by row up to the one at fault."""
-    params = _pooling_params(settings)
+    params = pooling_params(settings)
     options = RequestOptions(prompt_name=settings.prompt_name)
     done: list[NDArray[np.float32]] = []
     error: Exception | None = None
@@ -163,17 +163,18 @@ async def _ask(
             await asyncio.sleep(min(refusal.retry_after_s, MAX_WAIT_S))
 
 
-def _pooling_params(settings: EmbedSettings) -> PoolingParams:
+def pooling_params(settings: EmbedSettings) -> PoolingParams:
+    """Returns how each row is embedded."""
     return PoolingParams(dimensions=settings.dimensions, normalize=settings.normalize)
 
 
-def _check_options(settings: EmbedSettings, info: ModelInfo) -> None:
+def check_options(settings: EmbedSettings, info: ModelInfo) -> None:
     """Raises UsageError for an option that the model refuses, so that no row is blamed for it."""
     if settings.prompt_name is not None and settings.prompt_name not in info.prompts:
         has = ", ".join(info.prompts) or "none"
         raise UsageError(f"--prompt-name: {info.name} has no prompt {settings.prompt_name!r}; it has: {has}")
     try:
-        _pooling_params(settings).verify(PoolingTask.EMBED, info)
+        pooling_params(settings).verify(PoolingTask.EMBED, info)
     except InvalidRequestError as error:
         is_flag = error.param in EmbedSettings.model_fields
         if is_flag:
@@ -187,7 +188,7 @@ def _reason(error: InvalidRequestError) -> str:
     return error.message
 
 
-def _model_digest(info: ModelInfo) -> str:
+def model_digest(info: ModelInfo) -> str:
     """Returns a digest of everything that decides a model's numbers: what was resolved, and the weight files."""
     resolved = dataclasses.asdict(info)
     for name in ("name", "path", "sources", "device", "kernels", "auto_truncate"):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from penstock.server.cluster.settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands import cli
 from penstock.server.commands.help_groups import HELP_GROUPS
 from penstock.server.settings import EmbedSettings, InfoSettings, ServerSettings, environment_variable
@@ -161,15 +162,23 @@ def test_help_shows_choices_words_for_values_and_defaults(
 
 def test_every_field_stands_in_one_group() -> None:
     grouped = [name for fields in HELP_GROUPS.values() for name in fields]
-    fields = {name for cls in (ServerSettings, EmbedSettings, InfoSettings) for name in cls.model_fields}
+    classes = (ServerSettings, EmbedSettings, InfoSettings, RayServeSettings, RayEmbedSettings)
+    fields = {name for cls in classes for name in cls.model_fields}
     assert sorted(grouped) == sorted(fields)
 
 
 def test_every_flag_is_in_its_settings_class() -> None:
     parser = cli._parser()
     commands = next(a for a in parser._actions if hasattr(a, "choices") and a.choices)
-    for name, settings in (("serve", ServerSettings), ("embed", EmbedSettings), ("info", InfoSettings)):
-        flags = {action.dest for action in commands.choices[name]._actions} - {"help", "file", "json"}
+    ray = next(a for a in commands.choices["ray"]._actions if hasattr(a, "choices") and a.choices)
+    for its_commands, name, settings in (
+        (commands, "serve", ServerSettings),
+        (commands, "embed", EmbedSettings),
+        (commands, "info", InfoSettings),
+        (ray, "serve", RayServeSettings),
+        (ray, "embed", RayEmbedSettings),
+    ):
+        flags = {action.dest for action in its_commands.choices[name]._actions} - {"help", "file", "json"}
         assert flags == set(settings.model_fields)
 
 

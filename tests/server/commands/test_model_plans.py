@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.server.commands import cli
+from penstock.server.commands import cli, model_plans
 from penstock.server.commands.config_file import read_config
 from penstock.server.commands.config_template import config_template
 from penstock.server.commands.model_plans import ModelPlan
@@ -23,7 +23,7 @@ def planned(tmp_path: Path):
         if text is not None:
             given["config"] = str(tmp_path / "penstock.toml")
             Path(given["config"]).write_text(text)
-        return cli._planned(given)
+        return model_plans.planned(given, ServerSettings)
 
     return plan
 

@@ -1,0 +1,43 @@
+"""The connection to a Ray cluster, or a cluster of this machine alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import ray
+
+from ..settings import CommandError
+
+
+@contextlib.contextmanager
+def connected(address: str | None, log_level: str) -> Iterator[None]:
+    """Connects to a cluster while it runs.
+
+    Args:
+        address: The cluster's, `auto` for that of this machine; None: that of this machine, else a new one that ends
+            with this process.
+        log_level: Of Ray's own messages.
+
+    Raises:
+        CommandError: There is no cluster there.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # a cluster that is started here reports to nobody
+    folder = Path.cwd()
+    try:
+        # Ray puts the folder of the driver on the import path of its workers. In a checkout that would be a top-level
+        # `kernels`, which transformers takes for another package.
+        os.chdir("/")
+        ray.init(address, logging_level=log_level.upper(), log_to_driver=log_level == "debug")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise CommandError(f"--address: {error}") from error
+    finally:
+        os.chdir(folder)
+    logging.getLogger("ray").setLevel(log_level.upper())
+    try:
+        yield
+    finally:
+        ray.shutdown()

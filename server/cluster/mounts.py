@@ -1,0 +1,56 @@
+"""Where each model is served: one at the root, several each below a path of its own."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.engine import EngineConfig
+
+from ..settings import UsageError
+
+
+class Mount(NamedTuple):
+    """A model and its place.
+
+    Attributes:
+        config: Of its engines.
+        names: Served names, the shown one first.
+        default_prompt_name: As the setting of that name.
+        app: Name of its Ray Serve application.
+        prefix: What its paths begin with.
+    """
+
+    config: EngineConfig
+    names: tuple[str, ...]
+    default_prompt_name: str | None
+    app: str
+    prefix: str
+
+
+def mounts_of(models: Sequence[tuple[EngineConfig, tuple[str, ...], str | None]]) -> list[Mount]:
+    """Returns where models are served; each is told by its configuration, its names and its default prompt.
+
+    A single one is at the root. Of several, each is below the last part of its shown name, so that clients choose by
+    their base URL: `http://host:8000/bge-m3/v1`. A path costs nothing; the `model` of a body would have to be read, and
+    the body held, in a process before the one that answers.
+
+    Raises:
+        UsageError: Two would have the same path.
+    """
+    places = [re.sub(r"[^\w.-]+", "-", names[0].rstrip("/").rpartition("/")[2]) for _, names, _ in models]
+    twice = [place for place, count in Counter(places).items() if count > 1]
+    if twice:
+        raise UsageError(f"MODEL: two models would be served at /{twice[0]}; give one another `name` in --config FILE")
+    return [
+        Mount(*model, f"penstock-{place}", "/" if len(models) == 1 else f"/{place}")
+        for model, place in zip(models, places, strict=True)
+    ]
+
+
+def everywhere(model: str) -> str:
+    """Returns a local folder by its absolute path: replicas run in other folders, and have to have it at this path."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model

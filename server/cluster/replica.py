@@ -1,0 +1,100 @@
+"""One replica of a model in Ray Serve: the whole application with an engine process of its own."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.engine import AsyncEngine
+from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.logs import configure_logging
+
+from ..app import create_app
+from ..models.served_model import ServedModel
+from ..settings import ServerSettings
+from .least_tokens import LoadReport
+from .mounts import Mount
+from .scaling import BUSY, QUEUE_S
+
+
+def build_app(settings: ServerSettings, mount: Mount) -> FastAPI:
+    """Builds the application of one model, as `penstock serve` has it; called in the process of a replica."""
+    configure_logging(settings.log_level, settings.log_format)
+    start = partial(
+        AsyncEngine.start, mount.config, log_level=settings.log_level.upper(), log_format=settings.log_format
+    )
+    return create_app([ServedModel(mount.names, start, mount.default_prompt_name)], settings)
+
+
+class WithoutPrefix:
+    """An application that finds its paths where they are, wherever Ray's proxy has mounted it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        prefix = scope.get("root_path", "")
+        if prefix and scope["path"].startswith(prefix):
+            path = scope["path"].removeprefix(prefix) or "/"
+            scope = {**scope, "path": path, "raw_path": path.encode(), "root_path": ""}
+        await self._app(scope, receive, send)
+
+
+class Replica:
+    """What Ray Serve calls of a replica. Its `ray.serve.ingress` is put on where it is deployed.
+
+    Args:
+        build: Builds the application. Its lifespan, which Ray runs, starts the engine and stops it.
+    """
+
+    def __init__(self, build: Callable[[], FastAPI]) -> None:
+        self._build = build
+        self._seen_s, self._seen_step_s = time.monotonic(), 0.0
+        self._request_tokens = 0.0
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Returns the application. Called by Ray, which then begins its lifespan."""
+        self._app = self._build()
+        return WithoutPrefix(self._app)
+
+    async def check_health(self) -> None:
+        """Waits until the model is loaded; then raises while `/health/live` is not 200, and Ray replaces the replica.
+
+        An engine process that died is started again by its supervisor, which is sooner: that alone is no reason.
+
+        Raises:
+            ModelLoadError: The model cannot be served.
+            RuntimeError: Its engine was given up.
+        """
+        await self._app.state.startup.wait()
+        if not self._app.state.context.models.is_alive:
+            raise RuntimeError("the engine was given up")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns what QueuePolicy reads."""
+        now_s, step_s = time.monotonic(), sum(engine.stats().step_s_total for engine in self._engines())
+        passed_s, worked_s = now_s - self._seen_s, step_s - self._seen_step_s
+        self._seen_s, self._seen_step_s = now_s, step_s
+        busy = min(worked_s / passed_s, 1.0) if passed_s else 0.0  # forwards that overlap are counted both
+        return {QUEUE_S: sum(engine.queue_s for engine in self._engines()), BUSY: busy}
+
+    def record_routing_stats(self) -> dict[str, float]:
+        """Returns what LeastTokensRouter reads: a LoadReport."""
+        engines = self._engines()
+        stats = [engine.stats() for engine in engines]
+        num_tokens, num_requests = sum(each.num_tokens for each in stats), sum(each.num_requests for each in stats)
+        if num_requests:
+            self._request_tokens = num_tokens / num_requests
+        takes_requests = engines and all(engine.state is EngineState.READY for engine in engines)
+        done_tokens = sum(each.num_batched_tokens_total for each in stats)
+        report = LoadReport(num_tokens if takes_requests else math.inf, done_tokens, self._request_tokens)
+        return report._asdict()
+
+    def _engines(self) -> list[AsyncEngine]:
+        return [engine for engine, _ in self._app.state.context.models.named_engines()]

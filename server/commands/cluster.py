@@ -1,0 +1,119 @@
+"""`penstock ray`: the same commands on a cluster. What needs Ray is imported when one of them runs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from ..cluster.settings import RayEmbedSettings, RayServeSettings, check_flags
+from ..settings import CommandError, UsageError
+from .default_model import model_and_names
+from .flags import OneLineParser, add_flags, load
+from .model_plans import planned
+
+_RAY: Final = "Serve models, or embed files, on a Ray cluster (extra `ray`)."
+_SERVE: Final = "Deploy models with Ray Serve: replicas of the server that come and go with the work that waits."
+_EMBED: Final = "Embed Parquet with Ray Data. An interrupted run continues when the same command is given again."
+
+
+def add_ray(commands: argparse._SubParsersAction[OneLineParser]) -> None:
+    """Adds the commands of `penstock ray`."""
+    ray = commands.add_parser("ray", help=_RAY, description=_RAY)
+    its_commands = ray.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    usage = "%(prog)s [MODEL ...] [FLAG ...]"
+    serve = its_commands.add_parser("serve", help=_SERVE, description=_SERVE, usage=usage)
+    add_flags(serve, RayServeSettings, positional="model", nargs="*")
+    serve.set_defaults(run=_serve)
+
+    usage = "%(prog)s IN OUT [FLAG ...]"
+    embed = its_commands.add_parser("embed", help=_EMBED, description=_EMBED, usage=usage)
+    embed.add_argument("file", metavar="IN", help="A Parquet file, or a folder of them, that every machine reads.")
+    add_flags(embed, RayEmbedSettings, positional="output")
+    embed.set_defaults(run=_embed)
+
+
+def _serve(given: dict[str, Any]) -> int:
+    settings, plans = planned(given, RayServeSettings)
+    check_flags(settings)
+    for plan in plans:
+        if plan.is_pinned or plan.ttl_s < math.inf:
+            raise UsageError(f"pin, ttl: {plan.names[0]} stays on Ray for as long as it is deployed")
+    require_ray()
+    from ..cluster.mounts import everywhere, mounts_of
+    from .serve import check_certificate
+    from .served_models import resolved
+
+    models = [
+        (
+            settings.on_replica(plan.settings.engine_config(everywhere(plan.model), plan.names[0])),
+            plan.names,
+            plan.default_prompt_name,
+        )
+        for plan in plans
+    ]
+    for config, _, default_prompt_name in models:
+        resolved(config, default_prompt_name)
+    check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+    mounts = mounts_of(models)
+    from ..cluster.serving import serve_on_ray
+
+    serve_on_ray(mounts, settings)
+    return 0
+
+
+def _embed(given: dict[str, Any]) -> int:
+    source = given.pop("file")
+    settings = load(RayEmbedSettings, given, positional=("output",))
+    check_flags(settings)
+    require_ray()
+    model, names = model_and_names(settings.model)
+    try:
+        _embed_all(source, settings, model, names[0])
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on where it stopped") from None
+    return 0
+
+
+def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -> None:
+    from penstock.engine.logs import configure_logging
+    from penstock.engine.model_files.resolve import resolve_model
+    from penstock.engine.protocol.errors import ModelLoadError
+
+    from ..cluster.embedder import Recipe
+    from ..cluster.mounts import everywhere
+    from ..cluster.pieces import digest_of, list_inputs, pieces_of
+    from .embed.run import check_options, model_digest, pooling_params
+
+    configure_logging(settings.log_level, settings.log_format)
+    config = settings.on_replica(settings.engine_config(everywhere(model), name))
+    try:
+        info = resolve_model(config)
+    except ModelLoadError as error:
+        raise CommandError(error.message) from error
+    check_options(settings, info)
+    inputs = list_inputs(source, settings.field)
+    recipe = Recipe(
+        config,
+        settings.field,
+        pooling_params(settings),
+        settings.prompt_name,
+        str(Path(settings.output).resolve()),
+        settings.log_level,
+        settings.log_format,
+    )
+    fields = ("field", "dimensions", "normalize", "prompt_name", "piece_rows")
+    options = {field: getattr(settings, field) for field in fields}
+    identity = {"input": digest_of(inputs), "model": model_digest(info), **options}
+    from ..cluster.embedding import embed_on_ray
+
+    embed_on_ray(pieces_of(inputs, settings.piece_rows), recipe, identity, settings)
+
+
+def require_ray() -> None:
+    """Raises UsageError that says how to install Ray where it is missing."""
+    if find_spec("ray") is None:
+        raise UsageError("penstock ray needs Ray: run `pip install 'penstock[ray]'`")

@@ -1,0 +1,120 @@
+"""Parquet through a pool of engines, on real clusters of several nodes: `make test-ray`. Figures are printed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from penstock.engine import LLM
+
+from .conftest import Nodes, Starting, ended
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+NUM_ROWS = 4000
+PIECE_ROWS = 100
+TEXTS = [f"Row {row}: a gate holds the water of a pool. " * (1 + row % 9) for row in range(NUM_ROWS)]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Two files, of row groups that no piece fits."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    table = pa.table({"id": range(NUM_ROWS), "text": TEXTS})
+    parquet.write_table(table.slice(0, 2500), folder / "a.parquet", row_group_size=333)
+    parquet.write_table(table.slice(2500), folder / "b.parquet", row_group_size=1000)
+    return folder
+
+
+def command(source: Path, out: Path, cluster: Nodes, *flags: str) -> tuple[str, ...]:
+    program = (sys.executable, "-P", "-m", "penstock.server", "ray", "embed", str(source), str(out))
+    return (*program, "--address", cluster.address, "--piece-rows", str(PIECE_ROWS), "--max-replicas", "2", *flags)
+
+
+def num_done(out: Path) -> int:
+    return len(list(out.glob("part-*.parquet")))
+
+
+def wait_for_pieces(out: Path, number: int, process: subprocess.Popen[str], log: Path) -> None:
+    deadline = time.monotonic() + 90
+    while num_done(out) < number:
+        assert time.monotonic() < deadline, log.read_text()
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+
+
+def check(out: Path, model: str, sample: Sequence[int] = range(0, NUM_ROWS, 37)) -> None:
+    """All rows, once, in the order of the input, with the vectors of an engine without a cluster."""
+    table = parquet.read_table(out)
+    assert table.column("id").to_pylist() == list(range(NUM_ROWS))
+    assert table.column("text").to_pylist() == TEXTS
+    assert table.schema.field("embedding").type == pa.list_(pa.float32(), 384)
+    vectors = np.stack(table.column("embedding").combine_chunks().take(pa.array(sample)).to_numpy(zero_copy_only=False))
+    with LLM(model) as llm:
+        expected = [answer.outputs.embedding for answer in llm.embed([TEXTS[row] for row in sample], use_tqdm=False)]
+    assert np.allclose(vectors, expected, atol=1e-5)
+    assert not list(out.glob(".unfinished-*"))
+
+
+def test_a_lost_node_loses_no_row(nodes: Starting, source: Path, tmp_path: Path, model: str) -> None:
+    out, log = tmp_path / "out", tmp_path / "embed.log"
+    with nodes(0, 1, 1) as cluster:
+        began_s = time.monotonic()
+        with ended(command(source, out, cluster, "--min-replicas", "2"), log, stdout=subprocess.DEVNULL) as process:
+            wait_for_pieces(out, 8, process, log)
+            cluster.kill(1)
+            at_kill = num_done(out)
+            assert process.wait(200) == 0, log.read_text()
+        seconds = time.monotonic() - began_s
+    print(f"\n{NUM_ROWS} rows in {seconds:.0f} s, a node killed after {at_kill * PIECE_ROWS}")
+    assert at_kill < NUM_ROWS // PIECE_ROWS
+    assert "4000/4000" in log.read_text()  # the bar
+    check(out, model)
+
+
+def test_a_killed_run_goes_on(nodes: Starting, source: Path, tmp_path: Path, model: str) -> None:
+    out, log = tmp_path / "out", tmp_path / "embed.log"
+    with nodes(2) as cluster:
+        with ended(command(source, out, cluster), log, stdout=subprocess.DEVNULL) as process:
+            wait_for_pieces(out, 8, process, log)
+            process.kill()
+            process.wait()
+        time.sleep(5)  # its actors end
+        kept = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*.parquet")}
+        assert 8 <= len(kept) < NUM_ROWS // PIECE_ROWS
+        again = subprocess.run(command(source, out, cluster), capture_output=True, text=True, cwd="/", timeout=200)
+        assert again.returncode == 0, again.stderr
+        assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
+        check(out, model)
+        once_more = subprocess.run(command(source, out, cluster), capture_output=True, text=True, cwd="/", timeout=60)
+        assert once_more.returncode == 2
+        assert "is finished; give --overwrite" in once_more.stderr
+    print(f"\na run killed after {len(kept) * PIECE_ROWS} of {NUM_ROWS} rows went on from there")
+
+
+def test_what_cannot_be_done_is_named(nodes: Starting, tmp_path: Path, model: str) -> None:
+    """A row without text, and a model that only the engines find broken: the run ends and says why."""
+    texts, broken, out = tmp_path / "in.parquet", tmp_path / "broken", tmp_path / "out"
+    parquet.write_table(pa.table({"text": ["a", "b", None, "c"]}), texts)
+    shutil.copytree(model, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    with nodes(1) as cluster:
+        for flags, message in (
+            ((), f"{texts}, row 3: the column 'text' holds no text"),
+            (("--model", str(broken), "--overwrite"), f"{weights} cannot be read"),
+        ):
+            done = subprocess.run(
+                command(texts, out, cluster, *flags), capture_output=True, text=True, cwd="/", timeout=200
+            )
+            assert done.returncode == 1
+            assert message in done.stderr.splitlines()[-1]

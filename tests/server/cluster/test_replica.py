@@ -1,0 +1,101 @@
+"""A replica as Ray calls it, without Ray: the real application over an engine that answers by arithmetic."""
+
+import math
+
+import httpx
+import pytest
+
+from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.protocol.errors import ModelLoadError
+from penstock.server.app import create_app
+from penstock.server.cluster.replica import Replica
+from penstock.server.models.served_model import ServedModel
+from penstock.server.settings import ServerSettings
+
+
+class Lifespan:
+    """A replica inside its application's lifespan, which Ray runs."""
+
+    def __init__(self, engine) -> None:
+        async def start():
+            if isinstance(engine, Exception):
+                raise engine
+            return engine
+
+        def build():
+            self.app = create_app([ServedModel(("fake",), start)], ServerSettings())
+            return self.app
+
+        self.replica = Replica(build)
+        self.asgi = self.replica.__serve_build_asgi_app__()
+
+    async def __aenter__(self) -> "Lifespan":
+        self._lifespan = self.app.router.lifespan_context(self.app)
+        await self._lifespan.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._lifespan.__aexit__(None, None, None)
+
+
+async def test_it_is_healthy_once_its_model_is_loaded(make_engine) -> None:
+    engine = make_engine()
+    async with Lifespan(engine) as running:
+        await running.replica.check_health()
+        engine.state = EngineState.STARTING  # a core that died is started again
+        await running.replica.check_health()
+        engine.state = EngineState.DEAD
+        with pytest.raises(RuntimeError, match="given up"):
+            await running.replica.check_health()
+    assert engine.is_closed
+
+
+async def test_a_model_that_cannot_be_loaded_says_why() -> None:
+    async with Lifespan(ModelLoadError("no such model")) as running:
+        with pytest.raises(ModelLoadError, match="no such model"):
+            await running.replica.check_health()
+
+
+async def test_what_it_tells_of_itself(make_engine) -> None:
+    engine = make_engine()
+    async with Lifespan(engine) as running:
+        await running.replica.check_health()
+        assert running.replica.record_autoscaling_stats() == {"queue_s": 2.5, "busy": 0.0}
+        report = running.replica.record_routing_stats()
+        assert report == {"queued_tokens": 42, "done_tokens": 0, "request_tokens": 14.0}
+        engine.state = EngineState.STARTING
+        assert running.replica.record_routing_stats()["queued_tokens"] == math.inf
+
+
+async def test_busy_is_the_share_of_the_time_since_it_was_asked_last(
+    make_engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, now_s = make_engine(), [100.0]
+    stats = engine.stats()
+    monkeypatch.setattr(engine, "stats", lambda: stats)
+    monkeypatch.setattr("penstock.server.cluster.replica.time.monotonic", lambda: now_s[0])
+    lifespan = Lifespan(engine)
+    monkeypatch.undo()  # the application has timers of its own
+    monkeypatch.setattr(engine, "stats", lambda: stats)
+    async with lifespan as running:
+        await running.replica.check_health()
+        shares = []
+        for passed_s, worked_s in ((10.0, 4.0), (10.0, 0.0), (2.0, 3.0)):
+            now_s[0] += passed_s
+            stats.step_s_total += worked_s
+            with monkeypatch.context() as patched:
+                patched.setattr("penstock.server.cluster.replica.time.monotonic", lambda: now_s[0])
+                shares.append(running.replica.record_autoscaling_stats()["busy"])
+    assert shares == [pytest.approx(0.4), 0.0, 1.0]
+
+
+@pytest.mark.parametrize("prefix", ["", "/bge-m3"])
+async def test_its_paths_are_found_wherever_it_is_mounted(make_engine, prefix: str) -> None:
+    async with Lifespan(make_engine()) as running:
+        await running.replica.check_health()
+        transport = httpx.ASGITransport(running.asgi, root_path=prefix)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"input": "a b", "model": "fake"}
+            assert (await client.post(f"{prefix}/v1/embeddings", json=body)).status_code == 200
+            assert (await client.get(f"{prefix}/health")).status_code == 200
+            assert (await client.get(f"{prefix}/nowhere")).status_code == 404

@@ -1,0 +1,226 @@
+"""Models behind Ray Serve, on real clusters of several nodes: `make test-ray`. Figures are printed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from .conftest import HERE, Nodes, Starting, ended, free_port, wait_until_ready
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+HOST = "127.0.0.1"
+TEXT = "A gate holds the water of a pool and lets some of it through. "
+
+
+class Waiting:
+    """A deployed model that waits: see waiting.py."""
+
+    def __init__(self, port: int, process: subprocess.Popen[str]) -> None:
+        self.url = f"http://{HOST}:{port}"
+        self._process = process
+
+    def num_running(self) -> int:
+        """Replicas that take requests."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline()).get("RUNNING", 0)
+
+    def wait_for(self, number: int, timeout_s: float) -> float:
+        """Wait until so many replicas run; return the seconds."""
+        began_s = time.monotonic()
+        while (there := self.num_running()) != number:
+            assert time.monotonic() < began_s + timeout_s, f"{there} replicas after {timeout_s} s, not {number}"
+            time.sleep(0.3)
+        return time.monotonic() - began_s
+
+
+@contextlib.contextmanager
+def waiting_model(cluster: Nodes, log: Path, seconds_per_token: float, model: str, *flags: str) -> Iterator[Waiting]:
+    port = free_port()
+    place = ("--address", cluster.address, "--host", HOST, "--port", str(port), "--proxy-location", "HeadOnly")
+    command = (sys.executable, "-P", str(HERE / "waiting.py"), str(seconds_per_token), model, *place, *flags)
+    with ended(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", log.read_text()
+        yield Waiting(port, process)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60) == 0, log.read_text()
+
+
+def embed(client: httpx.Client, texts: Sequence[str]) -> list[list[float]]:
+    """Embed texts as a patient client does: refused with 429, it comes back. Anything else fails the test."""
+    while (response := client.post("/v1/embeddings", json={"input": texts, "model": "waiting"})).status_code == 429:
+        time.sleep(min(float(response.headers["retry-after"]), 1.0))
+    assert response.status_code == 200, response.text
+    return [row["embedding"] for row in response.json()["data"]]
+
+
+@contextlib.contextmanager
+def load(url: str, num_clients: int, answers: Counter[str], vectors: dict[str, list[float]]) -> Iterator[None]:
+    """Ask for the same few texts, each client without a pause; every answer is compared with the first one."""
+    end = threading.Event()
+
+    def ask(number: int) -> None:
+        with httpx.Client(base_url=url, timeout=120) as client:
+            while not end.is_set():
+                text = f"{TEXT * 2} {number}"
+                (vector,) = embed(client, [text])
+                assert vectors.setdefault(text, vector) == vector
+                answers[text] += 1
+
+    with ThreadPoolExecutor(num_clients) as threads:
+        clients = [threads.submit(ask, number) for number in range(num_clients)]
+        yield
+        end.set()
+        for client in clients:
+            client.result()
+
+
+def seconds_for(url: str, num_requests: int, num_clients: int) -> float:
+    """Seconds in which so many requests of four texts are answered."""
+
+    def ask(client: httpx.Client) -> None:
+        embed(client, [TEXT * 2] * 4)
+
+    limits = httpx.Limits(max_connections=None)
+    with httpx.Client(base_url=url, timeout=120, limits=limits) as client, ThreadPoolExecutor(num_clients) as threads:
+        began_s = time.monotonic()
+        for done in [threads.submit(ask, client) for _ in range(num_requests)]:
+            done.result()
+        return time.monotonic() - began_s
+
+
+def test_two_replicas_do_twice_the_work(nodes: Starting, model: str, tmp_path: Path) -> None:
+    seconds = {}
+    with nodes(0, 1, 1) as cluster:
+        for number in (1, 2):
+            log = tmp_path / f"{number}.log"
+            with waiting_model(cluster, log, 0.0005, model, "--min-replicas", str(number)) as deployed:
+                seconds_for(deployed.url, 16 * number, 16 * number)  # the rate is known from then on
+                seconds[number] = seconds_for(deployed.url, 400, 48)
+    print(
+        f"\n400 requests: {seconds[1]:.1f} s with one replica, {seconds[2]:.1f} s with two: "
+        f"{seconds[1] / seconds[2]:.2f} times"
+    )
+    assert seconds[1] / seconds[2] >= 1.9
+
+
+def test_replicas_come_and_go_with_the_work_that_waits(nodes: Starting, model: str, tmp_path: Path) -> None:
+    flags = ("--max-replicas", "3", "--target-queue-s", "0.5", "--upscale-delay-s", "1", "--downscale-delay-s", "3")
+    answers: Counter[str] = Counter()
+    vectors: dict[str, list[float]] = {}
+    with nodes(0, 1, 1, 1) as cluster, waiting_model(cluster, tmp_path / "log", 0.001, model, *flags) as deployed:
+        assert deployed.num_running() == 1
+        with load(deployed.url, 60, answers, vectors):
+            up_s = deployed.wait_for(3, 90)
+        with load(deployed.url, 1, answers, vectors):
+            down_s = deployed.wait_for(1, 120)
+    print(f"\none to three replicas in {up_s:.1f} s, back in {down_s:.1f} s; {answers.total()} requests, all answered")
+    assert len(vectors) == 60
+
+
+def test_a_lost_node_loses_no_request(nodes: Starting, tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "serve.log"
+    texts = [f"{TEXT}{number}" for number in range(3000)]
+    with nodes(0, 1, 1) as cluster:
+        place = ("--address", cluster.address, "--host", HOST, "--port", str(port), "--proxy-location", "HeadOnly")
+        command = (sys.executable, "-P", "-m", "penstock.server", "ray", "serve", *place, "--min-replicas", "2")
+        with ended(command, log, stdout=subprocess.DEVNULL) as process:
+            wait_until_ready(f"http://{HOST}:{port}", process, log)
+            statuses: Counter[int] = Counter()
+            answers: Counter[str] = Counter()
+            hooks = {"response": [lambda response: statuses.update([response.status_code])]}
+            http = openai.DefaultHttpxClient(event_hooks=hooks)
+            client = openai.OpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="none", timeout=60, http_client=http)
+
+            def ask(text: str) -> list[float]:
+                (row,) = client.embeddings.create(input=[text], model="all-MiniLM-L6-v2").data
+                answers[text] += 1
+                return row.embedding
+
+            with client, ThreadPoolExecutor(16) as threads:
+                asked = [threads.submit(ask, text) for text in texts]
+                while len(answers) < len(texts) // 4:
+                    time.sleep(0.05)
+                cluster.kill(1)
+                at_kill = len(answers)
+                vectors = [each.result() for each in asked]
+            process.terminate()
+            assert process.wait(60) == 0, log.read_text()
+    assert at_kill < len(texts)
+    assert set(answers.values()) == {1}
+    assert len(answers) == len(texts)
+    print(f"\n{len(texts)} requests, a node killed after {at_kill}: each answered once; by status {dict(statuses)}")
+    assert np.allclose(vectors, reference(texts), atol=1e-5)
+
+
+def reference(texts: Sequence[str]) -> np.ndarray:
+    """Their vectors, without a server."""
+    from penstock.engine import LLM
+    from penstock.server.commands.default_model import default_model_folder
+
+    with LLM(str(default_model_folder())) as llm:
+        return np.array([answer.outputs.embedding for answer in llm.embed(texts, use_tqdm=False)])
+
+
+def test_several_models_are_each_below_their_name(nodes: Starting, model: str, tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "serve.log"
+    file = tmp_path / "penstock.toml"
+    models = {"owner/first": "float32", "second": "bfloat16"}
+    tables = [f'[[models]]\nmodel = "{model}"\nname = "{name}"\ndtype = "{models[name]}"\n' for name in models]
+    file.write_text("".join(tables))
+    url = f"http://{HOST}:{port}"
+    with nodes(2) as cluster:
+        program = (sys.executable, "-P", "-m", "penstock.server", "ray", "serve", "--address", cluster.address)
+        place = ("--host", HOST, "--proxy-location", "HeadOnly", "--config", str(file))
+        with ended((*program, *place, "--port", str(port)), log, stdout=subprocess.DEVNULL) as process:
+            for name in ("first", "second"):
+                wait_until_ready(f"{url}/{name}", process, log)
+            body = {"input": [TEXT]}
+            first, second = (
+                httpx.post(f"{url}/{name}/v1/embeddings", json=body).json() for name in ("first", "second")
+            )
+            assert (first["model"], second["model"]) == ("owner/first", "second")
+            assert np.allclose(first["data"][0]["embedding"], second["data"][0]["embedding"], atol=0.02)
+            assert first["data"] != second["data"]  # of another dtype
+            assert httpx.post(f"{url}/v1/embeddings", json=body).status_code == 404
+            elsewhere = subprocess.run(
+                (*program, *place, "--port", str(free_port())), capture_output=True, text=True, cwd="/", timeout=120
+            )
+            assert elsewhere.returncode == 2
+            assert f"--port: Ray Serve runs on this cluster with another: {port}" in elsewhere.stderr
+            assert httpx.get(f"{url}/first/health").status_code == 200
+            process.terminate()
+            assert process.wait(60) == 0, log.read_text()
+
+
+def test_a_full_queue_is_refused_with_429(nodes: Starting, model: str, tmp_path: Path) -> None:
+    """By Ray's proxy, whose own word for it would be 503."""
+    flags = ("--max-ongoing-requests", "1", "--max-queued-requests", "2")
+    body = {"input": TEXT, "model": "waiting"}
+    with nodes(0, 1) as cluster, waiting_model(cluster, tmp_path / "log", 0.01, model, *flags) as deployed:
+
+        def post(_: int) -> httpx.Response:
+            return httpx.post(f"{deployed.url}/v1/embeddings", json=body, timeout=60)
+
+        with ThreadPoolExecutor(16) as threads:
+            answers = list(threads.map(post, range(16)))
+    statuses = Counter(answer.status_code for answer in answers)
+    assert set(statuses) == {200, 429}
+    assert {answer.headers.get("retry-after") for answer in answers if answer.status_code == 429} == {"1"}

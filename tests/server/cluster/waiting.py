@@ -1,0 +1,59 @@
+"""Deploys a model that waits instead of computing: `waiting.py SECONDS_PER_TOKEN MODEL [FLAG ...]`, see `ray serve`.
+
+All else is real: the application, admission, the scheduler, the tokenizer. A vector is random, with the ids as seed.
+Prints a line when it is served; then, for each line of standard input, how many replicas are in which state.
+"""
+
+import json
+import sys
+import time
+import zlib
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from ray import serve
+
+from penstock.server.cluster.connection import connected
+from penstock.server.cluster.mounts import mounts_of
+from penstock.server.cluster.serving import deploy, start_proxies, take_down
+from penstock.server.cluster.settings import RayServeSettings
+from penstock.server.commands.cli import _parser
+from penstock.server.commands.model_plans import planned
+
+
+def waiting_app(seconds_per_token, settings, mount):
+    from penstock.engine.core.array_runner import ArrayRunner
+    from penstock.engine.core.runner import EndedForward, ForwardTime
+    from penstock.server.cluster.replica import build_app
+
+    def begin(self, chunks):
+        ids = [np.asarray(chunk.sequence.prompt.token_ids, np.int32) for chunk in chunks]
+        num_tokens = sum(map(len, ids))
+        time.sleep(seconds_per_token * num_tokens)
+        self._times.append(ForwardTime(0, num_tokens, seconds_per_token * num_tokens))
+        rows = [np.random.default_rng(zlib.crc32(each.tobytes())).normal(size=self.info.embedding_size) for each in ids]
+        return EndedForward([{"embedding": (row / np.linalg.norm(row)).astype(np.float32)} for row in rows])
+
+    ArrayRunner.begin = begin
+    return build_app(settings, mount._replace(config=replace(mount.config, in_process=True)))
+
+
+def main() -> None:
+    seconds_per_token, *words = sys.argv[1:]
+    given = vars(_parser().parse_args(["ray", "serve", *words]))
+    del given["run"]
+    settings, (plan,) = planned(given, RayServeSettings)
+    (mount,) = mounts_of([(plan.settings.engine_config(plan.model), ("waiting",), None)])
+    with connected(settings.address, "warning"):
+        start_proxies(settings)
+        deploy(mount, settings, partial(waiting_app, float(seconds_per_token)))
+        print("ready", flush=True)
+        for _ in sys.stdin:
+            (deployment,) = serve.status().applications[mount.app].deployments.values()
+            print(json.dumps(deployment.replica_states), flush=True)
+        take_down([mount])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""`penstock ray`: what is refused before any cluster is asked, and what is said without Ray."""
+
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from penstock.server.cluster.settings import RayServeSettings
+from penstock.server.commands import cli, cluster
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]):
+    """Run a command and return its exit code and its last line."""
+
+    def run(*words: str) -> tuple[int, str]:
+        code = cli.main(["ray", *words])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize("words", [("serve",), ("embed", "in", "out")])
+def test_without_ray_it_says_how_to_install_it(said, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda _: None)
+    code, line = said(*words)
+    assert (code, line) == (2, "penstock: error: penstock ray needs Ray: run `pip install 'penstock[ray]'`\n")
+
+
+def test_the_command_line_loads_no_ray() -> None:
+    assert "ray" not in sys.modules
+    cli._parser()
+    assert "ray" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("serve", "--in-process"), "--in-process: not on Ray: an engine of a cluster has a process of its own"),
+        (("serve", "a/b", "c/d", "--max-loaded-models", "1"), "--max-loaded-models: not on Ray: each model"),
+        (("serve", "--admin-key", "k"), "--admin-key: not on Ray: deploy models, and take them down, by the command"),
+        (("serve", "--data-dir", "batches"), "--data-dir: not on Ray: a folder of batches has one server"),
+        (("serve", "--port", "0"), "--port: Ray's proxies listen on every machine"),
+        (
+            ("serve", "--min-replicas", "3", "--max-replicas", "2"),
+            "--max-replicas: must be at least --min-replicas (3)",
+        ),
+        (("serve", "--target-queue-s", "0"), "--target-queue-s: must be greater than 0"),
+        (("serve", "a/b", "c/d", "--served-model-name", "x"), "--served-model-name: of several models"),
+        (("embed", "in"), "OUTPUT is required"),
+        (("embed", "in", "out", "--in-process"), "--in-process: not on Ray"),
+    ],
+)
+def test_what_a_cluster_cannot_heed_is_refused(said, words: tuple[str, ...], message: str) -> None:
+    code, line = said(*words)
+    assert code == 2
+    assert line.startswith(f"penstock: error: {message}")
+
+
+def test_models_that_come_and_go_are_refused(said, tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text('[[models]]\nmodel = "a/b"\nttl = 60\n')
+    assert said("serve", "--config", str(file)) == (
+        2,
+        "penstock: error: pin, ttl: a/b stays on Ray for as long as it is deployed\n",
+    )
+
+
+def test_a_broken_model_is_told_before_a_cluster_is_asked(
+    said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda _: True)
+    (tmp_path / "config.json").write_text("{")
+    code, line = said("serve", str(tmp_path))
+    assert code == 2
+    assert "config.json" in line
+
+
+def test_an_input_that_is_none_is_told_before_a_cluster_is_asked(
+    said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda _: True)
+    parquet.write_table(pa.table({"body": ["a"]}), tmp_path / "in.parquet")
+    code, line = said("embed", str(tmp_path / "in.parquet"), str(tmp_path / "out"))
+    assert code == 2
+    assert "has no column 'text'; it has body; see --field" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_engine_takes_the_cores_that_are_reserved_for_it() -> None:
+    settings = RayServeSettings(replica_cpus=2.5)
+    assert settings.on_replica(settings.engine_config("m")).num_threads == 3
+    settings = RayServeSettings(replica_cpus=2.5, num_threads=1)
+    assert settings.on_replica(settings.engine_config("m")).num_threads == 1
