@@ -82,6 +82,8 @@ async def test_a_batch_from_its_file_to_its_answers(client, engine) -> None:
         assert response["body"]["id"] == f"embd-{response['request_id']}"
         assert response["request_id"] == answer["id"]
     assert all(options.priority == 999 for name, (_, _, options) in engine.calls[:250])
+    (entry,) = client._transport.app.state.context.models.entries
+    assert entry.is_idle, "a line keeps the model in memory"
     file = (await client.get(f"/v1/files/{batch['output_file_id']}")).json()
     assert (file["purpose"], file["filename"]) == ("batch_output", f"{batch['id']}_output.jsonl")
 
