@@ -262,6 +262,7 @@ def test_a_hung_process_is_replaced(launch) -> None:
     assert "has not answered for 3 s; it is killed" in processes.server.log.read_text()
 
 
+@pytest.mark.slow
 async def test_one_budget_is_for_all(launch) -> None:
     """However many processes are asked, no more is under way than one of them would take."""
     processes = Processes(launch("--api-workers", "3", *SLOW_AND_PATIENT, "--max-queued-tokens", "15000"))
@@ -284,10 +285,8 @@ async def test_one_budget_is_for_all(launch) -> None:
     assert metric(url, "penstock_engine_queued_tokens") == 0
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGHUP, signal.SIGINT))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_lets_all_finish_what_they_run(launch, connect: Connect, number: int) -> None:
     processes = Processes(launch("--api-workers", "3", *SLOW_AND_PATIENT, "--drain-timeout-s", "120"))
     wait_for(lambda: "penstock.server.commands.serve: ready" in processes.server.log.read_text())
