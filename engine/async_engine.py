@@ -15,6 +15,7 @@ from .frontend.dispatcher import Dispatcher
 from .frontend.engine_life import EngineLife
 from .frontend.replicas.group import ReplicaGroup
 from .frontend.scoring import PairScorer
+from .frontend.shared.attached_core import AttachedCore
 from .frontend.similarity import check_embeds, check_labels, few_shot_classes, zero_shot_classes
 from .protocol.config import EngineConfig
 from .protocol.model_info import ModelInfo, ModelKind
@@ -53,7 +54,7 @@ class AsyncEngine(EngineLife):
         info: ModelInfo,
         tokenizer: TokenizerPool,
         dispatcher: Dispatcher,
-        group: ReplicaGroup,
+        group: ReplicaGroup | AttachedCore,
     ) -> None:
         super().__init__(config, info, tokenizer, dispatcher, group)
 

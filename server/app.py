@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI
@@ -30,7 +31,7 @@ from .models.keeper import KeeperLimits, ModelKeeper
 from .models.served_model import ServedModel
 from .models.startup import Startup
 from .models.table import ModelTable
-from .observability.metrics import Metrics
+from .observability.metrics import Gather, Metrics
 from .observability.observers import Observers
 from .openapi import DocumentedApp
 from .routes import (
@@ -61,12 +62,30 @@ from .wire.json_route import JsonPaths, routes_by_path
 from .wire.version import penstock_version
 
 
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What the applications of one server have in common, where several processes serve.
+
+    Attributes:
+        salt: Of the identities of clients; None: any.
+        started_s: Unix time of the start.
+        gather: Returns the figures of all.
+        num_processes: How many there are: each has its part of the memory of answers.
+    """
+
+    salt: bytes | None = None
+    started_s: int = field(default_factory=lambda: int(time.time()))
+    gather: Gather | None = None
+    num_processes: int = 1
+
+
 def create_app(
     models: Sequence[ServedModel],
     settings: ServerSettings,
     *,
     on_ready: Callable[[], None] = lambda: None,
     on_failure: Callable[[Exception], None] = lambda error: None,
+    common: Common | None = None,
 ) -> FastAPI:
     """Builds the application. Its lifespan starts the engines, behind the open port, and stops them.
 
@@ -75,20 +94,22 @@ def create_app(
         settings: What the operator asked for.
         on_ready: Called when all have been tried that are to be loaded first; `app.state.startup.wait()` waits for it.
         on_failure: Called with the first error where no model can be loaded. The application lives on without.
+        common: What it has in common with those of other processes of the same server; None where it is the only one.
 
     Raises:
         UsageError: The file of API keys cannot be read or holds no key, or the extra is missing that sends traces.
     """
     batches = None if settings.data_dir is None else Batches(settings)
-    keys = ApiKeys(settings.api_key, settings.api_key_file, salt=None if batches is None else batches.secret)
-    admin_keys = ApiKeys(settings.admin_key)
+    common = common or Common()
+    keys = ApiKeys(settings.api_key, settings.api_key_file, salt=common.salt if batches is None else batches.secret)
+    admin_keys = ApiKeys(settings.admin_key, salt=common.salt)
     keeper = ModelKeeper(
         models,
         KeeperLimits(settings.max_loaded_models, settings.model_memory, settings.load_wait_s, settings.drain_timeout_s),
     )
     table = ModelTable(keeper)
-    answer_room = AnswerRoom(settings.answer_memory)
-    context = ServerContext(settings, Metrics(table.named_engines), table, int(time.time()), answer_room)
+    answer_room = AnswerRoom(max(settings.answer_memory // common.num_processes, 1))
+    context = ServerContext(settings, Metrics(table.named_engines, common.gather), table, common.started_s, answer_room)
     context.metrics.register(ModelFigures(table.entries))
     observers = Observers(settings, context.metrics)
     dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools, ollama)

@@ -214,6 +214,11 @@ class ServerSettings(EngineSettings):
     )
     host: str = Field("0.0.0.0", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    api_workers: PositiveInt = Field(
+        1,
+        le=256,
+        description="HTTP processes that share the port and the engines, each with a tokenizer of its own.",
+    )
     served_model_name: ServedNames = Field(
         (),
         description="Names under which the model is served; the first one is shown. Default: its own.",

@@ -25,6 +25,7 @@ from ..protocol.errors import (
     ModelExecutionError,
     ModelLoadError,
 )
+from ..protocol.frontends import frontend_of
 from ..protocol.messages import (
     Cancel,
     ClearPrefixes,
@@ -174,6 +175,13 @@ class EngineCore:
             is_awaited = self._wants_work or self._has_released
         if is_awaited:
             self._bell.ring()
+
+    def forget(self, frontend: int) -> None:
+        """Cancels all that a frontend has asked for."""
+        with self._lock:
+            for request_id in [i for i in self._scheduler.requests if frontend_of(i) == frontend]:
+                self._cancel(request_id)
+        self._bell.ring()
 
     def stop(self) -> None:
         """Lets `run` return after what runs now."""

@@ -38,13 +38,13 @@ from .loading.load_errors import load_errors
 from .loading.native_kernels import choose_kernels
 from .loading.token_heads_loader import load_token_maps
 from .loading.tokenizer_loader import load_tokenizer
+from .loading.warm_up import warm_up
 from .loading.weights_loader import load_dense, load_model, torch_dtype
 from .memory.chunk_memory import ChunkMemory, kept_of
 from .memory.describe_pool import describe_pool
 from .memory.device import DeviceMemory, ForwardClock, is_out_of_memory, resolve_device
 from .memory.memory_meter import MemoryMeter
 from .runner import DeviceLostError, DeviceMemoryError, ForwardTime, OneByOne, Outputs
-from .warm_up import warm_up
 
 logger = logging.getLogger("penstock.engine")
 

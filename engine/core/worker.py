@@ -3,7 +3,8 @@
     python -P -m penstock.engine.core.worker INBOX OUTBOX
 
 INBOX and OUTBOX are ZeroMQ endpoints; the process binds the first and connects to the second. The first message must be
-Start. End of standard input means that the parent has gone, however it went.
+Start. Other frontends may connect to the inbox later; each says where it awaits its answers (Attach). End of standard
+input means that the parent has gone, however it went.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from pathlib import Path
 import zmq
 
 from ..logs import configure_logging
-from ..protocol.messages import Frame, FromCore, Ping, Pong, Start, Stop, Turn, decode_to_core, encode
-from .core import EngineCore, Send
+from ..protocol.frontends import Attach, Detach
+from ..protocol.messages import Ping, Pong, Start, Stop, Turn, decode_to_core
+from .core import EngineCore
 from .load_runner import load_runner
+from .outboxes import Outboxes
 
 logger = logging.getLogger("penstock.engine")
 
@@ -35,34 +38,24 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, args=endpoints, name="parent-watch", daemon=True).start()
     context = zmq.Context()
     inbox = context.socket(zmq.PULL)
-    outbox = context.socket(zmq.PUSH)
-    for socket in (inbox, outbox):
-        socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
+    inbox.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
     inbox.bind(inbox_endpoint)
-    outbox.connect(outbox_endpoint)
+    outboxes = Outboxes(context, outbox_endpoint)
 
     start = decode_to_core(inbox.recv())
     if not isinstance(start, Start):
         raise TypeError(f"the first message must be Start, not {type(start).__name__}")
     configure_logging(start.log_level, start.log_format)
     # Pong, and what EngineCore.receive refuses or does at once, come from the receiving thread, all else not.
-    sending = threading.Lock()
-
-    def send(message: FromCore, frames: list[Frame]) -> None:
-        with sending:
-            if not outbox.closed:  # after the last step nobody waits for what the receiving thread says
-                outbox.send_multipart([encode(message), *frames], copy=False)
-
-    core = EngineCore(start.config, send, load_runner, on_ready=_freeze)
-    receiving = threading.Thread(target=_receive, args=(inbox, core, send), name="inbox", daemon=True)
+    core = EngineCore(start.config, outboxes.send, load_runner, on_ready=_freeze)
+    receiving = threading.Thread(target=_receive, args=(inbox, core, outboxes), name="inbox", daemon=True)
     receiving.start()
     try:
         core.run()
     except Exception:
         logger.exception("the engine process ends")
         os._exit(1)  # not through the interpreter's shutdown, which would wait for the inbox thread
-    with sending:
-        outbox.close(linger=2000)
+    outboxes.close(linger_ms=2000)
     context.term()  # ends the inbox thread and waits until the last messages have left
     # It lets go of the core, and so of the weights. Where the interpreter ended meanwhile, Python would end the thread
     # inside a tensor's destructor, and C++ takes that for a crash.
@@ -80,16 +73,22 @@ def _freeze() -> None:
         trim(0)
 
 
-def _receive(inbox: zmq.Socket[bytes], core: EngineCore, send: Send) -> None:
+def _receive(inbox: zmq.Socket[bytes], core: EngineCore, outboxes: Outboxes) -> None:
     """Hands messages to the core as they come; a message that it cannot take ends the process, never hangs it."""
     try:
         while True:
             first, *frames = inbox.recv_multipart()
             message = decode_to_core(first)
             if isinstance(message, Turn):
-                core.receive(message, *frames)
+                if not outboxes.is_from_gone(message):
+                    core.receive(message, *frames)
             elif isinstance(message, Ping):
-                send(Pong(), [])
+                outboxes.send(Pong(), [])
+            elif isinstance(message, Attach):
+                outboxes.attach(message.frontend, message.outbox)
+            elif isinstance(message, Detach):
+                outboxes.detach(message.frontend)
+                core.forget(message.frontend)
             elif isinstance(message, Stop):
                 core.stop()
             else:

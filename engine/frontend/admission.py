@@ -26,6 +26,7 @@ class Admission:
     """Counts the tokens under way. Belongs to one event loop.
 
     Attributes:
+        stats: Figures of this process.
         closed_because: Why no request is taken, whatever is under way; None where the engine works.
 
     Args:
@@ -37,7 +38,7 @@ class Admission:
 
     def __init__(self, stats: DispatcherStats, max_tokens: int, max_queue_s: float, rates: Sequence[DrainRate]) -> None:
         self.closed_because: str | None = None
-        self._stats = stats
+        self.stats = stats
         self._max_tokens = max_tokens
         self._max_queue_s = max_queue_s
         self._rates = rates
@@ -47,14 +48,18 @@ class Admission:
     def is_full(self) -> bool:
         """Whether the engine works, and has so much to do that `check` refuses every client."""
         limit, largest = self._bounds()
-        is_much = self._stats.num_tokens >= limit  # large ones count for less
+        is_much = self._num_all >= limit  # large ones count for less
         return self.closed_because is None and is_much and self._num_tokens(largest) >= limit
 
     @property
     def queue_s(self) -> float:
         """Seconds that the tokens under way take; 0 until the drain rate is measured."""
         rate = self._tokens_per_s
-        return 0.0 if math.isnan(rate) else self._stats.num_tokens / rate
+        return 0.0 if math.isnan(rate) else self._num_all / rate
+
+    def figures(self) -> DispatcherStats:
+        """Returns counters, and what is under way."""
+        return self.stats
 
     def check(self, client: str = "") -> None:
         """Refuses a request that cannot be taken now; `client` is "" where nobody is told apart.
@@ -81,13 +86,13 @@ class Admission:
                 param="input",
             )
         self._check_room(client, num_tokens)
-        self._stats.num_requests += 1
-        self._stats.num_tokens += num_tokens
+        self.stats.num_requests += 1
+        self.stats.num_tokens += num_tokens
         self._under_way[client, num_tokens] += 1
 
     def leave(self, num_tokens: int, client: str = "") -> None:
         """Counts a request no more."""
-        self._stats.leave(num_tokens)
+        self.stats.leave(num_tokens)
         self._under_way[client, num_tokens] -= 1
         if not self._under_way[client, num_tokens]:
             del self._under_way[client, num_tokens]
@@ -112,10 +117,8 @@ class Admission:
                 "at least as many.",
                 num_own - num_free + 1,
             )
-        if num_new > largest and self._stats.num_tokens >= limit:
-            larges = sorted(
-                size for (_, size), count in self._under_way.items() if size > largest for _ in range(count)
-            )
+        if num_new > largest and self._num_all >= limit:
+            larges = self._larger(largest)
             if len(larges) >= _FEW_LARGE:
                 raise self._refusal(
                     f"Requests of more than {largest} tokens, such as yours of {num_new}, run beside few others: "
@@ -126,7 +129,7 @@ class Admission:
     def _bounds(self) -> tuple[int, int]:
         """Returns the tokens under way from which on everybody is refused, and as how many a request counts at most."""
         # What two forwards can hold never waits for many others, and tells no rate either.
-        if self._stats.num_tokens > 2 * self._stats.token_budget:
+        if self._num_all > 2 * self._token_budget:
             in_time = self._max_queue_s * self._tokens_per_s  # nan, which is never less, without a rate
             if in_time < self._max_tokens:
                 return math.ceil(in_time), math.ceil(in_time * _LARGE)
@@ -135,9 +138,23 @@ class Admission:
     def _num_tokens(self, largest: int, client: str | None = None) -> int:
         """Tokens under way, of all or of a client, with requests that are larger than `largest` counted as that."""
         if client is None and largest == self._max_tokens:
-            return self._stats.num_tokens
+            return self._num_all
         entries = self._under_way.items()
         return sum(min(size, largest) * count for (name, size), count in entries if client is None or name == client)
+
+    def _larger(self, largest: int) -> list[int]:
+        """The tokens of the requests under way that have more than `largest`, in order."""
+        return sorted(size for (_, size), count in self._under_way.items() if size > largest for _ in range(count))
+
+    @property
+    def _num_all(self) -> int:
+        """Tokens under way."""
+        return self.stats.num_tokens
+
+    @property
+    def _token_budget(self) -> int:
+        """The most tokens in one forward, at the last step."""
+        return self.stats.token_budget
 
     @property
     def _tokens_per_s(self) -> float:
@@ -146,7 +163,7 @@ class Admission:
 
     def _refusal(self, reason: str, num_excess: int) -> EngineOverloadedError:
         """Counts a refusal and returns it; `num_excess` tokens must leave before there is room."""
-        self._stats.count_refusal()
+        self.stats.count_refusal()
         rate = self._tokens_per_s
         retry_after_s = 1.0 if math.isnan(rate) else num_excess / rate
         return EngineOverloadedError(f"{reason} Please try again later.", retry_after_s=retry_after_s)

@@ -94,6 +94,8 @@ class Dispatcher:
         max_queued_tokens: Tokens under way from which on requests are refused.
         max_queue_s: Seconds that they take, from which on requests are refused.
         num_replicas: Cores of the engine.
+        admission: Who is let in; None: by these bounds, as where no other process asks the cores.
+        first_id: Of its requests.
 
     Attributes:
         stats: Counters, and what is under way.
@@ -101,12 +103,21 @@ class Dispatcher:
         admission: Who is let in; its bounds are those of all cores together.
     """
 
-    def __init__(self, max_queued_tokens: int, max_queue_s: float = math.inf, *, num_replicas: int = 1) -> None:
-        self.stats = DispatcherStats()
-        ids, is_only = itertools.count(), num_replicas == 1
+    def __init__(
+        self,
+        max_queued_tokens: int,
+        max_queue_s: float = math.inf,
+        *,
+        num_replicas: int = 1,
+        admission: Admission | None = None,
+        first_id: int = 0,
+    ) -> None:
+        self.stats = DispatcherStats() if admission is None else admission.stats
+        ids, is_only = itertools.count(first_id), num_replicas == 1
         self.replicas = [Replica(ids, self.stats, is_only=is_only) for _ in range(num_replicas)]
         self.stats.replicas = [] if is_only else [replica.stats for replica in self.replicas]
-        self.admission = Admission(self.stats, max_queued_tokens, max_queue_s, [r.rate for r in self.replicas])
+        rates = [replica.rate for replica in self.replicas]
+        self.admission = admission or Admission(self.stats, max_queued_tokens, max_queue_s, rates)
         self._target: Replica | Router = self.replicas[0] if is_only else Router(self.replicas)
         self._num_open = 0
         self._idle = asyncio.Event()

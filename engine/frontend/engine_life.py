@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from ..protocol.config import EngineConfig
+from ..protocol.messages import Ready
 from ..protocol.model_info import ModelInfo
 from ..tokenization.jobs import CharAdmission
 from ..tokenization.tokenizer import TokenizerPool
@@ -12,6 +13,7 @@ from .dispatcher import Dispatcher
 from .engine_process import EngineProcess
 from .replicas.group import ReplicaFigures, ReplicaGroup
 from .replicas.places import replica_configs
+from .shared.attached_core import AttachedCore
 from .stats import DispatcherStats
 from .supervisor import EngineState
 
@@ -24,7 +26,7 @@ class EngineLife:
         info: The attribute.
         tokenizer: Of the model.
         dispatcher: Holds what is under way.
-        group: Keeps its cores alive.
+        group: Keeps its cores alive, or hears of who does.
 
     Attributes:
         info: The resolved description of the model.
@@ -37,7 +39,7 @@ class EngineLife:
         info: ModelInfo,
         tokenizer: TokenizerPool,
         dispatcher: Dispatcher,
-        group: ReplicaGroup,
+        group: ReplicaGroup | AttachedCore,
     ) -> None:
         self.info = info
         self.tokenizer_config = tokenizer.config
@@ -71,17 +73,31 @@ class EngineLife:
         group = ReplicaGroup(configs, dispatcher, log_level=log_level, log_format=log_format, process=process)
         ready = await group.start()
         try:
-            tokenizer = TokenizerPool(
-                ready.tokenizer,
-                vocab_size=ready.info.vocab_size,
-                do_lower_case=ready.info.do_lower_case,
-                num_workers=config.tokenizer_workers,
-                admission=CharAdmission(config.max_queued_chars, dispatcher.stats.count_refusal),
-            )
-            return cls(config, ready.info, tokenizer, dispatcher, group)
+            return cls.attached(config, ready, dispatcher, group)
         except BaseException:
             await group.close()
             raise
+
+    @classmethod
+    def attached(
+        cls, config: EngineConfig, ready: Ready, dispatcher: Dispatcher, group: ReplicaGroup | AttachedCore
+    ) -> Self:
+        """Returns the engine over cores that have been loaded.
+
+        Args:
+            config: What is served.
+            ready: What the cores said of it.
+            dispatcher: Holds what is under way.
+            group: Keeps the cores alive, or hears of who does.
+        """
+        tokenizer = TokenizerPool(
+            ready.tokenizer,
+            vocab_size=ready.info.vocab_size,
+            do_lower_case=ready.info.do_lower_case,
+            num_workers=config.tokenizer_workers,
+            admission=CharAdmission(config.max_queued_chars, dispatcher.stats.count_refusal),
+        )
+        return cls(config, ready.info, tokenizer, dispatcher, group)
 
     @property
     def state(self) -> EngineState:
@@ -126,7 +142,7 @@ class EngineLife:
 
     def stats(self) -> DispatcherStats:
         """Returns counters and what is under way."""
-        return self._dispatcher.stats
+        return self._dispatcher.admission.figures()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for those under way. Returns False if some were left after `timeout_s`."""

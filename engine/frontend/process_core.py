@@ -10,6 +10,7 @@ from typing import Final
 
 import zmq
 
+from ..protocol.frontends import Detach
 from ..protocol.messages import (
     Frame,
     FromCore,
@@ -18,6 +19,7 @@ from ..protocol.messages import (
     Ready,
     Start,
     Stop,
+    ToCore,
     Turn,
     decode_from_core,
     encode,
@@ -68,6 +70,55 @@ class Heartbeat:
         self._num_unanswered = 0
 
 
+class CoreSockets:
+    """The two sockets between a frontend and a core in another process. Belongs to one event loop.
+
+    Args:
+        inbox: Endpoint where the core takes what it is told.
+        outbox: Endpoint where this frontend awaits what the core says; bound here.
+        on_message: Called for every message of the core.
+        on_unreadable: Called when a message cannot be read; the log says why.
+    """
+
+    def __init__(self, inbox: str, outbox: str, on_message: OnMessage, on_unreadable: Callable[[], None]) -> None:
+        self._on_message = on_message
+        self._on_unreadable = on_unreadable
+        with contextlib.ExitStack() as resources:
+            context = zmq.Context()
+            resources.callback(context.destroy, linger=0)
+            self._inbox = context.socket(zmq.PUSH)
+            self._outbox = context.socket(zmq.PULL)
+            for socket in (self._inbox, self._outbox):
+                socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
+            self._inbox.connect(inbox)  # a connected PUSH socket queues at once; a bound one waits for its peer
+            self._outbox.bind(outbox)
+            loop, descriptor = asyncio.get_running_loop(), self._outbox.fileno()
+            loop.add_reader(descriptor, self._receive)
+            resources.callback(loop.remove_reader, descriptor)
+            self._resources = resources.pop_all()
+
+    def send(self, message: ToCore, *frames: Frame) -> None:
+        """Sends a message without blocking."""
+        self._inbox.send_multipart((encode(message), *frames), flags=zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Closes both; what has not left is thrown away. May be called twice."""
+        self._resources.close()
+
+    def _receive(self) -> None:
+        """Takes all messages that have come: the descriptor tells of those that come to an empty socket alone."""
+        try:
+            while not self._outbox.closed:
+                try:
+                    first, *frames = self._outbox.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    return
+                self._on_message(decode_from_core(first.buffer), [f.buffer for f in frames])
+        except Exception:
+            logger.exception("the engine's messages cannot be read")
+            self._on_unreadable()
+
+
 class ProcessCore:
     """A core in a process of its own. All methods belong to the event loop.
 
@@ -95,23 +146,23 @@ class ProcessCore:
         """Starts the core; Ready or LoadFailed follows as a message. Raises OSError if no process can be started."""
         process = self._process = self._process or EngineProcess()
         self._resources.callback(process.close)
-        context = zmq.Context()
-        self._resources.callback(context.destroy, linger=0)
-        self._inbox = context.socket(zmq.PUSH)
-        self._outbox = context.socket(zmq.PULL)
-        for socket in (self._inbox, self._outbox):
-            socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
-        self._inbox.connect(process.inbox)  # a connected PUSH socket queues at once; a bound one waits for its peer
-        self._outbox.bind(process.outbox)
-        self._inbox.send(encode(self._start), flags=zmq.NOBLOCK)
+        self._sockets = CoreSockets(process.inbox, process.outbox, self._take, self._end_unreadable)
+        self._resources.callback(self._sockets.close)
+        self._sockets.send(self._start)
         self._tasks = [asyncio.create_task(self._watch(process))]
-        loop, descriptor = asyncio.get_running_loop(), self._outbox.fileno()
-        loop.add_reader(descriptor, self._receive)
-        self._resources.callback(loop.remove_reader, descriptor)
+
+    @property
+    def inbox(self) -> str | None:
+        """Where other frontends may tell the core something; None before there is a process."""
+        return None if self._process is None else self._process.inbox
 
     def send(self, turn: Turn, frame: Frame) -> None:
         """Sends what a turn of the event loop has to say, without blocking."""
-        self._inbox.send_multipart((encode(turn), frame), flags=zmq.NOBLOCK)
+        self._sockets.send(turn, frame)
+
+    def detach(self, frontend: int) -> None:
+        """Tells the core that another frontend has gone."""
+        self._sockets.send(Detach(frontend))
 
     def host_bytes(self) -> int:
         """Returns the Bytes of memory that the process holds for itself; 0 where the system does not say."""
@@ -135,7 +186,7 @@ class ProcessCore:
             self._resources.close()
 
     async def _end(self, process: EngineProcess) -> None:
-        self._inbox.send(encode(Stop()), flags=zmq.NOBLOCK)
+        self._sockets.send(Stop())
         try:
             await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
         except TimeoutError:
@@ -146,21 +197,12 @@ class ProcessCore:
                 logger.critical("the engine process %d was killed and does not end; it is left behind.", process.pid)
 
     def _ping(self) -> None:
-        self._inbox.send(encode(Ping()), flags=zmq.NOBLOCK)
+        self._sockets.send(Ping())
 
-    def _receive(self) -> None:
-        """Takes all messages that have come: the descriptor tells of those that come to an empty socket alone."""
-        try:
-            while True:
-                try:
-                    first, *frames = self._outbox.recv_multipart(flags=zmq.NOBLOCK, copy=False)
-                except zmq.Again:
-                    return
-                self._take(decode_from_core(first.buffer), [f.buffer for f in frames])
-        except Exception:
-            logger.exception("the engine's messages cannot be read; its process is ended, so that another takes over")
-            if self._process is not None and self._process.returncode is None:
-                self._process.kill()
+    def _end_unreadable(self) -> None:
+        """Ends a process whose messages cannot be read, so that another takes over."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     def _take(self, message: FromCore, frames: list[Frame]) -> None:
         if isinstance(message, Pong):

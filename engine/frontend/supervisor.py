@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -19,7 +20,7 @@ from ..protocol.messages import Failed, Frame, FromCore, LoadFailed, PrefixesCle
 from ..protocol.model_info import ModelInfo
 from .engine_process import EngineProcess
 from .process_core import ProcessCore
-from .replicas.replica import Replica
+from .replicas.replica import Send
 from .thread_core import ThreadCore
 
 logger = logging.getLogger("penstock.engine")
@@ -36,6 +37,25 @@ class EngineState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     DEAD = "dead"
+
+
+class CoreClient(Protocol):
+    """Who hears of a core, such as a Replica."""
+
+    def connect(self, send: Send) -> None:
+        """The core can serve; `send` reaches it."""
+
+    def disconnect(self, reason: str) -> None:
+        """The core has gone."""
+
+    def receive_rows(self, message: Rows, frame: Frame) -> None:
+        """Takes the results of one step."""
+
+    def receive_failure(self, message: Failed) -> None:
+        """Takes the failure of one request."""
+
+    def receive_cleared(self, message: PrefixesCleared) -> None:
+        """Takes the answer to ClearPrefixes."""
 
 
 class CoreSupervisor:
@@ -60,7 +80,7 @@ class CoreSupervisor:
     def __init__(
         self,
         config: EngineConfig,
-        replica: Replica,
+        replica: CoreClient,
         on_change: Callable[[], None],
         *,
         log_level: str,
@@ -107,6 +127,16 @@ class CoreSupervisor:
             self._restarting.cancel()
         if self.state is not EngineState.DEAD:
             self._enter(EngineState.DRAINING)
+
+    @property
+    def inbox(self) -> str | None:
+        """Where other frontends reach the core; None where there is none, or it runs in this process."""
+        return self._core.inbox if isinstance(self._core, ProcessCore) else None
+
+    def detach(self, frontend: int) -> None:
+        """Tells a core that is connected that another frontend has gone."""
+        if isinstance(self._core, ProcessCore):
+            self._core.detach(frontend)
 
     async def close(self) -> None:
         """Stops the core and fails what is under way. May be called twice."""

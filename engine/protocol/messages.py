@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import EngineConfig
+from .frontends import Attach, Detach
 from .model_info import ModelInfo
 from .params import PoolingParams
 from .request import TokenizedInput
@@ -245,7 +246,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-ToCore = Start | Turn | Stop | Ping
+ToCore = Start | Attach | Detach | Turn | Stop | Ping
 FromCore = Ready | LoadFailed | Rows | PrefixesCleared | Failed | Pong
 
 encode: Final[Callable[[ToCore | FromCore], bytes]] = msgspec.msgpack.Encoder().encode

@@ -53,6 +53,7 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "HTTP": {
         "host": "ADDRESS",
         "port": "PORT",
+        "api_workers": "N",
         "api_key": "KEY,...",
         "api_key_file": "FILE",
         "admin_key": "KEY,...",

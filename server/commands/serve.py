@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -15,27 +14,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-import uvicorn
+import uvloop
 
+from penstock.engine import EngineConfig
 from penstock.engine.frontend.engine_process import EngineProcess
 from penstock.engine.logs import configure_logging
 from penstock.engine.protocol.errors import ModelLoadError
 
 from ..app import create_app
+from ..middleware.auth import ApiKeys
+from ..models.model_entry import ModelEntry
+from ..models.served_model import ServedModel
 from ..settings import ServerSettings, UsageError, unknown_variables
-from ..transport.connection import Connection
 from ..transport.connection_limits import raise_file_limit
-from ..transport.http_server import HttpServer
+from ..transport.http_server import HttpServer, freeze, uvicorn_config
 from .announcement import announcement, exposure
 from .model_plans import ModelPlan
-from .served_models import served_model
+from .served_models import engine_config, served_model
 
 logger = logging.getLogger(__name__)
 
 START_FAILED: Final = 3
-_COLLECT_AFTER: Final = 10_000
-"""New objects after which the collector looks at them."""
-KEEP_ALIVE_S: Final = 120  # Above the idle time of every client's pool (Go: 90 s), which do not replay a sent POST.
 
 
 def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineProcess | None = None) -> None:
@@ -57,6 +56,12 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     num_engines = min(len(plans), settings.max_loaded_models or len(plans))
     models = [served_model(plan, settings, num_engines, process if plan is plans[0] else None) for plan in plans]
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+    if settings.api_workers > 1:
+        check_workers(settings, plans)
+        configs = [engine_config(plan, num_engines) for plan in plans]
+        listener = bound_socket(settings.host, settings.port)
+        _serve_by_workers(settings, list(zip(models, configs, strict=True)), listener, process)
+        return
     failures: list[Exception] = []
 
     def give_up(error: Exception) -> None:
@@ -64,33 +69,13 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
         server.should_exit = True
 
     def announce() -> None:
-        _freeze()
-        entries = app.state.context.models.entries
-        logger.info("%s", announcement(entries, settings, listener.getsockname()[1]))
-        if (warning := exposure(settings)) is not None:
-            logger.warning("%s", warning)
+        freeze()
+        _announce(app.state.context.models.entries, settings, listener)
 
     raise_file_limit()
     app = create_app(models, settings, on_ready=announce, on_failure=give_up)
     listener = bound_socket(settings.host, settings.port)
-    server = HttpServer(
-        uvicorn.Config(
-            app,
-            loop="uvloop",
-            http=Connection,
-            ws="none",
-            lifespan="on",
-            ssl_certfile=settings.ssl_certfile,
-            ssl_keyfile=settings.ssl_keyfile,
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s),
-        ),
-        body_s=settings.request_timeout_s or math.inf,
-    )
+    server = HttpServer(uvicorn_config(app, settings), body_s=settings.request_timeout_s or math.inf)
     # uvicorn raises the signal again when it has shut down; a stop on request is no failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     _stop_on_hangup(server)
@@ -99,6 +84,57 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
         _tell(error)
     if failures or not server.started:
         raise SystemExit(START_FAILED)
+
+
+def _serve_by_workers(
+    settings: ServerSettings,
+    models: Sequence[tuple[ServedModel, EngineConfig]],
+    listener: socket.socket,
+    process: EngineProcess | None,
+) -> None:
+    """Serves by several HTTP processes; ends as `serve` does."""
+    from ..workers.supervisor import NothingServedError, WorkerSupervisor
+
+    async def supervise() -> WorkerSupervisor:
+        supervisor = WorkerSupervisor(settings, models, process, lambda entries: _announce(entries, settings, listener))
+        await supervisor.run(listener)
+        return supervisor
+
+    raise_file_limit()
+    ApiKeys(settings.api_key, settings.api_key_file)  # refused now, and not by each process
+    supervisor = uvloop.run(supervise())
+    for error in supervisor.failures:
+        if not isinstance(error, NothingServedError):
+            _tell(error)
+    if supervisor.failures:
+        raise SystemExit(START_FAILED)
+    if supervisor.signals[:1] == [signal.SIGINT]:
+        raise KeyboardInterrupt
+
+
+def check_workers(settings: ServerSettings, plans: Sequence[ModelPlan]) -> None:
+    """Raises UsageError for what several HTTP processes cannot do."""
+    for plan in plans:
+        if (plan.settings.data_parallel or len(plan.settings.devices)) > 1:
+            raise UsageError("--api-workers: with more than one, a model has one replica; leave --data-parallel out")
+        if plan.settings.in_process:
+            raise UsageError("--api-workers: several processes cannot ask an engine that is --in-process")
+        if not plan.is_preloaded or plan.ttl_s < math.inf:
+            raise UsageError(
+                f"--api-workers: with more than one, every model is loaded at the start; {plan.names[0]}"
+                " is to come and go"
+            )
+    for flag, value in (("--admin-key", settings.admin_key), ("--model-memory", settings.model_memory)):
+        if value:
+            raise UsageError(f"--api-workers: with more than one, models do not come and go; leave {flag} out")
+    if settings.data_dir is not None:
+        raise UsageError("--api-workers: with more than one, nobody runs batches; leave --data-dir out")
+
+
+def _announce(entries: Sequence[ModelEntry], settings: ServerSettings, listener: socket.socket) -> None:
+    logger.info("%s", announcement(entries, settings, listener.getsockname()[1]))
+    if (warning := exposure(settings)) is not None:
+        logger.warning("%s", warning)
 
 
 def _tell(failure: Exception) -> None:
@@ -157,14 +193,3 @@ def bound_socket(host: str, port: int) -> socket.socket:
         listener.close()
         raise UsageError(f"--host, --port: cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
-
-
-def _freeze() -> None:
-    """Takes what start-up has made out of the collector's sight, and lets it look less often.
-
-    It would walk what start-up has made while requests wait. Requests leave next to nothing that it could find: at
-    Python's own threshold it takes about 6 % of their time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER, 20, 20)

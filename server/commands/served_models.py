@@ -34,7 +34,7 @@ def served_model(
     Raises:
         UsageError: The engine would refuse the model, it lacks the prompt, or it is larger than all models may be.
     """
-    config = plan.settings.engine_config(plan.model, plan.names[0], num_engines=num_engines)
+    config = engine_config(plan, num_engines)
     info = resolved(config, plan.default_prompt_name)
     num_bytes = 0 if info is None else _num_bytes(info) * len(replica_configs(config))
     if settings.model_memory is not None and num_bytes > settings.model_memory:
@@ -60,6 +60,11 @@ def served_model(
         plan.ttl_s,
         num_bytes,
     )
+
+
+def engine_config(plan: ModelPlan, num_engines: int) -> EngineConfig:
+    """Returns the configuration of a model's engine, one of `num_engines` that share the machine."""
+    return plan.settings.engine_config(plan.model, plan.names[0], num_engines=num_engines)
 
 
 def resolved(config: EngineConfig, default_prompt_name: str | None) -> ModelInfo | None:

@@ -21,6 +21,7 @@ from ..settings import UsageError
 
 logger = logging.getLogger(__name__)
 
+SALT_BYTES: Final = 32
 LOOK_EVERY_S: Final = 1.0
 """Seconds between two looks at the file."""
 _Version = tuple[int, int, int]
@@ -95,7 +96,8 @@ class ApiKeys:
     Args:
         given: Keys of the settings.
         file: File with more keys.
-        salt: Secret behind the identities; the same one makes the same identities after a restart. Default: a new one.
+        salt: Secret behind the identities; the same one makes the same identities after a restart, and in other
+            processes. Default: a new one.
         clock_s: Monotonic time.
 
     Raises:
@@ -110,7 +112,7 @@ class ApiKeys:
         salt: bytes | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._salt = secrets.token_bytes(32) if salt is None else salt
+        self._salt = salt or secrets.token_bytes(SALT_BYTES)
         self._given = [self._digest(key.encode()) for key in given]
         self._file = file
         self._clock_s = clock_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from math import inf
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -82,6 +82,7 @@ _CACHE_COUNTERS: Final = {
 _LABELS: Final = ("model", "replica")
 """Of what each core tells of itself. An engine that has one core leaves out the second."""
 
+Gather = Callable[[], Awaitable[Sequence[Metric]]]
 NamedEngines = Callable[[], Iterable[tuple[AsyncEngine, str]]]
 
 
@@ -99,10 +100,12 @@ class Metrics(Collector):
 
     Args:
         engines: Returns the engines with the name that labels their figures.
+        gather: Returns the figures of all processes of the server; None where this is the only one.
     """
 
-    def __init__(self, engines: NamedEngines) -> None:
+    def __init__(self, engines: NamedEngines, gather: Gather | None = None) -> None:
         self._engines = engines
+        self._gather = gather
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(self)
@@ -142,6 +145,14 @@ class Metrics(Collector):
             self._stages[model, route, record.task] = stages
         for stage, seconds in record.stage_seconds.items():
             stages[stage].observe(seconds)
+
+    def families(self) -> list[Metric]:
+        """Returns all figures of this process."""
+        return list(self._registry.collect())
+
+    async def scrape(self) -> bytes:
+        """Returns what `exposition` returns, of all processes of the server. Raises what `gather` raises."""
+        return self.exposition() if self._gather is None else generate_latest(_Gathered(await self._gather()))
 
     def exposition(self) -> bytes:
         """Returns all figures in Prometheus' text format."""
@@ -210,6 +221,17 @@ def _cores(engine: AsyncEngine, model: str) -> list[_Core]:
     replicas = enumerate(engine.replicas)
     several = [_Core((model, str(number)), each.state, each.num_restarts, each.stats) for number, each in replicas]
     return several or [_Core((model,), engine.state, engine.num_restarts, engine.stats())]
+
+
+class _Gathered(CollectorRegistry):
+    """Figures that have been collected."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 def _counted(name: str, text: str, labels: Sequence[str], counts: Mapping[Any, int]) -> CounterMetricFamily:

@@ -65,7 +65,7 @@ async def ready(request: Request) -> Response:
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
     """Figures in Prometheus' text format."""
-    return Response(context_of(request).metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+    return Response(await context_of(request).metrics.scrape(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 @router.get("/version", response_model=Version)

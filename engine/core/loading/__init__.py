@@ -1,1 +1,1 @@
-"""What is loaded before the loop begins: weights, heads for single tokens, and the tokenizer."""
+"""What is loaded before the loop begins: weights, heads for single tokens, the tokenizer; and the first batch."""

@@ -14,7 +14,7 @@ from ..stats import DispatcherStats
 from ..supervisor import CoreSupervisor, EngineState
 from .places import place_of
 
-_CLOSED_BECAUSE: Final = {
+CLOSED_BECAUSE: Final = {
     EngineState.READY: None,
     EngineState.STARTING: "The engine is being started again. Please try again in a moment.",
     EngineState.DRAINING: "The server is shutting down. Please try again elsewhere.",
@@ -134,5 +134,5 @@ class ReplicaGroup:
 
     def _follow(self) -> None:
         states = [supervisor.state for supervisor in self._supervisors]
-        self.state = next(state for state in _CLOSED_BECAUSE if state in states)
-        self._dispatcher.admission.closed_because = _CLOSED_BECAUSE[self.state]
+        self.state = next(state for state in CLOSED_BECAUSE if state in states)
+        self._dispatcher.admission.closed_because = CLOSED_BECAUSE[self.state]

@@ -149,7 +149,7 @@ async def test_a_process_that_a_kill_does_not_end_holds_nobody_up(
         monkeypatch.setattr(process_core, name, 0.01)
     process = Mock(pid=7, returncode=None, wait=asyncio.Event().wait)
     core = process_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), Mock())
-    core._process, core._inbox = process, Mock()
+    core._process, core._sockets = process, Mock()
     await asyncio.wait_for(core.close(), 10)
     process.kill.assert_called_once()
     assert "7 was killed and does not end" in caplog.text

@@ -134,7 +134,7 @@ async def test_a_process_is_told_what_to_serve_and_its_messages_come_once(run: R
     core.send(Turn([Cancel(5)], []), b"its frame")
     await heard(core._on_message, 2)
     assert core._on_message.call_args.args == (Failed(5, "Turn", "its frame"), [])
-    folder = Path(core._outbox.LAST_ENDPOINT.decode().removeprefix("ipc://")).parent
+    folder = Path(core._sockets._outbox.LAST_ENDPOINT.decode().removeprefix("ipc://")).parent
     assert folder.name.startswith("penstock-")
     await core.close()
     await core.close()
@@ -165,7 +165,8 @@ async def test_the_end_of_a_process_has_a_reason(run: Run, model: str, reason: s
     await heard(core._on_exit)
     core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} ended with {reason}")
     assert core._on_message.call_count == 1  # what it said before
-    shutil.rmtree(Path(core._outbox.LAST_ENDPOINT.decode().removeprefix("ipc://")).parent)  # as a worker may do itself
+    endpoint = core._sockets._outbox.LAST_ENDPOINT.decode()
+    shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent)  # as a worker may do itself
     await core.close()
 
 

@@ -1,5 +1,6 @@
 """`penstock serve` from its settings to its exit code, with an engine that cannot start."""
 
+import math
 import signal
 from collections.abc import Iterator
 
@@ -8,6 +9,8 @@ import pytest
 from penstock.engine import AsyncEngine
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.server.commands import cli, serve, served_models
+from penstock.server.commands.model_plans import ModelPlan
+from penstock.server.settings import EngineSettings, ServerSettings, UsageError
 
 
 @pytest.fixture
@@ -42,3 +45,28 @@ def test_an_engine_that_cannot_start_ends_the_server_in_a_line(
     assert line in record.getMessage()
     assert record.exc_info is None
     assert caplog.records[-1] is record  # nothing that uvicorn says of its end hides the cause
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "message"),
+    [
+        ({"settings": EngineSettings(in_process=True)}, {}, "--in-process"),
+        ({"settings": EngineSettings(data_parallel=2)}, {}, "leave --data-parallel out"),
+        ({}, {"data_dir": "/data"}, "leave --data-dir out"),
+        ({"is_preloaded": False}, {}, "every model is loaded at the start; a is to come and go"),
+        ({"ttl_s": 60.0}, {}, "a is to come and go"),
+        ({}, {"admin_key": "key"}, "leave --admin-key out"),
+        ({}, {"model_memory": "1GiB"}, "leave --model-memory out"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused(
+    plan: dict[str, object], settings: dict[str, object], message: str
+) -> None:
+    made = ModelPlan("/models/a", ("a",), **{"settings": EngineSettings(), **plan})
+    with pytest.raises(UsageError, match=message):
+        serve.check_workers(ServerSettings(api_workers=2, **settings), [made])
+
+
+def test_several_models_that_stay_are_served_by_several_processes() -> None:
+    plans = [ModelPlan(name, (name,), EngineSettings(), is_pinned=True, ttl_s=math.inf) for name in ("a", "b")]
+    serve.check_workers(ServerSettings(api_workers=2), plans)

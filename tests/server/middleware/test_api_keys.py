@@ -52,6 +52,12 @@ def test_clients_are_told_apart_without_their_keys() -> None:
     assert ApiKeys(("one",)).client_of([b"one"]) == ""
 
 
+def test_processes_that_share_a_salt_tell_clients_apart_alike() -> None:
+    one, other = (ApiKeys(("a", "b"), salt=b"shared") for _ in range(2))
+    assert one.client_of([b"a"]) == other.client_of([b"a"]) != one.client_of([b"b"])
+    assert ApiKeys(("a", "b")).client_of([b"a"]) != one.client_of([b"a"])
+
+
 def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     file, clock = tmp_path / "keys", Clock()

@@ -1,0 +1,78 @@
+"""`penstock serve` over an engine that does not compute: what is measured of it is all but the forward.
+
+    python benchmarks/api_workers/idle_server.py serve [MODEL] [FLAG ...]
+
+Everything is as in the real command, the engine's process, its scheduler and its sockets included; only the runner
+answers every text with the same vector, at once.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.engine.core import worker
+from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
+from penstock.engine.core.runner import ForwardTime, OneByOne, Outputs
+from penstock.engine.frontend import engine_process
+from penstock.engine.model_files.resolve import resolve_model, with_device
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.scheduling import Chunk, QueuedSequence
+from penstock.engine.sequence_pool import Allocation, NullAllocator
+from penstock.server.commands.cli import main
+
+_AS_ENGINE: Final = "engine-process"
+_WORKER: Final = "penstock.engine.core.worker"
+
+
+class IdleRunner(OneByOne):
+    """A Runner that knows its model's files, and none of its weights."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.info = with_device(resolve_model(config), "cpu", "float32")
+        self.tokenizer = load_tokenizer(self.info, trust_remote_code=False, chat_template=None)
+        self.allocator = NullAllocator()
+        size = self.info.embedding_size or self.info.hidden_size
+        self._outputs: Outputs = {"embedding": np.full(size, size**-0.5, np.float32)}
+
+    def warm_up(self) -> None:
+        """See Runner."""
+
+    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+        """See Runner."""
+        return [self._outputs] * len(chunks)
+
+    def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+        """See Runner. Nothing runs in chunks."""
+
+    def free_tokens(self) -> int | None:
+        """See Runner."""
+        return None
+
+    def take_times(self) -> list[ForwardTime]:
+        """See Runner."""
+        return []
+
+
+class _Popen(subprocess.Popen[bytes]):
+    """Starts this script where the engine's process would be started."""
+
+    def __init__(self, arguments: Sequence[str], **named: Any) -> None:
+        if _WORKER in arguments:
+            arguments = (sys.executable, "-P", str(Path(__file__).resolve()), _AS_ENGINE, *arguments[-2:])
+        super().__init__(arguments, **named)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [_AS_ENGINE]:
+        del sys.argv[1]
+        worker.load_runner = IdleRunner
+        worker.main()
+    else:
+        engine_process.subprocess.Popen = _Popen
+        sys.exit(main())

@@ -1,0 +1,36 @@
+"""Several frontends of one core: how they come and go, and how the id of a request says whose it is.
+
+Frontend 0 is the process that started the core. The number of another is given once, and never to the one after it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+_COUNTED_BITS: Final = 40
+"""Bits of an id that a frontend counts up; those above them are its number."""
+
+
+class Attach(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to core, before all that it asks: its number, and the endpoint where it awaits the answers."""
+
+    frontend: int
+    outbox: str
+
+
+class Detach(msgspec.Struct, tag=True, frozen=True):
+    """Frontend 0 to core: that frontend has gone, and nobody awaits what it asked for."""
+
+    frontend: int
+
+
+def first_request_id(frontend: int) -> int:
+    """Returns the id of the first request of a frontend; the next ones count up from there."""
+    return frontend << _COUNTED_BITS
+
+
+def frontend_of(request_id: int) -> int:
+    """Returns the number of the frontend that a request came from."""
+    return request_id >> _COUNTED_BITS

@@ -1,0 +1,134 @@
+"""What an HTTP process has from the supervising one: engines, and the figures of all processes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from prometheus_client.core import Metric
+
+from penstock.engine import AsyncEngine
+from penstock.engine.frontend.dispatcher import Dispatcher
+from penstock.engine.frontend.shared.admission import SharedAdmission, SharedStats
+from penstock.engine.frontend.shared.attached_core import AttachedCore, CoreNews
+from penstock.engine.frontend.shared.load_board import LoadBoard, LoadPlace
+from penstock.engine.protocol import errors
+from penstock.engine.protocol.errors import EngineUnavailableError
+from penstock.engine.protocol.frontends import first_request_id
+from penstock.engine.protocol.messages import Ready
+
+from .channel import Channel
+from .figures import to_families, to_metrics
+from .messages import (
+    AskFigures,
+    CoreChanged,
+    Family,
+    Figures,
+    FromSupervisor,
+    Loaded,
+    NotLoaded,
+    Prepared,
+    Serving,
+    Wanted,
+    decode_from_supervisor,
+)
+from .plan import WorkerPlan
+
+_FIGURES_S: Final = 5.0
+"""Seconds that the supervising process gets to gather figures."""
+
+
+class SupervisorLink:
+    """The worker's end. Belongs to one event loop.
+
+    Args:
+        plan: What this process serves.
+        figures: Returns the figures of this process.
+        on_end: Called when the supervising process has gone, or what an engine says cannot be read.
+
+    """
+
+    def __init__(self, plan: WorkerPlan, figures: Callable[[], Iterable[Metric]], on_end: Callable[[], None]) -> None:
+        self._plan = plan
+        self._figures = figures
+        self._on_end = on_end
+        self._channel = Channel(decode_from_supervisor, self._take, on_end)
+        self._loading: dict[int, asyncio.Future[Ready]] = {}
+        self._news: dict[int, CoreNews] = {}
+        self._cores: dict[int, AttachedCore] = {}
+        self._questions: dict[int, asyncio.Future[list[Family]]] = {}
+        self._numbers = itertools.count()
+
+    async def open(self, end: socket.socket) -> None:
+        """Begins to hear the supervising process."""
+        await self._channel.open(end)
+
+    def tell_serving(self) -> None:
+        """Says that connections may come."""
+        self._channel.send(Serving())
+
+    def tell_prepared(self) -> None:
+        """Says that the models are there."""
+        self._channel.send(Prepared())
+
+    async def engine(self, model: int) -> AsyncEngine:
+        """Returns the engine of a model, by its place in the plan, when it has been loaded.
+
+        Raises:
+            EngineError: It could not be loaded.
+        """
+        planned = self._plan.models[model]
+        config, limits = self._plan.own_config(planned), planned.config.scheduler
+        loading = self._loading[model] = asyncio.get_running_loop().create_future()
+        self._channel.send(Wanted(model))
+        ready = await loading
+        board = LoadBoard(planned.board, self._plan.num_workers)
+        place = LoadPlace(board, self._plan.place)
+        admission = SharedAdmission(SharedStats(place), limits.max_queued_tokens, limits.max_queue_s, board, place)
+        dispatcher = Dispatcher(
+            limits.max_queued_tokens,
+            limits.max_queue_s,
+            admission=admission,
+            first_id=first_request_id(self._plan.frontend),
+        )
+        core = self._cores[model] = AttachedCore(self._plan.frontend, dispatcher, self._on_end)
+        core.hear(self._news[model])
+        return AsyncEngine.attached(config, ready, dispatcher, core)
+
+    async def gather(self) -> Sequence[Metric]:
+        """Returns the figures of all processes. Raises EngineUnavailableError where they do not come in time."""
+        question = next(self._numbers)
+        answer = self._questions[question] = asyncio.get_running_loop().create_future()
+        try:
+            self._channel.send(AskFigures(question))
+            async with asyncio.timeout(_FIGURES_S):
+                return to_metrics(await answer)
+        except TimeoutError as error:
+            raise EngineUnavailableError("The figures of the server's other processes do not come.") from error
+        finally:
+            del self._questions[question]
+
+    async def close(self) -> None:
+        """Leaves the engines."""
+        for core in self._cores.values():
+            await core.close()
+
+    def _take(self, message: FromSupervisor) -> None:
+        match message:
+            case Loaded():
+                self._loading.pop(message.model).set_result(message.ready)
+            case NotLoaded():
+                error = getattr(errors, message.kind)(message.message)
+                self._loading.pop(message.model).set_exception(error)
+            case CoreChanged():
+                self._news[message.model] = message.news
+                if (core := self._cores.get(message.model)) is not None:
+                    core.hear(message.news)
+            case AskFigures():
+                self._channel.send(Figures(message.question, to_families(self._figures())))
+            case Figures():
+                if (answer := self._questions.get(message.question)) is not None and not answer.done():
+                    answer.set_result(message.families)

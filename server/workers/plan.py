@@ -1,0 +1,95 @@
+"""What an HTTP process is told when it starts: all that the command line, the environment and the files have said.
+
+It comes as a pickle from the process that has started it, over a socket that nobody else has, so that a process that
+is started later serves what the first one did, whatever the files say by then.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from dataclasses import dataclass, replace
+from typing import Final
+
+from penstock.engine import EngineConfig, ModelInfo
+
+from ..models.served_model import ServedModel
+from ..settings import EngineSettings, ServerSettings
+
+_LENGTH_BYTES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model that all processes serve.
+
+    Attributes:
+        names: See ServedModel.
+        config: Of its engine.
+        board: Descriptor of the memory in which processes see each other's load.
+        default_prompt_name: See ServedModel.
+        settings: See ServedModel.
+        info: See ServedModel.
+    """
+
+    names: tuple[str, ...]
+    config: EngineConfig
+    board: int
+    default_prompt_name: str | None = None
+    settings: EngineSettings | None = None
+    info: ModelInfo | None = None
+
+    @classmethod
+    def of(cls, model: ServedModel, config: EngineConfig, board: int) -> PlannedModel:
+        """Returns what other processes have to know of a served model."""
+        return cls(model.names, config, board, model.default_prompt_name, model.settings, model.info)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """What one HTTP process serves.
+
+    Attributes:
+        settings: What the operator asked for, for the whole server.
+        models: What is served.
+        num_workers: Processes that serve.
+        place: Its number among them.
+        frontend: Its number among all that there have been.
+        salt: See Common.
+        started_s: See Common.
+    """
+
+    settings: ServerSettings
+    models: tuple[PlannedModel, ...]
+    num_workers: int
+    place: int
+    frontend: int
+    salt: bytes
+    started_s: int
+
+    def own_config(self, model: PlannedModel) -> EngineConfig:
+        """Returns the configuration of a model with this process's part: characters that wait to be tokenized."""
+        return replace(model.config, max_queued_chars=max(model.config.max_queued_chars // self.num_workers, 1))
+
+    def send(self, end: socket.socket) -> None:
+        """Sends the plan, as the first thing on a socket."""
+        frame = pickle.dumps(self)
+        end.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+
+    @staticmethod
+    def receive(end: socket.socket) -> WorkerPlan:
+        """Returns the plan that comes first on a socket. Raises EOFError where it does not come."""
+        length = int.from_bytes(_exactly(end, _LENGTH_BYTES), "little")
+        plan = pickle.loads(_exactly(end, length))  # noqa: S301 - the parent's own words
+        assert isinstance(plan, WorkerPlan)
+        return plan
+
+
+def _exactly(end: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        part = end.recv(num_bytes - len(data))
+        if not part:
+            raise EOFError("the supervising process has gone")
+        data += part
+    return data

@@ -1,0 +1,78 @@
+"""Messages between two processes of one server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from penstock.server.workers.channel import Channel
+from penstock.server.workers.messages import (
+    AskFigures,
+    Family,
+    Figures,
+    FromWorker,
+    Prepared,
+    Serving,
+    Wanted,
+    decode_from_worker,
+    encode,
+)
+
+
+class End:
+    """A channel that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[FromWorker] = []
+        self.ended = asyncio.Event()
+        self.channel = Channel(decode_from_worker, self.heard.append, self.ended.set)
+
+    async def until(self, count: int) -> list[FromWorker]:
+        async with asyncio.timeout(10):
+            while len(self.heard) < count:
+                await asyncio.sleep(0.005)
+        return self.heard
+
+
+async def pair() -> tuple[End, End]:
+    ends, sockets = (End(), End()), socket.socketpair()
+    for end, each in zip(ends, sockets, strict=True):
+        await end.channel.open(each)
+    return ends
+
+
+async def test_messages_come_whole_and_in_order() -> None:
+    one, other = await pair()
+    large = Figures(3, [Family("n", "t", "counter", [("n_total", {"a": str(i)}, float(i)) for i in range(20_000)])])
+    said = [Serving(), Wanted(2), large, AskFigures(9), Prepared()]
+    for message in said:
+        one.channel.send(message)
+    assert await other.until(len(said)) == said
+    one.channel.close()
+    await asyncio.wait_for(other.ended.wait(), 10)
+    other.channel.send(Serving())  # to one that has gone: nothing happens
+
+
+async def test_one_byte_at_a_time() -> None:
+    end = End()
+    ours, theirs = socket.socketpair()
+    await end.channel.open(theirs)
+    frame = encode(Wanted(7))
+    for byte in len(frame).to_bytes(4, "little") + frame:
+        ours.send(bytes([byte]))
+        await asyncio.sleep(0.001)
+    assert await end.until(1) == [Wanted(7)]
+    ours.close()
+    await asyncio.wait_for(end.ended.wait(), 10)
+
+
+async def test_what_cannot_be_read_ends_the_channel(caplog: pytest.LogCaptureFixture) -> None:
+    end = End()
+    ours, theirs = socket.socketpair()
+    await end.channel.open(theirs)
+    ours.send((5).to_bytes(4, "little") + b"hello")
+    await asyncio.wait_for(end.ended.wait(), 10)
+    assert "cannot be taken" in caplog.text
+    ours.close()

@@ -1,0 +1,83 @@
+"""A process that serves is followed by another, with pauses where that does not help."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from penstock.server.workers import http_process
+from penstock.server.workers.http_process import HttpProcess
+from penstock.server.workers.messages import Serving
+
+
+@pytest.fixture
+def worker() -> HttpProcess:
+    return HttpProcess(0, Mock(), Mock(), Mock(), Mock(), 60.0)
+
+
+async def test_pauses_grow_where_processes_die_again_and_again(
+    worker: HttpProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock_s, pauses, lives = [0.0], [], [100.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 90.0, 1.0]
+
+    async def live() -> str:
+        worker.has_served = True
+        clock_s[0] += lives.pop(0)
+        return "signal 9"
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if not lives:
+            worker.stop(15)
+
+    monkeypatch.setattr(worker, "_live", live)
+    monkeypatch.setattr(http_process.time, "monotonic", lambda: clock_s[0])
+    monkeypatch.setattr(worker, "_pause", pause)
+    await worker.run()
+    assert pauses == [0, 0, 1, 3, 7, 15, 30, 30, 0, 0]
+    assert caplog.text.count("ended with signal 9; another one is started") == len(pauses)  # never in silence
+
+
+async def test_one_that_could_never_serve_is_given_up_in_a_line(
+    worker: HttpProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def live() -> str:
+        return "exit code 2"
+
+    monkeypatch.setattr(worker, "_live", live)
+    await asyncio.wait_for(worker.run(), 5)
+    assert "could not serve: it ended with exit code 2" in caplog.text
+
+
+async def test_figures_of_one_that_does_not_answer_are_its_last(worker: HttpProcess) -> None:
+    channel: Any = Mock()
+    worker._channel = channel
+    worker.figures = before = [Mock()]
+    await worker.ask_figures(0.01)
+    channel.send.assert_called_once()
+    assert worker.figures is before
+    worker._channel = None
+    await worker.ask_figures(10)  # nobody is there: nothing is waited for
+
+
+async def test_a_message_for_others_is_passed_on(worker: HttpProcess) -> None:
+    worker._heartbeat = Mock(run=lambda: asyncio.sleep(0))
+    worker._take(Serving())
+    assert worker.has_served
+    worker._on_message.assert_called_once_with(worker, Serving())  # type: ignore[attr-defined]
+
+
+async def test_a_pause_ends_when_the_server_stops(worker: HttpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def live() -> str:
+        worker.has_served = True
+        return "exit code 1"
+
+    monkeypatch.setattr(worker, "_live", live)
+    monkeypatch.setattr(http_process, "_MAX_PAUSE_S", 600.0)
+    running = asyncio.create_task(worker.run())
+    await asyncio.sleep(1.5)
+    worker.stop(15)
+    await asyncio.wait_for(running, 5)
