@@ -73,7 +73,7 @@ class AsyncEngine(EngineLife):
     ) -> EmbeddingResult:
         """Embeds each input into one vector; in long-text mode, longer ones than the model takes too (long_text.py)."""
         params = self._resolved(params, PoolingTask.EMBED)
-        async with self._dispatcher.open(options) as request:
+        async with self._dispatcher.open(options, looks_up=True) as request:
             windows = await self._encoder.windows(inputs, params, options)
             outputs = await request.run(windows.sequences, params)
         vectors = stacked([output["embedding"] for output in outputs])

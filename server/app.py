@@ -11,6 +11,8 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from penstock.engine.frontend.vector_cache.cache import VectorCache
+
 from .answers.room import AnswerRoom
 from .batches.figures import BatchFigures
 from .batches.routes_inside import RoutesInside
@@ -31,6 +33,7 @@ from .models.keeper import KeeperLimits, ModelKeeper
 from .models.served_model import ServedModel
 from .models.startup import Startup
 from .models.table import ModelTable
+from .observability.cache_figures import CacheFigures
 from .observability.metrics import Gather, Metrics
 from .observability.observers import Observers
 from .openapi import DocumentedApp
@@ -83,6 +86,7 @@ def create_app(
     models: Sequence[ServedModel],
     settings: ServerSettings,
     *,
+    cache: VectorCache | None = None,
     on_ready: Callable[[], None] = lambda: None,
     on_failure: Callable[[Exception], None] = lambda error: None,
     common: Common | None = None,
@@ -92,6 +96,7 @@ def create_app(
     Args:
         models: What is to be served. The first model answers requests that name none.
         settings: What the operator asked for.
+        cache: That of the engines, whose secret makes the namespaces of API keys; None for none.
         on_ready: Called when all have been tried that are to be loaded first; `app.state.startup.wait()` waits for it.
         on_failure: Called with the first error where no model can be loaded. The application lives on without.
         common: What it has in common with those of other processes of the same server; None where it is the only one.
@@ -101,7 +106,12 @@ def create_app(
     """
     batches = None if settings.data_dir is None else Batches(settings)
     common = common or Common()
-    keys = ApiKeys(settings.api_key, settings.api_key_file, salt=common.salt if batches is None else batches.secret)
+    keys = ApiKeys(
+        settings.api_key,
+        settings.api_key_file,
+        salt=common.salt if batches is None else batches.secret,
+        namespace_salt=None if cache is None else cache.secret,
+    )
     admin_keys = ApiKeys(settings.admin_key, salt=common.salt)
     keeper = ModelKeeper(
         models,
@@ -111,6 +121,8 @@ def create_app(
     answer_room = AnswerRoom(max(settings.answer_memory // common.num_processes, 1))
     context = ServerContext(settings, Metrics(table.named_engines, common.gather), table, common.started_s, answer_room)
     context.metrics.register(ModelFigures(table.entries))
+    if cache is not None:
+        context.metrics.register(CacheFigures(cache, table.named_engines))
     observers = Observers(settings, context.metrics)
     dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools, ollama)
     more = [*([operators] if settings.operator_routes else []), *([admin] if admin_keys.are_required else [])]
@@ -140,7 +152,7 @@ def create_app(
         offline: AbstractAsyncContextManager[None] = nullcontext()
         if batches is not None:
             inside = JsonPaths(app, json_routes, app.exception_handlers, answer_room.leave, table.release)
-            offline = batches.running(RoutesInside(app, inside, keys.client_name))
+            offline = batches.running(RoutesInside(app, inside, keys.client_name, keys.namespace_of))
         async with observers.running(), startup.running(), offline:
             yield {SHEDDER: shedder}
 

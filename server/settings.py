@@ -239,6 +239,23 @@ class ServerSettings(EngineSettings):
     ssl_keyfile: Path | None = Field(
         None, description="PEM file of its private key, without a password; default: in --ssl-certfile."
     )
+    cache: Bytes | None = Field(
+        None,
+        description=(
+            "Memory of a cache of embeddings, such as 1GiB; default: none. The same text, asked for in the same way "
+            "with the same key, is then not computed again."
+        ),
+    )
+    cache_dir: Path | None = Field(
+        None,
+        description=(
+            "Folder on a local disk for such a cache that outlives the server and is shared by all servers of this "
+            "machine that name it (extra `cache`)."
+        ),
+    )
+    cache_dir_size: Bytes = Field(
+        ByteSize(10 * 1024**3), description="Most that a new --cache-dir holds; one that is there keeps its size."
+    )
     max_body_bytes: PositiveInt = Field(64 * 1024 * 1024, description="Largest request body.")
     max_json_values: PositiveInt = Field(
         2_000_000,

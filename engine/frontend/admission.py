@@ -68,9 +68,13 @@ class Admission:
             EngineUnavailableError: The engine is not ready.
             EngineOverloadedError: There is no room now; it says when to come back.
         """
+        self.check_open()
+        self._check_room(client)
+
+    def check_open(self) -> None:
+        """Refuses a request that may need no room. Raises EngineUnavailableError while the engine is not ready."""
         if self.closed_because is not None:
             raise EngineUnavailableError(self.closed_because)
-        self._check_room(client)
 
     def enter(self, num_tokens: int, client: str = "") -> None:
         """Counts a request from now on; one that `check` has let in before the engine closed is still taken.

@@ -15,7 +15,10 @@ from ..protocol.results import CombinedResult, EmbeddingResult
 from ..protocol.tasks import PoolingTask
 from ..protocol.vectors import QUERY_PROMPTS, SparseVector, TokenMarks, kept_ids
 from ..tokenization.input_encoder import InputEncoder
+from ..tokenization.late_chunking import JoinedText
 from .dispatcher import Dispatcher
+from .replicas.under_way import Arrays, Finish
+from .vector_cache.keys import is_kept
 
 _TASKS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
 """Those that take parameters come first: the others would refuse them."""
@@ -45,10 +48,10 @@ class CombinedEmbedder:
         params = params.clone(task=None, normalize=False, use_activation=False)
         late = self._encoder.late_chunking(params)
         params = params.resolved(PoolingTask.TOKEN_EMBED, self._info)
-        async with self._dispatcher.open(options) as request:
+        async with self._dispatcher.open(options, looks_up=True) as request:
             text = await self._encoder.join(late, inputs, options)
-            (output,) = await request.run([text.tokens], params)
-        return EmbeddingResult(text.pool(output["token_embeddings"], normalize=normalize), text.num_tokens)
+            (output,) = await request.run([text.tokens], params, _pooled(text, normalize=normalize))
+        return EmbeddingResult(output["embeddings"], text.num_tokens)
 
     async def embed(
         self, inputs: Sequence[Text], tasks: Sequence[PoolingTask], params: PoolingParams, options: RequestOptions
@@ -64,7 +67,7 @@ class CombinedEmbedder:
             asked = params if task is not PoolingTask.SPARSE_EMBED else PoolingParams()
             asked.verify(task, self._info)
         params = self._with_side(params.resolved(first, self._info).clone(also=tuple(others)), options)
-        async with self._dispatcher.open(options) as request:
+        async with self._dispatcher.open(options, looks_up=is_kept(params)) as request:
             whole = params.clone(task=PoolingTask.TOKEN_EMBED)  # not in windows: only embeddings can be averaged
             tokenized = await self._encoder.encode(inputs, whole, options)
             token_ids = self._token_ids(tokenized, params) if PoolingTask.TOKEN_EMBED in wanted else None
@@ -100,3 +103,12 @@ class CombinedEmbedder:
         if recipe is not None and recipe.skips(is_query=params.is_query):
             skip_ids = self._marks.skip_ids
         return [kept_ids(tokens.token_ids, skip_ids).tolist() for tokens in tokenized]
+
+
+def _pooled(text: JoinedText, *, normalize: bool) -> Finish:
+    """Returns what makes one vector for each part of a text out of the rows of its tokens."""
+
+    def apply(output: Arrays) -> Arrays:
+        return {"embeddings": text.pool(output["token_embeddings"], normalize=normalize)}
+
+    return Finish(f"late {normalize} {text.spans}", apply)

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Awaitable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -20,21 +21,23 @@ from ..protocol.request import RequestOptions, TokenizedInput
 from .admission import Admission
 from .replicas.replica import Replica
 from .replicas.router import Router
-from .replicas.under_way import Arrays
+from .replicas.under_way import Arrays, Finish
 from .stats import DispatcherStats
+from .vector_cache.model_cache import ModelCache
 
 
 class OpenRequest:
     """A request from its arrival to its answer: one deadline, and one run or several. Made by `Dispatcher.open`."""
 
-    def __init__(self, dispatcher: Dispatcher, options: RequestOptions) -> None:
+    def __init__(self, dispatcher: Dispatcher, options: RequestOptions, *, looks_up: bool) -> None:
         self._dispatcher = dispatcher
         self._options = options
+        self._looks_up = looks_up
         self._deadline = asyncio.timeout(options.timeout_s)
         self._is_admitted = False
 
     async def __aenter__(self) -> Self:
-        self._dispatcher.begin(self._options.client)
+        self._dispatcher.begin(self._options.client, looks_up=self._looks_up)
         await self._deadline.__aenter__()
         return self
 
@@ -61,10 +64,17 @@ class OpenRequest:
             self._is_admitted = False
             admission.leave(num_tokens, self._options.client)
 
-    async def run(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
+    async def run(
+        self, inputs: Sequence[TokenizedInput], params: PoolingParams, finish: Finish | None = None
+    ) -> list[Arrays]:
         """Runs tokenized inputs and returns, per input, its outputs by name. Raises what Admission.enter raises, too.
 
-        Cancelling the awaiting task cancels the run in the core.
+        What the cache holds is not run, and needs no admission. To cancel the awaiting task cancels it in the core.
+
+        Args:
+            inputs: To be run.
+            params: What for.
+            finish: What becomes of the outputs of each; None for nothing.
 
         Raises:
             EngineUnavailableError: No core is connected, or it died.
@@ -74,12 +84,23 @@ class OpenRequest:
             return []
         if self._is_admitted:
             return await self._run(inputs, params)
+        cache = self._dispatcher.cache
+        if cache is None:
+            return await self._compute(inputs, params, finish)
+        name = "" if finish is None else finish.name
+        compute = partial(self._compute, params=params, finish=finish)
+        return await cache.run(inputs, params, self._options.namespace, compute, name)
+
+    async def _compute(
+        self, inputs: Sequence[TokenizedInput], params: PoolingParams, finish: Finish | None
+    ) -> list[Arrays]:
         num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
         admission.enter(num_tokens, self._options.client)
         try:
-            return await self._run(inputs, params)
+            outputs = await self._run(inputs, params)
         finally:
             admission.leave(num_tokens, self._options.client)
+        return outputs if finish is None else [finish.apply(output) for output in outputs]
 
     async def _run(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
         ends_s = self._deadline.when()
@@ -93,12 +114,14 @@ class Dispatcher:
     Args:
         max_queued_tokens: Tokens under way from which on requests are refused.
         max_queue_s: Seconds that they take, from which on requests are refused.
+        cache: What has been computed before; None for none.
         num_replicas: Cores of the engine.
         admission: Who is let in; None: by these bounds, as where no other process asks the cores.
         first_id: Of its requests.
 
     Attributes:
         stats: Counters, and what is under way.
+        cache: The argument.
         replicas: The cores, each with what it has been sent.
         admission: Who is let in; its bounds are those of all cores together.
     """
@@ -107,12 +130,15 @@ class Dispatcher:
         self,
         max_queued_tokens: int,
         max_queue_s: float = math.inf,
+        cache: ModelCache | None = None,
         *,
         num_replicas: int = 1,
         admission: Admission | None = None,
         first_id: int = 0,
     ) -> None:
         self.stats = DispatcherStats() if admission is None else admission.stats
+        self.stats.vectors = None if cache is None else cache.stats
+        self.cache = cache
         ids, is_only = itertools.count(first_id), num_replicas == 1
         self.replicas = [Replica(ids, self.stats, is_only=is_only) for _ in range(num_replicas)]
         self.stats.replicas = [] if is_only else [replica.stats for replica in self.replicas]
@@ -123,16 +149,20 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self, options: RequestOptions) -> OpenRequest:
+    def open(self, options: RequestOptions, *, looks_up: bool = False) -> OpenRequest:
         """Holds a request from its arrival to its answer, `async with`: its deadline counts for all that it takes.
 
-        Raises what Admission.check raises, and DeadlineExceededError where the deadline passed inside.
+        Raises what Admission.check raises, and DeadlineExceededError where the deadline passed inside. One that
+        `looks_up` what it asks for is checked when that was not found.
         """
-        return OpenRequest(self, options)
+        return OpenRequest(self, options, looks_up=looks_up)
 
-    def begin(self, client: str) -> None:
+    def begin(self, client: str, *, looks_up: bool = False) -> None:
         """Counts a request as open. Raises what Admission.check raises."""
-        self.admission.check(client)
+        if looks_up and self.cache is not None and self.cache.looks_while_full:
+            self.admission.check_open()
+        else:
+            self.admission.check(client)
         self._num_open += 1
         self._idle.clear()
 

@@ -16,6 +16,8 @@ from .replicas.places import replica_configs
 from .shared.attached_core import AttachedCore
 from .stats import DispatcherStats
 from .supervisor import EngineState
+from .vector_cache.cache import VectorCache
+from .vector_cache.model_cache import ModelCache
 
 
 class EngineLife:
@@ -55,6 +57,7 @@ class EngineLife:
         log_level: str = "INFO",
         log_format: str = "console",
         process: EngineProcess | None = None,
+        cache: VectorCache | None = None,
     ) -> Self:
         """Loads the model and returns the engine when it can serve.
 
@@ -63,13 +66,15 @@ class EngineLife:
             log_level: Least severe level that the engine process logs.
             log_format: Its log lines, "console" or "json"; see logs.py.
             process: An engine process that has been started already; None to start one.
+            cache: Where vectors are looked up and kept, with those of other engines; None for nowhere.
 
         Raises:
             ModelLoadError: The model cannot be served; the message says why.
         """
         configs = replica_configs(config)
         limits = config.scheduler
-        dispatcher = Dispatcher(limits.max_queued_tokens, limits.max_queue_s, num_replicas=len(configs))
+        own = None if cache is None else ModelCache(cache)
+        dispatcher = Dispatcher(limits.max_queued_tokens, limits.max_queue_s, own, num_replicas=len(configs))
         group = ReplicaGroup(configs, dispatcher, log_level=log_level, log_format=log_format, process=process)
         ready = await group.start()
         try:
@@ -121,8 +126,12 @@ class EngineLife:
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine works, and has so much to do that `check_room` refuses every client."""
-        return self._dispatcher.admission.is_full
+        """Whether the engine works, and has so much to do that `check_room` refuses every client.
+
+        Where inputs are looked up in a cache, nobody is refused before that.
+        """
+        cache = self._dispatcher.cache
+        return self._dispatcher.admission.is_full and not (cache is not None and cache.looks_while_full)
 
     @property
     def queue_s(self) -> float:
@@ -139,6 +148,11 @@ class EngineLife:
     def check_room(self, client: str = "") -> None:
         """Refuses what every call refuses first: a request of `client` that has no room now; see Admission.check."""
         self._dispatcher.admission.check(client)
+
+    async def wait_for_cache(self) -> None:
+        """Waits until inputs are looked up, where there is a cache: the weights are read once for that."""
+        if self._dispatcher.cache is not None:
+            await self._dispatcher.cache.wait()
 
     def stats(self) -> DispatcherStats:
         """Returns counters and what is under way."""

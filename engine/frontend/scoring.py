@@ -19,6 +19,7 @@ from ..protocol.vectors import DOCUMENT_PROMPTS, QUERY_PROMPTS, SparseVector, la
 from ..tokenization.input_encoder import InputEncoder, instructed_prompt
 from .dispatcher import Dispatcher, OpenRequest
 from .similarity import paired_cosine
+from .vector_cache.keys import is_kept
 
 Texts = Sequence[str]
 
@@ -64,7 +65,7 @@ class PairScorer:
             params.verify(PoolingTask.SCORE, self._info)
             params = params.clone(use_activation=None, normalize=True if task is PoolingTask.EMBED else None)
         params = params.resolved(task, self._info)
-        async with self._dispatcher.open(options) as request:
+        async with self._dispatcher.open(options, looks_up=is_kept(params)) as request:
             if options.max_pieces == 1:
                 return await score(request, left, right, params, options)
             own = options if task is PoolingTask.SCORE else self._document_options(options)

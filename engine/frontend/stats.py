@@ -17,6 +17,23 @@ _STEP_FILLS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
 
 
 @dataclass(slots=True)
+class CacheStats:
+    """What one model's inputs found in the cache of embeddings; one that comes twice in a request counts once.
+
+    Attributes:
+        is_open: Whether inputs are looked up.
+        num_memory_hits: Inputs that were found in memory.
+        num_disk_hits: Inputs that were found on disk.
+        num_misses: Inputs that were not found.
+    """
+
+    is_open: bool = False
+    num_memory_hits: int = 0
+    num_disk_hits: int = 0
+    num_misses: int = 0
+
+
+@dataclass(slots=True)
 class DispatcherStats:
     """Counters since the start, and what is under way: of an engine, or of one of its replicas.
 
@@ -37,6 +54,7 @@ class DispatcherStats:
         cache_use: Of the memory of prompts that run in chunks, as it was told last; None for models that run them
             whole.
         replicas: Figures of each replica of an engine that has several; empty for one.
+        vectors: Of the cache of embeddings; None without one.
     """
 
     num_requests: int = 0
@@ -54,6 +72,7 @@ class DispatcherStats:
     step_fill: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_FILLS))
     cache_use: CacheUse | None = None
     replicas: list[DispatcherStats] = field(default_factory=list)
+    vectors: CacheStats | None = None
 
     def enter(self, num_tokens: int) -> None:
         """Counts a request as under way."""

@@ -59,12 +59,16 @@ class RoutesInside:
         app: The application, whose state they read.
         paths: Its routes, without what surrounds them.
         client_name: Returns the identity by which an owner takes turns with others.
+        namespace_of: Returns the namespace of an owner's cached vectors.
     """
 
-    def __init__(self, app: FastAPI, paths: ASGIApp, client_name: Callable[[str], str]) -> None:
+    def __init__(
+        self, app: FastAPI, paths: ASGIApp, client_name: Callable[[str], str], namespace_of: Callable[[str], str]
+    ) -> None:
         self._app = app
         self._paths = paths
         self._client_name = client_name
+        self._namespace_of = namespace_of
 
     async def ask(self, path: str, body: Mapping[str, Any], owner: str, name: str) -> RouteAnswer:
         """Returns what a route answers.
@@ -92,6 +96,7 @@ class RoutesInside:
             "state": {},
             "app": self._app,
             "api_client": self._client_name(owner) if owner else "",
+            "api_namespace": self._namespace_of(owner),
             "request_id": name,
             CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is none to lose
         }

@@ -141,6 +141,7 @@ class ServerContext:
             timeout_s=None if left_s == math.inf else left_s,
             priority=limits.priority if priority is None else priority,
             client=limits.client,
+            namespace=limits.namespace,
             prompt_name=prompt_name,
             instruction=instruction,
         )

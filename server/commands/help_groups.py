@@ -74,6 +74,9 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "Memory": {
         "answer_memory": "SIZE",
+        "cache": "SIZE",
+        "cache_dir": "FOLDER",
+        "cache_dir_size": "SIZE",
         "kv_cache_memory": "SIZE",
         "cache_memory_fraction": "SHARE",
         "kv_block_size": "TOKENS",

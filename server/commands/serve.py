@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import logging
 import math
 import os
@@ -18,6 +20,7 @@ import uvloop
 
 from penstock.engine import EngineConfig
 from penstock.engine.frontend.engine_process import EngineProcess
+from penstock.engine.frontend.vector_cache.cache import VectorCache
 from penstock.engine.logs import configure_logging
 from penstock.engine.protocol.errors import ModelLoadError
 
@@ -54,7 +57,8 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     for variable in unknown_variables():
         logger.warning("the environment variable %s is not known and has no effect", variable)
     num_engines = min(len(plans), settings.max_loaded_models or len(plans))
-    models = [served_model(plan, settings, num_engines, process if plan is plans[0] else None) for plan in plans]
+    cache = open_cache(settings)
+    models = [served_model(plan, settings, num_engines, process if plan is plans[0] else None, cache) for plan in plans]
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     if settings.api_workers > 1:
         check_workers(settings, plans)
@@ -73,13 +77,14 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
         _announce(app.state.context.models.entries, settings, listener)
 
     raise_file_limit()
-    app = create_app(models, settings, on_ready=announce, on_failure=give_up)
+    app = create_app(models, settings, cache=cache, on_ready=announce, on_failure=give_up)
     listener = bound_socket(settings.host, settings.port)
     server = HttpServer(uvicorn_config(app, settings), body_s=settings.request_timeout_s or math.inf)
     # uvicorn raises the signal again when it has shut down; a stop on request is no failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     _stop_on_hangup(server)
-    server.run(sockets=[listener])
+    with contextlib.closing(cache) if cache is not None else contextlib.nullcontext():
+        server.run(sockets=[listener])
     for error in failures:  # told last: what is read first is the end of a log
         _tell(error)
     if failures or not server.started:
@@ -158,6 +163,21 @@ def _stop_on_hangup(server: HttpServer) -> None:
         server.handle_exit(signal.SIGTERM, frame)
 
     signal.signal(signal.SIGHUP, stop)
+
+
+def open_cache(settings: ServerSettings) -> VectorCache | None:
+    """Opens the cache of embeddings; None where none is asked for.
+
+    Raises:
+        UsageError: An extra is missing, or there are several HTTP processes.
+    """
+    if settings.api_workers > 1 and (settings.cache is not None or settings.cache_dir is not None):
+        raise UsageError("--api-workers: with more than one, nothing is cached; leave --cache and --cache-dir out")
+    if settings.cache_dir is not None and importlib.util.find_spec("lmdb") is None:
+        raise UsageError("--cache-dir: needs lmdb; install the extra: pip install 'penstock[cache]'")
+    if settings.cache is None and settings.cache_dir is None:
+        return None
+    return VectorCache(int(settings.cache or 0), settings.cache_dir, int(settings.cache_dir_size))
 
 
 def check_certificate(certificate: Path | None, key: Path | None) -> None:

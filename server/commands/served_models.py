@@ -9,6 +9,7 @@ from typing import Final
 from penstock.engine import AsyncEngine, EngineConfig, ModelInfo
 from penstock.engine.frontend.engine_process import EngineProcess
 from penstock.engine.frontend.replicas.places import replica_configs
+from penstock.engine.frontend.vector_cache.cache import VectorCache
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.errors import ModelLoadError
 
@@ -21,7 +22,11 @@ _MAYBE_HUB_ID: Final = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 def served_model(
-    plan: ModelPlan, settings: ServerSettings, num_engines: int, process: EngineProcess | None = None
+    plan: ModelPlan,
+    settings: ServerSettings,
+    num_engines: int,
+    process: EngineProcess | None = None,
+    cache: VectorCache | None = None,
 ) -> ServedModel:
     """Returns a model as the application serves it.
 
@@ -30,6 +35,7 @@ def served_model(
         settings: Of the server.
         num_engines: Engines that share the machine.
         process: Of its engine, where it has been started already; the first start takes it.
+        cache: Of embeddings, which all models share; None for none.
 
     Raises:
         UsageError: The engine would refuse the model, it lacks the prompt, or it is larger than all models may be.
@@ -47,6 +53,7 @@ def served_model(
             log_level=settings.log_level.upper(),
             log_format=settings.log_format,
             process=started.pop() if started else None,
+            cache=cache,
         )
 
     return ServedModel(

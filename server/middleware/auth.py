@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 SALT_BYTES: Final = 32
 LOOK_EVERY_S: Final = 1.0
 """Seconds between two looks at the file."""
+_NAMESPACE: Final = b"namespace"
+"""What a digest is for: other digests with the same salt say nothing about this one."""
 _Version = tuple[int, int, int]
 
 # Clients probe these without a key (mteb never authenticates GET /v1/models).
@@ -42,7 +44,8 @@ ADMIN_PATHS: Final = frozenset({"/models/load", "/models/unload"})
 class AuthMiddleware:
     """Lets a request through that carries one of the keys as `Bearer KEY`, as `KEY`, or as `api-key: KEY`.
 
-    It leaves the identity of the client in scope["api_client"], and in scope["api_owner"] whose files are its own.
+    It leaves in scope["api_client"] who shares the device with others as one, in scope["api_owner"] whose files are its
+    own, and in scope["api_namespace"] whose cached vectors.
 
     Args:
         app: What comes next.
@@ -64,6 +67,7 @@ class AuthMiddleware:
         owner = keys.owner_of(offered_keys(scope["headers"])) if keys.are_required else ""
         if owner is not None:
             scope["api_client"], scope["api_owner"] = keys.client_name(owner), owner
+            scope["api_namespace"] = keys.namespace_of(owner)
             await self.app(scope, receive, send)
             return
         message = "The API key is missing or wrong; send it as the header 'Authorization: Bearer KEY'."
@@ -98,6 +102,7 @@ class ApiKeys:
         file: File with more keys.
         salt: Secret behind the identities; the same one makes the same identities after a restart, and in other
             processes. Default: a new one.
+        namespace_salt: Secret behind the namespaces of cached vectors, as that of the cache. Default: the identities.
         clock_s: Monotonic time.
 
     Raises:
@@ -110,10 +115,13 @@ class ApiKeys:
         file: Path | None = None,
         *,
         salt: bytes | None = None,
+        namespace_salt: bytes | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._salt = salt or secrets.token_bytes(SALT_BYTES)
-        self._given = [self._digest(key.encode()) for key in given]
+        self._namespace_salt = namespace_salt
+        self._namespaces: dict[str, str] = {}
+        self._given = [self._known(key.encode()) for key in given]
         self._file = file
         self._clock_s = clock_s
         self._next_look_s = clock_s() + LOOK_EVERY_S
@@ -139,6 +147,10 @@ class ApiKeys:
     def client_name(self, owner: str) -> str:
         """Returns the identity by which an owner takes turns with others: "" where nobody is told apart."""
         return owner if len(self._digests) > 1 else ""
+
+    def namespace_of(self, owner: str) -> str:
+        """Returns the namespace of an owner's cached vectors: of the key alone, in all processes with the same salt."""
+        return self._namespaces.get(owner, owner)
 
     def owner_of(self, offers: Iterable[bytes]) -> str | None:
         """Returns the identity of the key that is offered, however many there are; None if none fits."""
@@ -175,7 +187,15 @@ class ApiKeys:
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
             raise ValueError("holds no key")
-        return [self._digest(key.encode()) for key in dict.fromkeys(keys)]
+        return [self._known(key.encode()) for key in dict.fromkeys(keys)]
+
+    def _known(self, key: bytes) -> bytes:
+        """Returns the digest of a key that is valid, and notes its namespace."""
+        digest = self._digest(key)
+        if self._namespace_salt is not None:
+            namespace = blake2b(key, digest_size=16, key=self._namespace_salt, person=_NAMESPACE)
+            self._namespaces[digest.hex()] = namespace.hexdigest()
+        return digest
 
     def _digest(self, key: bytes) -> bytes:
         return blake2b(key, digest_size=16, key=self._salt).digest()

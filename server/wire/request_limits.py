@@ -37,11 +37,13 @@ class RequestLimits:
         timeout_s: Seconds after which its answer is of no use; None: it does not say.
         priority: A ChunkPriority or another level; lower goes first.
         client: Who shares the device with others as one; "" where nobody is told apart.
+        namespace: Whose cached vectors it may find; "" where there are no keys.
     """
 
     timeout_s: float | None = None
     priority: int = ChunkPriority.NORMAL
     client: str = ""
+    namespace: str = ""
 
 
 def limits_of(scope: Scope) -> RequestLimits:
@@ -56,7 +58,7 @@ def limits_of(scope: Scope) -> RequestLimits:
             timeout_s = _seconds(value.decode("latin-1").strip())
         elif name == _PRIORITY:
             priority = _level(value.decode("latin-1").strip())
-    return RequestLimits(timeout_s, priority, scope.get("api_client", ""))
+    return RequestLimits(timeout_s, priority, scope.get("api_client", ""), scope.get("api_namespace", ""))
 
 
 def _seconds(text: str) -> float:

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from ...protocol.config import EngineConfig
 from ...protocol.messages import Ready
+from ...protocol.model_info import ModelInfo
 from ..dispatcher import Dispatcher
 from ..engine_process import EngineProcess
 from ..stats import DispatcherStats
@@ -66,6 +67,7 @@ class ReplicaGroup:
         self._configs = configs
         self._dispatcher = dispatcher
         self._supervisors: list[CoreSupervisor] = []
+        self._loaded: ModelInfo | None = None
         for config, replica in zip(configs, dispatcher.replicas, strict=True):
             own, process = process, None
             self._supervisors.append(
@@ -81,6 +83,14 @@ class ReplicaGroup:
         Raises:
             ModelLoadError: The model cannot be served; none is left then.
         """
+        if (cache := self._dispatcher.cache) is not None:
+            cache.expect(self._configs[0].model)
+        ready = await self._start()
+        self._loaded = ready.info
+        self._follow()
+        return ready
+
+    async def _start(self) -> Ready:
         first, *others = self._supervisors
         ready = await first.start()
         if not others:
@@ -131,8 +141,16 @@ class ReplicaGroup:
     async def close(self) -> None:
         """Stops the cores and fails what is under way. May be called twice."""
         await asyncio.gather(*(supervisor.close() for supervisor in self._supervisors))
+        if (cache := self._dispatcher.cache) is not None:
+            cache.close()
 
     def _follow(self) -> None:
         states = [supervisor.state for supervisor in self._supervisors]
         self.state = next(state for state in CLOSED_BECAUSE if state in states)
         self._dispatcher.admission.closed_because = CLOSED_BECAUSE[self.state]
+        if (cache := self._dispatcher.cache) is None or self._loaded is None:
+            return
+        if EngineState.STARTING in states:  # one loads the model again
+            cache.expect(self._configs[0].model)
+        elif set(states) == {EngineState.READY}:
+            cache.open(self._configs[0].model, self._loaded, has_one_core=len(states) == 1)

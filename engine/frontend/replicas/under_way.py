@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,19 @@ from ...protocol.stage_times import Stage, StageTimes
 
 Arrays = dict[str, NDArray[np.float32]]
 """The outputs of one input by name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Finish:
+    """What becomes of the outputs of an input before they are an answer.
+
+    Attributes:
+        name: The same for what does the same with all outputs; it stands for it in the keys of a cache.
+        apply: Does it.
+    """
+
+    name: str
+    apply: Callable[[Arrays], Arrays]
 
 
 @dataclass(slots=True, eq=False)

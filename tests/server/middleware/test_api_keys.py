@@ -58,6 +58,29 @@ def test_processes_that_share_a_salt_tell_clients_apart_alike() -> None:
     assert ApiKeys(("a", "b")).client_of([b"a"]) != one.client_of([b"a"])
 
 
+def namespace(keys: ApiKeys, key: bytes) -> str:
+    owner = keys.owner_of([key])
+    assert owner
+    return keys.namespace_of(owner)
+
+
+def test_with_one_salt_a_key_has_one_namespace_whatever_other_keys_there_are(tmp_path: Path) -> None:
+    write(tmp_path / "keys", "two\n")
+    salt = bytes(range(32))
+    both, alone = ApiKeys(("one", "two"), namespace_salt=salt), ApiKeys(("one",), namespace_salt=salt)
+    from_file = ApiKeys(("one",), tmp_path / "keys", namespace_salt=salt, salt=bytes(32))
+    assert namespace(both, b"one") == namespace(alone, b"one") == namespace(from_file, b"one")
+    assert namespace(both, b"two") == namespace(from_file, b"two") != namespace(both, b"one")
+    assert namespace(both, b"one") not in (both.owner_of([b"one"]), alone.owner_of([b"one"]))
+    assert namespace(ApiKeys(("one",), namespace_salt=bytes(32)), b"one") != namespace(both, b"one")
+
+
+def test_without_a_salt_of_its_own_a_namespace_is_the_owner() -> None:
+    keys = ApiKeys(("one", "two"))
+    assert namespace(keys, b"one") == keys.owner_of([b"one"]) != namespace(keys, b"two")
+    assert keys.namespace_of("") == ""
+
+
 def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     file, clock = tmp_path / "keys", Clock()

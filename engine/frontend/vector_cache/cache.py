@@ -1,0 +1,130 @@
+"""The cache of one process: its rows in memory, and those that it shares with others on disk."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ..replicas.under_way import Arrays
+from .memory import MemoryTier
+from .rows import pack, unpack
+
+if TYPE_CHECKING:  # lmdb is an extra
+    from .shared_tier import SharedTier
+
+logger = logging.getLogger("penstock.engine")
+
+_SECRET_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierFigures:
+    """What a tier holds, and what it has lost.
+
+    Attributes:
+        name: "memory" or "disk".
+        num_bytes: Bytes that its rows take.
+        num_evicted: Rows that this process has removed from it because room was needed.
+        num_dropped: Rows that it did not take: no room on the disk.
+        num_damaged: Rows that were found to be damaged.
+        is_working: Whether it takes rows.
+    """
+
+    name: str
+    num_bytes: int
+    num_evicted: int
+    num_dropped: int = 0
+    num_damaged: int = 0
+    is_working: bool = True
+
+
+class Found(NamedTuple):
+    """The outputs that were found, by key, and how many of them were in memory."""
+
+    arrays: dict[bytes, Arrays]
+    num_in_memory: int
+
+
+class VectorCache:
+    """Outputs of models by key (keys.py). Belongs to one event loop; the engines of a process share it.
+
+    A folder that cannot be used is told in the log, and gone without.
+
+    Args:
+        max_bytes: Bytes of rows in memory; 0 for none.
+        folder: Of the rows on disk (disk.py); None for none. It needs the package lmdb.
+        disk_bytes: Size of a new file in it.
+
+    Attributes:
+        secret: What keys are made with, and the namespaces of clients ought to be: processes that share a folder have
+            the same.
+    """
+
+    def __init__(self, max_bytes: int, folder: Path | None = None, disk_bytes: int = 0) -> None:
+        self._memory = MemoryTier(max_bytes)
+        self._has_folder = folder is not None
+        self._shared = None if folder is None else _open(folder, disk_bytes)
+        self.secret = secrets.token_bytes(_SECRET_BYTES) if self._shared is None else self._shared.tier.secret
+
+    async def find(self, keys: Sequence[bytes]) -> Found:
+        """Returns the outputs of those keys that have some."""
+        rows = {key: row for key in keys if (row := self._memory.get(key)) is not None}
+        num_in_memory = len(rows)
+        if self._shared is not None and num_in_memory < len(keys):
+            others = [key for key in keys if key not in rows]
+            for key, row in zip(others, await self._shared.find(others), strict=True):
+                if row is not None:
+                    rows[key] = row
+                    self._memory.put(key, row)
+        return Found({key: unpack(row) for key, row in rows.items()}, num_in_memory)
+
+    def keep(self, key: bytes, arrays: Arrays) -> None:
+        """Keeps the outputs of one input, if all their numbers are finite."""
+        row = pack(arrays)
+        if row is None:
+            return
+        self._memory.put(key, row)
+        if self._shared is not None:
+            self._shared.put(key, row)
+
+    def figures(self) -> list[TierFigures]:
+        """Returns the figures of each tier that was asked for."""
+        memory = self._memory
+        figures = [TierFigures(name="memory", num_bytes=memory.num_bytes, num_evicted=memory.num_evicted)]
+        if self._shared is not None:
+            tier = self._shared.tier
+            figures.append(
+                TierFigures(
+                    name="disk",
+                    num_bytes=tier.num_bytes,
+                    num_evicted=tier.num_evicted,
+                    num_dropped=self._shared.num_dropped,
+                    num_damaged=tier.num_damaged,
+                    is_working=self._shared.is_working,
+                )
+            )
+        elif self._has_folder:
+            figures.append(TierFigures(name="disk", num_bytes=0, num_evicted=0, is_working=False))
+        return figures
+
+    def close(self) -> None:
+        """Writes what waits to be written, and lets go of the folder."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+
+def _open(folder: Path, disk_bytes: int) -> SharedTier | None:
+    """Opens the rows on disk; None, and a line in the log, where they cannot be used."""
+    from .disk import DiskError  # lmdb is an extra
+    from .shared_tier import SharedTier
+
+    try:
+        return SharedTier(folder, disk_bytes)
+    except DiskError as error:
+        logger.error("--cache-dir: %s; the server goes on without it", error)
+        return None

@@ -1,0 +1,253 @@
+"""The tier on disk: rows that the processes of a machine share, in an LMDB environment of a fixed size.
+
+LMDB maps its file: a row is found in microseconds, any number of processes read while one writes, and one that dies
+leaves no lock behind. Two things it does not bear, and this module sees to both: pages that are missing from the file
+end the process that reads them (SIGBUS), so that a file which has become shorter is not touched; and its table of
+readers is mapped to be written to, so that its room on disk is taken before it is used. The file is made sparse, as
+large as it may become: what it holds is always inside of it.
+
+Rows stand in the order in which they came, each with its key before it, and leave in that order, whoever asks for
+them. So they lie close together; in the order of their keys, which are random, half of the file would be gaps. A second
+table holds the number of each key's row.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from errno import ENOSPC
+from pathlib import Path
+from typing import Final
+
+import lmdb
+
+from .keys import KEY_BYTES
+from .rows import seal, unseal
+
+SECRET_BYTES: Final = 32
+_NUMBER_BYTES: Final = 8
+_FOLDER: Final = "vectors-1"
+"""Its number is that of the layout; a row whose numbers are made in another way has another key."""
+_MODE: Final = 0o600
+_READERS_BYTES: Final = 64 * 1024
+"""Of the table of readers: a thousand threads of all processes together."""
+_FULL: Final = 0.75
+"""Share of the file from which on rows leave. Every change is written to free pages, which the rest is for."""
+_AT_ONCE: Final = 1 / 64
+"""Share of the file that is written or freed by one transaction: each row may change a page of its own, and what a
+transaction gives up is free for the second one after it."""
+_PAUSES_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0)
+"""Seconds to wait for those who read."""
+
+
+class DiskError(Exception):
+    """The tier cannot be used; the message says why."""
+
+
+class NoRoomError(DiskError):
+    """There is no room now: on the disk, in the file, or in the table of those who read."""
+
+
+class DiskTier:
+    """Rows by key, in a folder. Reading is safe from any thread, also while one writes; one thread writes.
+
+    Args:
+        folder: Made where it is not there, for this user alone.
+        max_bytes: Size of the file of a new one; one that is there keeps its size.
+
+    Attributes:
+        secret: Of the folder, the same for all its processes: keys and the namespaces of clients are made with it.
+        max_bytes: Size of the file.
+        num_bytes: Bytes of the pages in use, at the last `write`.
+        num_evicted: Rows that this process has removed because room was needed.
+        num_damaged: Rows that this process has found to be damaged.
+
+    Raises:
+        DiskError: The folder cannot be used: no room, no right, or a damaged file.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.num_evicted = 0
+        self.num_damaged = 0
+        with _errors(folder):
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            with _locked(folder / "lock"):
+                self.secret = _secret(folder / "secret")
+                self._open(folder / _FOLDER, max_bytes)
+        self._folder = folder
+
+    def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Returns the row of each key; None where there is none, or a damaged one.
+
+        Raises:
+            NoRoomError: Too many read.
+            DiskError: The file is damaged.
+        """
+        self._check_size()
+        rows: list[bytes | None] = []
+        with _errors(self._folder), self._env.begin() as transaction:
+            for key in keys:
+                number = transaction.get(key, db=self._numbers)
+                stored = None if number is None else transaction.get(number, db=self._rows)
+                row = None if stored is None else unseal(key, stored[len(key) :])
+                self.num_damaged += number is not None and row is None
+                rows.append(row)
+        return rows
+
+    def write(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
+        """Writes rows by key; older ones leave where room is needed. Rows that are too large are left out.
+
+        Raises:
+            NoRoomError: Not all of them are written.
+            DiskError: The file is damaged.
+        """
+        self._check_size()
+        with _errors(self._folder):
+            for batch in self._batches(rows):
+                self._write(batch)
+            self.num_bytes = self._used_bytes()
+
+    def close(self) -> None:
+        """Lets go of the file. Nobody may read or write then."""
+        self._env.close()
+        os.close(self._file)
+
+    def _open(self, folder: Path, max_bytes: int) -> None:
+        folder.mkdir(0o700, exist_ok=True)
+        data, page = folder / "data.mdb", os.sysconf("SC_PAGE_SIZE")
+        readers = os.open(folder / "lock.mdb", os.O_RDWR | os.O_CREAT, _MODE)
+        try:
+            if os.fstat(readers).st_size < _READERS_BYTES:
+                os.posix_fallocate(readers, 0, _READERS_BYTES)
+        finally:
+            os.close(readers)  # before LMDB opens it: to close a file ends every lock that its process has on it
+        size = data.stat().st_size if data.exists() else 0
+        self.max_bytes = max(size, max_bytes) // page * page if size <= 2 * page else size
+        self._env = lmdb.open(
+            str(folder), map_size=self.max_bytes, max_dbs=2, mode=_MODE, metasync=False, readahead=False, meminit=False
+        )
+        try:
+            last_page: int = self._env.info()["last_pgno"]
+            if size and (last_page + 1) * self._env.stat()["psize"] > max(size, 2 * page):
+                raise DiskError(f"{data} is damaged: a part of it is missing. Remove it to begin anew")
+            os.truncate(data, self.max_bytes)
+            self._env.reader_check()
+            self._rows = self._env.open_db(b"rows")
+            self._numbers = self._env.open_db(b"numbers")
+            self._file = os.open(data, os.O_RDONLY)
+            self.num_bytes = self._used_bytes()
+        except BaseException:
+            self._env.close()
+            raise
+
+    def _write(self, batch: list[tuple[bytes, bytes]]) -> None:
+        """Writes rows that one transaction takes. Pages that somebody reads are not free yet: then it waits."""
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                self._make_room(int(_AT_ONCE * self.max_bytes))
+                self._put(batch)
+            except lmdb.MapFullError:
+                if pause_s is None:
+                    raise
+                self._env.reader_check()  # one that has died reads for ever
+                time.sleep(pause_s)
+            else:
+                return
+
+    def _batches(self, rows: Sequence[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """Yields rows as they stand on disk, as many at once as a transaction takes."""
+        left = most = int(_AT_ONCE * self.max_bytes)
+        batch: list[tuple[bytes, bytes]] = []
+        for key, row in rows:
+            sealed = seal(key, row)
+            if len(sealed) > most:
+                continue
+            if len(sealed) > left:
+                yield batch
+                left, batch = most, []
+            left -= len(sealed)
+            batch.append((key, sealed))
+        if batch:
+            yield batch
+
+    def _put(self, batch: list[tuple[bytes, bytes]]) -> None:
+        with self._env.begin(write=True) as transaction:
+            rows = transaction.cursor(self._rows)
+            last = int.from_bytes(rows.key(), "big") if rows.last() else 0
+            for key, sealed in batch:
+                number = transaction.get(key, db=self._numbers)
+                if number is not None and transaction.get(number, db=self._rows) == key + sealed:
+                    continue
+                last += 1
+                rows.put(last.to_bytes(_NUMBER_BYTES, "big"), key + sealed, append=True)
+                transaction.put(key, last.to_bytes(_NUMBER_BYTES, "big"), db=self._numbers)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Removes the rows that came first until there is room for so many bytes, a part of the file at a time."""
+        most = max(int(_FULL * self.max_bytes) - num_bytes, 0)
+        while (used := self._used_bytes()) > most:
+            with self._env.begin(write=True) as transaction:
+                num_rows = transaction.stat(self._rows)["entries"]
+                if not num_rows:
+                    return
+                rows = transaction.cursor(self._rows)
+                rows.first()
+                for _ in range(math.ceil(num_rows * min((used - most) / used, _AT_ONCE))):
+                    number, key = rows.key(), rows.value()[:KEY_BYTES]
+                    if transaction.get(key, db=self._numbers) == number:
+                        transaction.delete(key, db=self._numbers)
+                    rows.delete()
+                    self.num_evicted += 1
+
+    def _used_bytes(self) -> int:
+        with self._env.begin() as transaction:
+            stats = [transaction.stat(table) for table in (self._rows, self._numbers)]
+        pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
+        return int(pages * stats[0]["psize"])
+
+    def _check_size(self) -> None:
+        if os.fstat(self._file).st_size < self.max_bytes:
+            raise DiskError(f"{self._folder} is damaged: a part of the file is missing")
+
+
+@contextmanager
+def _errors(folder: Path) -> Iterator[None]:
+    """Says in our words what the system or LMDB refuses."""
+    try:
+        yield
+    except (OSError, lmdb.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        has_no_room = isinstance(error, lmdb.MapFullError | lmdb.ReadersFullError) or os.strerror(ENOSPC) in reason
+        raise (NoRoomError if has_no_room else DiskError)(f"{folder}: {reason}") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps other processes from opening the folder for the moment."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, _MODE)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _secret(path: Path) -> bytes:
+    """Returns the secret of a folder; a new one where there is none or half of one. The caller holds the lock."""
+    if path.exists() and len(secret := path.read_bytes()) == SECRET_BYTES:
+        return secret
+    secret, new = secrets.token_bytes(SECRET_BYTES), path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
+    try:
+        os.write(file, secret)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    new.replace(path)
+    return secret

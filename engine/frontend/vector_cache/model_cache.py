@@ -1,0 +1,158 @@
+"""One model's part in the cache: an engine asks here before it runs an input, and brings what it has computed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from ...protocol.errors import EngineOverloadedError
+from ...protocol.model_info import ModelInfo
+from ...protocol.params import PoolingParams
+from ...protocol.request import TokenizedInput
+from ...protocol.tasks import PoolingTask
+from ..replicas.under_way import Arrays
+from ..stats import CacheStats
+from .cache import VectorCache
+from .identity import UnknownIdentityError, identity_of, stamp_of
+from .keys import Keys, is_kept
+from .look_budget import LookBudget
+
+logger = logging.getLogger("penstock.engine")
+
+_MANY_TOKENS: Final = 250_000
+"""Their keys take about a millisecond: more are made in a thread."""
+
+Compute = Callable[[list[TokenizedInput]], Awaitable[Sequence[Arrays]]]
+
+
+class ModelCache:
+    """Looks up inputs of one model. Belongs to the event loop of its engine.
+
+    It is off until the identity of the loaded model is known: nothing is found, and nothing kept.
+
+    Args:
+        cache: Where rows are, with those of other models.
+
+    Attributes:
+        stats: Counters.
+    """
+
+    def __init__(self, cache: VectorCache) -> None:
+        self.stats = CacheStats()
+        self._cache = cache
+        self._keys: Keys | None = None
+        self._budget = LookBudget()
+        self._stamps: set[bytes | None] = set()
+        self._identity: bytes | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._num_opened = 0
+
+    @property
+    def looks_while_full(self) -> bool:
+        """Whether requests are looked up before they are refused."""
+        return self._keys is not None and not self._budget.is_spent
+
+    def expect(self, model: str) -> None:
+        """Notes the files of a model that a core is about to load."""
+        self._stamps.add(_stamp(model))
+
+    def open(self, model: str, info: ModelInfo, *, has_one_core: bool = True) -> None:
+        """Begins to find out what the cores have loaded, in a thread, and then to look inputs up.
+
+        Args:
+            model: Folder or hub id.
+            info: What was resolved.
+            has_one_core: Others may still have what they had before.
+        """
+        self.close()
+        if {PoolingTask.EMBED, PoolingTask.SPARSE_EMBED} & set(info.tasks):
+            self._opening = asyncio.create_task(self._open(model, info, has_one_core=has_one_core))
+
+    async def wait(self) -> None:
+        """Waits until it is known whether inputs are looked up."""
+        if self._opening is not None:
+            await asyncio.gather(self._opening, return_exceptions=True)
+
+    def close(self) -> None:
+        """Ends what `open` has begun."""
+        self._use(None)
+        self._num_opened += 1  # a thread that reads weights for the last one ends
+        if self._opening is not None:
+            self._opening.cancel()
+
+    def _use(self, keys: Keys | None) -> None:
+        self._keys = keys
+        self.stats.is_open = keys is not None
+
+    async def run(
+        self,
+        inputs: Sequence[TokenizedInput],
+        params: PoolingParams,
+        namespace: str,
+        compute: Compute,
+        finish: str = "",
+    ) -> list[Arrays]:
+        """Returns the outputs of each input, of which `compute` runs those that are not found, each once.
+
+        Args:
+            inputs: To be answered.
+            params: Resolved.
+            namespace: Whose they are; see RequestOptions.
+            compute: Returns the outputs of inputs.
+            finish: What it makes of the outputs of the model; see Keys.of.
+        """
+        keys_of = self._keys
+        if keys_of is None or not is_kept(params, finish):
+            return list(await compute(list(inputs)))
+        if sum(map(len, inputs)) > _MANY_TOKENS:
+            keys = await asyncio.to_thread(keys_of.of, inputs, params, namespace, finish)
+        else:
+            keys = keys_of.of(inputs, params, namespace, finish)
+        arrays, num_in_memory = await self._cache.find(list(dict.fromkeys(keys)))
+        missing: dict[bytes, TokenizedInput] = {}
+        for key, tokens in zip(keys, inputs, strict=True):
+            if key not in arrays:
+                missing.setdefault(key, tokens)
+        self.stats.num_memory_hits += num_in_memory
+        self.stats.num_disk_hits += len(arrays) - num_in_memory
+        self.stats.num_misses += len(missing)
+        if missing:
+            try:
+                outputs = await compute(list(missing.values()))
+            except EngineOverloadedError:
+                self._budget.spend(sum(map(len, inputs)))
+                raise
+            is_current = self._keys is keys_of  # else another model has come meanwhile
+            for key, output in zip(missing, outputs, strict=True):
+                arrays[key] = output
+                if is_current:
+                    self._cache.keep(key, output)
+        return [arrays[key] for key in keys]
+
+    async def _open(self, model: str, info: ModelInfo, *, has_one_core: bool) -> None:
+        number = self._num_opened
+        try:
+            identity = await asyncio.to_thread(identity_of, info, lambda: self._num_opened == number)
+        except (UnknownIdentityError, OSError) as error:
+            logger.warning("vectors of %s are not cached: %s", info.name, error)
+            return
+        stamps, self._stamps = self._stamps, set()
+        has_changed = not has_one_core and self._identity not in (None, identity)
+        if stamps - {_stamp(model)} or has_changed:
+            logger.warning("vectors of %s are not cached: its files have changed while it was loaded", info.name)
+            return
+        self._identity = identity
+        self._use(Keys(self._cache.secret, identity, info.embedding_size))
+
+
+def _stamp(model: str) -> bytes | None:
+    """Returns the stamp of a local folder; None for what a hub gives, whose snapshots do not change."""
+    folder = Path(model)
+    try:
+        return stamp_of(folder) if folder.is_dir() else None
+    except OSError:  # it changes at this moment, and equals no other state
+        return secrets.token_bytes()
