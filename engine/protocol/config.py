@@ -1,6 +1,6 @@
 """Settings of one engine: what is served, where it runs and how much it may take.
 
-Frozen dataclasses only; flags and environment variables are read in server/settings.py.
+Frozen dataclasses only; flags and environment variables are read in server/settings/.
 """
 
 from __future__ import annotations

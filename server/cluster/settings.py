@@ -1,6 +1,6 @@
 """Settings of `penstock ray`: those of serve and embed, and what only a cluster has.
 
-Flags and variables as in server/settings.py, which alone reads the environment for them.
+Flags and variables as in server/settings/, which alone reads the environment for them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from penstock.engine import EngineConfig
 
-from ..setting_types import Seconds
 from ..settings import EmbedSettings, EngineSettings, ServerSettings, UsageError
+from ..settings.types import Seconds
 
 
 class ClusterSettings(EngineSettings):

@@ -10,8 +10,8 @@ from typing import Any, Final, TypeVar
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ..setting_types import Names, Seconds
 from ..settings import EngineSettings, ServerSettings, UsageError
+from ..settings.types import Names, Seconds
 from .config_file import ConfigFile, read_config, suggestion
 from .default_model import model_and_names
 from .flags import load, reason_of
