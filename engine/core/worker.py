@@ -22,7 +22,7 @@ import zmq
 
 from ..logs import configure_logging
 from ..protocol.frontends import Attach, Detach
-from ..protocol.messages import Ping, Pong, Start, Stop, Turn, decode_to_core
+from ..protocol.messages import Ping, Pong, Start, Stop, ToCore, Turn, decode_to_core
 from .core import EngineCore
 from .load_runner import load_runner
 from .outboxes import Outboxes
@@ -78,26 +78,30 @@ def _receive(inbox: zmq.Socket[bytes], core: EngineCore, outboxes: Outboxes) -> 
     try:
         while True:
             first, *frames = inbox.recv_multipart()
-            message = decode_to_core(first)
-            if isinstance(message, Turn):
-                if not outboxes.is_from_gone(message):
-                    core.receive(message, *frames)
-            elif isinstance(message, Ping):
-                outboxes.send(Pong(), [])
-            elif isinstance(message, Attach):
-                outboxes.attach(message.frontend, message.outbox)
-            elif isinstance(message, Detach):
-                outboxes.detach(message.frontend)
-                core.forget(message.frontend)
-            elif isinstance(message, Stop):
-                core.stop()
-            else:
-                raise TypeError(f"{type(message).__name__} cannot come now")
+            _take(decode_to_core(first), frames, core, outboxes)
     except zmq.ContextTerminated:
         inbox.close(linger=0)
     except Exception:
         logger.exception("the engine process cannot read its inbox")
         os._exit(1)
+
+
+def _take(message: ToCore, frames: list[bytes], core: EngineCore, outboxes: Outboxes) -> None:
+    """Takes a message from its frontend to where it belongs."""
+    if isinstance(message, Turn):
+        if not outboxes.is_from_gone(message):
+            core.receive(message, *frames)
+    elif isinstance(message, Ping):
+        outboxes.send(Pong(), [])
+    elif isinstance(message, Attach):
+        outboxes.attach(message.frontend, message.outbox)
+    elif isinstance(message, Detach):
+        outboxes.detach(message.frontend)
+        core.forget(message.frontend)
+    elif isinstance(message, Stop):
+        core.stop()
+    else:
+        raise TypeError(f"{type(message).__name__} cannot come now")
 
 
 def _end_with_parent(*endpoints: str) -> None:
