@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..settings import ServerSettings, UsageError
 
 MODELS: Final = "models"
-_ELSEWHERE: Final = {
+ELSEWHERE: Final = {
     "config": "a file names no other file",
     "model": "write a [[models]] table with `model` in it",
     "served_model_name": "write `name` and `aliases` in the [[models]] table",
@@ -50,8 +50,8 @@ def read_config(path: Path) -> ConfigFile:
     if not isinstance(models, list) or not all(isinstance(table, dict) for table in models):
         raise UsageError(f"{path}: {MODELS} must be tables: begin each with a line [[{MODELS}]]")
     for key in content:
-        if key in _ELSEWHERE:
-            raise UsageError(f"{path}: {key} has no place at the top: {_ELSEWHERE[key]}")
+        if key in ELSEWHERE:
+            raise UsageError(f"{path}: {key} has no place at the top: {ELSEWHERE[key]}")
         if key not in ServerSettings.model_fields:
             raise UsageError(f"{path}: {key} is no setting{suggestion(key, ServerSettings.model_fields)}")
     return ConfigFile(path, content, tuple(models))

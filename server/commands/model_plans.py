@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from ..settings import EngineSettings, ServerSettings, UsageError
 from ..settings.types import Names, Seconds
-from .config_file import ConfigFile, read_config, suggestion
+from .config_file import ELSEWHERE, ConfigFile, read_config, suggestion
 from .default_model import model_and_names
 from .flags import load, reason_of
 
@@ -130,6 +130,8 @@ def _of_table(settings: ServerSettings, table: Mapping[str, Any], place: str, ha
     shared = {*EngineSettings.model_fields, "default_prompt_name"} - {"model"}
     base = {field: getattr(settings, field) for field in shared & settings.model_fields_set}
     for key in table:
+        if key in ELSEWHERE and key not in ModelSettings.model_fields:
+            raise UsageError(f"{place}.{key}: has no place in a table: {ELSEWHERE[key]}")
         if key in _FOR_ALL or (key not in ModelSettings.model_fields and key in ServerSettings.model_fields):
             raise UsageError(f"{place}.{key}: is a setting of the server; write it above the tables")
         if key not in ModelSettings.model_fields:
@@ -142,6 +144,8 @@ def _of_table(settings: ServerSettings, table: Mapping[str, Any], place: str, ha
         raise UsageError(f"{place}.{key}: {reason_of(first)}") from error
     if own.model is None:
         raise UsageError(f"{place}.model: is missing; name a local folder or a hub id")
+    if own.pin and own.ttl is not None:
+        raise UsageError(f"{place}.ttl: the model is pinned, so that it stays; leave pin or ttl out")
     model, names = model_and_names(own.model)
     names = (own.name, *own.aliases) if own.name else (*names, *own.aliases)
     return ModelPlan(

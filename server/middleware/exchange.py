@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
+from urllib.parse import quote
 
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -56,8 +57,11 @@ def canonical_path(path: str) -> str:
     """Returns the path that `path` is an alias of, or `path`.
 
     A trailing slash is dropped, and `/v1/v2/rerank`, which a Cohere client makes of a base URL that ends in /v1, is
-    `/v2/rerank`.
+    `/v2/rerank`. What no path of ours has is quoted again: the router takes a path with a line end behind it for the
+    path itself, which keys and tables do not.
     """
+    if not path.isprintable():
+        path = quote(path)
     if len(path) > 1 and path.endswith("/"):
         path = path.rstrip("/") or "/"
     return _DOUBLED_VERSION.sub("", path) if path.startswith(("/v1/v", "/v2/v")) else path

@@ -88,7 +88,9 @@ class ModelKeeper:
             async with asyncio.timeout(self._limits.wait_s):
                 engine = await waiter
         except BaseException as error:
-            if waiter.done() and not waiter.cancelled() and waiter.result() is not None:
+            if waiter in entry.waiters:
+                entry.waiters.remove(waiter)
+            elif not waiter.cancelled() and waiter.result() is not None:
                 entry.leave(time.monotonic())  # it came when nobody waited for it any more
             if isinstance(error, TimeoutError):
                 raise EngineUnavailableError(
@@ -107,15 +109,20 @@ class ModelKeeper:
         return entry.error
 
     async def unload(self, entry: ModelEntry) -> None:
-        """Unloads a model once its requests have ended; those that do not end in time are lost, as in a drain."""
+        """Unloads a model once its requests have ended; those that do not end in time are lost, as in a drain.
+
+        One that is being loaded is unloaded after that.
+        """
+        while entry.status in (ModelStatus.LOADING, ModelStatus.LEAVING):
+            await self._change()
         if entry.status is ModelStatus.LOADED:
             await self._let_go(entry, "on request", is_forced=True)
         elif entry.status is ModelStatus.FAILED:
             entry.unloaded()
 
     def keep(self, entry: ModelEntry, ttl_s: float) -> None:
-        """Keeps a model that comes and goes for so many seconds after its last request, until it is unloaded."""
-        if entry.model.comes_and_goes:
+        """Keeps a model that comes and goes and is loaded for so many seconds after its last request, in this life."""
+        if entry.model.comes_and_goes and entry.status is ModelStatus.LOADED:
             entry.ttl_s = ttl_s
             if entry.is_idle:
                 self._became_idle(entry)
@@ -158,7 +165,8 @@ class ModelKeeper:
                 log_failure(entry, error)
             entry.failed(error, time.monotonic())
         except BaseException:
-            entry.unloaded()
+            if entry.status is ModelStatus.LOADING:  # else it is another life of it that ends elsewhere
+                entry.unloaded()
             raise
         else:
             entry.num_bytes = max(entry.num_bytes, engine.host_bytes())
@@ -179,10 +187,8 @@ class ModelKeeper:
         Raises:
             EngineUnavailableError: No model that is loaded may go, or none goes in time.
         """
-        ends_s = time.monotonic() + self._limits.wait_s
+        ends_s = time.monotonic() + LEAST_STAY_S + max(self._limits.wait_s, self._limits.drain_timeout_s)
         while self._is_short(entry):
-            if time.monotonic() >= ends_s:
-                raise EngineUnavailableError("The models that are in memory are in use.")
             others = [each for each in self.entries if each.takes_room and not each.model.is_pinned]
             if not others:
                 raise EngineUnavailableError("There is no room for it beside the models that are pinned.")
@@ -191,6 +197,8 @@ class ModelKeeper:
             settled = [each for each in loaded if time.monotonic() - each.loaded_s >= LEAST_STAY_S]
             if idle:
                 await self._let_go(min(idle, key=lambda each: each.last_used_s), f"for {entry.name}")
+            elif time.monotonic() >= ends_s:
+                raise EngineUnavailableError("The models that are in memory are in use.")
             elif settled:
                 await self._let_go(min(settled, key=lambda each: each.loaded_s), f"for {entry.name}")
             else:

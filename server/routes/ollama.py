@@ -191,7 +191,7 @@ async def _found(context: ServerContext, request: Request, body: OllamaEmbedBody
     """Returns what a request goes to; its model stays afterwards for as long as the request says."""
     target = await context.find(request, body.served_name(), EMBEDDERS)
     if body.keep_alive is not None:
-        context.models.keep(body.served_name(), body.keep_alive)
+        context.models.keep(target.name, body.keep_alive)
     return target
 
 

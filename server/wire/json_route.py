@@ -88,6 +88,8 @@ def routes_by_path(routes: Iterable[BaseRoute]) -> dict[str, JsonRoute]:
 class JsonPaths:
     """Answers what is posted to JSON routes. Other methods and paths are left to the application behind it.
 
+    What a request holds is given back here, whoever answers it.
+
     Args:
         app: What comes next.
         routes: The routes by their paths.
@@ -114,7 +116,11 @@ class JsonPaths:
         """Answers a request, or passes it on."""
         found = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if found is None:
-            await self.app(scope, receive, send)
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                self._on_answer(scope)
+                self._on_end(scope)
             return
         scope["route"], handle = found
         request = Request(scope, receive, send)
