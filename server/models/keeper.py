@@ -229,6 +229,7 @@ class ModelKeeper:
             await self._change(ends_s - time.monotonic())
         if entry.num_in_use and not is_forced:
             entry.stays(time.monotonic())
+            self._changed.set()
             return False
         await _stop(entry, max(ends_s - time.monotonic(), 0.0))
         logger.info("%s was unloaded %s", entry.name, why)

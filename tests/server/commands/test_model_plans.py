@@ -93,6 +93,8 @@ WRONG = [
     ("[[models]]\nmodel = 'a/b'\ndtyp = 'x'", "models[0].dtyp: is no setting of a model; did you mean dtype?"),
     ("[[models]]\nmodel = 'a/b'\nhost = 'x'", "models[0].host: is a setting of the server; write it above the tables"),
     ("[[models]]\nmodel = 'a/b'\nttl = -1", "models[0].ttl: "),
+    ("[[models]]\nmodel = 'a/b'\nttl = 1\npin = true", "models[0].ttl: the model is pinned"),
+    ("[[models]]\nmodel = 'a/b'\nserved_model_name = 'x'", "write `name` and `aliases` in the [[models]] table"),
     ("[[models]]\nmodel = 'a/b'\n[[models]]\nmodel = 'c/d'\nname = 'a/b'", "two models are served as 'a/b'"),
     (
         "max_loaded_models = 1\n[[models]]\nmodel = 'a/b'\npin = true\n[[models]]\nmodel = 'c/d'",

@@ -134,6 +134,81 @@ async def test_no_more_than_some_wait(shelf: Shelf, monkeypatch: pytest.MonkeyPa
     await keeper.close()
 
 
+async def test_those_that_have_given_up_do_not_count_as_waiting(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper_module, "MAX_WAITING", 3)
+    keeper = shelf.keeper("a", "b", wait_s=0.02)
+    shelf.gates["a"] = asyncio.Event()
+    a, b = keeper.entries
+    for _ in range(5):
+        with pytest.raises(EngineUnavailableError, match="more than"):
+            await keeper.acquire(a)
+    gone = asyncio.create_task(keeper.acquire(a))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    assert a.waiters == []
+    await used(keeper, b)
+    await keeper.close()
+
+
+async def test_without_a_wait_models_are_swapped_all_the_same(shelf: Shelf) -> None:
+    keeper = shelf.keeper("a", "b", max_loaded=1, wait_s=0.0)
+    a, b = keeper.entries
+    assert await keeper.load(a) is None
+    with pytest.raises(EngineUnavailableError):
+        await keeper.acquire(b)
+    assert await keeper.load(b) is None
+    assert [entry.state for entry in (a, b)] == ["unloaded", "ready"]
+    await keeper.close()
+
+
+async def test_an_operator_unloads_what_is_being_loaded_or_about_to_go(shelf: Shelf) -> None:
+    keeper = shelf.keeper("a", "b", max_loaded=1, drain_timeout_s=0.1, wait_s=5.0)
+    shelf.gates["a"] = asyncio.Event()
+    a, b = keeper.entries
+    loading = asyncio.create_task(keeper.load(a))
+    await asyncio.sleep(0.01)
+    unloading = asyncio.create_task(keeper.unload(a))
+    await asyncio.sleep(0.01)
+    shelf.gates["a"].set()
+    await asyncio.gather(loading, unloading)
+    assert a.state == "unloaded"
+    await keeper.acquire(a)
+    for_b = asyncio.create_task(keeper.acquire(b))
+    while a.status is not ModelStatus.LEAVING:
+        await asyncio.sleep(0.01)
+    await keeper.unload(a)  # its request does not end: it is forced
+    assert a.state == "unloaded"
+    await for_b
+    await keeper.close()
+
+
+async def test_a_word_of_ollama_to_a_model_that_is_not_there_holds_for_no_later_life(shelf: Shelf) -> None:
+    keeper = shelf.keeper(models=(shelf.model("a", is_preloaded=False, ttl_s=60.0),))
+    (entry,) = keeper.entries
+    keeper.keep(entry, 0.0)
+    await keeper.load(entry)
+    await asyncio.sleep(0.05)
+    assert (entry.state, entry.ttl_s) == ("ready", 60.0)
+    await keeper.close()
+
+
+async def test_the_end_in_the_middle_of_a_swap_stops_both(shelf: Shelf) -> None:
+    keeper = shelf.keeper("a", "b", max_loaded=1, drain_timeout_s=0.2)
+    a, b = keeper.entries
+    await keeper.acquire(a)
+    tasks = [asyncio.create_task(keeper.acquire(b))]
+    while a.status is not ModelStatus.LEAVING:
+        await asyncio.sleep(0.01)
+    tasks.append(asyncio.create_task(keeper.acquire(a)))
+    await asyncio.sleep(0.01)
+    await keeper.close()
+    assert shelf.closed == ["a"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_a_failed_load_is_told_and_tried_again_later(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -137,3 +137,27 @@ async def test_a_request_without_a_name_goes_to_the_first_model_that_was_made_fo
             answer = await client.post(path, json=body)
             assert answer.status_code == 200, answer.text
             assert [name for name, engine in engines.items() if engine.calls] == [expected], path
+
+
+async def test_a_path_with_a_line_end_is_no_other_path(make_engine) -> None:
+    app = create_app([ServedModel(("one",), partial(started, make_engine()))], ServerSettings(admin_key=("admin",)))
+    async with app.router.lifespan_context(app), client_of(app) as client:
+        await app.state.startup.wait()
+        for path, body in (("/models/unload", {"model": "one"}), ("/v1/embeddings", {"input": "a"})):
+            answer = await client.post(f"{path}%0A", json=body)
+            assert answer.status_code in (404, 405), path
+        entry = app.state.context.models.entry(None)
+        assert (entry.state, entry.num_in_use) == ("ready", 0)
+
+
+async def test_keep_alive_without_a_name_is_for_the_model_that_answers(make_engine) -> None:
+    reranker, embedder = make_engine("cross_encoder", ("x",), name="r"), make_engine(name="e")
+    models = [
+        ServedModel(("r",), partial(started, reranker), info=reranker.info, ttl_s=60.0),
+        ServedModel(("e",), partial(started, embedder), info=embedder.info, ttl_s=60.0),
+    ]
+    app = create_app(models, ServerSettings())
+    async with app.router.lifespan_context(app), client_of(app) as client:
+        await app.state.startup.wait()
+        assert (await client.post("/api/embed", json={"input": "a", "keep_alive": 7})).status_code == 200
+        assert [entry.ttl_s for entry in app.state.context.models.entries] == [60.0, 7.0]
