@@ -110,7 +110,7 @@ def test_tokens_and_back(v1, v2) -> None:
 
 
 def test_models(v1) -> None:
-    (model,) = [model for model in v1.models.list().models if model.name == MODEL]
+    (model,) = v1.models.list().models
     assert model.endpoints == v1.models.get(MODEL).endpoints == ["embed", "rerank", "classify"]
 
 

@@ -78,9 +78,10 @@ def test_half_precision_in_bytes(client, truth) -> None:
 
 
 def test_models(client) -> None:
-    names = [model.id for model in client.models.list()]
-    assert names == ["sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2"]
-    assert client.models.retrieve(names[0]).id == names[0]
+    (model,) = client.models.list()
+    assert (model.id, model.aliases) == ("sentence-transformers/all-MiniLM-L6-v2", ["all-MiniLM-L6-v2"])
+    for name in (model.id, *model.aliases):
+        assert client.models.retrieve(name).id == name
 
 
 async def test_many_requests_at_once(server, client) -> None:
