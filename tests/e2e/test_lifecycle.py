@@ -236,7 +236,8 @@ def test_what_is_served_is_logged_once_and_variables_are_read(launch, default_mo
         PENSTOCK_LOG_FORMAT="json",
         PENSTOCK_PROT="1",
     )
-    assert [card["id"] for card in httpx.get(f"{server.url}/v1/models").json()["data"]] == ["one", "two"]
+    (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert (card["id"], card["aliases"]) == ("one", ["two"])
     assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "some text"}).status_code == 401
     headers = {"authorization": "Bearer secret-key"}
     response = httpx.post(f"{server.url}/v1/embeddings", json={"input": "some text"}, headers=headers)

@@ -124,7 +124,7 @@ def test_tokenize_and_detokenize(kind):
 
 
 def test_models(v1):
-    assert MODEL in [model.name for model in v1.models.list().models]
+    assert [model.name.rpartition("/")[2] for model in v1.models.list().models] == [MODEL]
     assert v1.models.get(MODEL).endpoints == ["embed", "rerank", "classify"]
 
 

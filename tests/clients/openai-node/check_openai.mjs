@@ -53,7 +53,7 @@ test("many requests at once", async () => {
 
 test("models", async () => {
   const names = [];
-  for await (const model of client.models.list()) names.push(model.id);
+  for await (const model of client.models.list()) names.push(model.id, ...model.aliases);
   assert.ok(names.includes(MODEL));
   assert.equal((await client.models.retrieve(MODEL)).id, MODEL);
 });

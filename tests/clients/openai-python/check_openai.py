@@ -66,7 +66,7 @@ def test_extra_body(client):
 
 
 def test_models(client):
-    assert MODEL in [model.id for model in client.models.list()]
+    assert MODEL in [name for model in client.models.list() for name in (model.id, *model.aliases)]
     assert client.models.retrieve(MODEL).id == MODEL
 
 
