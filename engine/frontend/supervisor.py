@@ -116,8 +116,17 @@ class CoreSupervisor:
         return ProcessCore(self._start_message, self._receive, self._core_ended, process)
 
     def hold(self, info: ModelInfo) -> None:
-        """Lets what was measured when the first core was loaded hold for those after it: vectors must not change."""
-        config = replace(self._start_message.config, dtype=info.dtype, arithmetic=info.arithmetic)
+        """Lets what was found when the first core was loaded hold for those after it: vectors must not change.
+
+        That is the folder, too: a hub id or a link may stand for other files by then, and the tokenizer is of these.
+        """
+        config = replace(
+            self._start_message.config,
+            model=info.folder,
+            name=info.name,
+            dtype=info.dtype,
+            arithmetic=info.arithmetic,
+        )
         self._start_message = msgspec.structs.replace(self._start_message, config=config)
 
     def drain(self) -> None:

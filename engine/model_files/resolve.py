@@ -74,6 +74,7 @@ def _resolve(root: Path, config: EngineConfig) -> ModelInfo:
     draft = ModelDraft(config.model, model_config, config, files)
     draft.set("name", config.name or config.model, "--served-model-name" if config.name else config.model_source)
     draft.set("path", str(path), config.model_source if path == root else MODULES_FILE)
+    draft.set("root", None if path == root else str(root), config.model_source)
     resolve_architecture(draft)
     resolve_classes(draft)
     _resolve_pooling(draft)
@@ -113,7 +114,7 @@ def resolved_table(info: ModelInfo) -> list[tuple[str, str, str]]:
     unused = _CLASS_FIELDS if info.kind is ModelKind.EMBEDDING else _EMBEDDING_FIELDS
     if not info.enable_chunked_processing:
         unused |= _LONG_TEXT_FIELDS
-    fields = [f.name for f in dataclasses.fields(info) if f.name not in unused | {"name", "sources", "config"}]
+    fields = [f.name for f in dataclasses.fields(info) if f.name not in unused | {"name", "root", "sources", "config"}]
     return [(name, _shown(getattr(info, name)), info.sources[name]) for name in fields]
 
 

@@ -130,6 +130,7 @@ class ModelInfo:
         kernels: What runs the forward: "torch", or the native kernels with their instruction set and lanes.
         arithmetic: What native kernels compute in where numbers are rounded to bfloat16: "bfloat16", or "float32" where
             the processor is no faster in it; None where nothing is rounded to it, or torch runs the model.
+        root: Local folder of the whole model, where `path` is a part of it.
         sources: Field name to the file and key that it was read from.
         config: config.json with overrides, as plain values.
     """
@@ -183,8 +184,14 @@ class ModelInfo:
     device: str = "cpu"
     kernels: str = "torch"
     arithmetic: str | None = None
+    root: str | None = None
     sources: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        """Local folder that gives this very model again, whatever the name stands for by then."""
+        return self.root or self.path
 
     @property
     def num_labels(self) -> int:

@@ -151,6 +151,6 @@ class ReplicaGroup:
         if (cache := self._dispatcher.cache) is None or self._loaded is None:
             return
         if EngineState.STARTING in states:  # one loads the model again
-            cache.expect(self._configs[0].model)
+            cache.expect(self._loaded.folder)
         elif set(states) == {EngineState.READY}:
-            cache.open(self._configs[0].model, self._loaded, has_one_core=len(states) == 1)
+            cache.open(self._loaded.folder, self._loaded, has_one_core=len(states) == 1)

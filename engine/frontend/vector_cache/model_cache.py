@@ -57,14 +57,14 @@ class ModelCache:
         return self._keys is not None and not self._budget.is_spent
 
     def expect(self, model: str) -> None:
-        """Notes the files of a model that a core is about to load."""
+        """Notes the files of a model, a folder or a hub id, that a core is about to load."""
         self._stamps.add(_stamp(model))
 
     def open(self, model: str, info: ModelInfo, *, has_one_core: bool = True) -> None:
         """Begins to find out what the cores have loaded, in a thread, and then to look inputs up.
 
         Args:
-            model: Folder or hub id.
+            model: The folder that they have loaded.
             info: What was resolved.
             has_one_core: Others may still have what they had before.
         """
@@ -142,7 +142,7 @@ class ModelCache:
             return
         stamps, self._stamps = self._stamps, set()
         has_changed = not has_one_core and self._identity not in (None, identity)
-        if stamps - {_stamp(model)} or has_changed:
+        if stamps - {_stamp(model), None} or has_changed:
             logger.warning("vectors of %s are not cached: its files have changed while it was loaded", info.name)
             return
         self._identity = identity
@@ -151,8 +151,8 @@ class ModelCache:
 
 def _stamp(model: str) -> bytes | None:
     """Returns the stamp of a local folder; None for what a hub gives, whose snapshots do not change."""
-    folder = Path(model)
     try:
+        folder = Path(model).expanduser().resolve()
         return stamp_of(folder) if folder.is_dir() else None
     except OSError:  # it changes at this moment, and equals no other state
         return secrets.token_bytes()

@@ -47,7 +47,7 @@ class Core:
 
     def ready(self) -> None:
         assert self.is_started
-        model: Any = SimpleNamespace(dtype="bfloat16", arithmetic="float32")  # all that is asked of what it tells
+        model: Any = SimpleNamespace(name="any", folder="/hub/one", dtype="bfloat16", arithmetic="float32")  # all that is asked
         self.on_message(Ready(model, model), [])
 
 
@@ -103,6 +103,21 @@ async def test_a_replacement_computes_in_what_was_measured_first(dispatcher: Dis
     cores[0].end("it ended")
     await asyncio.sleep(0.01)
     assert (cores[1].start_message.config.dtype, cores[1].start_message.config.arithmetic) == ("bfloat16", "float32")
+    await supervised.close()
+
+
+async def test_a_replacement_loads_the_files_that_the_first_has_found(
+    dispatcher: Dispatcher, cores: list[Core]
+) -> None:
+    supervised = await started(dispatcher, cores)
+    assert cores[0].start_message.config.model == "any"  # a hub id, say, whose `main` may move
+    for number in range(2):
+        cores[number].end("it ended")
+        await asyncio.sleep(0.01)
+        config = cores[number + 1].start_message.config
+        assert (config.model, config.name) == ("/hub/one", "any")
+        cores[number + 1].ready()
+        await asyncio.sleep(0)
     await supervised.close()
 
 

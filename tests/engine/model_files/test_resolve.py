@@ -126,6 +126,8 @@ def test_transformer_in_its_own_folder(tmp_path: Path) -> None:
     )
     info = resolve(folder)
     assert Path(info.path) == (folder / "0_Transformer").resolve()
+    assert info.folder == str(folder.resolve())
+    assert resolve(Path(info.folder)).dense == info.dense
     spec = info.dense[0]
     assert (Path(info.path) / spec.folder / "config.json").is_file()
     assert (spec.in_features, spec.out_features, spec.bias, spec.activation) == (32, 8, False, "GELU")
@@ -569,6 +571,9 @@ def test_locate_in_the_hub_cache_offline(tmp_path: Path, monkeypatch: pytest.Mon
         locate_model("owner/absent")
     with pytest.raises(ModelLoadError, match="at revision 'v2'"):
         locate_model("owner/tiny", "v2")
+    info = resolve(Path("owner/tiny"))
+    (tmp_path / "models--owner--tiny" / "refs" / "main").write_text("f" * 40)
+    assert (info.folder, resolve(Path(info.folder)).path) == (str(snapshot), info.path)
     hub_cache(tmp_path, "owner/dataset", {"notes.json": {}})
     with pytest.raises(ModelLoadError, match="not a model"):
         locate_model("owner/dataset")

@@ -124,6 +124,7 @@ async def test_the_first_decides_what_all_compute_in(make: Make, cores: list[Cor
     cores[0].ready(24)
     await turns()
     assert [(c.config.dtype, c.config.arithmetic) for c in cores[1:]] == [("bfloat16", "float32")] * 2
+    assert [c.config.model for c in cores] == ["any", "/words", "/words"]  # a hub id may stand for others by now
     assert [core.config.cores for core in cores] == [(0,), (1,), (2,)]
     assert [core.process is PREPARED for core in cores] == [True, False, False]
     cores[2].ready(16)
@@ -175,7 +176,8 @@ async def test_while_one_serves_the_engine_is_ready(make: Make, cores: list[Core
     more = asyncio.create_task(ask(dispatcher))
     await asyncio.sleep(0.01)
     assert [len(core.asked) for core in cores] == [1, 2, 0]
-    assert cores[2].config == replace(cores[0].config, dtype="bfloat16", arithmetic="float32")
+    found = {"model": "/words", "name": "words", "dtype": "bfloat16", "arithmetic": "float32"}
+    assert cores[2].config == replace(cores[0].config, **found)
     cores[1].answer()
     assert [len(await task) for task in (second, more)] == [1, 1]
     cores[1].end("signal 9")

@@ -332,3 +332,13 @@ async def test_the_keys_of_many_tokens_are_made_in_a_thread(make: Make, monkeypa
     for _ in range(2):
         await engine.embed(["a b", "c"], PARAMS)
     assert num_run(core) == 2
+
+
+async def test_what_stands_for_a_folder_is_no_change_of_its_files(make: Make, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    for name, is_open in ((str(tmp_path / "link"), True), ("owner/words", True), (str(tmp_path), False)):
+        engine, _, cache = await make()
+        cache.expect(name)  # the core tells which folder it has found
+        cache.open(str(folder), engine.info)
+        await cache.wait()
+        assert cache.stats.is_open is is_open
