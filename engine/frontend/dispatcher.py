@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from ..protocol.errors import DeadlineExceededError
+from ..protocol.errors import DeadlineExceededError, EngineOverloadedError
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, TokenizedInput
 from .admission import Admission
@@ -35,9 +35,14 @@ class OpenRequest:
         self._looks_up = looks_up
         self._deadline = asyncio.timeout(options.timeout_s)
         self._is_admitted = False
+        self._is_look = self._has_passed_full = False
+        self._looked_up: list[TokenizedInput] = []
 
     async def __aenter__(self) -> Self:
-        self._dispatcher.begin(self._options.client, looks_up=self._looks_up)
+        dispatcher = self._dispatcher
+        self._is_look = self._looks_up and dispatcher.looks_while_full
+        self._has_passed_full = self._is_look and dispatcher.admission.is_full
+        dispatcher.begin(self._options.client, looks_up=self._looks_up)
         await self._deadline.__aenter__()
         return self
 
@@ -51,6 +56,15 @@ class OpenRequest:
             raise DeadlineExceededError(message) from timeout
         finally:
             self._dispatcher.end()
+            self._account_for(error)
+
+    def _account_for(self, error: BaseException | None) -> None:
+        """Spends what a request has cost that would have been refused unseen, had it not been for its look."""
+        cache = self._dispatcher.cache
+        if cache is None or not self._is_look or error is None:
+            return
+        if self._has_passed_full or isinstance(error, EngineOverloadedError):
+            cache.spend(sum(map(len, self._looked_up)))
 
     @contextlib.contextmanager
     def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[None]:
@@ -87,6 +101,8 @@ class OpenRequest:
         cache = self._dispatcher.cache
         if cache is None:
             return await self._compute(inputs, params, finish)
+        if self._is_look:
+            self._looked_up.extend(inputs)
         name = "" if finish is None else finish.name
         compute = partial(self._compute, params=params, finish=finish)
         return await cache.run(inputs, params, self._options.namespace, compute, name)
@@ -157,14 +173,28 @@ class Dispatcher:
         """
         return OpenRequest(self, options, looks_up=looks_up)
 
+    @property
+    def looks_while_full(self) -> bool:
+        """Whether a request may look up what it asks for before it is refused."""
+        return self.cache is not None and self.cache.looks_while_full
+
     def begin(self, client: str, *, looks_up: bool = False) -> None:
         """Counts a request as open. Raises what Admission.check raises."""
-        if looks_up and self.cache is not None and self.cache.looks_while_full:
+        if looks_up and self.looks_while_full:
             self.admission.check_open()
         else:
-            self.admission.check(client)
+            self._check(client)
         self._num_open += 1
         self._idle.clear()
+
+    def _check(self, client: str) -> None:
+        """Raises what Admission.check raises. One that never looks has cost its body, since others do."""
+        try:
+            self.admission.check(client)
+        except EngineOverloadedError:
+            if self.cache is not None and self.cache.looks_while_full and self.admission.is_full:
+                self.cache.spend(0)
+            raise
 
     def end(self) -> None:
         """Counts a request as open no more."""

@@ -130,8 +130,7 @@ class EngineLife:
 
         Where inputs are looked up in a cache, nobody is refused before that.
         """
-        cache = self._dispatcher.cache
-        return self._dispatcher.admission.is_full and not (cache is not None and cache.looks_while_full)
+        return self._dispatcher.admission.is_full and not self._dispatcher.looks_while_full
 
     @property
     def queue_s(self) -> float:

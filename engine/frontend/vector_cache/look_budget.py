@@ -2,8 +2,9 @@
 
 Without a cache such a request is refused when its head has been read, for next to nothing. With one its body is read
 and tokenized first. A load of many times what the engine can do would then take the processor from those who are
-served; so requests that find nothing use up an allowance, and while there is none, requests are refused unseen.
-Requests that find all they ask for cost no allowance, however many they are.
+served; so requests that find nothing use up an allowance, and while there is none, requests are refused unseen. So do
+those that are never looked up, or end in any other error: their bodies were read all the same. Requests that find all
+they ask for cost no allowance, however many they are.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class LookBudget:
         return self._left < 1
 
     def spend(self, num_tokens: int) -> None:
-        """Takes account of a request that was refused after it had looked."""
+        """Takes account of a request that came to nothing, and of its tokens where it had looked."""
         self._refill()
         self._left -= 1 + num_tokens / _TOKENS_PER_LOOK
 

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from ...protocol.errors import EngineOverloadedError
 from ...protocol.model_info import ModelInfo
 from ...protocol.params import PoolingParams
 from ...protocol.request import TokenizedInput
@@ -55,6 +54,10 @@ class ModelCache:
     def looks_while_full(self) -> bool:
         """Whether requests are looked up before they are refused."""
         return self._keys is not None and not self._budget.is_spent
+
+    def spend(self, num_tokens: int) -> None:
+        """Takes account of a request that came to nothing, after so many tokens were looked up; see LookBudget."""
+        self._budget.spend(num_tokens)
 
     def expect(self, model: str) -> None:
         """Notes the files of a model, a folder or a hub id, that a core is about to load."""
@@ -121,11 +124,7 @@ class ModelCache:
         self.stats.num_disk_hits += len(arrays) - num_in_memory
         self.stats.num_misses += len(missing)
         if missing:
-            try:
-                outputs = await compute(list(missing.values()))
-            except EngineOverloadedError:
-                self._budget.spend(sum(map(len, inputs)))
-                raise
+            outputs = await compute(list(missing.values()))
             is_current = self._keys is keys_of  # else another model has come meanwhile
             for key, output in zip(missing, outputs, strict=True):
                 arrays[key] = output

@@ -47,7 +47,8 @@ class Core:
 
     def ready(self) -> None:
         assert self.is_started
-        model: Any = SimpleNamespace(name="any", folder="/hub/one", dtype="bfloat16", arithmetic="float32")  # all that is asked
+        # All that is asked of what it tells.
+        model: Any = SimpleNamespace(name="any", folder="/hub/one", dtype="bfloat16", arithmetic="float32")
         self.on_message(Ready(model, model), [])
 
 

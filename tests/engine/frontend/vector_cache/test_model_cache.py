@@ -16,7 +16,12 @@ from penstock.engine.frontend.dispatcher import Dispatcher
 from penstock.engine.frontend.vector_cache.cache import VectorCache
 from penstock.engine.frontend.vector_cache.model_cache import ModelCache
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, ModelExecutionError
+from penstock.engine.protocol.errors import (
+    EngineOverloadedError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    ModelExecutionError,
+)
 from penstock.engine.protocol.messages import Failed
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
@@ -206,6 +211,43 @@ async def test_many_looks_in_vain_end_the_looking(make: Make) -> None:
     assert not engine.is_full
     await engine.embed(["a b"], PARAMS)
     assert num_run(core) == 1
+
+
+@pytest.mark.parametrize("kind", ["never looked up", "wrong", "cancelled", "refused whole"])
+async def test_whatever_comes_to_nothing_while_full_uses_up_the_allowance(make: Make, kind: str) -> None:
+    engine, core, _ = await make(max_queued_tokens=10)
+    await engine.embed(["a b"], PARAMS)
+    engine._dispatcher.admission.enter(10)
+    num_asked = 0
+    while not engine.is_full:
+        num_asked += 1
+        assert num_asked < 200
+        if kind == "never looked up":
+            with pytest.raises(EngineOverloadedError):
+                await engine.token_embed(["a b"], PARAMS)
+        elif kind == "wrong":
+            with pytest.raises(InvalidRequestError):
+                await engine.embed(["a " * 30], PARAMS)  # too long, which its tokens tell
+        elif kind == "cancelled":
+            task = asyncio.create_task(engine.embed(["a b"], PARAMS))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        else:
+            with pytest.raises(EngineOverloadedError):
+                async with engine._dispatcher.open(RequestOptions(), looks_up=True) as request:
+                    with request.admitted([TokenizedInput(np.zeros(3, np.int32))]):
+                        pass
+    assert num_asked > 100
+    assert num_run(core) == 1
+
+
+async def test_faults_cost_nothing_while_there_is_room(make: Make) -> None:
+    engine, _, cache = await make(max_queued_tokens=10)
+    for _ in range(300):
+        with pytest.raises(InvalidRequestError):
+            await engine.embed(["a " * 30], PARAMS)
+    assert cache.looks_while_full
 
 
 async def test_an_engine_that_is_not_ready_answers_no_hits(make: Make) -> None:
