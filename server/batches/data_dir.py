@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 from pathlib import Path
 from typing import Final
+
+from penstock.engine.frontend.own_files import check_folder, open_own, secret_of
 
 from ..settings import UsageError
 
 PART: Final = ".part"
-_SECRET_BYTES: Final = 32
 
 
 class DataDir:
@@ -30,17 +30,18 @@ class DataDir:
         folder: Where.
 
     Raises:
-        UsageError: Another server has it, or it cannot be written.
+        UsageError: Another server has it, it cannot be written, or others may have put there what is in it.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_folder(folder)
             self.files.mkdir(mode=0o700, exist_ok=True)
-            self._lock = (folder / "lock").open("w")
+            self._lock = os.fdopen(open_own(folder / "lock"), "w")
         except OSError as error:
-            raise UsageError(f"--data-dir: {folder} cannot be written: {error.strerror}") from error
+            raise UsageError(f"--data-dir: {folder} cannot be used: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -49,10 +50,10 @@ class DataDir:
                 f"--data-dir: another server uses {folder}; give each server a folder of its own"
             ) from error
         try:
-            self.secret = self._read_secret()
+            self.secret = secret_of(folder)
         except OSError as error:
             self._lock.close()
-            raise UsageError(f"--data-dir: {folder}/secret: {error.strerror}") from error
+            raise UsageError(f"--data-dir: {folder}: {error.strerror}") from error
 
     @property
     def files(self) -> Path:
@@ -67,27 +68,3 @@ class DataDir:
     def close(self) -> None:
         """Lets another server have the folder."""
         self._lock.close()
-
-    def _read_secret(self) -> bytes:
-        path = self._folder / "secret"
-        if path.exists() and len(secret := path.read_bytes()) == _SECRET_BYTES:
-            return secret
-        secret = secrets.token_bytes(_SECRET_BYTES)
-        written = path.with_suffix(PART)
-        written.unlink(missing_ok=True)
-        with os.fdopen(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secret)
-            file.flush()
-            os.fsync(file.fileno())
-        written.replace(path)
-        sync_folder(self._folder)
-        return secret
-
-
-def sync_folder(folder: Path) -> None:
-    """Returns when the names in a folder are safe on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Final
 
+from penstock.engine.frontend.own_files import sync_folder
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
 
 from ..schemas.batches import LEAST_EXPIRY_S, MOST_EXPIRY_S
 from ..wire.shown_values import shown
-from .data_dir import PART, DataDir, sync_folder
+from .data_dir import PART, DataDir
 from .records import StoredFile, new_file_id
 from .store import Store
 from .uploads import Upload

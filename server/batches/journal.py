@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from penstock.engine.frontend.own_files import sync_folder
 from penstock.engine.protocol.errors import StorageError
 
-from .data_dir import sync_folder
 from .records import Batch
 from .store import Store
 

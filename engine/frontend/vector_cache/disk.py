@@ -16,7 +16,6 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,10 +25,10 @@ from typing import Final
 
 import lmdb
 
+from ..own_files import check_folder, check_own, open_own, secret_of
 from .keys import KEY_BYTES
 from .rows import seal, unseal
 
-SECRET_BYTES: Final = 32
 _NUMBER_BYTES: Final = 8
 _FOLDER: Final = "vectors-1"
 """Its number is that of the layout; a row whose numbers are made in another way has another key."""
@@ -68,7 +67,7 @@ class DiskTier:
         num_damaged: Rows that this process has found to be damaged.
 
     Raises:
-        DiskError: The folder cannot be used: no room, no right, or a damaged file.
+        DiskError: The folder cannot be used: no room, no right, a damaged file, or one that others may have made.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -76,8 +75,9 @@ class DiskTier:
         self.num_damaged = 0
         with _errors(folder):
             folder.mkdir(0o700, parents=True, exist_ok=True)
+            check_folder(folder)
             with _locked(folder / "lock"):
-                self.secret = _secret(folder / "secret")
+                self.secret = secret_of(folder)
                 self._open(folder / _FOLDER, max_bytes)
         self._folder = folder
 
@@ -119,14 +119,16 @@ class DiskTier:
 
     def _open(self, folder: Path, max_bytes: int) -> None:
         folder.mkdir(0o700, exist_ok=True)
+        check_own(folder)
         data, page = folder / "data.mdb", os.sysconf("SC_PAGE_SIZE")
-        readers = os.open(folder / "lock.mdb", os.O_RDWR | os.O_CREAT, _MODE)
+        readers = open_own(folder / "lock.mdb")
         try:
             if os.fstat(readers).st_size < _READERS_BYTES:
                 os.posix_fallocate(readers, 0, _READERS_BYTES)
         finally:
             os.close(readers)  # before LMDB opens it: to close a file ends every lock that its process has on it
-        size = data.stat().st_size if data.exists() else 0
+        os.close(open_own(data))  # LMDB takes an empty one for a new one
+        size = data.stat().st_size
         self.max_bytes = max(size, max_bytes) // page * page if size <= 2 * page else size
         self._env = lmdb.open(
             str(folder), map_size=self.max_bytes, max_dbs=2, mode=_MODE, metasync=False, readahead=False, meminit=False
@@ -139,7 +141,7 @@ class DiskTier:
             self._env.reader_check()
             self._rows = self._env.open_db(b"rows")
             self._numbers = self._env.open_db(b"numbers")
-            self._file = os.open(data, os.O_RDONLY)
+            self._file = open_own(data, os.O_RDONLY)
             self.num_bytes = self._used_bytes()
         except BaseException:
             self._env.close()
@@ -229,25 +231,9 @@ def _errors(folder: Path) -> Iterator[None]:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Keeps other processes from opening the folder for the moment."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, _MODE)
+    file = open_own(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
         os.close(file)
-
-
-def _secret(path: Path) -> bytes:
-    """Returns the secret of a folder; a new one where there is none or half of one. The caller holds the lock."""
-    if path.exists() and len(secret := path.read_bytes()) == SECRET_BYTES:
-        return secret
-    secret, new = secrets.token_bytes(SECRET_BYTES), path.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
-    try:
-        os.write(file, secret)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    new.replace(path)
-    return secret

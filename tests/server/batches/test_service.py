@@ -333,5 +333,5 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(UsageError, match="cannot be used"):
         Batches(ServerSettings(data_dir=tmp_path / "file" / "data"))

@@ -54,6 +54,28 @@ def test_nobody_else_may_read_it(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
+def test_what_others_may_have_made_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cache"
+    DiskTier(folder, MIB).close()
+    for name, mode in (("", 0o777), ("secret", 0o644), ("lock", 0o666), ("vectors-1", 0o777)):
+        before = (folder / name).stat().st_mode
+        (folder / name).chmod(mode)
+        with pytest.raises(DiskError, match="every user"):
+            DiskTier(folder, MIB)
+        (folder / name).chmod(before)
+    for name in ("vectors-1/data.mdb", "vectors-1/lock.mdb", "secret"):
+        (folder / name).rename(tmp_path / "elsewhere")
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(DiskError, match="is a link"):
+            DiskTier(folder, MIB)
+        (tmp_path / "elsewhere").replace(folder / name)
+    folder.chmod(0o770)  # for a group
+    DiskTier(folder, MIB).close()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(DiskError, match="belongs to another user"):
+        DiskTier(folder, MIB)
+
+
 def test_half_a_secret_is_replaced(tmp_path: Path) -> None:
     DiskTier(tmp_path, MIB).close()
     (tmp_path / "secret").write_bytes(b"half")

@@ -213,6 +213,12 @@ async def test_many_looks_in_vain_end_the_looking(make: Make) -> None:
     assert num_run(core) == 1
 
 
+async def enter_whole(engine: AsyncEngine) -> None:
+    async with engine._dispatcher.open(RequestOptions(), looks_up=True) as request:
+        with request.admitted([TokenizedInput(np.zeros(3, np.int32))]):
+            """Nothing is run."""
+
+
 @pytest.mark.parametrize("kind", ["never looked up", "wrong", "cancelled", "refused whole"])
 async def test_whatever_comes_to_nothing_while_full_uses_up_the_allowance(make: Make, kind: str) -> None:
     engine, core, _ = await make(max_queued_tokens=10)
@@ -235,9 +241,7 @@ async def test_whatever_comes_to_nothing_while_full_uses_up_the_allowance(make: 
             await asyncio.gather(task, return_exceptions=True)
         else:
             with pytest.raises(EngineOverloadedError):
-                async with engine._dispatcher.open(RequestOptions(), looks_up=True) as request:
-                    with request.admitted([TokenizedInput(np.zeros(3, np.int32))]):
-                        pass
+                await enter_whole(engine)
     assert num_asked > 100
     assert num_run(core) == 1
 

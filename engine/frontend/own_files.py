@@ -1,0 +1,120 @@
+"""What outlives the process on disk: whose it is is looked at before it is trusted, and its secret.
+
+Another user of the machine may have made a folder before we did, or may write to it. Nobody but this user and root can
+make a file that belongs to this user, or open one of ours to others: so the files are looked at, each when it is
+opened, and of the folder only that not everybody may exchange what is in it. What a group may do was granted by this
+user or by root, as Kubernetes does with volumes at every start (fsGroup), and is no fault.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Final
+
+SECRET_BYTES: Final = 32
+_MODE: Final = 0o600
+_ELSEWHERE: Final = "or name another folder"
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a folder in which others may exchange files. Raises PermissionError, whose `strerror` has the way out.
+
+    It may belong to root, or to whoever gives a group of this process the right to write.
+    """
+    status = folder.stat()
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        raise _refusal(folder, f"every user may write to it; chmod o-w it, name a folder inside it, {_ELSEWHERE}")
+    is_granted = status.st_mode & stat.S_IWGRP and status.st_gid in (os.getegid(), *os.getgroups())
+    if status.st_uid not in (os.geteuid(), 0) and not is_granted:
+        raise _refusal(folder, f"it belongs to another user, {status.st_uid}; chown it, {_ELSEWHERE}")
+
+
+def check_own(path: Path) -> None:
+    """Refuses what is a link, another user's, or open to writes of everybody, as check_folder does."""
+    _check(path, path.lstat(), stat.S_IWOTH)
+
+
+def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, forbidden: int = stat.S_IWOTH) -> int:
+    """Opens a file that check_own does not refuse; a new one is for this user alone.
+
+    Args:
+        path: Of the file.
+        flags: See os.open.
+        forbidden: Rights that nobody else may have.
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        OSError: It cannot be opened, or is refused.
+    """
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, _MODE)  # a pipe would be waited for
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _refusal(path, "is a link; remove it", path.name) from error
+        raise
+    try:
+        _check(path, os.fstat(file), forbidden)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def secret_of(folder: Path) -> bytes:
+    """Returns the secret of a folder; a new one where there is none or half of one. The caller has locked the folder.
+
+    Raises:
+        OSError: It cannot be read or written, or others may have read it or put it there.
+    """
+    path = folder / "secret"
+    try:
+        file = open_own(path, os.O_RDONLY, forbidden=stat.S_IROTH | stat.S_IWOTH)
+    except FileNotFoundError:
+        return _new_secret(path)
+    try:
+        secret = os.read(file, SECRET_BYTES + 1)
+    finally:
+        os.close(file)
+    return secret if len(secret) == SECRET_BYTES else _new_secret(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Returns when the names in a folder are safe on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _new_secret(path: Path) -> bytes:
+    secret, new = secrets.token_bytes(SECRET_BYTES), path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
+    try:
+        os.write(file, secret)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    new.replace(path)
+    sync_folder(path.parent)
+    return secret
+
+
+def _check(path: Path, status: os.stat_result, forbidden: int) -> None:
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise _refusal(path, "is neither file nor folder; remove it", path.name)
+    if status.st_uid != os.geteuid():
+        raise _refusal(path, f"belongs to another user, {status.st_uid}; remove or chown it, {_ELSEWHERE}", path.name)
+    if status.st_mode & forbidden:
+        raise _refusal(path, f"is open to every user; remove it, {_ELSEWHERE}", path.name)
+
+
+def _refusal(path: Path, reason: str, subject: str = "") -> PermissionError:
+    return PermissionError(errno.EPERM, f"{subject} {reason}".lstrip(), str(path))

@@ -1,0 +1,34 @@
+"""The folder of files and batches: one server's, and not what others may have put there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.server.batches.data_dir import DataDir
+from penstock.server.settings import UsageError
+
+
+@pytest.mark.parametrize(("name", "mode"), [("", 0o777), ("secret", 0o644), ("lock", 0o666)])
+def test_what_is_open_to_everybody_is_refused(tmp_path: Path, name: str, mode: int) -> None:
+    folder = tmp_path / "data"
+    data = DataDir(folder)
+    data.close()
+    before = (folder / name).stat().st_mode
+    (folder / name).chmod(mode)
+    with pytest.raises(UsageError, match=r"--data-dir: .*every user.*, or name another folder"):
+        DataDir(folder)
+    (folder / name).chmod(before)
+    again = DataDir(folder)
+    assert again.secret == data.secret
+    again.close()
+
+
+def test_a_secret_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    DataDir(folder).close()
+    (folder / "secret").rename(tmp_path / "secret")
+    (folder / "secret").symlink_to(tmp_path / "secret")
+    with pytest.raises(UsageError, match=r"--data-dir: .*secret is a link; remove it"):
+        DataDir(folder)
