@@ -40,6 +40,8 @@ TRY_AGAIN: Final = frozenset({429, 503, 504})
 """Statuses of a server that is full, starts, starts its engine again, or had no time: the line waits."""
 _MOST_LOSSES: Final = 3
 """Times that a line may run into the deadline of the server, or may be in an engine that dies."""
+_MOST_WAITING: Final = 16
+"""Lines of a batch that wait to be tried again, before it begins no others: each holds its body."""
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 30.0
 _UNANSWERED: Final = {
@@ -90,6 +92,9 @@ class BatchRun:
         self._around = around
         paths = around.files.path(batch.output_id), around.files.path(batch.error_id)
         self._journal = Journal(batch, around.store, *paths, retry_s=around.retry_s)
+        self._num_waiting = 0
+        self._may_feed = asyncio.Event()
+        self._may_feed.set()
         self._cancelled = asyncio.Event()
         if batch.status is Status.CANCELLING:
             self._cancelled.set()
@@ -177,6 +182,7 @@ class BatchRun:
         async with asyncio.TaskGroup() as running:
             while lines := await asyncio.to_thread(next, slices, None):
                 for line in lines:
+                    await self._may_feed.wait()
                     await window.enter()
                     running.create_task(self._answer(line)).add_done_callback(lambda _: window.leave())
 
@@ -204,7 +210,20 @@ class BatchRun:
             self._around.window.refuse()
             least_s = float(answer.headers.get(b"retry-after", b"1"))
             wait_s = min(max(least_s, _FIRST_WAIT_S * 2.0 ** min(num_tries, 10)), _LONGEST_WAIT_S)
-            await asyncio.sleep(wait_s * random.uniform(1.0, 1.25))  # noqa: S311 - no secret
+            await self._wait_outside(wait_s * random.uniform(1.0, 1.25))  # noqa: S311 - no secret
+
+    async def _wait_outside(self, seconds: float) -> None:
+        """Waits with a line that was refused, whose place others have meanwhile: they may want another model."""
+        self._num_waiting += 1
+        if self._num_waiting >= _MOST_WAITING:
+            self._may_feed.clear()
+        try:
+            async with self._around.window.outside():
+                await asyncio.sleep(seconds)
+        finally:
+            self._num_waiting -= 1
+            if self._num_waiting < _MOST_WAITING:
+                self._may_feed.set()
 
     async def _write_unanswered(self, error: LineError) -> None:
         """Writes an error for each line that has no answer."""

@@ -14,6 +14,7 @@ from penstock.engine.protocol.errors import StorageError, UnknownObjectError
 from penstock.server.batches.input_lines import InputFile
 from penstock.server.batches.records import Batch, Status
 from penstock.server.batches.routes_inside import RouteAnswer
+from penstock.server.batches.run import _MOST_WAITING
 from penstock.server.batches.service import Batches
 from penstock.server.schemas.batches import BatchRequest
 from penstock.server.settings import ServerSettings, UsageError
@@ -217,6 +218,32 @@ async def test_a_line_that_is_refused_is_tried_again(running, monkeypatch, statu
         batch = await until(batches, batch, Status.COMPLETED)
         assert (batch.num_completed, batch.num_failed) == (3, 0)
         assert routes.asked == {0: 2, 1: 2, 2: 2}
+
+
+async def test_lines_that_are_always_refused_keep_no_others_from_running(running) -> None:
+    routes = Routes(lambda number: 503 if number >= 1000 else 200)
+    async with running(routes) as batches:
+        stuck = await begin(batches, lines(range(1000, 1100)))
+        async with asyncio.timeout(10):
+            while not routes.asked[1000 + _MOST_WAITING - 1]:
+                await asyncio.sleep(0.005)
+        other = await until(batches, await begin(batches, lines(range(50))), Status.COMPLETED)
+        assert other.num_completed == 50
+        assert 1 <= len([number for number in routes.asked if number >= 1000]) <= _MOST_WAITING + 1
+        assert (await batches.find(stuck.id, "me")).status is Status.IN_PROGRESS
+        run, _ = batches._runs[stuck.id]
+        await batches.cancel(stuck.id, "me")
+        stuck = await until(batches, stuck, Status.CANCELLED)
+        assert (stuck.num_failed, run._around.window.num_lines) == (100, 0)
+
+
+async def test_one_line_that_is_always_refused_keeps_its_own_batch_going(running) -> None:
+    routes = Routes(lambda number: 503 if number == 0 else 200)
+    async with running(routes) as batches:
+        batch = await begin(batches, lines(range(50)))
+        async with asyncio.timeout(10):
+            while (await batches.find(batch.id, "me")).num_completed < 49:
+                await asyncio.sleep(0.005)
 
 
 async def test_a_line_that_the_server_has_no_time_for_is_given_up_in_the_end(running, monkeypatch) -> None:
