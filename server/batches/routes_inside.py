@@ -16,6 +16,7 @@ from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..calls.context import CONNECTION_LOST
 from ..errors.table import HIDDEN_MESSAGE, status_response
+from ..models.table import IS_PATIENT
 from ..observability.timing import REQUEST, RequestRecord
 from ..wire.request_limits import MAX_PRIORITY
 
@@ -98,6 +99,7 @@ class RoutesInside:
             "api_client": self._client_name(owner) if owner else "",
             "api_namespace": self._namespace_of(owner),
             "request_id": name,
+            IS_PATIENT: True,
             CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is none to lose
         }
         status, headers, pieces = 500, {b"content-type": b"application/json"}, [_FAILED]

@@ -411,3 +411,34 @@ async def test_a_large_upload_needs_no_room_among_bodies(serving, engine, tmp_pa
         response = await upload(client, b"x" * 2_000_000)
         assert (response.status_code, "--max-file-bytes" in response.json()["message"]) == (413, True)
         assert len(list((tmp_path / "data" / "files").iterdir())) == 1
+
+
+async def test_a_line_takes_no_model_from_clients(make_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.server.batches.run._LONGEST_WAIT_S", 0.02)
+    monkeypatch.setattr("penstock.server.batches.window.QUIET_S", 0.0)
+    monkeypatch.setattr("penstock.server.models.keeper.LEAST_STAY_S", 0.0)
+    started: list[str] = []
+
+    def model(name: str) -> ServedModel:
+        async def start() -> object:
+            started.append(name)
+            return make_engine(name=name)
+
+        return ServedModel((name,), start, is_preloaded=name == "a")
+
+    app = create_app([model("a"), model("b")], ServerSettings(data_dir=tmp_path / "data", max_loaded_models=1))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        await app.state.startup.wait()
+        batch = await begin(client, [embedding(i, model="b") for i in range(5)])
+        for _ in range(20):
+            assert (await client.post("/v1/embeddings", json={"input": "x", "model": "a"})).status_code == 200
+            await asyncio.sleep(0.02)
+        assert started == ["a"]
+        assert (await client.get(f"/v1/batches/{batch['id']}")).json()["status"] == "in_progress"
+        monkeypatch.setattr("penstock.server.models.keeper.UNMISSED_S", 0.05)
+        assert (await ended(client, batch))["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
+        assert started == ["a", "b"]
