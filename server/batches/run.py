@@ -15,16 +15,17 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from penstock.engine.protocol.errors import ConflictError, StorageError
 
 from .files import Files
-from .input_lines import InputFile, InputLine
+from .input_lines import Checked, InputFile, InputLine
 from .journal import RETRY_S, Answer, Journal
 from .records import Batch, LineError, Status
 from .routes_inside import RouteAnswer
@@ -33,6 +34,7 @@ from .window import Window
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 AskRoute = Callable[[str, Mapping[str, Any], str, str], Awaitable[RouteAnswer]]
 """Asks a route: path, body, owner, name of the request."""
 
@@ -45,6 +47,7 @@ _MOST_WAITING: Final = 16
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 30.0
 _UNANSWERED: Final = {
+    Status.FAILED: LineError("batch_failed", "The batch failed before this request was answered."),
     Status.CANCELLED: LineError("batch_cancelled", "The batch was cancelled before this request was answered."),
     Status.EXPIRED: LineError("batch_expired", "The completion window was over before this request was answered."),
 }
@@ -102,15 +105,7 @@ class BatchRun:
     async def run(self) -> None:
         """Runs it to its end. Cancelled, it stops where it is, and another run goes on from there."""
         try:
-            ending = await self._run()
-        except FileNotFoundError:
-            self.batch.errors.append(LineError("file_not_found", "The input file is gone.", "input_file_id"))
-            ending = Status.FAILED
-        except Exception as error:
-            logger.exception("%s failed", self.batch.id)
-            message = f"The server failed ({type(error).__name__}); its log says why."
-            self.batch.errors.append(LineError("server_error", message))
-            ending = Status.FAILED
+            ending = await self._run_or_fail()
         finally:
             await self._journal.close()
         await self._end(ending)
@@ -130,13 +125,30 @@ class BatchRun:
         elif batch.status is not Status.CANCELLING:
             raise ended(batch)
 
+    async def _run_or_fail(self) -> Status:
+        """Does what `_run` does, and notes why it cannot."""
+        batch = self.batch
+        try:
+            return await self._run()
+        except FileNotFoundError:  # nobody can tell which lines it had
+            batch.errors.append(LineError("file_not_found", "The input file is gone.", "input_file_id"))
+        except Exception as error:
+            logger.exception("%s failed", batch.id)
+            message = f"The server failed ({type(error).__name__}); its log says why."
+            batch.errors.append(LineError("server_error", message))
+            if batch.num_lines:
+                try:
+                    await self._write_unanswered(_UNANSWERED[Status.FAILED])
+                except Exception:
+                    logger.exception("%s cannot tell which lines have no answer", batch.id)
+        return Status.FAILED
+
     async def _run(self) -> Status:
         """Runs it until nothing is left but to end it, and returns how."""
         batch = self.batch
-        await self._journal.open()
+        await self._insist(self._journal.open)
         if not batch.num_lines and batch.status is Status.VALIDATING:
-            async with self._around.checking:
-                checked = await asyncio.to_thread(self._input.check)
+            checked = await self._insist(self._check)
             batch.errors = checked.errors
             if batch.errors:
                 return Status.FAILED
@@ -153,6 +165,10 @@ class BatchRun:
             self._become(Status.FINALIZING)
             await self._keep()
         return Status.COMPLETED
+
+    async def _check(self) -> Checked:
+        async with self._around.checking:
+            return await asyncio.to_thread(self._input.check)
 
     async def _run_lines(self) -> Status:
         """Runs lines until all are answered, or it is cancelled or expires; returns which."""
@@ -177,14 +193,32 @@ class BatchRun:
         """Begins line after line, as the window lets them, and returns when all have been answered."""
         if self._cancelled.is_set():
             return
-        slices = self._input.slices(self._journal.done)
         window = self._around.window
-        async with asyncio.TaskGroup() as running:
-            while lines := await asyncio.to_thread(next, slices, None):
-                for line in lines:
-                    await self._may_feed.wait()
-                    await window.enter()
-                    running.create_task(self._answer(line)).add_done_callback(lambda _: window.leave())
+        try:
+            async with asyncio.TaskGroup() as running:
+                async for lines in self._lines_left():
+                    for line in lines:
+                        await self._may_feed.wait()
+                        await window.enter()
+                        running.create_task(self._answer(line)).add_done_callback(lambda _: window.leave())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _lines_left(self) -> AsyncIterator[list[InputLine]]:
+        """Yields the lines that have no answer, some at a time. A disk that refuses them is tried again."""
+        slices, last = self._input.slices(self._journal.done), 0
+
+        async def read() -> list[InputLine] | None:
+            nonlocal slices
+            try:
+                return await asyncio.to_thread(next, slices, None)
+            except OSError:
+                slices = self._input.slices(self._journal.done, last)
+                raise
+
+        while lines := await self._insist(read):
+            last = lines[-1].number
+            yield lines
 
     async def _answer(self, line: InputLine) -> None:
         """Runs a line until it has an answer, and returns when that is safe."""
@@ -227,8 +261,7 @@ class BatchRun:
 
     async def _write_unanswered(self, error: LineError) -> None:
         """Writes an error for each line that has no answer."""
-        slices = self._input.slices(self._journal.done)
-        while lines := await asyncio.to_thread(next, slices, None):
+        async for lines in self._lines_left():
             texts = [_output_line(self._name(line), line, b"null", _as_json(error)) for line in lines]
             await asyncio.gather(
                 *(self._add(Answer(line.number, text, is_error=True)) for line, text in zip(lines, texts, strict=True))
@@ -246,7 +279,7 @@ class BatchRun:
                 made.append(
                     files.made(file_id, batch.owner, f"{batch.id}_{name}.jsonl", num_bytes, batch.output_expires_s)
                 )
-            await asyncio.to_thread(files.cut, file_id, num_bytes)
+            await self._insist(partial(asyncio.to_thread, files.cut, file_id, num_bytes))
         self._become(status)
         await self._insist(lambda: self._around.store.end(batch, made))
         counts = batch.num_lines, batch.num_completed, batch.num_failed
@@ -255,16 +288,16 @@ class BatchRun:
     async def _keep(self) -> None:
         await self._insist(self._journal.keep_batch)
 
-    async def _insist(self, store: Callable[[], Awaitable[None]]) -> None:
-        """Stores something as soon as the disk takes it."""
+    async def _insist(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Reads or writes something as soon as the disk lets it. Raises FileNotFoundError: no time brings that back."""
         while True:
             try:
-                await store()
-            except StorageError as error:
-                logger.error("%s waits, its state cannot be written: %s", self.batch.id, error.message)
+                return await work()
+            except FileNotFoundError:
+                raise
+            except (OSError, StorageError) as error:
+                logger.error("%s waits for the disk: %s", self.batch.id, error)
                 await asyncio.sleep(self._around.retry_s)
-            else:
-                return
 
     def _become(self, status: Status) -> None:
         self.batch.become(status, int(self._around.now()))

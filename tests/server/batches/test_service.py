@@ -1,6 +1,7 @@
 """Batches without HTTP: ends, restarts, and servers that refuse. Routes that answer by hand; the disk is a real one."""
 
 import asyncio
+import errno
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -16,6 +17,7 @@ from penstock.server.batches.records import Batch, Status
 from penstock.server.batches.routes_inside import RouteAnswer
 from penstock.server.batches.run import _MOST_WAITING
 from penstock.server.batches.service import Batches
+from penstock.server.batches.store import Store
 from penstock.server.schemas.batches import BatchRequest
 from penstock.server.settings import ServerSettings, UsageError
 
@@ -341,6 +343,61 @@ async def test_a_fault_of_our_own_fails_the_batch_alone(running, monkeypatch) ->
         assert "ZeroDivisionError" in broken.errors[0].message
         monkeypatch.setattr(InputFile, "check", check)
         await until(batches, await begin(batches, lines(range(2))), Status.COMPLETED)
+
+
+async def test_a_disk_that_fails_for_a_moment_fails_no_batch(running, monkeypatch) -> None:
+    """Too many open files while the input is read, once in each place, and a database that is busy at a restart."""
+    routes, texts, numbers = Routes(), InputFile._texts, {1, 2, 150}
+
+    def some_texts(file: InputFile):
+        for number, text in texts(file):
+            if number in numbers:
+                numbers.remove(number)
+                raise OSError(errno.EMFILE, "Too many open files")
+            yield number, text
+
+    monkeypatch.setattr(InputFile, "_texts", some_texts)
+    async with running(routes) as batches:
+        routes.gate.clear()
+        batch = await begin(batches, lines(range(250)))
+        await until(batches, batch, Status.IN_PROGRESS)
+    routes.gate.set()
+    numbers |= {20, 240}
+    answered, refusals = Store.answered, iter([True])
+
+    async def answered_in_the_end(store: Store, batch_id: str) -> set[int]:
+        if next(refusals, False):
+            raise StorageError("disk I/O error")
+        return await answered(store, batch_id)
+
+    monkeypatch.setattr(Store, "answered", answered_in_the_end)
+    async with running(routes) as batches:
+        batch = await until(batches, batch, Status.COMPLETED)
+        assert sorted(written(batches, batch)[0], key=int) == [str(i) for i in range(250)]
+        assert (batch.num_completed, numbers, next(refusals, None)) == (250, set(), None)
+
+
+async def test_a_batch_that_fails_tells_of_every_line(running, monkeypatch) -> None:
+    routes = Routes(lambda number: 200 if number < 20 else 1 // 0)
+    async with running(routes) as batches:
+        batch = await until(batches, await begin(batches, lines(range(250))), Status.FAILED)
+        output, errors = written(batches, batch)
+        assert sorted(output + errors, key=int) == [str(i) for i in range(250)]
+        assert (batch.num_completed + batch.num_failed, "ZeroDivisionError" in batch.errors[0].message) == (250, True)
+        (line,) = batches.files.path(batch.error_id).read_text().splitlines()[-1:]
+        assert json.loads(line)["error"]["code"] == "batch_failed"
+
+
+async def test_an_input_that_goes_while_it_is_run_fails_its_batch(running) -> None:
+    routes = Routes()
+    async with running(routes) as batches:
+        routes.gate.clear()
+        batch = await begin(batches, lines(range(10)))
+        await until(batches, batch, Status.IN_PROGRESS)
+        batches.files.path(batch.input_file_id).unlink()
+    async with running(routes) as batches:
+        batch = await until(batches, batch, Status.FAILED)
+        assert [error.code for error in batch.errors] == ["file_not_found"]
 
 
 def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
