@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 
 from penstock.engine.protocol.errors import StorageError, UnknownObjectError
 from penstock.server.batches.input_lines import InputFile
@@ -398,6 +400,51 @@ async def test_an_input_that_goes_while_it_is_run_fails_its_batch(running) -> No
     async with running(routes) as batches:
         batch = await until(batches, batch, Status.FAILED)
         assert [error.code for error in batch.errors] == ["file_not_found"]
+
+
+async def test_an_owner_has_so_many_bytes_of_files_and_no_more(running, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.server.batches.files.MOST_LARGE_FILES", 3)
+    async with running(Routes(), max_file_bytes=1024) as batches:
+        files = [await upload(batches, bytes(1000)) for _ in range(3)]
+        with pytest.raises(HTTPException, match=r"take 3000 bytes of 3072.*delete some") as refused:
+            await upload(batches, bytes(100))
+        assert refused.value.status_code == 413
+        await upload(batches, bytes(1000), owner="other")
+        await upload(batches, bytes(72))
+        left = len(list(batches.files.path("x").parent.iterdir()))
+        with pytest.raises(HTTPException, match="3072 bytes of 3072"):
+            await upload(batches, b"")
+        await batches.remove_file(files[0], "me")
+        both = await asyncio.gather(*(upload(batches, bytes(600)) for _ in range(2)), return_exceptions=True)
+        assert {type(each) for each in both} == {str, HTTPException}
+        assert len(list(batches.files.path("x").parent.iterdir())) == left
+
+
+async def test_uploads_leave_room_for_answers_on_the_disk(running, monkeypatch) -> None:
+    disk = SimpleNamespace(total=100 * 2**30, free=2**31)
+    monkeypatch.setattr("penstock.server.batches.files.shutil.disk_usage", lambda folder: disk)
+    async with running(Routes()) as batches:
+        await upload(batches, bytes(10))
+        batch = await begin(batches, lines(range(3)))
+        disk.free = 2**30 - 1
+        with pytest.raises(StorageError, match=r"kept for answers.*Delete files"):
+            await upload(batches, bytes(10))
+        disk.total = 2**30  # a small one, which keeps a twentieth
+        await upload(batches, bytes(10))
+        await until(batches, batch, Status.COMPLETED)
+
+
+async def test_an_upload_ends_where_the_disk_fills_beside_it(running, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.server.batches.files._LOOK_EVERY_BYTES", 10_000)
+    free = iter([2**40] * 3)
+    monkeypatch.setattr(
+        "penstock.server.batches.files.shutil.disk_usage",
+        lambda folder: SimpleNamespace(total=2**40, free=next(free, 0)),
+    )
+    async with running(Routes()) as batches:
+        with pytest.raises(StorageError, match="almost full"):
+            await upload(batches, bytes(100_000))
+        assert not list(batches.files.path("x").parent.iterdir())
 
 
 def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
