@@ -61,18 +61,25 @@ class RoutesInside:
         paths: Its routes, without what surrounds them.
         client_name: Returns the identity by which an owner takes turns with others.
         namespace_of: Returns the namespace of an owner's cached vectors.
+        is_known: Whether the key of an owner is valid still.
     """
 
     def __init__(
-        self, app: FastAPI, paths: ASGIApp, client_name: Callable[[str], str], namespace_of: Callable[[str], str]
+        self,
+        app: FastAPI,
+        paths: ASGIApp,
+        client_name: Callable[[str], str],
+        namespace_of: Callable[[str], str],
+        is_known: Callable[[str], bool],
     ) -> None:
         self._app = app
         self._paths = paths
         self._client_name = client_name
         self._namespace_of = namespace_of
+        self._is_known = is_known
 
     async def ask(self, path: str, body: Mapping[str, Any], owner: str, name: str) -> RouteAnswer:
-        """Returns what a route answers.
+        """Returns what a route answers; 401 where the key of the owner is not valid any more.
 
         Args:
             path: Of the route.
@@ -80,6 +87,8 @@ class RoutesInside:
             owner: Whose turns it takes.
             name: Of the request, unless the body has one.
         """
+        if not self._is_known(owner):
+            return RouteAnswer(401, {}, b"", name, "", 0)
         content = orjson.dumps({key: value for key, value in body.items() if key != "priority"})
         scope: Scope = {
             "type": "http",

@@ -40,6 +40,8 @@ AskRoute = Callable[[str, Mapping[str, Any], str, str], Awaitable[RouteAnswer]]
 
 TRY_AGAIN: Final = frozenset({429, 503, 504})
 """Statuses of a server that is full, starts, starts its engine again, or had no time: the line waits."""
+_NO_KEY: Final = 401
+"""Status of a line whose owner has lost the key: the batch ends."""
 _MOST_LOSSES: Final = 3
 """Times that a line may run into the deadline of the server, or may be in an engine that dies."""
 _MOST_WAITING: Final = 16
@@ -181,7 +183,14 @@ class BatchRun:
                 return Status.CANCELLED
             if not feeding.done():
                 return Status.EXPIRED
-            await feeding
+            try:
+                await feeding
+            except _KeyLostError:
+                message = "The API key that made this batch is not valid any more."
+                self.batch.errors.append(LineError("invalid_api_key", message))
+                self._become(Status.CANCELLING)
+                await self._keep()
+                return Status.CANCELLED
             return Status.COMPLETED
         finally:
             feeding.cancel()
@@ -235,6 +244,8 @@ class BatchRun:
             async with self._around.suspect if is_suspect else contextlib.nullcontext():
                 with self._around.window.run():
                     answer = await self._around.ask(batch.endpoint, line.body, batch.owner, self._name(line))
+            if answer.status == _NO_KEY:
+                raise _KeyLostError
             num_tries += 1
             was_lost = answer.status == 503 and answer.was_taken
             is_suspect = is_suspect or was_lost
@@ -304,6 +315,10 @@ class BatchRun:
 
     def _name(self, line: InputLine) -> str:
         return f"batch_req_{self.batch.id.removeprefix('batch_')}_{line.number}"
+
+
+class _KeyLostError(Exception):
+    """The owner of a batch has no valid key any more."""
 
 
 def ended(batch: Batch) -> ConflictError:

@@ -236,6 +236,43 @@ async def test_files_and_batches_belong_to_their_key(serving, engine, tmp_path: 
         assert (await client.get(paths[2], headers=key("two"))).status_code == 404
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_batch_ends_with_its_key(serving, engine, tmp_path: Path, monkeypatch, is_restarted: bool) -> None:
+    monkeypatch.setattr("penstock.server.middleware.auth.LOOK_EVERY_S", 0.0)
+    file, revoked = tmp_path / "keys", {"authorization": "Bearer one"}
+    file.write_text("one\n")
+    settings = {"api_key": ("two",), "api_key_file": file, "data_dir": tmp_path / "data"}
+
+    async def cancelled(client: httpx.AsyncClient) -> None:
+        async with asyncio.timeout(10):
+            while client._transport.app.state.batches.num_unfinished():
+                await asyncio.sleep(0.01)
+
+    async with serving(engine, **settings) as client:
+        engine.gate = asyncio.Event()
+        client.headers.update(revoked)
+        batch = await begin(client, [embedding(i) for i in range(20)])
+        await engine.entered.wait()
+        num_begun = len(engine.calls)
+        file.write_text("three, in place of it\n")
+        if not is_restarted:
+            engine.gate.set()
+            await cancelled(client)
+    engine.gate.set()
+    async with serving(engine, **settings) as client:
+        await cancelled(client)
+    assert num_begun == len(engine.calls) == 1
+    file.write_text("one\n")
+    async with serving(engine, **settings) as client:
+        client.headers.update(revoked)
+        batch = await ended(client, batch)
+        assert batch["status"] == "cancelled"
+        assert [error["code"] for error in batch["errors"]["data"]] == ["invalid_api_key"]
+        assert sum(batch["request_counts"][name] for name in ("completed", "failed")) == 20
+        codes = {error["error"]["code"] for error in await content(client, batch["error_file_id"])}
+        assert codes == {"batch_cancelled"}
+
+
 async def test_lists_go_by_pages(client) -> None:
     ids = [(await upload(client, b"x")).json()["id"] for _ in range(5)]
     assert [file["id"] for file in (await client.get("/v1/files")).json()["data"]] == ids[::-1]
