@@ -152,7 +152,7 @@ def create_app(
         offline: AbstractAsyncContextManager[None] = nullcontext()
         if batches is not None:
             inside = JsonPaths(app, json_routes, app.exception_handlers, answer_room.leave, table.release)
-            offline = batches.running(RoutesInside(app, inside, keys.client_name, keys.namespace_of))
+            offline = batches.running(RoutesInside(app, inside, keys.client_name, keys.namespace_of, keys.knows))
         async with observers.running(), startup.running(), offline:
             yield {SHEDDER: shedder}
 

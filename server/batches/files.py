@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Final
+
+from fastapi import HTTPException
 
 from penstock.engine.frontend.own_files import sync_folder
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
@@ -25,6 +28,14 @@ logger = logging.getLogger(__name__)
 
 PURPOSE: Final = "batch"
 OUTPUT_PURPOSE: Final = "batch_output"
+MOST_LARGE_FILES: Final = 100
+"""Files of the largest size that an owner may have together: 20 GB as it comes. Those that batches made count."""
+KEPT_FREE_BYTES: Final = 2**30
+"""Of the disk, which no upload takes: the answers of batches that run need them, and the database."""
+_KEPT_SHARE: Final = 20
+"""Of a small disk a twentieth is kept."""
+_LOOK_EVERY_BYTES: Final = 4 * 1024 * 1024
+"""Of an upload, after which the room is looked at again: others come in beside it."""
 _FIELDS: Final = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
 
 
@@ -43,6 +54,7 @@ class Files:
         self._store = store
         self.max_bytes = max_bytes
         self._now = now
+        self._adding = asyncio.Lock()
 
     def path(self, file_id: str) -> Path:
         """Returns where the body of a file lies."""
@@ -53,9 +65,10 @@ class Files:
 
         Raises:
             InvalidRequestError: The form is not what it should be.
-            HTTPException: 413 and 415; see Upload.
-            StorageError: The disk does not take it.
+            HTTPException: 413 and 415; see Upload. 413 also where its owner has as much as one may.
+            StorageError: The disk does not take it, or would have too little room for answers then.
         """
+        await self._check_owner(owner, 0)
         file_id = new_file_id()
         part = self.path(file_id + PART)
         try:
@@ -63,10 +76,12 @@ class Files:
         except OSError as error:
             raise StorageError(f"The server cannot keep the file: {error.strerror}. Please try again later.") from error
         try:
-            await upload.receive(body)
+            await upload.receive(self._while_room(body))
             file = self._record(file_id, upload, owner)
             await asyncio.to_thread(self._settle, part, file_id)
-            await self._store.add_file(file)
+            async with self._adding:
+                await self._check_owner(owner, file.num_bytes)
+                await self._store.add_file(file)
         except BaseException:
             part.unlink(missing_ok=True)
             self.path(file_id).unlink(missing_ok=True)
@@ -145,6 +160,34 @@ class Files:
             created_at=created_at,
             expires_at=created_at + _expiry_s(upload.fields),
         )
+
+    async def _check_owner(self, owner: str, num_bytes: int) -> None:
+        """Raises HTTPException if an owner would have too much with so many bytes more."""
+        there, most = await self._store.num_file_bytes(owner), MOST_LARGE_FILES * self.max_bytes
+        if there + num_bytes > most or there == most:
+            message = (
+                f"The files of this key take {there} bytes of {most}, those that batches made included; "
+                "delete some (DELETE /v1/files/ID), or wait until they expire."
+            )
+            raise HTTPException(413, message, {"connection": "close"})
+
+    async def _while_room(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Yields a body as it comes. Raises StorageError when the disk has no room for more of it."""
+        unseen = _LOOK_EVERY_BYTES
+        async for piece in body:
+            unseen += len(piece)
+            if unseen >= _LOOK_EVERY_BYTES:
+                unseen = 0
+                await asyncio.to_thread(self._check_room)
+            yield piece
+
+    def _check_room(self) -> None:
+        disk = shutil.disk_usage(self._folder)
+        if disk.free < min(KEPT_FREE_BYTES, disk.total // _KEPT_SHARE):
+            raise StorageError(
+                "The disk of the server is almost full, and what is left is kept for answers. "
+                "Delete files that nobody needs, or try again later."
+            )
 
     def _settle(self, part: Path, file_id: str) -> None:
         part.rename(self.path(file_id))

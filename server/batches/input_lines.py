@@ -108,15 +108,17 @@ class InputFile:
             errors.append(LineError("too_many_inputs", message))
         return Checked(num_lines, errors)
 
-    def slices(self, done: Container[int]) -> Iterator[list[InputLine]]:
+    def slices(self, done: Container[int], after: int = 0) -> Iterator[list[InputLine]]:
         """Yields the lines of a file that `check` has found good, but for those that are done, some at a time.
+
+        The first one has a number above `after`.
 
         Raises OSError.
         """
         lines: list[InputLine] = []
         num_bytes = 0
         for number, text in self._texts():
-            if number in done:
+            if number <= after or number in done:
                 continue
             lines.append(self._parsed(number, text))
             num_bytes += len(text)

@@ -16,6 +16,7 @@ from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..calls.context import CONNECTION_LOST
 from ..errors.table import HIDDEN_MESSAGE, status_response
+from ..models.table import IS_PATIENT
 from ..observability.timing import REQUEST, RequestRecord
 from ..wire.request_limits import MAX_PRIORITY
 
@@ -60,18 +61,25 @@ class RoutesInside:
         paths: Its routes, without what surrounds them.
         client_name: Returns the identity by which an owner takes turns with others.
         namespace_of: Returns the namespace of an owner's cached vectors.
+        is_known: Whether the key of an owner is valid still.
     """
 
     def __init__(
-        self, app: FastAPI, paths: ASGIApp, client_name: Callable[[str], str], namespace_of: Callable[[str], str]
+        self,
+        app: FastAPI,
+        paths: ASGIApp,
+        client_name: Callable[[str], str],
+        namespace_of: Callable[[str], str],
+        is_known: Callable[[str], bool],
     ) -> None:
         self._app = app
         self._paths = paths
         self._client_name = client_name
         self._namespace_of = namespace_of
+        self._is_known = is_known
 
     async def ask(self, path: str, body: Mapping[str, Any], owner: str, name: str) -> RouteAnswer:
-        """Returns what a route answers.
+        """Returns what a route answers; 401 where the key of the owner is not valid any more.
 
         Args:
             path: Of the route.
@@ -79,6 +87,8 @@ class RoutesInside:
             owner: Whose turns it takes.
             name: Of the request, unless the body has one.
         """
+        if not self._is_known(owner):
+            return RouteAnswer(401, {}, b"", name, "", 0)
         content = orjson.dumps({key: value for key, value in body.items() if key != "priority"})
         scope: Scope = {
             "type": "http",
@@ -98,6 +108,7 @@ class RoutesInside:
             "api_client": self._client_name(owner) if owner else "",
             "api_namespace": self._namespace_of(owner),
             "request_id": name,
+            IS_PATIENT: True,
             CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is none to lose
         }
         status, headers, pieces = 500, {b"content-type": b"application/json"}, [_FAILED]

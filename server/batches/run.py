@@ -15,16 +15,17 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from penstock.engine.protocol.errors import ConflictError, StorageError
 
 from .files import Files
-from .input_lines import InputFile, InputLine
+from .input_lines import Checked, InputFile, InputLine
 from .journal import RETRY_S, Answer, Journal
 from .records import Batch, LineError, Status
 from .routes_inside import RouteAnswer
@@ -33,16 +34,22 @@ from .window import Window
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 AskRoute = Callable[[str, Mapping[str, Any], str, str], Awaitable[RouteAnswer]]
 """Asks a route: path, body, owner, name of the request."""
 
 TRY_AGAIN: Final = frozenset({429, 503, 504})
 """Statuses of a server that is full, starts, starts its engine again, or had no time: the line waits."""
+_NO_KEY: Final = 401
+"""Status of a line whose owner has lost the key: the batch ends."""
 _MOST_LOSSES: Final = 3
 """Times that a line may run into the deadline of the server, or may be in an engine that dies."""
+_MOST_WAITING: Final = 16
+"""Lines of a batch that wait to be tried again, before it begins no others: each holds its body."""
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 30.0
 _UNANSWERED: Final = {
+    Status.FAILED: LineError("batch_failed", "The batch failed before this request was answered."),
     Status.CANCELLED: LineError("batch_cancelled", "The batch was cancelled before this request was answered."),
     Status.EXPIRED: LineError("batch_expired", "The completion window was over before this request was answered."),
 }
@@ -90,6 +97,9 @@ class BatchRun:
         self._around = around
         paths = around.files.path(batch.output_id), around.files.path(batch.error_id)
         self._journal = Journal(batch, around.store, *paths, retry_s=around.retry_s)
+        self._num_waiting = 0
+        self._may_feed = asyncio.Event()
+        self._may_feed.set()
         self._cancelled = asyncio.Event()
         if batch.status is Status.CANCELLING:
             self._cancelled.set()
@@ -97,15 +107,7 @@ class BatchRun:
     async def run(self) -> None:
         """Runs it to its end. Cancelled, it stops where it is, and another run goes on from there."""
         try:
-            ending = await self._run()
-        except FileNotFoundError:
-            self.batch.errors.append(LineError("file_not_found", "The input file is gone.", "input_file_id"))
-            ending = Status.FAILED
-        except Exception as error:
-            logger.exception("%s failed", self.batch.id)
-            message = f"The server failed ({type(error).__name__}); its log says why."
-            self.batch.errors.append(LineError("server_error", message))
-            ending = Status.FAILED
+            ending = await self._run_or_fail()
         finally:
             await self._journal.close()
         await self._end(ending)
@@ -125,13 +127,30 @@ class BatchRun:
         elif batch.status is not Status.CANCELLING:
             raise ended(batch)
 
+    async def _run_or_fail(self) -> Status:
+        """Does what `_run` does, and notes why it cannot."""
+        batch = self.batch
+        try:
+            return await self._run()
+        except FileNotFoundError:  # nobody can tell which lines it had
+            batch.errors.append(LineError("file_not_found", "The input file is gone.", "input_file_id"))
+        except Exception as error:
+            logger.exception("%s failed", batch.id)
+            message = f"The server failed ({type(error).__name__}); its log says why."
+            batch.errors.append(LineError("server_error", message))
+            if batch.num_lines:
+                try:
+                    await self._write_unanswered(_UNANSWERED[Status.FAILED])
+                except Exception:
+                    logger.exception("%s cannot tell which lines have no answer", batch.id)
+        return Status.FAILED
+
     async def _run(self) -> Status:
         """Runs it until nothing is left but to end it, and returns how."""
         batch = self.batch
-        await self._journal.open()
+        await self._insist(self._journal.open)
         if not batch.num_lines and batch.status is Status.VALIDATING:
-            async with self._around.checking:
-                checked = await asyncio.to_thread(self._input.check)
+            checked = await self._insist(self._check)
             batch.errors = checked.errors
             if batch.errors:
                 return Status.FAILED
@@ -149,6 +168,10 @@ class BatchRun:
             await self._keep()
         return Status.COMPLETED
 
+    async def _check(self) -> Checked:
+        async with self._around.checking:
+            return await asyncio.to_thread(self._input.check)
+
     async def _run_lines(self) -> Status:
         """Runs lines until all are answered, or it is cancelled or expires; returns which."""
         feeding = asyncio.create_task(self._feed())
@@ -160,7 +183,14 @@ class BatchRun:
                 return Status.CANCELLED
             if not feeding.done():
                 return Status.EXPIRED
-            await feeding
+            try:
+                await feeding
+            except _KeyLostError:
+                message = "The API key that made this batch is not valid any more."
+                self.batch.errors.append(LineError("invalid_api_key", message))
+                self._become(Status.CANCELLING)
+                await self._keep()
+                return Status.CANCELLED
             return Status.COMPLETED
         finally:
             feeding.cancel()
@@ -172,13 +202,32 @@ class BatchRun:
         """Begins line after line, as the window lets them, and returns when all have been answered."""
         if self._cancelled.is_set():
             return
-        slices = self._input.slices(self._journal.done)
         window = self._around.window
-        async with asyncio.TaskGroup() as running:
-            while lines := await asyncio.to_thread(next, slices, None):
-                for line in lines:
-                    await window.enter()
-                    running.create_task(self._answer(line)).add_done_callback(lambda _: window.leave())
+        try:
+            async with asyncio.TaskGroup() as running:
+                async for lines in self._lines_left():
+                    for line in lines:
+                        await self._may_feed.wait()
+                        await window.enter()
+                        running.create_task(self._answer(line)).add_done_callback(lambda _: window.leave())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _lines_left(self) -> AsyncIterator[list[InputLine]]:
+        """Yields the lines that have no answer, some at a time. A disk that refuses them is tried again."""
+        slices, last = self._input.slices(self._journal.done), 0
+
+        async def read() -> list[InputLine] | None:
+            nonlocal slices
+            try:
+                return await asyncio.to_thread(next, slices, None)
+            except OSError:
+                slices = self._input.slices(self._journal.done, last)
+                raise
+
+        while lines := await self._insist(read):
+            last = lines[-1].number
+            yield lines
 
     async def _answer(self, line: InputLine) -> None:
         """Runs a line until it has an answer, and returns when that is safe."""
@@ -195,6 +244,8 @@ class BatchRun:
             async with self._around.suspect if is_suspect else contextlib.nullcontext():
                 with self._around.window.run():
                     answer = await self._around.ask(batch.endpoint, line.body, batch.owner, self._name(line))
+            if answer.status == _NO_KEY:
+                raise _KeyLostError
             num_tries += 1
             was_lost = answer.status == 503 and answer.was_taken
             is_suspect = is_suspect or was_lost
@@ -204,12 +255,24 @@ class BatchRun:
             self._around.window.refuse()
             least_s = float(answer.headers.get(b"retry-after", b"1"))
             wait_s = min(max(least_s, _FIRST_WAIT_S * 2.0 ** min(num_tries, 10)), _LONGEST_WAIT_S)
-            await asyncio.sleep(wait_s * random.uniform(1.0, 1.25))  # noqa: S311 - no secret
+            await self._wait_outside(wait_s * random.uniform(1.0, 1.25))  # noqa: S311 - no secret
+
+    async def _wait_outside(self, seconds: float) -> None:
+        """Waits with a line that was refused, whose place others have meanwhile: they may want another model."""
+        self._num_waiting += 1
+        if self._num_waiting >= _MOST_WAITING:
+            self._may_feed.clear()
+        try:
+            async with self._around.window.outside():
+                await asyncio.sleep(seconds)
+        finally:
+            self._num_waiting -= 1
+            if self._num_waiting < _MOST_WAITING:
+                self._may_feed.set()
 
     async def _write_unanswered(self, error: LineError) -> None:
         """Writes an error for each line that has no answer."""
-        slices = self._input.slices(self._journal.done)
-        while lines := await asyncio.to_thread(next, slices, None):
+        async for lines in self._lines_left():
             texts = [_output_line(self._name(line), line, b"null", _as_json(error)) for line in lines]
             await asyncio.gather(
                 *(self._add(Answer(line.number, text, is_error=True)) for line, text in zip(lines, texts, strict=True))
@@ -227,7 +290,7 @@ class BatchRun:
                 made.append(
                     files.made(file_id, batch.owner, f"{batch.id}_{name}.jsonl", num_bytes, batch.output_expires_s)
                 )
-            await asyncio.to_thread(files.cut, file_id, num_bytes)
+            await self._insist(partial(asyncio.to_thread, files.cut, file_id, num_bytes))
         self._become(status)
         await self._insist(lambda: self._around.store.end(batch, made))
         counts = batch.num_lines, batch.num_completed, batch.num_failed
@@ -236,22 +299,26 @@ class BatchRun:
     async def _keep(self) -> None:
         await self._insist(self._journal.keep_batch)
 
-    async def _insist(self, store: Callable[[], Awaitable[None]]) -> None:
-        """Stores something as soon as the disk takes it."""
+    async def _insist(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Reads or writes something as soon as the disk lets it. Raises FileNotFoundError: no time brings that back."""
         while True:
             try:
-                await store()
-            except StorageError as error:
-                logger.error("%s waits, its state cannot be written: %s", self.batch.id, error.message)
+                return await work()
+            except FileNotFoundError:
+                raise
+            except (OSError, StorageError) as error:
+                logger.error("%s waits for the disk: %s", self.batch.id, error)
                 await asyncio.sleep(self._around.retry_s)
-            else:
-                return
 
     def _become(self, status: Status) -> None:
         self.batch.become(status, int(self._around.now()))
 
     def _name(self, line: InputLine) -> str:
         return f"batch_req_{self.batch.id.removeprefix('batch_')}_{line.number}"
+
+
+class _KeyLostError(Exception):
+    """The owner of a batch has no valid key any more."""
 
 
 def ended(batch: Batch) -> ConflictError:

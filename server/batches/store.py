@@ -91,6 +91,11 @@ class Store:
         where = "(expires_at IS NULL OR expires_at > ?)" + ("" if purpose is None else " AND purpose = ?")
         return await self._page(StoredFile, "files", owner, page, where, (now, *([] if purpose is None else [purpose])))
 
+    async def num_file_bytes(self, owner: str) -> int:
+        """Returns how many bytes the files of an owner have together."""
+        query = "SELECT total(json_extract(CAST(record AS TEXT), '$.num_bytes')) FROM files WHERE owner = ?"
+        return await self._do(lambda database: int(database.execute(query, (owner,)).fetchone()[0]))
+
     async def expired_files(self, now: int) -> list[StoredFile]:
         """Returns the files that have expired."""
         return await self._records(StoredFile, "SELECT record FROM files WHERE expires_at <= ?", (now,))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Final
 
 QUIET_S: Final = 1.0
@@ -64,7 +64,7 @@ class Window:
         clock_s: Monotonic time.
 
     Attributes:
-        num_lines: Lines that run, or wait to be tried again.
+        num_lines: Lines that have a place.
     """
 
     def __init__(
@@ -97,6 +97,17 @@ class Window:
         """Counts a line no more."""
         self.num_lines -= 1
         self._changed.set()
+
+    @contextlib.asynccontextmanager
+    async def outside(self) -> AsyncIterator[None]:
+        """Lets others have the place of a line, and waits for another one at the end."""
+        self.leave()
+        try:
+            yield
+            await self.enter()
+        except BaseException:
+            self.num_lines += 1  # whoever has entered leaves, too
+            raise
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:

@@ -148,6 +148,11 @@ class ApiKeys:
         """Returns the identity by which an owner takes turns with others: "" where nobody is told apart."""
         return owner if len(self._digests) > 1 else ""
 
+    def knows(self, owner: str) -> bool:
+        """Whether the key of an owner is valid still. Nobody's key ("") is, and all are where no key is asked for."""
+        self._look()
+        return not owner or not self._digests or any(known.hex() == owner for known in self._digests)
+
     def namespace_of(self, owner: str) -> str:
         """Returns the namespace of an owner's cached vectors: of the key alone, in all processes with the same salt."""
         return self._namespaces.get(owner, owner)

@@ -28,6 +28,8 @@ RETRY_S: Final = 10.0
 """Seconds after which a request makes another attempt to load what could not be loaded."""
 LEAST_STAY_S: Final = 2.0
 """Seconds that a model which is in use stays, although another one wants its place."""
+UNMISSED_S: Final = 30.0
+"""Seconds without a request after which a model may go for requests that can wait."""
 _TICK_S: Final = 0.01
 """Seconds by which a timer may be early."""
 MAX_WAITING: Final = 1024
@@ -71,14 +73,20 @@ class ModelKeeper:
         self._unloads: set[asyncio.Task[bool]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
-    async def acquire(self, entry: ModelEntry) -> AsyncEngine:
+    async def acquire(self, entry: ModelEntry, *, is_patient: bool = False) -> AsyncEngine:
         """Returns the engine of a model that may have to be loaded first; `entry.leave` gives it back.
+
+        Args:
+            entry: The model.
+            is_patient: The request can wait: no model has to go for it that others may miss.
 
         Raises:
             EngineUnavailableError: It cannot be loaded, it takes too long, or too many wait.
         """
         if entry.status is ModelStatus.FAILED and time.monotonic() - entry.failed_s < RETRY_S:
             raise _unavailable(entry)
+        if is_patient and not self._has_unmissed_room(entry):
+            raise EngineUnavailableError(f"There is no room for {entry.name} while others are in use.")
         if sum(len(each.waiters) for each in self.entries) >= MAX_WAITING:
             raise EngineUnavailableError(f"{MAX_WAITING} requests wait for models. Please try again in a moment.")
         waiter: asyncio.Future[AsyncEngine | None] = asyncio.get_running_loop().create_future()
@@ -204,8 +212,16 @@ class ModelKeeper:
             else:
                 await self._change(LEAST_STAY_S)
 
-    def _is_short(self, entry: ModelEntry) -> bool:
-        there = [each for each in self.entries if each.takes_room]
+    def _has_unmissed_room(self, entry: ModelEntry) -> bool:
+        """Whether a model is on its way already, or has room beside those that somebody has used of late."""
+        if self._loads:
+            return entry.name in self._loads  # else another one may take what room there is
+        long_ago_s = time.monotonic() - UNMISSED_S
+        idle = (each for each in self.entries if each.is_idle and not each.model.is_pinned)
+        return not self._is_short(entry, without=[each for each in idle if each.last_used_s <= long_ago_s])
+
+    def _is_short(self, entry: ModelEntry, without: Sequence[ModelEntry] = ()) -> bool:
+        there = [each for each in self.entries if each.takes_room and each not in without]
         max_loaded, max_bytes = self._limits.max_loaded, self._limits.max_bytes
         if max_loaded is not None and len(there) >= max_loaded:
             return True

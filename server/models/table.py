@@ -20,6 +20,8 @@ from .model_entry import ModelEntry, ModelStatus
 
 UNNAMED: Final = "default/not-specified"
 """What Infinity's client sends where its caller named no model."""
+IS_PATIENT: Final = "penstock.is_patient"
+"""In the scope of a request that can wait, so that no model goes for it which others may miss."""
 _USED: Final = "penstock.models"
 """Where the scope of a request has the models whose engines it has."""
 
@@ -105,7 +107,7 @@ class ModelTable:
     async def load(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> Target:
         """Returns what `find` returns once the model is loaded. Raises what `find` and ModelKeeper.acquire raise."""
         entry = self.entry(name, kinds)
-        await self._keeper.acquire(entry)
+        await self._keeper.acquire(entry, is_patient=IS_PATIENT in scope)
         return self._given(entry, name, scope)
 
     def release(self, scope: Scope) -> None:

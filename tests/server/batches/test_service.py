@@ -1,20 +1,25 @@
 """Batches without HTTP: ends, restarts, and servers that refuse. Routes that answer by hand; the disk is a real one."""
 
 import asyncio
+import errno
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 
 from penstock.engine.protocol.errors import StorageError, UnknownObjectError
 from penstock.server.batches.input_lines import InputFile
 from penstock.server.batches.records import Batch, Status
 from penstock.server.batches.routes_inside import RouteAnswer
+from penstock.server.batches.run import _MOST_WAITING
 from penstock.server.batches.service import Batches
+from penstock.server.batches.store import Store
 from penstock.server.schemas.batches import BatchRequest
 from penstock.server.settings import ServerSettings, UsageError
 
@@ -219,6 +224,32 @@ async def test_a_line_that_is_refused_is_tried_again(running, monkeypatch, statu
         assert routes.asked == {0: 2, 1: 2, 2: 2}
 
 
+async def test_lines_that_are_always_refused_keep_no_others_from_running(running) -> None:
+    routes = Routes(lambda number: 503 if number >= 1000 else 200)
+    async with running(routes) as batches:
+        stuck = await begin(batches, lines(range(1000, 1100)))
+        async with asyncio.timeout(10):
+            while not routes.asked[1000 + _MOST_WAITING - 1]:
+                await asyncio.sleep(0.005)
+        other = await until(batches, await begin(batches, lines(range(50))), Status.COMPLETED)
+        assert other.num_completed == 50
+        assert 1 <= len([number for number in routes.asked if number >= 1000]) <= _MOST_WAITING + 1
+        assert (await batches.find(stuck.id, "me")).status is Status.IN_PROGRESS
+        run, _ = batches._runs[stuck.id]
+        await batches.cancel(stuck.id, "me")
+        stuck = await until(batches, stuck, Status.CANCELLED)
+        assert (stuck.num_failed, run._around.window.num_lines) == (100, 0)
+
+
+async def test_one_line_that_is_always_refused_keeps_its_own_batch_going(running) -> None:
+    routes = Routes(lambda number: 503 if number == 0 else 200)
+    async with running(routes) as batches:
+        batch = await begin(batches, lines(range(50)))
+        async with asyncio.timeout(10):
+            while (await batches.find(batch.id, "me")).num_completed < 49:
+                await asyncio.sleep(0.005)
+
+
 async def test_a_line_that_the_server_has_no_time_for_is_given_up_in_the_end(running, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.batches.run._LONGEST_WAIT_S", 0.01)
     routes = Routes(lambda number: 504)
@@ -314,6 +345,106 @@ async def test_a_fault_of_our_own_fails_the_batch_alone(running, monkeypatch) ->
         assert "ZeroDivisionError" in broken.errors[0].message
         monkeypatch.setattr(InputFile, "check", check)
         await until(batches, await begin(batches, lines(range(2))), Status.COMPLETED)
+
+
+async def test_a_disk_that_fails_for_a_moment_fails_no_batch(running, monkeypatch) -> None:
+    """Too many open files while the input is read, once in each place, and a database that is busy at a restart."""
+    routes, texts, numbers = Routes(), InputFile._texts, {1, 2, 150}
+
+    def some_texts(file: InputFile):
+        for number, text in texts(file):
+            if number in numbers:
+                numbers.remove(number)
+                raise OSError(errno.EMFILE, "Too many open files")
+            yield number, text
+
+    monkeypatch.setattr(InputFile, "_texts", some_texts)
+    async with running(routes) as batches:
+        routes.gate.clear()
+        batch = await begin(batches, lines(range(250)))
+        await until(batches, batch, Status.IN_PROGRESS)
+    routes.gate.set()
+    numbers |= {20, 240}
+    answered, refusals = Store.answered, iter([True])
+
+    async def answered_in_the_end(store: Store, batch_id: str) -> set[int]:
+        if next(refusals, False):
+            raise StorageError("disk I/O error")
+        return await answered(store, batch_id)
+
+    monkeypatch.setattr(Store, "answered", answered_in_the_end)
+    async with running(routes) as batches:
+        batch = await until(batches, batch, Status.COMPLETED)
+        assert sorted(written(batches, batch)[0], key=int) == [str(i) for i in range(250)]
+        assert (batch.num_completed, numbers, next(refusals, None)) == (250, set(), None)
+
+
+async def test_a_batch_that_fails_tells_of_every_line(running, monkeypatch) -> None:
+    routes = Routes(lambda number: 200 if number < 20 else 1 // 0)
+    async with running(routes) as batches:
+        batch = await until(batches, await begin(batches, lines(range(250))), Status.FAILED)
+        output, errors = written(batches, batch)
+        assert sorted(output + errors, key=int) == [str(i) for i in range(250)]
+        assert (batch.num_completed + batch.num_failed, "ZeroDivisionError" in batch.errors[0].message) == (250, True)
+        (line,) = batches.files.path(batch.error_id).read_text().splitlines()[-1:]
+        assert json.loads(line)["error"]["code"] == "batch_failed"
+
+
+async def test_an_input_that_goes_while_it_is_run_fails_its_batch(running) -> None:
+    routes = Routes()
+    async with running(routes) as batches:
+        routes.gate.clear()
+        batch = await begin(batches, lines(range(10)))
+        await until(batches, batch, Status.IN_PROGRESS)
+        batches.files.path(batch.input_file_id).unlink()
+    async with running(routes) as batches:
+        batch = await until(batches, batch, Status.FAILED)
+        assert [error.code for error in batch.errors] == ["file_not_found"]
+
+
+async def test_an_owner_has_so_many_bytes_of_files_and_no_more(running, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.server.batches.files.MOST_LARGE_FILES", 3)
+    async with running(Routes(), max_file_bytes=1024) as batches:
+        files = [await upload(batches, bytes(1000)) for _ in range(3)]
+        with pytest.raises(HTTPException, match=r"take 3000 bytes of 3072.*delete some") as refused:
+            await upload(batches, bytes(100))
+        assert refused.value.status_code == 413
+        await upload(batches, bytes(1000), owner="other")
+        await upload(batches, bytes(72))
+        left = len(list(batches.files.path("x").parent.iterdir()))
+        with pytest.raises(HTTPException, match="3072 bytes of 3072"):
+            await upload(batches, b"")
+        await batches.remove_file(files[0], "me")
+        both = await asyncio.gather(*(upload(batches, bytes(600)) for _ in range(2)), return_exceptions=True)
+        assert {type(each) for each in both} == {str, HTTPException}
+        assert len(list(batches.files.path("x").parent.iterdir())) == left
+
+
+async def test_uploads_leave_room_for_answers_on_the_disk(running, monkeypatch) -> None:
+    disk = SimpleNamespace(total=100 * 2**30, free=2**31)
+    monkeypatch.setattr("penstock.server.batches.files.shutil.disk_usage", lambda folder: disk)
+    async with running(Routes()) as batches:
+        await upload(batches, bytes(10))
+        batch = await begin(batches, lines(range(3)))
+        disk.free = 2**30 - 1
+        with pytest.raises(StorageError, match=r"kept for answers.*Delete files"):
+            await upload(batches, bytes(10))
+        disk.total = 2**30  # a small one, which keeps a twentieth
+        await upload(batches, bytes(10))
+        await until(batches, batch, Status.COMPLETED)
+
+
+async def test_an_upload_ends_where_the_disk_fills_beside_it(running, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.server.batches.files._LOOK_EVERY_BYTES", 10_000)
+    free = iter([2**40] * 3)
+    monkeypatch.setattr(
+        "penstock.server.batches.files.shutil.disk_usage",
+        lambda folder: SimpleNamespace(total=2**40, free=next(free, 0)),
+    )
+    async with running(Routes()) as batches:
+        with pytest.raises(StorageError, match="almost full"):
+            await upload(batches, bytes(100_000))
+        assert not list(batches.files.path("x").parent.iterdir())
 
 
 def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:

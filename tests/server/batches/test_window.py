@@ -107,3 +107,23 @@ async def test_who_waits_hears_that_a_line_has_left_and_may_be_cancelled(window:
         await waiting[1]
     assert waiting[0].cancelled()
     assert window.num_lines == 1
+
+
+async def test_a_line_outside_has_no_place_and_takes_another_one_in_the_end(window: Window) -> None:
+    await window.enter()
+    async with window.outside():
+        assert window.num_lines == 0
+        assert await can_enter(window)
+        window.leave()
+    assert window.num_lines == 1
+
+    async def stay() -> None:
+        async with window.outside():
+            await asyncio.sleep(10)
+
+    waiting = asyncio.create_task(stay())
+    await asyncio.sleep(0)
+    assert window.num_lines == 0
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert window.num_lines == 1, "whoever has entered leaves"

@@ -58,6 +58,20 @@ def test_processes_that_share_a_salt_tell_clients_apart_alike() -> None:
     assert ApiKeys(("a", "b")).client_of([b"a"]) != one.client_of([b"a"])
 
 
+def test_an_owner_is_known_while_the_key_is_valid(tmp_path: Path) -> None:
+    clock, file = Clock(), tmp_path / "keys"
+    write(file, "one\ntwo\n")
+    keys = ApiKeys((), file, clock_s=clock)
+    owner = keys.owner_of([b"one"])
+    assert owner
+    assert keys.knows(owner)
+    write(file, "two\n")
+    clock.tick()
+    assert not keys.knows(owner)
+    assert keys.knows("")
+    assert ApiKeys(()).knows(owner), "no key is asked for"
+
+
 def namespace(keys: ApiKeys, key: bytes) -> str:
     owner = keys.owner_of([key])
     assert owner

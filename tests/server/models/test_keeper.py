@@ -1,6 +1,7 @@
 """Models that come and go, with engines that answer by arithmetic."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -384,4 +385,35 @@ async def test_many_models_under_one_place_all_get_their_turn(shelf: Shelf, monk
     await asyncio.gather(*(client(entry) for entry in keeper.entries for _ in range(3)))
     assert min(answered.values()) >= 3
     assert sum(entry.takes_room for entry in keeper.entries) <= 1
+    await keeper.close()
+
+
+async def test_who_can_wait_takes_no_room_of_a_model_that_others_may_miss(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = shelf.keeper("a", "b", "c", max_loaded=1)
+    first, second, third = keeper.entries
+    await keeper.acquire(first)
+    for is_in_use in (True, False):
+        if not is_in_use:
+            first.leave(time.monotonic())
+        with pytest.raises(EngineUnavailableError, match="no room for b while others are in use"):
+            await keeper.acquire(second, is_patient=True)
+        assert (shelf.closed, first.is_idle, second.status) == ([], not is_in_use, ModelStatus.UNLOADED)
+    monkeypatch.setattr(keeper_module, "UNMISSED_S", 0.01)
+    await asyncio.sleep(0.02)
+    await keeper.acquire(second, is_patient=True)
+    second.leave(time.monotonic())
+    assert shelf.closed == ["a"]
+    # A load that is under way for another one comes first; one that is under way for this model is waited for.
+    shelf.gates["a"] = asyncio.Event()
+    client = asyncio.create_task(keeper.acquire(first))
+    while shelf.started.count("a") < 2:
+        await asyncio.sleep(0)
+    with pytest.raises(EngineUnavailableError, match="no room for c"):
+        await keeper.acquire(third, is_patient=True)
+    line = asyncio.create_task(keeper.acquire(first, is_patient=True))
+    await asyncio.sleep(0)
+    shelf.gates["a"].set()
+    assert await line is await client
     await keeper.close()

@@ -236,6 +236,43 @@ async def test_files_and_batches_belong_to_their_key(serving, engine, tmp_path: 
         assert (await client.get(paths[2], headers=key("two"))).status_code == 404
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_batch_ends_with_its_key(serving, engine, tmp_path: Path, monkeypatch, is_restarted: bool) -> None:
+    monkeypatch.setattr("penstock.server.middleware.auth.LOOK_EVERY_S", 0.0)
+    file, revoked = tmp_path / "keys", {"authorization": "Bearer one"}
+    file.write_text("one\n")
+    settings = {"api_key": ("two",), "api_key_file": file, "data_dir": tmp_path / "data"}
+
+    async def cancelled(client: httpx.AsyncClient) -> None:
+        async with asyncio.timeout(10):
+            while client._transport.app.state.batches.num_unfinished():
+                await asyncio.sleep(0.01)
+
+    async with serving(engine, **settings) as client:
+        engine.gate = asyncio.Event()
+        client.headers.update(revoked)
+        batch = await begin(client, [embedding(i) for i in range(20)])
+        await engine.entered.wait()
+        num_begun = len(engine.calls)
+        file.write_text("three, in place of it\n")
+        if not is_restarted:
+            engine.gate.set()
+            await cancelled(client)
+    engine.gate.set()
+    async with serving(engine, **settings) as client:
+        await cancelled(client)
+    assert num_begun == len(engine.calls) == 1
+    file.write_text("one\n")
+    async with serving(engine, **settings) as client:
+        client.headers.update(revoked)
+        batch = await ended(client, batch)
+        assert batch["status"] == "cancelled"
+        assert [error["code"] for error in batch["errors"]["data"]] == ["invalid_api_key"]
+        assert sum(batch["request_counts"][name] for name in ("completed", "failed")) == 20
+        codes = {error["error"]["code"] for error in await content(client, batch["error_file_id"])}
+        assert codes == {"batch_cancelled"}
+
+
 async def test_lists_go_by_pages(client) -> None:
     ids = [(await upload(client, b"x")).json()["id"] for _ in range(5)]
     assert [file["id"] for file in (await client.get("/v1/files")).json()["data"]] == ids[::-1]
@@ -411,3 +448,34 @@ async def test_a_large_upload_needs_no_room_among_bodies(serving, engine, tmp_pa
         response = await upload(client, b"x" * 2_000_000)
         assert (response.status_code, "--max-file-bytes" in response.json()["message"]) == (413, True)
         assert len(list((tmp_path / "data" / "files").iterdir())) == 1
+
+
+async def test_a_line_takes_no_model_from_clients(make_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.server.batches.run._LONGEST_WAIT_S", 0.02)
+    monkeypatch.setattr("penstock.server.batches.window.QUIET_S", 0.0)
+    monkeypatch.setattr("penstock.server.models.keeper.LEAST_STAY_S", 0.0)
+    started: list[str] = []
+
+    def model(name: str) -> ServedModel:
+        async def start() -> object:
+            started.append(name)
+            return make_engine(name=name)
+
+        return ServedModel((name,), start, is_preloaded=name == "a")
+
+    app = create_app([model("a"), model("b")], ServerSettings(data_dir=tmp_path / "data", max_loaded_models=1))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        await app.state.startup.wait()
+        batch = await begin(client, [embedding(i, model="b") for i in range(5)])
+        for _ in range(20):
+            assert (await client.post("/v1/embeddings", json={"input": "x", "model": "a"})).status_code == 200
+            await asyncio.sleep(0.02)
+        assert started == ["a"]
+        assert (await client.get(f"/v1/batches/{batch['id']}")).json()["status"] == "in_progress"
+        monkeypatch.setattr("penstock.server.models.keeper.UNMISSED_S", 0.05)
+        assert (await ended(client, batch))["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
+        assert started == ["a", "b"]
