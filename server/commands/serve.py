@@ -33,7 +33,7 @@ from ..transport.connection_limits import raise_file_limit
 from ..transport.http_server import HttpServer, freeze, uvicorn_config
 from .announcement import announcement, exposure
 from .model_plans import ModelPlan
-from .served_models import engine_config, served_model
+from .served_models import kept_config, served_model
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     if settings.api_workers > 1:
         check_workers(settings, plans)
-        configs = [engine_config(plan, num_engines) for plan in plans]
+        configs = [kept_config(plan, num_engines) for plan in plans]
         listener = bound_socket(settings.host, settings.port)
         _serve_by_workers(settings, list(zip(models, configs, strict=True)), listener, process)
         return
@@ -109,7 +109,9 @@ def _serve_by_workers(
     ApiKeys(settings.api_key, settings.api_key_file)  # refused now, and not by each process
     supervisor = uvloop.run(supervise())
     for error in supervisor.failures:
-        if not isinstance(error, NothingServedError):
+        if isinstance(error, NothingServedError):
+            logger.error("no HTTP process can serve")
+        else:
             _tell(error)
     if supervisor.failures:
         raise SystemExit(START_FAILED)

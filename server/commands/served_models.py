@@ -74,6 +74,19 @@ def engine_config(plan: ModelPlan, num_engines: int) -> EngineConfig:
     return plan.settings.engine_config(plan.model, plan.names[0], num_engines=num_engines)
 
 
+def kept_config(plan: ModelPlan, num_engines: int) -> EngineConfig:
+    """Returns the configuration of a model's one core, with the place where it runs: a device, or cores.
+
+    Raises:
+        UsageError: There is no such place.
+    """
+    try:
+        (config,) = replica_configs(engine_config(plan, num_engines))
+    except ModelLoadError as error:
+        raise UsageError(error.message) from error
+    return config
+
+
 def resolved(config: EngineConfig, default_prompt_name: str | None) -> ModelInfo | None:
     """Looks for the places of replicas, and reads the JSON files of a local model, in milliseconds.
 

@@ -73,25 +73,27 @@ class _Taking:
         self._loop.add_reader(end.fileno(), self._take)
 
     def close(self) -> None:
-        """Takes what has been handed over, and then nothing any more."""
+        """Takes what has been handed over, and then nothing any more: whoever accepts goes to another process."""
         if not self._is_closed:
             self._is_closed = True
-            self._take()
-        self._loop.remove_reader(self._end.fileno())
+            self._end.shutdown(socket.SHUT_RD)  # what has come stays, nothing comes after it, and ends are still told
+            while self._take():
+                pass
 
     async def wait_closed(self) -> None:
         """Waits for connections that are being opened."""
         await asyncio.gather(*self._openings)
 
-    def _take(self) -> None:
+    def _take(self) -> bool:
+        """Takes connections for one turn. Returns whether there may be more."""
         for _ in range(_MAX_TAKEN):
             try:
                 byte, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
             except BlockingIOError:
-                return
-            if not byte:  # whoever accepts has gone; the channel tells what to do
+                return False
+            if not byte:  # closed, or whoever accepts has gone; the channel tells what to do
                 self._loop.remove_reader(self._end.fileno())
-                return
+                return False
             if not descriptors:
                 logger.error("a connection was lost: this process has as many open files as it may")
                 self._tell_end()
@@ -99,6 +101,7 @@ class _Taking:
                 opening = self._loop.create_task(self._open(socket.socket(fileno=descriptor)))
                 self._openings.add(opening)
                 opening.add_done_callback(self._openings.discard)
+        return True
 
     async def _open(self, connection: socket.socket) -> None:
         protocol = self._make()

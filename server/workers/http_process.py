@@ -44,6 +44,7 @@ class HttpProcess:
     Attributes:
         place: The argument.
         has_served: Whether there ever was a process that could take connections.
+        has_failed: Whether there was none, and one has ended.
         figures: What the process told last.
     """
 
@@ -57,7 +58,7 @@ class HttpProcess:
         hang_timeout_s: float,
     ) -> None:
         self.place = place
-        self.has_served = False
+        self.has_served = self.has_failed = False
         self.figures: list[Family] = []
         self._plan_of = plan_of
         self._acceptor = acceptor
@@ -73,19 +74,17 @@ class HttpProcess:
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Keeps a process there until it has been stopped. Returns early where the first one could not serve."""
+        """Keeps a process there until it has been stopped."""
         num_deaths = 0
         while not self._stopping.is_set():
             began_s = time.monotonic()
             reason = await self._live()
             if self._stopping.is_set():
                 return
-            if not self.has_served:
-                logger.error("an HTTP process could not serve: it ended with %s", reason)
-                return
             num_deaths = 0 if time.monotonic() - began_s > _SETTLED_S else num_deaths + 1
             pause_s = min(2.0 ** (num_deaths - 1) - 1, _MAX_PAUSE_S) if num_deaths else 0.0
-            logger.error("an HTTP process ended with %s; another one is started in %.0f s.", reason, pause_s)
+            ended = "ended" if self.has_served else "could not serve: it ended"
+            logger.error("an HTTP process %s with %s; another one is started in %.0f s.", ended, reason, pause_s)
             await self._pause(pause_s)
 
     def stop(self, number: int) -> None:
@@ -101,6 +100,11 @@ class HttpProcess:
         """Tells the process something, if there is one."""
         if self._channel is not None:
             self._channel.send(message)
+
+    def teller(self) -> Callable[[FromSupervisor], None]:
+        """Returns what tells something to the process that is there now: once it has gone, to nobody."""
+        channel = self._channel
+        return channel.send if channel is not None else lambda _: None
 
     def open(self) -> None:
         """Hands connections over to the process from now on."""
@@ -130,23 +134,12 @@ class HttpProcess:
     async def _live(self) -> str:
         """Starts a process and returns why it has ended."""
         plan = self._plan_of(self.place)
-        end, others_end = socket.socketpair()
-        connections, others_connections = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        theirs = (others_end.fileno(), others_connections.fileno())
         try:
-            self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "penstock.server.workers.worker", *map(str, theirs)),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(*theirs, *(model.board for model in plan.models)),
-                start_new_session=True,  # Ctrl-C in a terminal is for the supervising process, which passes it on
-            )
-        except OSError as error:
-            for each in (end, connections):
-                each.close()
+            process, end, connections = await self._start(plan)
+        except OSError as error:  # the machine has no process or file left for it now
+            self._end(plan.frontend)
             return f"the error {error}"
-        finally:
-            others_end.close()
-            others_connections.close()
+        self._process = process
         with contextlib.suppress(OSError):  # it has ended already: that is seen below
             plan.send(end)
         way = HandoverEnd(connections)
@@ -166,15 +159,39 @@ class HttpProcess:
             way.close()
             channel.close()
             for answer in self._questions.values():
-                answer.cancel()
+                if not answer.done():  # whoever waits goes on with the last figures
+                    answer.set_result(None)
             self._questions.clear()
-            self._on_end(self, plan.frontend)
+            self._end(plan.frontend)
         return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    async def _start(self, plan: WorkerPlan) -> tuple[asyncio.subprocess.Process, socket.socket, socket.socket]:
+        """Starts a process; returns it, the socket for messages and that for connections."""
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            end, others_end = socket.socketpair()
+            ours.enter_context(end)
+            theirs.enter_context(others_end)
+            connections, others_connections = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.enter_context(connections)
+            theirs.enter_context(others_connections)
+            descriptors = (others_end.fileno(), others_connections.fileno())
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "penstock.server.workers.worker", *map(str, descriptors)),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(*descriptors, *(model.board for model in plan.models)),
+                start_new_session=True,  # Ctrl-C in a terminal is for the supervising process, which passes it on
+            )
+            ours.pop_all()
+            return process, end, connections
+
+    def _end(self, frontend: int) -> None:
+        self.has_failed = not self.has_served
+        self._on_end(self, frontend)
 
     def _take(self, message: FromWorker) -> None:
         match message:
             case Serving():
-                self.has_served = True
+                self.has_served, self.has_failed = True, False
                 self._beating = asyncio.create_task(self._heartbeat.run())
                 self._on_message(self, message)
             case Figures():

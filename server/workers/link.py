@@ -116,13 +116,19 @@ class SupervisorLink:
         for core in self._cores.values():
             await core.close()
 
+    def _awaited(self, model: int) -> asyncio.Future[Ready] | None:
+        """Returns who awaits a model; None where nobody does any more."""
+        loading = self._loading.pop(model, None)
+        return None if loading is None or loading.done() else loading
+
     def _take(self, message: FromSupervisor) -> None:
         match message:
             case Loaded():
-                self._loading.pop(message.model).set_result(message.ready)
+                if (loading := self._awaited(message.model)) is not None:
+                    loading.set_result(message.ready)
             case NotLoaded():
-                error = getattr(errors, message.kind)(message.message)
-                self._loading.pop(message.model).set_exception(error)
+                if (loading := self._awaited(message.model)) is not None:
+                    loading.set_exception(getattr(errors, message.kind)(message.message))
             case CoreChanged():
                 self._news[message.model] = message.news
                 if (core := self._cores.get(message.model)) is not None:

@@ -22,7 +22,7 @@ from ..settings import ServerSettings
 from .figures import lasting, of_server, summed, to_families
 from .handover import Acceptor
 from .http_process import HttpProcess
-from .kept_models import KeptModels
+from .kept_models import KeptModels, Tell
 from .messages import AskFigures, Family, Figures, FromSupervisor, FromWorker, Prepared, Serving, Wanted
 from .plan import WorkerPlan
 
@@ -161,9 +161,9 @@ class WorkerSupervisor:
                 self._prepared.add(worker.place)
                 self._announce_once()
             case Wanted():
-                self._do(self._models.answer(message.model, worker.send))
+                self._do(self._models.answer(message.model, worker.teller()))
             case AskFigures():
-                self._do(self._answer_figures(worker, message.question))
+                self._do(self._answer_figures(worker.teller(), message.question))
             case _:
                 raise TypeError(f"{type(message).__name__} is not for the supervisor")
 
@@ -171,12 +171,14 @@ class WorkerSupervisor:
         self._gone = summed([self._gone, lasting(worker.figures)])
         worker.figures = []
         self._models.forget(worker.place, frontend)
+        if not self._is_stopping.is_set() and all(each.has_failed for each in self._workers):
+            self._fail(NothingServedError())
 
-    async def _answer_figures(self, worker: HttpProcess, question: int) -> None:
+    async def _answer_figures(self, tell: Tell, question: int) -> None:
         await asyncio.gather(*(each.ask_figures(_FIGURES_S) for each in self._workers))
         own = to_families(self._models.metrics.families())
         families = of_server(own, [self._gone, *(each.figures for each in self._workers)])
-        worker.send(Figures(question, families))
+        tell(Figures(question, families))
 
     def _tell_all(self, message: FromSupervisor) -> None:
         for worker in self._workers:

@@ -304,6 +304,34 @@ def test_a_signal_lets_all_finish_what_they_run(launch, connect: Connect, number
         connect(processes)
 
 
+def test_one_that_dies_before_it_can_serve_is_followed_by_another(launch) -> None:
+    processes = Processes(launch("--api-workers", "2", *SLOW_AND_PATIENT, ready=False))
+    wait_for(lambda: len(processes.workers()) == 2)
+    victim = processes.workers()[0]
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: "penstock.server.commands.serve: ready" in processes.server.log.read_text())
+    assert len(processes.workers()) == 2
+    assert victim not in processes.workers()
+    assert "an HTTP process could not serve: it ended with signal 9" in processes.server.log.read_text()
+    assert httpx.post(f"{processes.server.url}/v1/embeddings", json={"input": "a"}, timeout=60).status_code == 200
+
+
+def test_one_that_is_asked_to_end_takes_nothing_new(running: Processes, connect: Connect) -> None:
+    connections = connections_to_all(running, connect)
+    victim = next(iter(connections))
+    connections[victim].sendall(request({"input": LONG * 4}))
+    wait_for(lambda: metric(running.server.url, "penstock_engine_requests") >= 1)
+    os.kill(victim, signal.SIGTERM)
+    time.sleep(0.2)  # it has heard it, and finishes what it runs
+    for _ in range(20):
+        connection = connect(running)
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert running.worker_of(connection) != victim
+    assert answer(connections[victim])[0] == 200
+    wait_for(lambda: len(running.workers()) == NUM_WORKERS and victim not in running.workers())
+
+
 def test_nothing_outlives_a_supervisor_that_is_killed(launch, tmp_path: Path) -> None:
     server = launch("--api-workers", "2", *SLOW_AND_PATIENT, TMPDIR=str(tmp_path))
     children = server.children()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import zmq
 
 from ...protocol.frontends import Attach
 from ...protocol.messages import Failed, Frame, FromCore, PrefixesCleared, Rows
@@ -15,6 +18,8 @@ from ..dispatcher import Dispatcher
 from ..process_core import CoreSockets
 from ..replicas.group import CLOSED_BECAUSE, ReplicaFigures
 from ..supervisor import EngineState
+
+logger = logging.getLogger("penstock.engine")
 
 _IPC: Final = "ipc://"
 
@@ -65,8 +70,9 @@ class AttachedCore:
         if news.inbox != self._inbox:
             if self._inbox is not None:
                 self._leave(news.reason)
-            if news.inbox is not None:
-                self._join(news.inbox)
+            if news.inbox is not None and not self._join(news.inbox):
+                self._enter(EngineState.STARTING)  # until the news come that it has gone
+                return
         self._enter(news.state)
 
     def host_bytes(self) -> int:
@@ -88,14 +94,22 @@ class AttachedCore:
         self.state = state
         self._dispatcher.admission.closed_because = CLOSED_BECAUSE[state]
 
-    def _join(self, inbox: str) -> None:
+    def _join(self, inbox: str) -> bool:
+        """Goes to a core. Returns False where it has gone meanwhile, and the folder of its sockets with it."""
         outbox = f"{inbox.rpartition('/')[0]}/{self._frontend}"
-        self._inbox = inbox
-        self._sockets = sockets = CoreSockets(inbox, outbox, self._receive, self._on_unreadable)
+        try:
+            sockets = CoreSockets(inbox, outbox, self._receive, self._on_unreadable)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise
+            logger.warning("the engine has gone before this process could reach it: %s", error)
+            return False
+        self._inbox, self._sockets = inbox, sockets
         sockets.send(Attach(self._frontend, outbox))
         self._dispatcher.replicas[0].connect(sockets.send)
         self.num_restarts += self._has_joined
         self._has_joined = True
+        return True
 
     def _leave(self, reason: str) -> None:
         folder = Path((self._inbox or "").removeprefix(_IPC)).parent

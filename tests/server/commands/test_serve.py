@@ -3,6 +3,7 @@
 import math
 import signal
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,6 +66,35 @@ def test_what_several_processes_cannot_do_is_refused(
     made = ModelPlan("/models/a", ("a",), **{"settings": EngineSettings(), **plan})
     with pytest.raises(UsageError, match=message):
         serve.check_workers(ServerSettings(api_workers=2, **settings), [made])
+
+
+@pytest.mark.parametrize(
+    ("settings", "device"),
+    [
+        (EngineSettings(devices=("cuda:1",)), "cuda:1"),
+        (EngineSettings(devices=("cpu",)), "cpu"),
+        (EngineSettings(device="cpu"), "cpu"),
+    ],
+)
+def test_one_place_is_where_the_engine_of_several_processes_runs(
+    settings: EngineSettings, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Mock()
+    monkeypatch.setattr(serve, "_serve_by_workers", served)
+    monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(served_models, "resolved", lambda *_: None)
+    made = ModelPlan("/models/a", ("a",), settings, is_pinned=True, ttl_s=math.inf)
+    serve.serve(ServerSettings(api_workers=2, host="127.0.0.1", port=0), [made])
+    _, ((_, config),), listener, _ = served.call_args.args
+    listener.close()
+    assert (config.device, config.devices) == (device, ())
+    assert bool(config.cores) == (settings.devices == ("cpu",))
+
+
+def test_a_place_that_is_not_there_is_refused() -> None:
+    made = ModelPlan("/models/a", ("a",), EngineSettings(device="cuda:0", devices=("cuda:1",)))
+    with pytest.raises(UsageError, match="leave --device cuda:0 out"):
+        served_models.kept_config(made, 1)
 
 
 def test_several_models_that_stay_are_served_by_several_processes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,12 +11,12 @@ import pytest
 
 from penstock.server.workers import http_process
 from penstock.server.workers.http_process import HttpProcess
-from penstock.server.workers.messages import Serving
+from penstock.server.workers.messages import AskFigures, Serving
 
 
 @pytest.fixture
 def worker() -> HttpProcess:
-    return HttpProcess(0, Mock(), Mock(), Mock(), Mock(), 60.0)
+    return HttpProcess(0, Mock(return_value=Mock(models=())), Mock(), Mock(), Mock(), 60.0)
 
 
 async def test_pauses_grow_where_processes_die_again_and_again(
@@ -41,15 +42,23 @@ async def test_pauses_grow_where_processes_die_again_and_again(
     assert caplog.text.count("ended with signal 9; another one is started") == len(pauses)  # never in silence
 
 
-async def test_one_that_could_never_serve_is_given_up_in_a_line(
+async def test_one_that_cannot_be_started_is_tried_again_with_pauses(
     worker: HttpProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def live() -> str:
-        return "exit code 2"
+    pauses: list[float] = []
 
-    monkeypatch.setattr(worker, "_live", live)
+    async def pause(seconds: float) -> None:
+        assert worker.has_failed
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            worker.stop(15)
+
+    monkeypatch.setattr(http_process.sys, "executable", "/nowhere/python")  # as where no process can be made
+    monkeypatch.setattr(worker, "_pause", pause)
     await asyncio.wait_for(worker.run(), 5)
-    assert "could not serve: it ended with exit code 2" in caplog.text
+    assert pauses == [0, 1, 3]
+    assert caplog.text.count("could not serve: it ended with the error [Errno 2]") == 3
+    assert worker._on_end.call_count == 3  # type: ignore[attr-defined]
 
 
 async def test_figures_of_one_that_does_not_answer_are_its_last(worker: HttpProcess) -> None:
@@ -61,6 +70,34 @@ async def test_figures_of_one_that_does_not_answer_are_its_last(worker: HttpProc
     assert worker.figures is before
     worker._channel = None
     await worker.ask_figures(10)  # nobody is there: nothing is waited for
+
+
+async def test_who_waits_for_the_figures_of_one_that_ends_goes_on_without(
+    worker: HttpProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 60\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(http_process.sys, "executable", str(silent))
+    living = asyncio.create_task(worker._live())
+    async with asyncio.timeout(10):
+        while worker._channel is None:
+            await asyncio.sleep(0.005)
+        asking = asyncio.create_task(worker.ask_figures(60))
+        await asyncio.sleep(0.05)
+        worker.kill()
+        await living
+        await asking
+
+
+async def test_an_answer_goes_to_the_process_that_asked_and_to_no_successor(worker: HttpProcess) -> None:
+    first, second = Mock(), Mock()
+    worker._channel = first
+    tell = worker.teller()
+    worker._channel = second
+    tell(AskFigures(1))
+    first.send.assert_called_once_with(AskFigures(1))
+    second.send.assert_not_called()
 
 
 async def test_a_message_for_others_is_passed_on(worker: HttpProcess) -> None:

@@ -174,6 +174,20 @@ async def test_a_message_that_is_for_somebody_else_ends_the_frontend_and_not_the
     assert shared.kept.state is EngineState.READY
 
 
+async def test_a_core_that_has_gone_before_it_could_be_reached_is_waited_for(
+    shared: Shared, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, core = shared.attach(1, 0), shared.cores[1]
+    core.hear(CoreNews(EngineState.STARTING, None, "signal 9"))
+    core.hear(CoreNews(EngineState.READY, f"ipc://{tmp_path}/gone/inbox"))  # its folder has gone with it
+    assert engine.state is EngineState.STARTING
+    assert "gone before" in caplog.text
+    core.hear(CoreNews(EngineState.STARTING, None, "signal 9"))
+    core.hear(shared.kept.news)
+    assert engine.state is EngineState.READY
+    assert (await engine.embed(["hello"], PARAMS)).embeddings.shape == (1, 384)
+
+
 async def test_its_sockets_go_with_it(shared: Shared) -> None:
     shared.attach(1, 0)
     assert shared.kept.news.inbox is not None
