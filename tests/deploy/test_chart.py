@@ -276,9 +276,9 @@ def test_a_folder_of_batches_has_one_pod_at_a_time(render: Render) -> None:
         ({"autoscaling": {"enabled": True}}, "autoscaling"),
         ({"strategy": {"type": "RollingUpdate"}}, "Recreate"),
     ):
-        with pytest.raises(helm.HelmError, match=f"batches: settings.data_dir has one server.*{word}"):
+        with pytest.raises(helm.HelmError, match=rf"batches: settings\.data_dir has one server.*{word}"):
             render({"models": [batches | values]})
-    with pytest.raises(helm.HelmError, match="settings.data_dir has one server"):
+    with pytest.raises(helm.HelmError, match=r"settings\.data_dir has one server"):
         render({"models": [batches], "defaults": {"replicas": 2}})
 
 
