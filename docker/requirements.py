@@ -1,4 +1,4 @@
-"""Print what an image installs beside penstock itself: its dependencies as pyproject.toml names them, and traces."""
+"""Print what an image installs beside penstock itself: its dependencies as pyproject.toml names them, and extras."""
 
 import re
 import sys
@@ -7,11 +7,13 @@ from pathlib import Path
 
 # The native kernels run encoders without these; everything else runs on torch, and transformers knows its forms.
 TORCH_PATH = ("torch", "transformers")
+# What flags of `penstock serve` need: --cache-dir, --otlp-traces-endpoint.
+EXTRAS = ("cache", "otel")
 
 
 def requirements(project: dict, *, slim: bool) -> list[str]:
-    """Return the requirements of a `[project]` table, with its extra `otel`; a slim image has no torch."""
-    wanted = project["dependencies"] + project["optional-dependencies"]["otel"]
+    """Return the requirements of a `[project]` table, with EXTRAS; a slim image has no torch."""
+    wanted = project["dependencies"] + [one for extra in EXTRAS for one in project["optional-dependencies"][extra]]
     return [one for one in wanted if not (slim and re.match(r"[\w.-]+", one)[0] in TORCH_PATH)]
 
 

@@ -54,38 +54,55 @@ _MOST_STARTS: Final = 3
 def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
     """Deploys models and, unless they are to stay (`--detach`), waits for a signal and takes them down again.
 
+    What was deployed on the cluster before stays, replaced where it has the name of a model. A signal ends the wait for
+    a model that does not start, too.
+
     Raises:
         CommandError: There is no such cluster, or a model cannot be served; the message says why.
     """
     configure_logging(settings.log_level, settings.log_format)
     with connected(settings.address, settings.log_level):
-        stop = _stop_event()
-        start_proxies(settings)
-        deployed: list[Mount] = []
+        ours: list[Mount] = []
         try:
+            _raise_at_signals()
+            start_proxies(settings)
+            before = set(serve.status().applications)
             for mount in mounts:
-                if stop.is_set():
-                    return
-                deployed.append(mount)
+                if mount.app not in before:
+                    ours.append(mount)
                 deploy(mount, settings)
                 logger.info(
                     "%s is served at http://%s:%d%s", mount.names[0], settings.host, settings.port, mount.prefix
                 )
             if settings.detach:
-                deployed.clear()
+                ours.clear()
                 return
-            stop.wait()
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            logger.info("told to stop")
         finally:
-            take_down(deployed)
+            take_down(ours)
 
 
-def _stop_event() -> threading.Event:
-    """Returns what is set when a signal asks for the end. Ray's handlers, which abort, have to be there already."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: stop.set())
-    return stop
+def _raise_at_signals() -> None:
+    """Lets the first signal that asks for the end raise KeyboardInterrupt, the one error that Ray's calls let through.
+
+    Later ones change nothing: what is taken down then has bounds of its own. Ray's handlers, which abort, have to be
+    there already.
+    """
+    stops = [
+        number
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+    def stop(*_: object) -> None:
+        for number in stops:
+            signal.signal(number, lambda *_: None)
+        raise KeyboardInterrupt
+
+    for number in stops:
+        signal.signal(number, stop)
 
 
 def start_proxies(settings: RayServeSettings) -> None:

@@ -76,6 +76,12 @@ _NOT_HERE: Final = {
     "max_loaded_models": "each model has replicas of its own, which --min-replicas and --max-replicas bound",
     "model_memory": "each model has replicas of its own, which --min-replicas and --max-replicas bound",
     "data_dir": "a folder of batches has one server, and here are many",
+    "batch_share": "a folder of batches has one server, and here are many",
+    "max_file_bytes": "a folder of batches has one server, and here are many",
+    "api_workers": "Ray's proxies take the connections, and each replica has one HTTP process",
+    "cache": "each replica would have a cache of its own, which the others could not ask",
+    "cache_dir": "each replica would have a cache of its own, which the others could not ask",
+    "cache_dir_size": "each replica would have a cache of its own, which the others could not ask",
     "admin_key": "deploy models, and take them down, by the command",
 }
 """Flags that mean nothing on a cluster, and why."""

@@ -265,6 +265,23 @@ def test_keys_and_weights_may_lie_elsewhere(render: Render) -> None:
     assert render(EVERYTHING)["Secret", "r-api-keys"]["stringData"] == {"api-keys": "one\ntwo"}
 
 
+def test_a_folder_of_batches_has_one_pod_at_a_time(render: Render) -> None:
+    batches = {"name": "batches", "settings": {"data_dir": "/data"}}
+    rendered = render({"models": [batches, {"name": "other", "replicas": 2}]})
+    assert rendered["Deployment", "r-batches"]["spec"]["strategy"] == {"type": "Recreate"}
+    assert rendered["Deployment", "r-other"]["spec"]["strategy"]["type"] == "RollingUpdate"
+    assert render({"models": [batches | {"strategy": {"type": "Recreate"}}]})["Deployment", "r-batches"]
+    for values, word in (
+        ({"replicas": 2}, "replicas"),
+        ({"autoscaling": {"enabled": True}}, "autoscaling"),
+        ({"strategy": {"type": "RollingUpdate"}}, "Recreate"),
+    ):
+        with pytest.raises(helm.HelmError, match=rf"batches: settings\.data_dir has one server.*{word}"):
+            render({"models": [batches | values]})
+    with pytest.raises(helm.HelmError, match=r"settings\.data_dir has one server"):
+        render({"models": [batches], "defaults": {"replicas": 2}})
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -7,8 +7,33 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from penstock.server.cluster.settings import RayServeSettings
+from penstock.server.cluster.settings import _NOT_HERE, RayServeSettings
 from penstock.server.commands import cli, cluster
+from penstock.server.settings import EngineSettings, ServerSettings
+
+HEEDED = {
+    "access_log",
+    "answer_memory",
+    "api_key",
+    "api_key_file",
+    "config",
+    "cors_origins",
+    "default_prompt_name",
+    "drain_timeout_s",
+    "host",
+    "load_wait_s",
+    "max_body_bytes",
+    "max_inputs_per_request",
+    "max_json_values",
+    "operator_routes",
+    "otlp_traces_endpoint",
+    "port",
+    "request_timeout_s",
+    "served_model_name",
+    "ssl_certfile",
+    "ssl_keyfile",
+}
+"""Settings of the server, beyond those of its engines, that a replica or the command itself reads."""
 
 
 @pytest.fixture
@@ -42,6 +67,12 @@ def test_the_command_line_loads_no_ray() -> None:
         (("serve", "a/b", "c/d", "--max-loaded-models", "1"), "--max-loaded-models: not on Ray: each model"),
         (("serve", "--admin-key", "k"), "--admin-key: not on Ray: deploy models, and take them down, by the command"),
         (("serve", "--data-dir", "batches"), "--data-dir: not on Ray: a folder of batches has one server"),
+        (("serve", "--api-workers", "2"), "--api-workers: not on Ray: Ray's proxies take the connections"),
+        (("serve", "--cache", "1GiB"), "--cache: not on Ray: each replica would have a cache of its own"),
+        (("serve", "--cache-dir", "cache"), "--cache-dir: not on Ray: each replica"),
+        (("serve", "--cache-dir-size", "1GiB"), "--cache-dir-size: not on Ray: each replica"),
+        (("serve", "--batch-share", "0.5"), "--batch-share: not on Ray: a folder of batches has one server"),
+        (("serve", "--max-file-bytes", "1GiB"), "--max-file-bytes: not on Ray: a folder of batches has one server"),
         (("serve", "--port", "0"), "--port: Ray's proxies listen on every machine"),
         (
             ("serve", "--min-replicas", "3", "--max-replicas", "2"),
@@ -57,6 +88,14 @@ def test_what_a_cluster_cannot_heed_is_refused(said, words: tuple[str, ...], mes
     code, line = said(*words)
     assert code == 2
     assert line.startswith(f"penstock: error: {message}")
+
+
+def test_no_setting_of_the_server_is_ignored() -> None:
+    """A new one belongs on one of the two lists."""
+    assert set(ServerSettings.model_fields) - set(EngineSettings.model_fields) == HEEDED | (
+        set(_NOT_HERE) - set(EngineSettings.model_fields)
+    )
+    assert not HEEDED & set(_NOT_HERE)
 
 
 def test_models_that_come_and_go_are_refused(said, tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""What `penstock ray serve` leaves on a cluster, and how it ends, with a stand-in for Ray that keeps names alone."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from penstock.engine import EngineConfig
+from penstock.server.cluster.mounts import mounts_of
+from penstock.server.cluster.settings import RayServeSettings
+from penstock.server.settings import CommandError
+
+PACKAGE = "penstock.server.cluster"
+IMPORT_RAY = (f"{PACKAGE}.serving", f"{PACKAGE}.connection")
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Serve:
+    """Ray Serve: the names of its applications. `broken` cannot be deployed, `waits_for` is never ready."""
+
+    def __init__(self) -> None:
+        self.applications: dict[str, SimpleNamespace] = {}
+        self.broken = self.waits_for = ""
+        self.is_running = False
+        self.start, self.ingress, self.deployment = self._start, MagicMock(), MagicMock()
+
+    def _start(self, **_: Any) -> None:
+        self.is_running = True
+
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(applications=dict(self.applications))
+
+    def run(self, _: Any, *, name: str, route_prefix: str) -> None:
+        self.applications[name] = SimpleNamespace(deployments={}, route_prefix=route_prefix)
+        if name == self.broken:
+            raise RuntimeError("DEPLOY_FAILED")
+        deadline = time.monotonic() + 5
+        while name == self.waits_for:
+            assert time.monotonic() < deadline, "it does not end"
+            time.sleep(0.01)
+
+    def delete(self, name: str) -> None:
+        self.applications.pop(name, None)
+
+    def shutdown(self) -> None:
+        self.is_running = False
+
+
+@pytest.fixture
+def ray_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    stub = Serve()
+    http_config = SimpleNamespace(host=None, port=None, ssl_certfile=None, ssl_keyfile=None)
+    config = MagicMock(HTTPOptions=lambda **options: vars(http_config).update(options) or http_config)
+    context = SimpleNamespace(_get_global_client=lambda: SimpleNamespace(http_config=http_config))
+    ray = MagicMock(serve=stub)
+    modules = {"ray": ray, "ray.serve": stub, "ray.serve.config": config, "ray.serve.context": context}
+    modules[f"{PACKAGE}.router"] = SimpleNamespace(LeastTokensRouter=object)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in IMPORT_RAY:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    yield stub
+    for name in IMPORT_RAY:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Put the handlers of the tests back."""
+    before = {number: signal.getsignal(number) for number in STOPS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def serve_models(ray_serve: Serve):
+    """Run the command with models by their names."""
+    serving = importlib.import_module(f"{PACKAGE}.serving")
+
+    def run(*names: str, **settings: Any) -> None:
+        mounts = mounts_of([(EngineConfig(model=name), (name,), None) for name in names])
+        serving.serve_on_ray(mounts, RayServeSettings(**settings))
+
+    return run
+
+
+def signal_soon(number: int, ray_serve: Serve, name: str) -> None:
+    """Send a signal to this process once an application is there."""
+
+    def send() -> None:
+        while name not in ray_serve.applications:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_a_start_that_fails_takes_down_what_it_has_started_alone(serve_models, ray_serve: Serve, detach: bool) -> None:
+    serve_models("a", "b", detach=True)
+    assert set(ray_serve.applications) == {"penstock-a", "penstock-b"}
+    ray_serve.broken = "penstock-d"
+    with pytest.raises(CommandError, match="d cannot be served on Ray"):
+        serve_models("a", "c", "d", "e", detach=detach)
+    assert set(ray_serve.applications) == {"penstock-a", "penstock-b"}
+    assert ray_serve.is_running
+
+
+def test_a_first_start_that_fails_leaves_nothing(serve_models, ray_serve: Serve) -> None:
+    ray_serve.broken = "penstock-b"
+    with pytest.raises(CommandError, match="b cannot be served on Ray"):
+        serve_models("a", "b", detach=True)
+    assert not ray_serve.applications
+    assert not ray_serve.is_running
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_ends_it_once_all_serve(serve_models, ray_serve: Serve, number: int) -> None:
+    serve_models("a", "x", detach=True)
+    signal_soon(number, ray_serve, "penstock-b")
+    serve_models("a", "b")
+    assert set(ray_serve.applications) == {"penstock-a", "penstock-x"}
+
+
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("detach", [True, False])
+def test_a_signal_ends_the_wait_for_a_model_that_does_not_start(
+    serve_models, ray_serve: Serve, number: int, detach: bool
+) -> None:
+    ray_serve.waits_for = "penstock-b"
+    signal_soon(number, ray_serve, "penstock-b")
+    serve_models("a", "b", detach=detach)
+    assert not ray_serve.applications
+    assert not ray_serve.is_running
+
+
+def test_a_second_signal_does_not_cut_off_what_is_taken_down(
+    serve_models, ray_serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def delete(name: str) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        del ray_serve.applications[name]
+
+    monkeypatch.setattr(ray_serve, "delete", delete)
+    signal_soon(signal.SIGTERM, ray_serve, "penstock-b")
+    serve_models("a", "b")
+    assert not ray_serve.applications
