@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,7 @@ from penstock.engine.logs import configure_logging
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from .manifest import Output
-from .pieces import Piece, read_piece
-
-COLUMN: Final = "embedding"
+from .pieces import COLUMN, Piece, read_piece
 
 
 class Recipe(NamedTuple):
@@ -109,6 +107,4 @@ def with_vectors(table: Any, vectors: NDArray[np.float32]) -> Any:
 
     width = vectors.shape[1]
     values = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors).ravel()), width)
-    if COLUMN in table.column_names:
-        table = table.drop_columns([COLUMN])
     return table.append_column(pa.field(COLUMN, pa.list_(pa.float32(), width)), values)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from penstock.engine.model_files.json_files import one_line
 
 from ..settings import CommandError, UsageError
+
+COLUMN: Final = "embedding"
+"""What the output has beside the columns of the input."""
 
 
 class ParquetInput(NamedTuple):
@@ -57,7 +60,8 @@ def list_inputs(place: str, field: str) -> list[ParquetInput]:
     """Returns the Parquet files of the input, one file or all of a folder in the order of their names.
 
     Raises:
-        UsageError: There is none, one cannot be read or lacks the column, or their columns differ.
+        UsageError: There is none, one cannot be read, lacks the column or has one named `embedding`, or their columns
+            differ.
     """
     from pyarrow import ArrowException, parquet
 
@@ -75,12 +79,21 @@ def list_inputs(place: str, field: str) -> list[ParquetInput]:
             raise UsageError(f"IN: {path} cannot be read as Parquet: {one_line(error)}") from error
         if field not in schema.names:
             raise UsageError(f"IN: {path} has no column {field!r}; it has {', '.join(schema.names)}; see --field")
+        if COLUMN in schema.names:
+            raise UsageError(f"IN: {path} has a column {COLUMN!r}, the name of the one that is added; rename it")
         first = first or schema
         if not schema.equals(first):
             raise UsageError(f"IN: {path} has other columns than {paths[0]}; embed them one by one")
         status = path.stat()
         inputs.append(ParquetInput(str(path), groups, status.st_size, status.st_mtime_ns))
     return inputs
+
+
+def check_apart(inputs: Iterable[ParquetInput], folder: Path) -> None:
+    """Raises UsageError where a file of the input lies in the folder of the output, which --overwrite clears."""
+    inside = [source.path for source in inputs if Path(source.path).resolve().is_relative_to(folder.resolve())]
+    if inside:
+        raise UsageError(f"OUT: {folder} holds the input {inside[0]}; name another folder")
 
 
 def digest_of(inputs: Iterable[ParquetInput]) -> str:

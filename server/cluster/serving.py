@@ -20,8 +20,6 @@ from ray.serve.config import (
 )
 from ray.serve.context import _get_global_client  # the version is pinned: there is no public way to the HTTP options
 
-from penstock.engine.logs import configure_logging
-
 from ..settings import CommandError, UsageError
 from .connection import connected
 from .mounts import Mount
@@ -60,7 +58,6 @@ def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
     Raises:
         CommandError: There is no such cluster, or a model cannot be served; the message says why.
     """
-    configure_logging(settings.log_level, settings.log_format)
     with connected(settings.address, settings.log_level):
         ours: list[Mount] = []
         try:

@@ -6,6 +6,7 @@ Flags and variables as in server/settings/, which alone reads the environment fo
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import Final, Literal
 
@@ -15,6 +16,8 @@ from penstock.engine import EngineConfig
 
 from ..settings import EmbedSettings, EngineSettings, ServerSettings, UsageError
 from ..settings.types import Seconds
+
+logger = logging.getLogger(__name__)
 
 
 class ClusterSettings(EngineSettings):
@@ -35,8 +38,19 @@ class ClusterSettings(EngineSettings):
     replica_gpus: NonNegativeFloat = Field(0.0, description="GPUs, or a share of one, that Ray reserves for an engine.")
 
     def on_replica(self, config: EngineConfig) -> EngineConfig:
-        """Returns the configuration of an engine on the cluster: it takes no more cores than Ray reserves for it."""
-        return config if config.num_threads else dataclasses.replace(config, num_threads=math.ceil(self.replica_cpus))
+        """Returns the configuration of an engine on the cluster.
+
+        It takes no more cores than Ray reserves for it. On a CPU `--dtype auto` is float32: each engine would measure
+        for itself what is faster, and vectors of one model, or of one output, could be of two types.
+        """
+        if not config.num_threads:
+            config = dataclasses.replace(config, num_threads=math.ceil(self.replica_cpus))
+        places = config.devices or (config.device,)
+        is_on_gpu = any(place.startswith("cuda") for place in places) or (places == ("auto",) and self.replica_gpus > 0)
+        if config.dtype == "auto" and not is_on_gpu:
+            logger.info("%s: --dtype auto is float32 on the CPUs of a cluster", config.name or config.model)
+            config = dataclasses.replace(config, dtype="float32")
+        return config
 
     @property
     def most_replicas(self) -> int:

@@ -43,10 +43,13 @@ def _serve(given: dict[str, Any]) -> int:
         if plan.is_pinned or plan.ttl_s < math.inf:
             raise UsageError(f"pin, ttl: {plan.names[0]} stays on Ray for as long as it is deployed")
     require_ray()
+    from penstock.engine.logs import configure_logging
+
     from ..cluster.mounts import everywhere, mounts_of
     from .serve import check_certificate
     from .served_models import resolved
 
+    configure_logging(settings.log_level, settings.log_format)
     models = [
         (
             settings.on_replica(plan.settings.engine_config(everywhere(plan.model), plan.names[0])),
@@ -85,7 +88,7 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
 
     from ..cluster.embedder import Recipe
     from ..cluster.mounts import everywhere
-    from ..cluster.pieces import digest_of, list_inputs, pieces_of
+    from ..cluster.pieces import check_apart, digest_of, list_inputs, pieces_of
     from .embed.run import check_options, model_digest, pooling_params
 
     configure_logging(settings.log_level, settings.log_format)
@@ -96,6 +99,7 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
         raise CommandError(error.message) from error
     check_options(settings, info)
     inputs = list_inputs(source, settings.field)
+    check_apart(inputs, Path(settings.output))
     recipe = Recipe(
         config,
         settings.field,
@@ -107,7 +111,8 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     )
     fields = ("field", "dimensions", "normalize", "prompt_name", "piece_rows")
     options = {field: getattr(settings, field) for field in fields}
-    identity = {"input": digest_of(inputs), "model": model_digest(info), **options}
+    numbers = {"dtype": config.dtype, "arithmetic": config.arithmetic}  # as asked for: no engine runs yet
+    identity = {"input": digest_of(inputs), "model": model_digest(info), **numbers, **options}
     from ..cluster.embedding import embed_on_ray
 
     embed_on_ray(pieces_of(inputs, settings.piece_rows), recipe, identity, settings)

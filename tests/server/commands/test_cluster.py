@@ -2,12 +2,14 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from penstock.server.cluster.settings import _NOT_HERE, RayServeSettings
+from penstock.engine import logs
+from penstock.server.cluster.settings import _NOT_HERE, RayEmbedSettings, RayServeSettings
 from penstock.server.commands import cli, cluster
 from penstock.server.settings import EngineSettings, ServerSettings
 
@@ -37,8 +39,9 @@ HEEDED = {
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]):
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Run a command and return its exit code and its last line."""
+    monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
 
     def run(*words: str) -> tuple[int, str]:
         code = cli.main(["ray", *words])
@@ -126,6 +129,69 @@ def test_an_input_that_is_none_is_told_before_a_cluster_is_asked(
     assert code == 2
     assert "has no column 'text'; it has body; see --field" in line
     assert not (tmp_path / "out").exists()
+
+
+def test_an_input_within_the_output_is_kept(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda _: True)
+    folder = tmp_path / "both"
+    (folder / "below").mkdir(parents=True)
+    (tmp_path / "links").mkdir()
+    files = [folder / "part-00000000.parquet", folder / "below" / "in.parquet"]
+    for file in files:
+        parquet.write_table(pa.table({"text": ["a"]}), file)
+    (folder / "_manifest.json").write_text('{"identity": {}, "finished": true}')
+    (tmp_path / "links" / "in.parquet").symlink_to(files[0])
+    (tmp_path / "same").symlink_to(folder)
+    for source in (folder, files[0], folder / "below", tmp_path / "links", tmp_path / "same"):
+        code, line = said("embed", str(source), str(folder), "--overwrite")
+        assert code == 2
+        assert f"OUT: {folder} holds the input" in line
+    assert all(file.exists() for file in files)
+
+
+def test_a_column_that_would_be_replaced_is_told(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda _: True)
+    parquet.write_table(pa.table({"text": ["a"], "embedding": [[1.0]]}), tmp_path / "in.parquet")
+    code, line = said("embed", str(tmp_path / "in.parquet"), str(tmp_path / "out"))
+    assert code == 2
+    assert "has a column 'embedding', the name of the one that is added; rename it" in line
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ({}, "float32"),
+        ({"device": "cpu", "replica_gpus": 1}, "float32"),
+        ({"devices": "numa:0,numa:1"}, "float32"),
+        ({"replica_gpus": 0.5}, "auto"),
+        ({"device": "cuda"}, "auto"),
+        ({"devices": "cuda:0,cuda:1"}, "auto"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_engines_of_a_cluster_do_not_choose_a_type_each(
+    given: dict[str, object], dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for settings in (RayServeSettings(**given), RayEmbedSettings(output="out", **given)):
+        caplog.clear()
+        assert settings.on_replica(settings.engine_config("a/b")).dtype == dtype
+        assert ("a/b: --dtype auto is float32" in caplog.text) == (dtype == "float32")
+
+
+def test_the_manifest_says_in_which_numbers(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda _: True)
+    runs = []
+    stub = SimpleNamespace(embed_on_ray=lambda _, recipe, identity, settings: runs.append((recipe, identity)))
+    monkeypatch.setitem(sys.modules, "penstock.server.cluster.embedding", stub)
+    parquet.write_table(pa.table({"text": ["a"]}), tmp_path / "in.parquet")
+    words = ("embed", str(tmp_path / "in.parquet"), str(tmp_path / "out"))
+    assert said(*words)[0] == said(*words, "--dtype", "bfloat16")[0] == 0
+    (first, one), (_, other) = runs
+    assert (one["dtype"], one["arithmetic"], other["dtype"]) == ("float32", None, "bfloat16")
+    assert first.config.dtype == "float32"
+    assert one["model"] != other["model"]
 
 
 def test_an_engine_takes_the_cores_that_are_reserved_for_it() -> None:
