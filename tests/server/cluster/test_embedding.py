@@ -59,7 +59,7 @@ def check(out: Path, model: str, sample: Sequence[int] = range(0, NUM_ROWS, 37))
     assert table.column("text").to_pylist() == TEXTS
     assert table.schema.field("embedding").type == pa.list_(pa.float32(), 384)
     vectors = np.stack(table.column("embedding").combine_chunks().take(pa.array(sample)).to_numpy(zero_copy_only=False))
-    with LLM(model) as llm:
+    with LLM(model, dtype="float32") as llm:
         expected = [answer.outputs.embedding for answer in llm.embed([TEXTS[row] for row in sample], use_tqdm=False)]
     assert np.allclose(vectors, expected, atol=1e-5)
     assert not list(out.glob(".unfinished-*"))

@@ -175,7 +175,7 @@ def reference(texts: Sequence[str]) -> np.ndarray:
     from penstock.engine import LLM
     from penstock.server.commands.default_model import default_model_folder
 
-    with LLM(str(default_model_folder())) as llm:
+    with LLM(str(default_model_folder()), dtype="float32") as llm:
         return np.array([answer.outputs.embedding for answer in llm.embed(texts, use_tqdm=False)])
 
 
