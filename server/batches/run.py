@@ -17,16 +17,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, TypeVar
-
-import msgspec
 
 from penstock.engine.protocol.errors import ConflictError, StorageError
 
 from .files import Files
 from .input_lines import Checked, InputFile, InputLine
 from .journal import RETRY_S, Answer, Journal
+from .output_lines import answered, unanswered
 from .records import Batch, LineError, Status
 from .routes_inside import RouteAnswer
 from .store import Store
@@ -231,7 +229,7 @@ class BatchRun:
 
     async def _answer(self, line: InputLine) -> None:
         """Runs a line until it has an answer, and returns when that is safe."""
-        await self._add(_as_answer(self._name(line), line, await self._asked(line)))
+        await self._add(answered(self._name(line), line, await self._asked(line)))
 
     async def _add(self, answer: Answer) -> None:
         await self._journal.add(answer)
@@ -273,10 +271,7 @@ class BatchRun:
     async def _write_unanswered(self, error: LineError) -> None:
         """Writes an error for each line that has no answer."""
         async for lines in self._lines_left():
-            texts = [_output_line(self._name(line), line, b"null", _as_json(error)) for line in lines]
-            await asyncio.gather(
-                *(self._add(Answer(line.number, text, is_error=True)) for line, text in zip(lines, texts, strict=True))
-            )
+            await asyncio.gather(*(self._add(unanswered(self._name(line), line, error)) for line in lines))
 
     async def _end(self, status: Status) -> None:
         """Stores how it ended, with the files that it made."""
@@ -290,11 +285,16 @@ class BatchRun:
                 made.append(
                     files.made(file_id, batch.owner, f"{batch.id}_{name}.jsonl", num_bytes, batch.output_expires_s)
                 )
-            await self._insist(partial(asyncio.to_thread, files.cut, file_id, num_bytes))
+        await self._insist(self._cut)
         self._become(status)
         await self._insist(lambda: self._around.store.end(batch, made))
         counts = batch.num_lines, batch.num_completed, batch.num_failed
         logger.info("%s is %s: %d lines, %d answered, %d with an error", batch.id, status, *counts)
+
+    async def _cut(self) -> None:
+        batch, files = self.batch, self._around.files
+        await asyncio.to_thread(files.cut, batch.output_id, batch.num_output_bytes)
+        await asyncio.to_thread(files.cut, batch.error_id, batch.num_error_bytes)
 
     async def _keep(self) -> None:
         await self._insist(self._journal.keep_batch)
@@ -324,22 +324,3 @@ class _KeyLostError(Exception):
 def ended(batch: Batch) -> ConflictError:
     """Returns the error of a batch that cannot be cancelled any more."""
     return ConflictError(f"The batch is {batch.status}; it cannot be cancelled any more.", param="batch_id")
-
-
-def _as_answer(name: str, line: InputLine, answer: RouteAnswer) -> Answer:
-    is_error = answer.status >= 400
-    head = _as_json({"status_code": answer.status, "request_id": answer.request_id})
-    if answer.is_json:
-        text = _output_line(name, line, b'%b,"body":%b}' % (head[:-1], answer.body), b"null")
-        return Answer(line.number, text, is_error, answer.num_tokens, answer.model)
-    error = LineError("unsupported_answer", "The answer is no JSON; ask for float or base64.", "encoding_format")
-    return Answer(line.number, _output_line(name, line, b"null", _as_json(error)), is_error=True)
-
-
-def _output_line(name: str, line: InputLine, response: bytes, error: bytes) -> bytes:
-    names = _as_json({"id": name, "custom_id": line.custom_id})
-    return b'%b,"response":%b,"error":%b}\n' % (names[:-1], response, error)
-
-
-def _as_json(value: dict[str, Any] | LineError) -> bytes:
-    return msgspec.json.encode(value)

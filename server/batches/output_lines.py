@@ -1,0 +1,37 @@
+"""The lines of the two files that a batch makes: an answer of a route, or why there is none, beside its `custom_id`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .input_lines import InputLine
+from .journal import Answer
+from .records import LineError
+from .routes_inside import RouteAnswer
+
+
+def answered(name: str, line: InputLine, answer: RouteAnswer) -> Answer:
+    """Returns a line with what a route answered, under the name of its request."""
+    is_error = answer.status >= 400
+    head = _as_json({"status_code": answer.status, "request_id": answer.request_id})
+    if answer.is_json:
+        text = _output_line(name, line, b'%b,"body":%b}' % (head[:-1], answer.body), b"null")
+        return Answer(line.number, text, is_error, answer.num_tokens, answer.model)
+    error = LineError("unsupported_answer", "The answer is no JSON; ask for float or base64.", "encoding_format")
+    return unanswered(name, line, error)
+
+
+def unanswered(name: str, line: InputLine, error: LineError) -> Answer:
+    """Returns a line with the reason why it has no answer."""
+    return Answer(line.number, _output_line(name, line, b"null", _as_json(error)), is_error=True)
+
+
+def _output_line(name: str, line: InputLine, response: bytes, error: bytes) -> bytes:
+    names = _as_json({"id": name, "custom_id": line.custom_id})
+    return b'%b,"response":%b,"error":%b}\n' % (names[:-1], response, error)
+
+
+def _as_json(value: dict[str, Any] | LineError) -> bytes:
+    return msgspec.json.encode(value)
