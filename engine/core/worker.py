@@ -16,7 +16,9 @@ import logging
 import os
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Final
 
 import zmq
 
@@ -28,6 +30,8 @@ from .load_runner import load_runner
 from .outboxes import Outboxes
 
 logger = logging.getLogger("penstock.engine")
+
+_REMOVAL_ATTEMPTS: Final = 100
 
 
 def main() -> None:
@@ -112,10 +116,18 @@ def _end_with_parent(*endpoints: str) -> None:
     folder = Path(endpoints[0].removeprefix("ipc://")).parent.resolve()  # it may be the name of an open file
     while os.read(sys.stdin.fileno(), 1):
         pass
-    with contextlib.suppress(OSError):  # the parent has removed them itself, as it does where it ends in peace
+    for _ in range(_REMOVAL_ATTEMPTS):  # the other thread may make a socket in between
         for endpoint in endpoints:
-            (folder / Path(endpoint).name).unlink(missing_ok=True)
-        folder.rmdir()
+            with contextlib.suppress(OSError):
+                (folder / Path(endpoint).name).unlink(missing_ok=True)
+        try:
+            folder.rmdir()
+        except FileNotFoundError:  # the parent has removed it itself, as it does where it ends in peace
+            break
+        except OSError:
+            time.sleep(0.01)
+        else:
+            break
     os._exit(0)
 
 
