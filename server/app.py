@@ -151,7 +151,7 @@ def create_app(
         )
         offline: AbstractAsyncContextManager[None] = nullcontext()
         if batches is not None:
-            inside = JsonPaths(app, json_routes, app.exception_handlers, answer_room.leave, table.release)
+            inside = JsonPaths(app, **paths)
             offline = batches.running(RoutesInside(app, inside, keys.client_name, keys.namespace_of, keys.knows))
         async with observers.running(), startup.running(), offline:
             yield {SHEDDER: shedder}
@@ -171,18 +171,18 @@ def create_app(
     app.state.startup = startup
     app.state.json_routes = json_routes
     app.router.redirect_slashes = False
+    paths: dict[str, Any] = {
+        "routes": json_routes,
+        "error_handlers": app.exception_handlers,
+        "on_end": answer_room.leave,
+        "on_answer": table.release,
+    }
     for module in (*dialects, encode, ops, documentation, playground, *more):
         app.include_router(module.router)
     app.include_router(batch_router)
     install_error_handlers(app)
     # The last one added sees a request first.
-    app.add_middleware(
-        JsonPaths,
-        routes=json_routes,
-        error_handlers=app.exception_handlers,
-        on_end=answer_room.leave,
-        on_answer=table.release,
-    )
+    app.add_middleware(JsonPaths, **paths)
     if batches is not None:
         app.state.batches = batches
         context.metrics.register(BatchFigures(batches))

@@ -7,8 +7,9 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from ..own_files import SECRET_BYTES
 from ..replicas.under_way import Arrays
 from .memory import MemoryTier
 from .rows import pack, unpack
@@ -17,8 +18,6 @@ if TYPE_CHECKING:  # lmdb is an extra
     from .shared_tier import SharedTier
 
 logger = logging.getLogger("penstock.engine")
-
-_SECRET_BYTES: Final = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ class VectorCache:
         self._memory = MemoryTier(max_bytes)
         self._has_folder = folder is not None
         self._shared = None if folder is None else _open(folder, disk_bytes)
-        self.secret = secrets.token_bytes(_SECRET_BYTES) if self._shared is None else self._shared.tier.secret
+        self.secret = secrets.token_bytes(SECRET_BYTES) if self._shared is None else self._shared.tier.secret
 
     async def find(self, keys: Sequence[bytes]) -> Found:
         """Returns the outputs of those keys that have some."""
