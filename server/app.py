@@ -38,7 +38,6 @@ from .observability.metrics import Gather, Metrics
 from .observability.observers import Observers
 from .openapi import DocumentedApp
 from .routes import (
-    admin,
     batches as batch_routes,
     classify,
     cohere,
@@ -46,8 +45,6 @@ from .routes import (
     invocations,
     ollama,
     openai,
-    operators,
-    ops,
     rerank,
     score,
     tei,
@@ -55,6 +52,7 @@ from .routes import (
     tokenize,
     vllm,
 )
+from .routes.operating import admin, operators, ops
 from .routes.pages import documentation, playground
 from .settings import ServerSettings
 from .transport.connection import SHEDDER

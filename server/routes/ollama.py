@@ -43,7 +43,7 @@ from ..schemas.ollama import (
 from ..wire.json_route import JsonRoute, json_response, passed_on
 from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
-from .ops import Version
+from .operating.ops import Version
 
 router = APIRouter(route_class=JsonRoute, tags=["ollama"], responses=TEXT_ERROR_RESPONSES)
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from .. import ops
+from ..operating import ops
 
 router = APIRouter(include_in_schema=False)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from ..calls.context import context_of
-from ..calls.model_cards import model_card
-from ..schemas.admin import ModelRequest
-from ..schemas.errors import ERROR_RESPONSES
-from ..schemas.openai import ModelCard
-from ..wire.json_route import JsonRoute, json_response
+from ...calls.context import context_of
+from ...calls.model_cards import model_card
+from ...schemas.admin import ModelRequest
+from ...schemas.errors import ERROR_RESPONSES
+from ...schemas.openai import ModelCard
+from ...wire.json_route import JsonRoute, json_response
 
 router = APIRouter(route_class=JsonRoute, tags=["operations"], responses=ERROR_RESPONSES)
 

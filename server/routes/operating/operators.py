@@ -13,12 +13,12 @@ from pydantic_core import to_jsonable_python
 
 from penstock.engine.model_files.resolve import resolved_table
 
-from ..calls.context import context_of
-from ..schemas.errors import ERROR_RESPONSES
-from ..schemas.vllm import PrefixCacheReset, ServerInfo, TokenizerInfo
-from ..settings import ServerSettings
-from ..wire.json_route import json_response
-from ..wire.version import penstock_version
+from ...calls.context import context_of
+from ...schemas.errors import ERROR_RESPONSES
+from ...schemas.vllm import PrefixCacheReset, ServerInfo, TokenizerInfo
+from ...settings import ServerSettings
+from ...wire.json_route import json_response
+from ...wire.version import penstock_version
 
 router = APIRouter(tags=["operations"], responses=ERROR_RESPONSES)
 

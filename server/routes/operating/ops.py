@@ -8,9 +8,9 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
-from ..calls.context import context_of
-from ..wire.json_route import json_response
-from ..wire.version import penstock_version
+from ...calls.context import context_of
+from ...wire.json_route import json_response
+from ...wire.version import penstock_version
 
 router = APIRouter(tags=["operations"])
 

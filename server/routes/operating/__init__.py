@@ -1,0 +1,1 @@
+"""For whoever runs a server: its health and figures, its models, its settings."""
