@@ -18,9 +18,10 @@ import numpy as np
 
 from penstock.engine.core import worker
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
-from penstock.engine.core.runner import ForwardTime, OneByOne, Outputs
+from penstock.engine.core.runner import ForwardTime, OneByOne
 from penstock.engine.frontend import engine_process
 from penstock.engine.model_files.resolve import resolve_model, with_device
+from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.scheduling import Chunk, QueuedSequence
 from penstock.engine.sequence_pool import Allocation, NullAllocator
@@ -38,14 +39,15 @@ class IdleRunner(OneByOne):
         self.tokenizer = load_tokenizer(self.info, trust_remote_code=False, chat_template=None)
         self.allocator = NullAllocator()
         size = self.info.embedding_size or self.info.hidden_size
-        self._outputs: Outputs = {"embedding": np.full(size, size**-0.5, np.float32)}
+        self._row = np.full((1, size), size**-0.5, np.float32)
 
     def warm_up(self) -> None:
         """See Runner."""
 
-    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
         """See Runner."""
-        return [self._outputs] * len(chunks)
+        values = np.repeat(self._row, len(chunks), axis=0)
+        return BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)])
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """See Runner. Nothing runs in chunks."""

@@ -12,6 +12,7 @@ from ..native.array_encoder import ArrayEncoder, ArrayOutput
 from ..native.array_pooler import ArrayPooler
 from ..native.heads import ArrayHead, load_dense
 from ..native.packed_arrays import PackedArrays
+from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.messages import TokenizerSpec
 from ..protocol.model_info import ModelInfo
@@ -22,7 +23,7 @@ from .loading.array_model import load_array_encoder
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.warm_up import warm_up
-from .runner import DeviceMemoryError, ForwardTime, Outputs
+from .runner import DeviceMemoryError, ForwardTime
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +49,7 @@ class ArrayForward:
         """See Forward."""
         return self.running.is_done
 
-    def outputs(self) -> list[Outputs]:
+    def outputs(self) -> BatchOutputs:
         """See Forward."""
         return self.runner.finish(self)
 
@@ -113,15 +114,15 @@ class ArrayRunner:
             raise DeviceMemoryError(str(error)) from error
         return ArrayForward(self, running, batch, params, began_s)
 
-    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
         """See Runner."""
         return self.begin(chunks).outputs()
 
-    def finish(self, forward: ArrayForward) -> list[Outputs]:
+    def finish(self, forward: ArrayForward) -> BatchOutputs:
         """Waits for a forward and pools it; see Forward.outputs."""
         try:
             output = ArrayOutput(*forward.running.result())
-            outputs: list[Outputs] = [*self._pooler.pool(output, forward.batch, forward.params)]
+            outputs = self._pooler.pool(output, forward.batch, forward.params)
         except MemoryError as error:
             raise DeviceMemoryError(str(error)) from error
         now_s = time.perf_counter()

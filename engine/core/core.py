@@ -17,6 +17,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.errors import (
     DeadlineExceededError,
@@ -49,12 +50,14 @@ from .bell import Bell
 from .figures import cache_use, step_load
 from .intake import Intake
 from .make_scheduler import make_scheduler
-from .runner import DeviceLostError, DeviceMemoryError, Outputs, Runner
+from .runner import DeviceLostError, DeviceMemoryError, Runner
 from .running import Running, has_room
 
 logger = logging.getLogger("penstock.engine")
 
 Send = Callable[[FromCore, list[Frame]], None]
+Collected = tuple[list[Chunk], BatchOutputs]
+"""Chunks that ran together, and what they gave."""
 
 
 class EngineCore:
@@ -247,7 +250,7 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             self._fail(sequence, error)
 
-    def _collect(self, chunks: list[Chunk], outputs_of: Callable[[], list[Outputs]]) -> list[tuple[Chunk, Outputs]]:
+    def _collect(self, chunks: list[Chunk], outputs_of: Callable[[], BatchOutputs]) -> list[Collected]:
         """Returns what a batch gives; on an error runs its halves, so that only the sequences at fault fail."""
         try:
             outputs = outputs_of()
@@ -269,7 +272,7 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             failure = error
         else:
-            return list(zip(chunks, outputs, strict=True))
+            return [(chunks, outputs)]
         if len(chunks) > 1:
             middle = len(chunks) // 2
             halves = chunks[:middle], chunks[middle:]
@@ -292,17 +295,17 @@ class EngineCore:
         """Tells the caller of a request that has ended."""
         self._send(Failed(request.request_id, type(error).__name__, error.message), [])
 
-    def _deliver(self, batch: Batch, finished: list[tuple[Chunk, Outputs]], started_s: float, ended_s: float) -> None:
+    def _deliver(self, batch: Batch, collected: list[Collected], started_s: float, ended_s: float) -> None:
         """Sends the finite outputs of live requests in one message; an output that is not finite fails its request."""
         headers: list[RowHeader] = []
         arrays: list[NDArray[np.float32]] = []
-        frame = pack_rows([array for _, outputs in finished for array in outputs.values()])
-        if np.isfinite(np.frombuffer(frame, np.float32)).all():  # looked at together: each by itself takes as long
-            are_finite = [True] * len(finished)
-        else:
-            are_finite = [all(np.isfinite(array).all() for array in outputs.values()) for _, outputs in finished]
+        finished = [
+            (chunk, arrays, is_finite)
+            for chunks, outputs in collected
+            for chunk, arrays, is_finite in zip(chunks, outputs.split(), outputs.is_finite.tolist(), strict=True)
+        ]
         with self._lock:
-            for (chunk, outputs), is_finite in zip(finished, are_finite, strict=True):
+            for chunk, own, is_finite in finished:
                 sequence, request = chunk.sequence, chunk.sequence.request
                 if sequence.chunk is not chunk:
                     continue  # cancelled meanwhile
@@ -311,7 +314,7 @@ class EngineCore:
                     self._cancel(request.request_id, forget=True)
                     self._send_failure(request, ModelExecutionError(message))
                     continue
-                for name, array in outputs.items():
+                for name, array in own.items():
                     headers.append(RowHeader(request.request_id, sequence.index, name, array.shape, chunk.is_last))
                     arrays.append(array)
                 request.started_s = started_s if request.started_s is None else request.started_s
@@ -325,9 +328,7 @@ class EngineCore:
             cache = cache_use(self._scheduler, self._runner.allocator, batch)
             load = step_load(self._scheduler, len(finished), batch.num_left)
             self._has_released = False
-        if len(arrays) < sum(len(outputs) for _, outputs in finished):
-            frame = pack_rows(arrays)
-        num_tokens = sum(chunk.num_tokens for chunk, _ in finished)
+        num_tokens = sum(chunk.num_tokens for chunk, *_ in finished)
         # Where batches overlap, each counts for the time since the last one ended: the sum is the time of the device.
         step_s, self._ended_s = ended_s - max(started_s, self._ended_s), ended_s
-        self._send(Rows(headers, num_tokens, step_s, cache, load, ended), [frame])
+        self._send(Rows(headers, num_tokens, step_s, cache, load, ended), [pack_rows(arrays)])

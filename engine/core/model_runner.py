@@ -16,6 +16,7 @@ from ..model_files.resolve import resolve_model, with_device
 from ..models.base import PackedModel
 from ..packed_batch import PackedBatch
 from ..pooling import ModelPooler, PoolingMetadata, TokenMaps
+from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
 from ..protocol.messages import TokenizerSpec
@@ -44,7 +45,7 @@ from .memory.chunk_memory import ChunkMemory, kept_of
 from .memory.describe_pool import describe_pool
 from .memory.device import DeviceMemory, ForwardClock, is_out_of_memory, resolve_device
 from .memory.memory_meter import MemoryMeter
-from .runner import DeviceLostError, DeviceMemoryError, ForwardTime, OneByOne, Outputs
+from .runner import DeviceLostError, DeviceMemoryError, ForwardTime, OneByOne
 
 logger = logging.getLogger("penstock.engine")
 
@@ -108,7 +109,7 @@ class ModelRunner(OneByOne):
                 torch.set_num_threads(1)  # what is left to it is small, and its threads would only be in the way
             return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
 
-    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
         """See Runner. On CUDA the batch is packed while the last forward may still run."""
         try:
             return self._execute(chunks)
@@ -138,7 +139,7 @@ class ModelRunner(OneByOne):
             warm_up(self.info, self.tokenizer, self.execute)
 
     @torch.inference_mode()
-    def _execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+    def _execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
         sequences = [chunk.sequence for chunk in chunks]
         params = [sequence.request.params for sequence in sequences]
         cache = None
@@ -160,7 +161,7 @@ class ModelRunner(OneByOne):
             self._meter.begin()
         self._clock.begin()
         output = self._model.forward(batch, need_attention=self._pooler.needs_attention(params))
-        outputs = list(self._pooler.pool(output, metadata).to_numpy())
+        outputs = self._pooler.pool(output, metadata).to_host()
         if self._memory is not None and cache is not None:
             for index, state in metadata.states.items():
                 kept_of(sequences[index]).pooling = state

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.messages import TokenizerSpec
 from ..protocol.model_info import ModelInfo
 from ..scheduling import Chunk, QueuedSequence
 from ..sequence_pool import Allocation, Allocator
-
-Outputs = Mapping[str, NDArray[np.float32]]
 
 
 class DeviceMemoryError(Exception):
@@ -46,7 +42,7 @@ class Forward(Protocol):
         """Whether `outputs` would wait for nothing."""
         ...
 
-    def outputs(self) -> list[Outputs]:
+    def outputs(self) -> BatchOutputs:
         """Waits for the forward and pools it; to be called once. See Runner.execute for what it gives and raises."""
         ...
 
@@ -92,7 +88,7 @@ class Runner(Protocol):
         """
         ...
 
-    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
         """Runs one forward and pools it. One that fails leaves no trace in what sequences keep.
 
         Args:
@@ -100,8 +96,8 @@ class Runner(Protocol):
                 mixed.
 
         Returns:
-            Per chunk, float32 arrays by output name: of a sequence's last chunk all that is left of its answer, of an
-            earlier one the rows of a token-level answer that are ready.
+            A sequence's arrays by output name: of its last chunk all that is left of its answer, of an earlier one the
+            rows of a token-level answer that are ready.
 
         Raises:
             DeviceMemoryError: Memory was short.
@@ -129,10 +125,10 @@ class EndedForward:
 
     is_done = True
 
-    def __init__(self, result: list[Outputs] | Exception) -> None:
+    def __init__(self, result: BatchOutputs | Exception) -> None:
         self._result = result
 
-    def outputs(self) -> list[Outputs]:
+    def outputs(self) -> BatchOutputs:
         """See Forward."""
         if isinstance(self._result, Exception):
             raise self._result
@@ -152,6 +148,6 @@ class OneByOne:
         """See Runner."""
         return EndedForward(self.execute(chunks))
 
-    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
         """See Runner."""
         raise NotImplementedError

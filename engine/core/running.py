@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ..protocol.batch_outputs import BatchOutputs
 from ..scheduling import Batch, Scheduler
 from .runner import DeviceLostError, EndedForward, Forward, Runner
 
@@ -37,7 +38,7 @@ class Running:
             DeviceLostError: The device is lost for all requests.
         """
         try:
-            forward: Forward = runner.begin(batch.chunks) if batch.chunks else EndedForward([])
+            forward: Forward = runner.begin(batch.chunks) if batch.chunks else EndedForward(BatchOutputs.of(0, ()))
         except DeviceLostError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop

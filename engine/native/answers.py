@@ -26,18 +26,20 @@ class RowCut:
         params: N.
         width: Columns of the rows before the cut; no request gets more.
         counts: [N] rows of each sequence; None for one each.
+
+    Attributes:
+        widths: Columns of each sequence; None where all have the largest width.
     """
 
     def __init__(self, params: Sequence[PoolingParams], width: int, counts: Integers | None = None) -> None:
         widths = [min(p.dimensions or width, width) for p in params]
         self._width = max(widths)
-        self._widths = widths if min(widths) < self._width else None  # None: all have the largest
-        dimensions_R = None if self._widths is None else np.array(widths, np.int32)
+        self.widths = widths if min(widths) < self._width else None
+        dimensions_R = None if self.widths is None else np.array(widths, np.int32)
         normalize_R = np.array([bool(p.normalize) for p in params], np.uint8)
         if counts is not None:
             dimensions_R = None if dimensions_R is None else np.repeat(dimensions_R, counts)
             normalize_R = np.repeat(normalize_R, counts)
-        self._counts = counts
         self._dimensions_R, self._normalize_R = dimensions_R, normalize_R
 
     def pool(
@@ -50,13 +52,13 @@ class RowCut:
         *,
         skips_R: Integers | None = None,
         weights_T: Floats | None = None,
-    ) -> list[Floats]:
+    ) -> Floats:
         """Pools stretches of rows [T, W], cuts and normalises them in one pass; see Machine.pool.
 
         Returns:
-            Of each sequence its row, or where it has several [count, width]. Views of one array.
+            [R, largest width]. Where `widths` is set, a sequence's own columns are the first so many.
         """
-        values = machine.pool(
+        return machine.pool(
             rows_TW,
             starts_R,
             lengths_R,
@@ -67,12 +69,8 @@ class RowCut:
             skips=skips_R,
             weights=weights_T,
         )
-        parts = list(values) if self._counts is None else np.split(values, np.cumsum(self._counts)[:-1])
-        if self._widths is None:
-            return parts
-        return [part[..., :width] for part, width in zip(parts, self._widths, strict=True)]
 
-    def apply(self, machine: Machine, rows_RW: Floats) -> list[Floats]:
+    def apply(self, machine: Machine, rows_RW: Floats) -> Floats:
         """As `pool`, of rows [R, W] that are pooled already."""
         places_R = np.arange(len(rows_RW), dtype=np.int32)
         return self.pool(machine, rows_RW, places_R, np.ones_like(places_R))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from penstock.kernels.native import Pooling
 
 from ..checkpoint.views import Floats
+from ..protocol.batch_outputs import ArrayBlock, BatchOutputs
 from ..protocol.model_info import ModelInfo
 from ..protocol.output_groups import OutputGroup, by_group, distinct
 from ..protocol.params import PoolingParams
@@ -35,6 +36,14 @@ _POOLINGS: Final = {
     PoolingType.ATTENTION: Pooling.WEIGHTED,
 }
 _WHOLE_ROWS: Final = PoolingParams(normalize=False)
+
+
+class _Answer(NamedTuple):
+    """Rows, of which a block is made; see ArrayBlock."""
+
+    values: Floats
+    row_lens: Sequence[int] | None = None
+    widths: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,40 +101,35 @@ class ArrayPooler:
             return False
         return any(not group.is_token_level for p in distinct(params) for group in OutputGroup.all_of(p))
 
-    def pool(
-        self, output: ArrayOutput, batch: PackedArrays, params: Sequence[PoolingParams]
-    ) -> list[dict[str, Floats]]:
+    def pool(self, output: ArrayOutput, batch: PackedArrays, params: Sequence[PoolingParams]) -> BatchOutputs:
         """Answers every sequence of a batch.
 
         Args:
             output: Of the batch's forward. Not modified.
             batch: Whole sequences.
             params: N resolved parameters.
-
-        Returns:
-            Per sequence, float32 arrays by output name: a row per sequence or per token.
         """
-        results: list[dict[str, Floats]] = [{} for _ in params]
+        blocks = []
         hidden_TD = output.hidden_states
         for group, indices in by_group(params).items():
             members = _Members.of(batch, params, indices)
             if group.name == "token_scores":
-                answers = self._token_scores(group, hidden_TD, batch, members)
+                answer = self._token_scores(group, hidden_TD, batch, members)
             elif group.name == "token_embeddings":
-                answers = self._token_embeddings(hidden_TD, members)
+                answer = self._token_embeddings(hidden_TD, members)
             else:
-                answers = self._of_sequences(group, output, members)
-            for index, answer in zip(range(len(params)) if indices is None else indices, answers, strict=True):
-                results[index][group.name] = answer
-        return results
+                answer = self._of_sequences(group, output, members)
+            values, row_lens, widths = answer
+            blocks.append(ArrayBlock(name=group.name, values=values, indices=indices, row_lens=row_lens, widths=widths))
+        return BatchOutputs.of(len(params), blocks)
 
-    def _of_sequences(self, group: OutputGroup, output: ArrayOutput, members: _Members) -> list[Floats]:
+    def _of_sequences(self, group: OutputGroup, output: ArrayOutput, members: _Members) -> _Answer:
         """Answers with a row for each sequence."""
         hidden_TD, weights_T = output.hidden_states, self._row_weights(output.attention_weights)
         types, width = self._info.sequence_pooling, hidden_TD.shape[1]
         is_embedding = group.name == "embedding"
 
-        def pooled(pooling_type: PoolingType, cut: RowCut) -> list[Floats]:
+        def pooled(pooling_type: PoolingType, cut: RowCut) -> Floats:
             weights = weights_T if pooling_type is PoolingType.ATTENTION else None
             return cut.pool(
                 self._machine,
@@ -138,25 +142,26 @@ class ArrayPooler:
             )
 
         if is_embedding and len(types) == 1 and not self._dense:
-            return pooled(types[0], RowCut(members.params, width))
+            cut = RowCut(members.params, width)
+            return _Answer(pooled(types[0], cut), None, cut.widths)
         whole = RowCut([_WHOLE_ROWS] * len(members.params), width)
-        rows_MW = np.concatenate([np.stack(pooled(pooling_type, whole)) for pooling_type in types], axis=1)
+        rows_MW = np.concatenate([pooled(pooling_type, whole) for pooling_type in types], axis=1)
         if not is_embedding:
-            return list(class_scores(self._encoder.classify(rows_MW), self._info, members.params))
+            return _Answer(class_scores(self._encoder.classify(rows_MW), self._info, members.params))
         for dense in self._dense:
             rows_MW = dense(rows_MW)
-        return RowCut(members.params, rows_MW.shape[1]).apply(self._machine, rows_MW)
+        cut = RowCut(members.params, rows_MW.shape[1])
+        return _Answer(cut.apply(self._machine, rows_MW), None, cut.widths)
 
-    def _token_embeddings(self, hidden_TD: Floats, members: _Members) -> list[Floats]:
+    def _token_embeddings(self, hidden_TD: Floats, members: _Members) -> _Answer:
         """Answers with a vector for each token."""
         rows_RW = hidden_TD[members.rows()]
         for dense in self._token_dense:
             rows_RW = dense(rows_RW)
-        return RowCut(members.params, rows_RW.shape[1], members.lengths).apply(self._machine, rows_RW)
+        cut = RowCut(members.params, rows_RW.shape[1], members.lengths)
+        return _Answer(cut.apply(self._machine, rows_RW), members.lengths.tolist(), cut.widths)
 
-    def _token_scores(
-        self, group: OutputGroup, hidden_TD: Floats, batch: PackedArrays, members: _Members
-    ) -> list[Floats]:
+    def _token_scores(self, group: OutputGroup, hidden_TD: Floats, batch: PackedArrays, members: _Members) -> _Answer:
         """Answers with class scores for each token; of STEP for those that end a step."""
         rows_R, counts = members.rows(), members.lengths
         if self._info.token_pooling is PoolingType.STEP:
@@ -170,7 +175,7 @@ class ArrayPooler:
         if group.columns is not None:
             logits_RC = logits_RC[:, list(group.columns)]
         scores_RC = class_scores(logits_RC, self._info, members.params, counts)
-        return np.split(scores_RC, np.cumsum(counts)[:-1])
+        return _Answer(scores_RC, counts.tolist())
 
     def _row_weights(self, attention_TH: Floats | None) -> Floats | None:
         """Returns the weight of every row for ATTENTION, [T]; None where no sequence needs it."""

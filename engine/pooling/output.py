@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Arrays = Mapping[str, NDArray[np.float32]]
+from ..protocol.batch_outputs import ArrayBlock, Arrays, BatchOutputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OutputBlock:
-    """Results of one kind for some sequences of a batch.
-
-    Attributes:
-        name: "embedding", "scores", "token_embeddings", "token_scores", "similarities" or "sparse".
-        values: [N, W] float32, a row per sequence; or [R, W], token rows.
-        indices: The sequences that they belong to, in order; None means all of the batch.
-        row_lens: Token rows of each sequence in this batch; None for a row per sequence.
-        widths: Columns of each sequence, where they differ.
-    """
+    """Results of one kind for some sequences of a batch, on the device. See ArrayBlock for what is what."""
 
     name: str
     values: Tensor
@@ -32,16 +23,11 @@ class OutputBlock:
     row_lens: tuple[int, ...] | None = None
     widths: tuple[int, ...] | None = None
 
-    def split(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-        """Returns `values`, this block's on the host, as one array per sequence. Views."""
-        if self.row_lens is None:
-            parts = list(values)
-        else:
-            ends = accumulate(self.row_lens)
-            parts = [values[end - length : end] for end, length in zip(ends, self.row_lens, strict=True)]
-        if self.widths is None:
-            return parts
-        return [part[..., :width] for part, width in zip(parts, self.widths, strict=True)]
+    def on_host(self, values: NDArray[np.float32]) -> ArrayBlock:
+        """Returns the block with `values`, its own on the host."""
+        return ArrayBlock(
+            name=self.name, values=values, indices=self.indices, row_lens=self.row_lens, widths=self.widths
+        )
 
 
 class PoolerOutput:
@@ -55,23 +41,19 @@ class PoolerOutput:
     def __init__(self, batch_size: int, blocks: Sequence[OutputBlock]) -> None:
         self.batch_size = batch_size
         self.blocks = tuple(blocks)
-        self._arrays: list[Arrays] | None = None
+        self._on_host: BatchOutputs | None = None
+
+    def to_host(self) -> BatchOutputs:
+        """Returns the results on the host. All blocks leave the device in one copy, once."""
+        if self._on_host is None:
+            arrays = _to_host([block.values for block in self.blocks])
+            blocks = [block.on_host(values) for block, values in zip(self.blocks, arrays, strict=True)]
+            self._on_host = BatchOutputs.of(self.batch_size, blocks)
+        return self._on_host
 
     def to_numpy(self) -> list[Arrays]:
-        """Returns the arrays of each sequence by name: [D], [C], [L, D] or [L, C] float32.
-
-        A sequence of which more chunks are to come has, from a token-level task, the rows of this chunk (perhaps
-        [0, D] or [0, C]), to be joined along axis 0 with those before and after; from a sequence-level task it has no
-        array. All blocks leave the device in one copy, once; the arrays are views of it.
-        """
-        if self._arrays is None:
-            results: list[dict[str, NDArray[np.float32]]] = [{} for _ in range(self.batch_size)]
-            for block, values in zip(self.blocks, _to_host([b.values for b in self.blocks]), strict=True):
-                indices = range(self.batch_size) if block.indices is None else block.indices
-                for index, array in zip(indices, block.split(values), strict=True):
-                    results[index][block.name] = array
-            self._arrays = list(results)
-        return self._arrays
+        """Returns the arrays of each sequence by name; see BatchOutputs.split."""
+        return self.to_host().split()
 
     def get_embedding(self, idx: int) -> NDArray[np.float32]:
         """Returns the embedding [D] of one sequence.

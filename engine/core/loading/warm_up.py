@@ -7,19 +7,19 @@ from typing import Final
 
 import numpy as np
 
+from ...protocol.batch_outputs import BatchOutputs
 from ...protocol.messages import TokenizerSpec
 from ...protocol.model_info import ModelInfo
 from ...protocol.params import PoolingParams
 from ...protocol.request import TokenizedInput
 from ...protocol.tasks import PoolingTask
 from ...scheduling import Chunk, PrefillChunk, QueuedSequence, Request
-from ..runner import Outputs
 from .load_errors import needs_torch
 
 _CLASS_TASKS: Final = (PoolingTask.CLASSIFY, PoolingTask.SCORE, PoolingTask.TOKEN_CLASSIFY)
 
 
-def warm_up(info: ModelInfo, tokenizer: TokenizerSpec, execute: Callable[[Sequence[Chunk]], list[Outputs]]) -> None:
+def warm_up(info: ModelInfo, tokenizer: TokenizerSpec, execute: Callable[[Sequence[Chunk]], BatchOutputs]) -> None:
     """Runs the batch; see Runner.warm_up. Classes come as logits: an activation may hide that they are not finite.
 
     Raises:
@@ -39,7 +39,7 @@ def warm_up(info: ModelInfo, tokenizer: TokenizerSpec, execute: Callable[[Sequen
             for i, request in enumerate(requests)
         ]
     )
-    if not all(np.isfinite(array).all() for arrays in outputs for array in arrays.values()):
+    if not outputs.is_finite.all():
         found = f"{info.name} answers a plain text with values that are not finite; naming the weights to blame"
         with needs_torch(found, "it reads them in their own type"):
             from .finite_weights import not_finite_error  # it reads with torch, which few starts need

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.runner import ForwardTime, OneByOne, Outputs
+from penstock.engine.core.runner import ForwardTime, OneByOne
+from penstock.engine.protocol.batch_outputs import ArrayBlock, Arrays, BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.messages import (
     CacheUse,
@@ -63,6 +64,18 @@ def model(max_model_len: int = 4096) -> ModelInfo:
     )
 
 
+def joined(outputs: Sequence[Arrays]) -> BatchOutputs:
+    """The record of a batch whose sequences gave these: the same as `split` gives."""
+    blocks = []
+    for name in dict.fromkeys(name for arrays in outputs for name in arrays):
+        indices = [index for index, arrays in enumerate(outputs) if name in arrays]
+        parts = [outputs[index][name] for index in indices]
+        row_lens = [len(part) for part in parts] if parts[0].ndim > 1 else None
+        values = np.stack(parts) if row_lens is None else np.concatenate(parts)
+        blocks.append(ArrayBlock(name=name, values=values, indices=indices, row_lens=row_lens))
+    return BatchOutputs.of(len(outputs), blocks)
+
+
 class FakeRunner(OneByOne):
     """See Runner.
 
@@ -91,13 +104,13 @@ class FakeRunner(OneByOne):
     def warm_up(self) -> None:
         self.is_warm = True
 
-    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
         order = [(c.start > 0, c.num_tokens) for c in chunks]
         assert order == sorted(order)
         self.batches.append([(*named(c.sequence), c.start, c.end) for c in chunks])
         kept = {c: self._sum(c) for c in chunks}
         self.hook(chunks)
-        outputs: list[Outputs] = []
+        outputs: list[Arrays] = []
         for chunk in chunks:
             sequence = chunk.sequence
             done, rows = kept[chunk]
@@ -107,7 +120,7 @@ class FakeRunner(OneByOne):
             else:
                 value = self.answer(sequence, done)
                 outputs.append({"embedding": np.array([value], np.float32)} if chunk.is_last else {})
-        return outputs
+        return joined(outputs)
 
     def _sum(self, chunk: Chunk) -> tuple[float, np.ndarray]:
         """The sum up to the end of a chunk, and the rows that it brings; what was pooled before counts once."""

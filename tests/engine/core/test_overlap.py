@@ -8,7 +8,8 @@ import pytest
 
 from penstock.engine.core import core as core_module
 from penstock.engine.core.bell import Bell
-from penstock.engine.core.runner import DeviceMemoryError, EndedForward, Outputs
+from penstock.engine.core.runner import DeviceMemoryError, EndedForward
+from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.scheduling import Chunk
 
 from .fake_runner import FakeRunner, Steps
@@ -21,7 +22,7 @@ class SlowForward:
         self.runner, self.chunks = runner, chunks
         self.is_done = False
 
-    def outputs(self) -> list[Outputs]:
+    def outputs(self) -> BatchOutputs:
         self.runner.running.remove(self)
         return FakeRunner.execute(self.runner, self.chunks)
 

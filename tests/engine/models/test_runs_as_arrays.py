@@ -15,9 +15,10 @@ from penstock.engine.core.array_runner import ArrayRunner
 from penstock.engine.core.loading.array_model import load_array_encoder, why_torch
 from penstock.engine.core.loading.weights_loader import load_dense as load_torch_dense, load_model
 from penstock.engine.core.model_runner import ModelRunner
-from penstock.engine.core.runner import DeviceMemoryError, Outputs
+from penstock.engine.core.runner import DeviceMemoryError
 from penstock.engine.native.array_encoder import find_reader
 from penstock.engine.native.heads import load_dense
+from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import TokenizerSpec
 from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind
@@ -67,8 +68,8 @@ def chunks_of(info: ModelInfo, inputs: Sequence[TokenizedInput], params: Sequenc
     ]
 
 
-def assert_same(actual: Sequence[Outputs], expected: Sequence[Outputs]) -> None:
-    for ours, theirs in zip(actual, expected, strict=True):
+def assert_same(actual: BatchOutputs, expected: BatchOutputs) -> None:
+    for ours, theirs in zip(actual.split(), expected.split(), strict=True):
         assert list(ours) == list(theirs)
         for name, array in theirs.items():
             assert ours[name].dtype == np.float32
@@ -217,8 +218,8 @@ def test_the_same_to_the_bit_in_any_batch(family, config, machine, save_model, r
     arrays, _ = both(info, machine)
     params = PoolingParams().resolved(PoolingTask.CLASSIFY, info)
     inputs = [TokenizedInput(np.array(sequence, np.int32)) for sequence in sequences]
-    alone = [arrays.execute(chunks_of(info, [one], [params]))[0]["scores"] for one in inputs]
-    together = arrays.execute(chunks_of(info, inputs, [params] * len(inputs)))
+    alone = [arrays.execute(chunks_of(info, [one], [params])).split()[0]["scores"] for one in inputs]
+    together = arrays.execute(chunks_of(info, inputs, [params] * len(inputs))).split()
     assert all(np.array_equal(a, t["scores"]) for a, t in zip(alone, together, strict=True))
 
 
@@ -229,7 +230,7 @@ def test_an_answer_does_not_depend_on_the_next_batch(machine, save_model, resolv
     inputs = inputs_of("Bert", sequences)
     for task in info.tasks[:2]:
         params = [PoolingParams(normalize=False).resolved(task, info)] * len(inputs)
-        (first, *_) = arrays.execute(chunks_of(info, inputs, params))
+        (first, *_) = arrays.execute(chunks_of(info, inputs, params)).split()
         kept = {name: array.copy() for name, array in first.items()}
         arrays.execute(chunks_of(info, inputs[::-1], params))
         assert all(np.array_equal(first[name], array) for name, array in kept.items())
@@ -249,7 +250,7 @@ def test_memory_that_runs_short_is_told(machine, save_model, resolve, monkeypatc
         arrays.execute(batch)
     monkeypatch.undo()
     assert arrays.free_tokens() is None
-    assert arrays.execute(batch)
+    assert arrays.execute(batch).is_finite.all()
 
 
 def test_what_has_parts_for_torch(save_model, resolve):

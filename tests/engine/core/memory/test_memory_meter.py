@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.engine.core.memory.memory_meter import MemoryMeter
-from penstock.engine.core.runner import DeviceLostError, Outputs
+from penstock.engine.core.runner import DeviceLostError
+from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.scheduling import Chunk
 
 from ..fake_runner import BLOCK, FakeRunner, Steps, pool
@@ -126,7 +127,7 @@ class Device(FakeRunner):
         self.token_bytes, self.context_bytes = token_bytes, context_bytes
         self.meter = MemoryMeter(self.gauge, token_bytes)
 
-    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
         self.meter.begin()
         outputs = super().execute(chunks)
         num_tokens = sum(chunk.num_tokens for chunk in chunks)

@@ -12,7 +12,8 @@ import numpy as np
 
 from penstock.engine.core import worker
 from penstock.engine.core.host import pin
-from penstock.engine.core.runner import ForwardTime, OneByOne, Outputs, Runner
+from penstock.engine.core.runner import ForwardTime, OneByOne, Runner
+from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import TokenizerSpec
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
@@ -48,9 +49,10 @@ class WaitingRunner(OneByOne):
     def warm_up(self) -> None:
         """Needs none."""
 
-    def execute(self, chunks: Sequence[Chunk]) -> list[Outputs]:
+    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
         time.sleep(FORWARD_S)
-        return [{"embedding": np.array([c.sequence.prompt.token_ids.sum()], np.float32)} for c in chunks]
+        sums = np.array([[chunk.sequence.prompt.token_ids.sum()] for chunk in chunks], np.float32)
+        return BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=sums)])
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """Has nothing to lose."""
