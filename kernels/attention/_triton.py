@@ -17,7 +17,9 @@ from .._packed import on_device
 LOG2_E = math.log2(math.e)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["cu_seqlens_ptr", "context_lens_ptr", "block_tables_ptr", "stride_table", "left", "right"]
+)
 def _attention_kernel(
     q_ptr,
     k_ptr,

@@ -35,7 +35,7 @@ def find_tile(cu_seqlens_ptr, tile, num_seqs, SIZE: tl.constexpr):
     return low, start, start + (tile - start // SIZE - low) * SIZE, end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cu_seqlens_ptr", "num_seqs"])
 def _convolve_kernel(
     x_ptr,
     weight_ptr,
@@ -79,7 +79,7 @@ def _convolve_kernel(
         tl.store(addresses, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cu_seqlens_ptr"])
 def _final_states_kernel(
     x_ptr,
     cu_seqlens_ptr,

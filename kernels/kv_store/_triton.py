@@ -10,7 +10,7 @@ from .._packed import on_device
 BYTES_PER_THREAD = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_ptr", "slots_ptr"])
 def _kv_store_kernel(
     k_ptr,
     v_ptr,

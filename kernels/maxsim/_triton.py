@@ -23,7 +23,7 @@ def _largest(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bounds_ptr", "num_columns"])
 def _maxsim_kernel(
     queries_ptr,
     documents_ptr,

@@ -24,7 +24,7 @@ MAX_WIDTH = 8192
 COMPILE_OPTIONS = {"maxnreg": 128, "enable_fp_fusion": True}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "normalize_ptr", "skip_ptr"])
 def _pool_kernel(
     hidden_ptr,
     cu_seqlens_ptr,
@@ -82,7 +82,7 @@ def _pool_kernel(
     finish(out_ptr, normalize_ptr, total, weight, n, start, first, end, columns, limit, width, POOLING, NORMALIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "skip_ptr", "num_blocks"])
 def _partial_kernel(
     hidden_ptr,
     cu_seqlens_ptr,
@@ -120,7 +120,7 @@ def _partial_kernel(
             tl.store(block_weight_ptr + index, weight)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "normalize_ptr", "skip_ptr", "num_blocks"])
 def _combine_kernel(
     block_total_ptr,
     block_weight_ptr,

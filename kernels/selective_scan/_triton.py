@@ -16,7 +16,7 @@ from .._packed import Recurrence, on_device
 MAX_STATES = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cu_seqlens_ptr"])
 def _scan_kernel(
     x_ptr,
     dt_ptr,

@@ -29,7 +29,7 @@ def _decay_logs(dt_ptr, a_ptr, stride_dt, row, end, head, log2_e, SIZE: tl.const
     return dt, tl.cumsum(dt.to(tl.float64) * rate, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cu_seqlens_ptr", "num_seqs"])
 def _chunk_states_kernel(
     x_ptr,
     dt_ptr,
@@ -88,7 +88,7 @@ def _chunk_states_kernel(
         tl.store(whole_ptr + index, tl.exp2(last.to(tl.float32)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cu_seqlens_ptr"])
 def _pass_states_kernel(
     states_ptr,
     whole_ptr,
@@ -127,7 +127,7 @@ def _pass_states_kernel(
         tl.store(final_ptr + sequence + columns, state, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cu_seqlens_ptr", "num_seqs"])
 def _rows_kernel(
     x_ptr,
     dt_ptr,

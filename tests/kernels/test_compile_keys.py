@@ -1,0 +1,118 @@
+"""No kernel is compiled anew because a batch has other lengths: what varies from batch to batch is not specialised.
+
+triton compiles one variant of a kernel for an integer argument that is 1, one for multiples of 16 and one for the rest,
+and as many for pointers by their alignment. That pays for what a model fixes, such as the stride of a row, and costs a
+second in the middle of traffic for what a batch brings.
+"""
+
+import importlib
+import inspect
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock.kernels
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels have no compile keys"),
+]
+
+ROOT = Path(penstock.kernels.__file__).parent
+MODULES = [
+    ".".join(("penstock.kernels", *path.relative_to(ROOT).with_suffix("").parts))
+    for path in sorted(ROOT.rglob("*.py"))
+    if "import triton" in path.read_text("utf-8")
+]
+OF_A_MODEL = re.compile(r"stride_(?!table)\w+|(\w+_)?(width|size|heads|channels|groups)|heads_per_group|head_states")
+"""Integers that a model fixes: widths, numbers of heads, and how far rows of one projection lie apart."""
+FLOATS = frozenset({"cap", "eps", "log2_e", "scale"})
+"""Arguments that are no integers: triton specialises none of them."""
+INDICES = ("cu_seqlens", "context_lens", "block_tables", "dimensions", "skip", "bounds", "rows", "slots", "normalize")
+"""Pointers to what is read one by one, which may be part of a larger buffer, at any place in it."""
+VALUES = (1, 16, 17, 2, 48, -1)
+
+
+def kernels() -> list[Any]:
+    """The functions that are launched: those whose names end with `_kernel`."""
+    from triton.runtime.jit import JITFunction
+
+    found = []
+    for name in MODULES:
+        module = importlib.import_module(name)
+        found += [
+            value
+            for key, value in vars(module).items()
+            if isinstance(value, JITFunction) and value.module == name and key.endswith("_kernel")
+        ]
+    return found
+
+
+def test_all_modules_with_kernels_are_found() -> None:
+    modules = {kernel.module for kernel in kernels()}
+    assert {f"penstock.kernels.{room}._triton" for room in ("attention", "pooling", "kv_store", "ssd")} <= modules
+    assert len(kernels()) >= 11
+
+
+def test_what_varies_from_batch_to_batch_is_not_specialised() -> None:
+    wrong = [
+        f"{kernel.module} {kernel.__name__}: {param.name}"
+        for kernel in kernels()
+        for param in kernel.params
+        if not param.is_constexpr and not param.do_not_specialize and varies(param.name)
+    ]
+    assert not wrong, "list them in do_not_specialize, or in OF_A_MODEL where every batch of a model has the same"
+
+
+def varies(name: str) -> bool:
+    """Whether an argument of that name may differ between two batches of one model, though the numbers do not show."""
+    if name.endswith("_ptr"):
+        return name.removesuffix("_ptr") in INDICES
+    return name not in FLOATS and OF_A_MODEL.fullmatch(name) is None
+
+
+def test_compile_keys_are_the_same_for_all_numbers() -> None:
+    """As triton makes them at launch, in 3.6 and 3.7 alike."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    buffer = torch.zeros(64, dtype=torch.int32)
+    assert buffer.data_ptr() % 16 == 0
+    for kernel in kernels():
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        keys = set()
+        for number, pointer in zip(VALUES, [buffer, buffer[1:]] * 3, strict=True):
+            arguments = {}
+            for param in kernel.params:
+                if param.is_constexpr:
+                    arguments[param.name] = 64
+                elif param.name.endswith("_ptr"):
+                    arguments[param.name] = pointer if varies(param.name) else buffer
+                else:
+                    is_float = param.name in FLOATS
+                    arguments[param.name] = number / 3 if is_float else number if varies(param.name) else 384
+            _, specialization, _ = bind(**arguments)
+            keys.add(str(specialization))
+        assert len(keys) == 1, f"{kernel.module} {kernel.__name__}: {keys}"
+
+
+def test_a_specialised_number_is_found_out() -> None:
+    """The test above would see it: triton makes a constant of a 1 where nothing forbids it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    kernel = next(k for k in kernels() if "width" in inspect.signature(k.fn).parameters)
+    param = next(p for p in kernel.params if p.name == "width")
+    assert not param.do_not_specialize
+    bind = create_function_from_signature(
+        inspect.Signature([kernel.signature.parameters["width"]]), [param], make_backend(GPUTarget("cuda", 90, 32))
+    )
+    assert len({str(bind(width=number)[1]) for number in (1, 16, 17)}) == 3
