@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Final
+
 from ..model_files.resolve import resolve_model, with_device
 from ..protocol.config import EngineConfig
 from .array_runner import ArrayRunner
@@ -10,6 +13,9 @@ from .loading.array_model import why_torch
 from .loading.load_errors import needs_torch
 from .loading.native_kernels import choose_kernels
 from .runner import Runner
+
+_ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Both names of torch, the newer one first. It reads them when CUDA is first used."""
 
 
 def load_runner(config: EngineConfig) -> Runner:
@@ -33,7 +39,19 @@ def load_runner(config: EngineConfig) -> Runner:
             why = f"the native kernels do not run {info.architecture} in {info.dtype} here"
         elif not (why := why_torch(info)):
             return ArrayRunner.load(info, machine, config)
+    else:
+        _let_segments_grow()
     with needs_torch(config.name or config.model, why):
         from .model_runner import ModelRunner
 
         return ModelRunner.load(config, kernels)
+
+
+def _let_segments_grow() -> None:
+    """Has torch's allocator on CUDA grow what it took before, in place of taking another piece for each new size.
+
+    Batches differ in size all the time, and pieces that fit none of the next ones are memory lost. An operator who says
+    how torch allocates is left alone.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"

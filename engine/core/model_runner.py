@@ -43,7 +43,7 @@ from .loading.warm_up import warm_up
 from .loading.weights_loader import load_dense, load_model, torch_dtype
 from .memory.chunk_memory import ChunkMemory, kept_of
 from .memory.describe_pool import describe_pool
-from .memory.device import DeviceMemory, ForwardClock, is_out_of_memory, resolve_device
+from .memory.device import DeviceMemory, ForwardClock, is_out_of_memory, multiply_exactly, resolve_device
 from .memory.memory_meter import MemoryMeter
 from .runner import DeviceLostError, DeviceMemoryError, ForwardTime, OneByOne
 
@@ -100,6 +100,8 @@ class ModelRunner(OneByOne):
         if kernels is None:
             kernels = choose_kernels(with_device(resolve_model(config), *resolve_device(config)), config)
         info, machine = kernels
+        if info.device != "cpu":
+            multiply_exactly()
         with _load_errors(info):
             tokenizer = load_tokenizer(
                 info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template

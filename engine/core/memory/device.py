@@ -43,7 +43,20 @@ def resolve_device(config: EngineConfig) -> tuple[str, str]:
         return device, config.dtype
     if device == "cpu":
         return device, "float32"
-    return device, "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    with torch.cuda.device(index):  # of several, they may differ
+        # Before Ampere bfloat16 is emulated, at a fraction of the speed of float16.
+        return device, "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+
+
+def multiply_exactly() -> None:
+    """Has CUDA keep float32 products in float32, and add up those of 16 bits in float32 to the end.
+
+    The first is torch's default, said here so that nothing else changes it. The second is not: torch lets cuBLAS add in
+    16 bits the parts of a product that was split along its inner width.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def is_out_of_memory(error: Exception) -> bool:

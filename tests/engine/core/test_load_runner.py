@@ -47,10 +47,30 @@ def test_an_encoder_on_a_cpu_runs_without_torch(save_folder: SaveFolder, monkeyp
     assert loaded(folder, dtype="float16") is ModelRunner
     assert loaded(save_folder("Qwen2Model", num_key_value_heads=2)) is ModelRunner
     assert loaded(save_folder("AlbertModel", embedding_size=16)) is ModelRunner
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     monkeypatch.setattr(load_runner, "may_have_gpu", lambda: True)
     assert loaded(folder, device="auto") is ModelRunner
     monkeypatch.setattr(load_runner, "may_have_gpu", lambda: False)
     assert loaded(folder, device="auto") is ArrayRunner
+
+
+@pytest.mark.parametrize("given", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_torchs_allocator_grows_its_segments_unless_the_operator_says_how_it_allocates(
+    given: str | None, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, "max_split_size_mb:64")  # so that both are as before when this has ended
+        if name != given:
+            monkeypatch.delenv(name)
+    before = dict(os.environ)
+    folder = save_folder()
+    loaded(folder)
+    assert os.environ == before  # a CPU has no such allocator
+    monkeypatch.setattr(load_runner, "may_have_gpu", lambda: True)
+    loaded(folder, device="auto")
+    ours = {} if given else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert os.environ == before | ours
 
 
 def test_a_class_with_code_of_its_own_is_left_to_transformers(save_folder: SaveFolder) -> None:

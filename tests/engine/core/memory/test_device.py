@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,13 @@ import torch
 
 from penstock.engine.core.host import available_memory
 from penstock.engine.core.memory import device
-from penstock.engine.core.memory.device import DeviceMemory, ForwardClock, is_out_of_memory, resolve_device
+from penstock.engine.core.memory.device import (
+    DeviceMemory,
+    ForwardClock,
+    is_out_of_memory,
+    multiply_exactly,
+    resolve_device,
+)
 from penstock.engine.core.runner import ForwardTime
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
@@ -106,6 +113,23 @@ def test_a_gpu_is_timed_by_itself_and_has_one_forward_under_way(monkeypatch: pyt
     assert clock.take() == []
 
 
+def test_products_on_cuda_are_added_up_in_float32() -> None:
+    products = torch.backends.cuda.matmul
+    before = products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = True
+        multiply_exactly()
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not products.allow_tf32
+        assert not products.allow_bf16_reduced_precision_reduction
+        assert not products.allow_fp16_reduced_precision_reduction
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = before
+
+
 def test_errors_of_memory_are_told_from_others() -> None:
     with pytest.raises(RuntimeError) as error:
         torch.empty(1 << 50)
@@ -150,7 +174,11 @@ def test_what_auto_stands_for(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    # The emulation that every device has does not count.
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bf16
+    )
     assert resolve_device(EngineConfig(model="m", device=chosen, dtype=dtype)) == expected
 
 
