@@ -11,20 +11,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.gated import GateActivation
+
 from ..protocol.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationFunction:
-    """An activation and the name under which oneDNN can fuse it into a product.
+    """An activation and the names under which others can fuse it.
 
     Attributes:
         apply: The function itself.
         fused: (attribute, algorithm) of torch.ops.mkldnn._linear_pointwise; None where it has none.
+        gate: Its name in kernels/gated; None where it is not there.
     """
 
     apply: Callable[[Tensor], Tensor]
     fused: tuple[str, str] | None = None
+    gate: GateActivation | None = None
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -37,9 +41,9 @@ def _squared_relu(x: Tensor) -> Tensor:
     return torch.square(F.relu(x))
 
 
-_EXACT_GELU: Final = ActivationFunction(F.gelu, ("gelu", "none"))
-_TANH_GELU: Final = ActivationFunction(partial(F.gelu, approximate="tanh"), ("gelu", "tanh"))
-_SILU: Final = ActivationFunction(F.silu, ("swish", ""))
+_EXACT_GELU: Final = ActivationFunction(F.gelu, ("gelu", "none"), "gelu")
+_TANH_GELU: Final = ActivationFunction(partial(F.gelu, approximate="tanh"), ("gelu", "tanh"), "gelu_tanh")
+_SILU: Final = ActivationFunction(F.silu, ("swish", ""), "silu")
 
 _ACTIVATIONS: Final[dict[str, ActivationFunction]] = {
     "gelu": _EXACT_GELU,

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.norm import Embeddings, embed_norm
+
 from .norm import LayerNorm
 from .weights import Weights
 
@@ -17,7 +19,7 @@ class BertEmbedding:
     """LayerNorm(word[id] + position[p] + type[y]).
 
     Position and type rows are summed once at load into one table [Y * P, E], so that a token costs two gathers. The
-    table and the sum are float32; only the result is cast.
+    table and the sum are float32; only the result is cast. Fused, all of it is one kernel.
 
     Args:
         weights: View of the embeddings of the checkpoint.
@@ -40,6 +42,8 @@ class BertEmbedding:
         self.num_positions = num_positions
         self.num_token_types = num_token_types
         self.norm = LayerNorm.load(weights, "LayerNorm", size, eps, dtype=torch.float32)
+        self._tables = Embeddings(self.word_VE, table, num_positions)
+        self._is_fused = self.norm.backend == "triton"
 
     def places(self, positions_T: Tensor, token_type_ids_T: Tensor | None) -> Tensor:
         """Returns the rows of `position_type_QE`, [T]. Token types are ignored by models that have only one."""
@@ -49,6 +53,16 @@ class BertEmbedding:
 
     def __call__(self, input_ids_T: Tensor, positions_T: Tensor, token_type_ids_T: Tensor | None) -> Tensor:
         """Returns [T, E] in the type of the model."""
+        if self._is_fused:
+            return embed_norm(
+                input_ids_T,
+                self._tables,
+                self.norm.norm,
+                positions=positions_T,
+                token_type_ids=token_type_ids_T if self.num_token_types > 1 else None,
+                out_dtype=self.word_VE.dtype,
+                backend="triton",
+            )
         rows_T = self.places(positions_T, token_type_ids_T)
         sum_TE = F.embedding(rows_T, self.position_type_QE).add_(F.embedding(input_ids_T, self.word_VE))
         normed_TE: Tensor = self.norm(sum_TE).to(self.word_VE.dtype)

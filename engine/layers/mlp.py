@@ -61,7 +61,8 @@ class GatedMlp:
         weight_2ID = torch.cat([weights.tensor(f"{name}.weight", rows, size) for name in names])
         bias_2I = torch.cat([weights.tensor(f"{name}.bias", rows) for name in names]) if bias else None
         return cls(
-            GatedLinear(weight_2ID, bias_2I, activation), Linear.load(weights, down, inner_size, size, bias=bias)
+            GatedLinear(weight_2ID, bias_2I, activation, fusion=weights.fusion),
+            Linear.load(weights, down, inner_size, size, bias=bias),
         )
 
     def __call__(self, x_RD: Tensor, *, add: Tensor | None = None) -> Tensor:

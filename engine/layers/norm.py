@@ -1,5 +1,7 @@
 """Layer and root-mean-square normalisation. Statistics are taken in float32 whatever the type of the input.
 
+Of a sum with a residual they are computed by kernels/norm, in one pass over memory.
+
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467).
 """
 
@@ -9,21 +11,52 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.norm import MAX_TRITON_WIDTH, Backend, Norm, add_norm
+
+from .fusion import Fusion
 from .weights import Weights
 
 
-class LayerNorm:
+class SumNorm:
+    """What both norms have: the norm of a sum, by kernels/norm.
+
+    Attributes:
+        norm: What rows are normalised by.
+        backend: Of the kernels.
+    """
+
+    __slots__ = ("backend", "norm")
+
+    def __init__(self, norm: Norm, fusion: Fusion) -> None:
+        self.norm = norm
+        is_fused = fusion is Fusion.FUSED and norm.weight.shape[-1] <= MAX_TRITON_WIDTH
+        self.backend: Backend = "triton" if is_fused else "torch"
+
+    def of_sum(self, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
+        """Normalises the rows of x + residual, [T, D] each; the result has the type of x."""
+        return add_norm(x_TD, self.norm, residual=residual_TD, backend=self.backend)[0]
+
+    def with_sum(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """As `of_sum`; returns the sum too, in the type of the residual."""
+        normed_TD, sum_TD = add_norm(x_TD, self.norm, residual=residual_TD, return_sum=True, backend=self.backend)
+        assert sum_TD is not None
+        return normed_TD, sum_TD
+
+
+class LayerNorm(SumNorm):
     """y = (x - mean) / sqrt(var + eps) * w + b over the last axis.
 
     Args:
         weight_D: [D]. float32 on the CPU, where the kernel takes it with any input; the input's type on CUDA.
         bias_D: [D] or None.
         eps: Added to the variance.
+        fusion: See there.
     """
 
     __slots__ = ("_bias_D", "_eps", "_shape", "_weight_D")
 
-    def __init__(self, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> None:
+    def __init__(self, weight_D: Tensor, bias_D: Tensor | None, eps: float, *, fusion: Fusion = Fusion.NONE) -> None:
+        super().__init__(Norm("layer", weight_D, bias_D, eps), fusion)
         self._weight_D = weight_D
         self._bias_D = bias_D
         self._eps = eps
@@ -44,28 +77,39 @@ class LayerNorm:
         scope = weights.scope(name)
         dtype = torch.float32 if weights.device.type == "cpu" else dtype
         weight_D = scope.tensor("weight", size, dtype=dtype)
-        return cls(weight_D, scope.tensor("bias", size, dtype=dtype) if bias else None, eps)
+        bias_D = scope.tensor("bias", size, dtype=dtype) if bias else None
+        return cls(weight_D, bias_D, eps, fusion=weights.fusion)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Normalises the rows of [T, D]; the result has the type of the input."""
         return F.layer_norm(x_TD, self._shape, self._weight_D, self._bias_D, self._eps)
 
 
-class RmsNorm:
+class RmsNorm(SumNorm):
     """y = x / sqrt(mean(x^2) + eps) * w over the last axis, in float32 and rounded once at the end.
 
     Args:
         weight: [D], or [H, D] for a weight that differs between heads; float32.
         eps: Added to the mean.
         fused_dtype: Type of the inputs for which torch's own kernel keeps the weight exactly; None where there is none.
+        fusion: With FUSED, kernels/norm has rows [T, D] without a residual too.
     """
 
-    __slots__ = ("_eps", "_fused_D", "_size", "_weight")
+    __slots__ = ("_eps", "_fused_D", "_has_kernel", "_size", "_weight")
 
-    def __init__(self, weight: Tensor, eps: float, *, fused_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        eps: float,
+        *,
+        fused_dtype: torch.dtype | None = None,
+        fusion: Fusion = Fusion.NONE,
+    ) -> None:
         self._weight = weight
         self._eps = eps
         self._size = weight.shape[-1]
+        super().__init__(Norm("rms", weight, None, eps), fusion)
+        self._has_kernel = self.backend == "triton" and weight.dim() == 1
         # On a CPU torch has no kernel for it and takes twice as long as the lines below.
         is_fused = weight.device.type == "cuda" and weight.dim() == 1 and fused_dtype is not None
         self._fused_D = weight.to(fused_dtype) if is_fused else None
@@ -77,7 +121,7 @@ class RmsNorm:
         if offset:
             weight_D += offset
         is_exact = not offset or weights.dtype == torch.float32
-        return cls(weight_D, eps, fused_dtype=weights.dtype if is_exact else None)
+        return cls(weight_D, eps, fused_dtype=weights.dtype if is_exact else None, fusion=weights.fusion)
 
     @classmethod
     def load_heads(
@@ -92,6 +136,8 @@ class RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalises the last axis; the result is new and has the type of the input."""
+        if self._has_kernel:
+            return add_norm(x, self.norm, backend="triton")[0]
         if self._fused_D is not None:
             return F.rms_norm(x, (self._size,), self._fused_D, self._eps)
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.views import TensorSource, WeightView
+from .fusion import Fusion
 
 
 def are_finite(values: Tensor) -> bool:
@@ -27,12 +28,14 @@ class Weights(WeightView[Tensor]):
         dtype: Type that model weights are cast to.
         device: Where they go.
         prefix: Put before every name, such as "bert.encoder.".
+        fusion: How far the layers that are made of it go into each other's kernels.
     """
 
     source: TensorSource[Tensor]
     dtype: torch.dtype
     device: torch.device
     prefix: str = ""
+    fusion: Fusion = Fusion.NONE
 
     are_finite = staticmethod(are_finite)
 

@@ -20,6 +20,7 @@ from ...checkpoint.array_file import Array
 from ...checkpoint.files import WEIGHT_FILES, Checkpoint, TensorFile, indexed_files, open_checkpoint
 from ...checkpoint.views import ArrayWeights
 from ...layers.dense import Dense
+from ...layers.fusion import Fusion
 from ...layers.rows import limit_kept_kernels
 from ...layers.weights import Weights
 from ...model_files.registry import has_own_code
@@ -42,13 +43,20 @@ _DTYPES: Final = {
 }  # what stands beside products in int8
 
 
-def load_model(info: ModelInfo, *, trust_remote_code: bool = False, machine: Machine | None = None) -> PackedModel:
+def load_model(
+    info: ModelInfo,
+    *,
+    trust_remote_code: bool = False,
+    machine: Machine | None = None,
+    fusion: Fusion | None = None,
+) -> PackedModel:
     """Loads the model that `info` describes, prepared for its device and dtype.
 
     Args:
         info: The resolved model.
         trust_remote_code: Let transformers run code that comes with a model that has no native family.
         machine: The native kernels, on a CPU; None leaves all to torch.
+        fusion: How far layers go into each other's kernels; None takes what is best on the device.
 
     Raises:
         UnsupportedModelError: The architecture, or an option of it, is not known.
@@ -65,7 +73,7 @@ def load_model(info: ModelInfo, *, trust_remote_code: bool = False, machine: Mac
     device = torch.device(info.device)
     reader = None if machine is None else find_reader(info)
     with open_checkpoint(Path(info.path), open_tensors) as checkpoint, torch.no_grad():
-        weights = Weights(checkpoint, torch_dtype(info.dtype), device)
+        weights = Weights(checkpoint, torch_dtype(info.dtype), device, fusion=fusion or Fusion.of_device(device))
         if machine is not None and reader is not None:
             arrays = ArrayWeights(_Arrays(checkpoint))
             model: PackedModel = NativeKernelsModel(ArrayEncoder(info, reader, arrays, machine))

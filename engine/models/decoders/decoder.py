@@ -17,9 +17,11 @@ from torch import Tensor
 
 from ...layers.attention.decoder import AttentionSpec, DecoderAttention, DecoderPlan
 from ...layers.attention.rotary import RotaryEmbedding, Rotation
+from ...layers.fusion import Fusion
 from ...layers.linear import Linear
 from ...layers.mlp import GatedMlp
 from ...layers.norm import RmsNorm
+from ...layers.residual import Residual
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...native.decoders.config import DecoderConfig
@@ -70,15 +72,20 @@ class DecoderLayer:
         )
         self.post_norms = [_load_norm(weights, name, config) for name in config.post_norms]
 
-    def __call__(self, hidden_RD: Tensor, rows: Rows, plan: DecoderPlan, rotation: Rotation) -> Tensor:
+    def __call__(self, stream: Residual, rows: Rows, plan: DecoderPlan, rotation: Rotation) -> Residual:
         """Returns the next hidden states."""
-        attended_RA = self.attention(self.attention_norm(hidden_RD), rows, plan, rotation)
+        x_RD, stream = stream.normed_and_sum(self.attention_norm)
+        return self.after_attention(self.attention(x_RD, rows, plan, rotation), stream)
+
+    def after_attention(self, attended_RA: Tensor, stream: Residual) -> Residual:
+        """Returns the next hidden states, of what attention gives [R, A]; looks at no border."""
         if not self.post_norms:
-            hidden_RD = self.attention_out(attended_RA, add=hidden_RD)
-            return self.mlp(self.mlp_norm(hidden_RD), add=hidden_RD)
+            x_RD, stream = stream.plus(self.attention_out, attended_RA).normed_and_sum(self.mlp_norm)
+            return stream.plus(self.mlp, x_RD)
         after_attention, after_mlp = self.post_norms
-        hidden_RD = after_attention(self.attention_out(attended_RA)).add_(hidden_RD)
-        return after_mlp(self.mlp(self.mlp_norm(hidden_RD))).add_(hidden_RD)
+        stream = stream.plus_normed(after_attention, self.attention_out(attended_RA))
+        x_RD, stream = stream.normed_and_sum(self.mlp_norm)
+        return stream.plus_normed(after_mlp, self.mlp(x_RD))
 
 
 class DecoderModel(NativeModel):
@@ -100,6 +107,7 @@ class DecoderModel(NativeModel):
         ]
         self.layer_of_type = {layer.type: layer for layer in self.layers}
         self.final_norm = _load_norm(base, "norm", config)
+        self.is_fused = weights.fusion is Fusion.FUSED
         self.rotary = {t: RotaryEmbedding(config.rope(t), weights.device) for t in sorted(self.layer_of_type)}
         if info.is_causal:
             self.cache_spec = CacheSpec(
@@ -114,14 +122,14 @@ class DecoderModel(NativeModel):
         rows = Rows.of(batch)
         plans = {layer_type: layer.attention.plan(rows) for layer_type, layer in self.layer_of_type.items()}
         rotations = {layer_type: rotary(batch) for layer_type, rotary in self.rotary.items()}
-        hidden_RD = layer_input_RD = F.embedding(rows.input_ids, self.embedding_VD)
+        stream = layer_input = Residual(F.embedding(rows.input_ids, self.embedding_VD), is_fused=self.is_fused)
         for layer in self.layers:
-            layer_input_RD, hidden_RD = hidden_RD, layer(hidden_RD, rows, plans[layer.type], rotations[layer.type])
+            layer_input, stream = stream, layer(stream, rows, plans[layer.type], rotations[layer.type])
         weights_TH = None
         if need_attention:
             last = self.layers[-1]
-            weights_TH = last.attention.end_weights(last.attention_norm(layer_input_RD), rows, rotations[last.type])
-        return ModelOutput(hidden_states=self.final_norm(rows.trim(hidden_RD)), attention_weights=weights_TH)
+            weights_TH = last.attention.end_weights(layer_input.normed(last.attention_norm), rows, rotations[last.type])
+        return ModelOutput(hidden_states=stream.trim(rows).normed(self.final_norm), attention_weights=weights_TH)
 
 
 def _load_norm(weights: Weights, name: str, config: DecoderConfig) -> RmsNorm:

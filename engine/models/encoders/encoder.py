@@ -15,8 +15,10 @@ from penstock.kernels.attention import AttentionPlan
 
 from ...layers.attention.encoder import SelfAttention
 from ...layers.embedding import BertEmbedding, padding_aware_positions
+from ...layers.fusion import Fusion
 from ...layers.linear import Linear
 from ...layers.norm import LayerNorm
+from ...layers.residual import Residual
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...native.encoder_configs import BlockNames, EncoderConfig
@@ -39,6 +41,7 @@ class PostNormBlock:
         mlp_in: D to I, with its activation.
         mlp_out: I to D.
         mlp_norm: After the second sum.
+        is_fused: Whether the norms make the sums.
     """
 
     attention: SelfAttention
@@ -47,6 +50,7 @@ class PostNormBlock:
     mlp_in: Linear
     mlp_out: Linear
     mlp_norm: LayerNorm
+    is_fused: bool
 
     @classmethod
     def load(cls, weights: Weights, names: BlockNames, config: EncoderConfig) -> PostNormBlock:
@@ -59,14 +63,23 @@ class PostNormBlock:
             mlp_in=Linear.load(weights, names.mlp_in, D, I, activation=config.hidden_act),
             mlp_out=Linear.load(weights, names.mlp_out, I, D),
             mlp_norm=LayerNorm.load(weights, names.mlp_norm, D, eps),
+            is_fused=weights.fusion is Fusion.FUSED,
         )
 
     def __call__(self, hidden_RD: Tensor, rows: Rows, plan: AttentionPlan, relative_bias: Tensor | None) -> Tensor:
         """Returns the next hidden states."""
         attended_RD = self.attention(hidden_RD, rows, plan, relative_bias=relative_bias)
-        hidden_RD = self.attention_norm(self.attention_out(attended_RD, add=hidden_RD))
-        inner_RI = self.mlp_in(hidden_RD)
-        return self.mlp_norm(self.mlp_out(inner_RI, add=hidden_RD))
+        return self.after_attention(attended_RD, hidden_RD)
+
+    def after_attention(self, attended_RD: Tensor, hidden_RD: Tensor) -> Tensor:
+        """Returns the next hidden states: all of the block between two attentions, which looks at no border.
+
+        Without fusion it is torch's operations alone, and torch.compile takes it whole.
+        """
+        stream = Residual(hidden_RD, is_fused=self.is_fused).plus(self.attention_out, attended_RD)
+        hidden_RD = stream.normed(self.attention_norm)
+        stream = Residual(hidden_RD, is_fused=self.is_fused).plus(self.mlp_out, self.mlp_in(hidden_RD))
+        return stream.normed(self.mlp_norm)
 
 
 class PostNormEncoder(NativeModel):

@@ -15,12 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan
+from penstock.kernels.norm import Embeddings, embed_norm
 
 from ...layers.attention.encoder import SelfAttention
 from ...layers.attention.rotary import RotaryEmbedding, Rotation
+from ...layers.fusion import Fusion
 from ...layers.linear import Linear
 from ...layers.mlp import GatedMlp
 from ...layers.norm import LayerNorm
+from ...layers.residual import Residual
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...native.modernbert import LOCAL, ModernBertConfig, rope_theta
@@ -39,7 +42,7 @@ class ModernBertLayer:
         D = config.hidden_size
         self.type = config.types[index]
         reach = config.local_attention // 2
-        self.attention_norm = _load_norm(weights, "attn_norm", config) if index else _unchanged
+        self.attention_norm = _load_norm(weights, "attn_norm", config) if index else None
         self.attention = SelfAttention.load(
             weights,
             ("attn.Wqkv",),
@@ -60,11 +63,23 @@ class ModernBertLayer:
             bias=config.mlp_bias,
         )
 
-    def __call__(self, hidden_RD: Tensor, rows: Rows, plan: AttentionPlan, rotation: Rotation) -> Tensor:
+    def __call__(self, stream: Residual, rows: Rows, plan: AttentionPlan, rotation: Rotation) -> Residual:
         """Returns the next hidden states."""
-        attended_RD = self.attention(self.attention_norm(hidden_RD), rows, plan, rotation=rotation)
-        hidden_RD = self.attention_out(attended_RD, add=hidden_RD)
-        return self.mlp(self.mlp_norm(hidden_RD), add=hidden_RD)
+        x_RD, stream = self.attention_input(stream)
+        attended_RD = self.attention(x_RD, rows, plan, rotation=rotation)
+        return self.after_attention(attended_RD, stream)
+
+    def attention_input(self, stream: Residual) -> tuple[Tensor, Residual]:
+        """Returns what attention reads [R, D], and the hidden states beside it."""
+        if self.attention_norm is None:
+            return stream.hidden, stream
+        return stream.normed_and_sum(self.attention_norm)
+
+    def after_attention(self, attended_RD: Tensor, stream: Residual) -> Residual:
+        """Returns the next hidden states, of what attention gives [R, D]; looks at no border."""
+        stream = stream.plus(self.attention_out, attended_RD)
+        x_RD, stream = stream.normed_and_sum(self.mlp_norm)
+        return stream.plus(self.mlp, x_RD)
 
 
 class ModernBertModel(NativeModel):
@@ -84,6 +99,7 @@ class ModernBertModel(NativeModel):
         self.layers = [ModernBertLayer(base.scope(f"layers.{i}"), config, i) for i in range(config.num_hidden_layers)]
         self.layer_of_type = {layer.type: layer for layer in self.layers}
         self.final_norm = _load_norm(base, "final_norm", config)
+        self.is_fused = weights.fusion is Fusion.FUSED
         self.rotary = {layer_type: RotaryEmbedding(rope, base.device) for layer_type, rope in ropes.items()}
         if info.kind is not ModelKind.EMBEDDING:
             self.set_head(info.kind, ModernBertHead(weights, config, info.num_labels))
@@ -93,16 +109,25 @@ class ModernBertModel(NativeModel):
         rows = Rows.of(batch)
         plans = {layer_type: layer.attention.plan(rows) for layer_type, layer in self.layer_of_type.items()}
         rotations = {layer_type: rotary(batch) for layer_type, rotary in self.rotary.items()}
-        hidden_RD = layer_input_RD = self.embedding_norm(F.embedding(rows.input_ids, self.embedding_VD))
+        stream = layer_input = Residual(self.embed(rows), is_fused=self.is_fused)
         for layer in self.layers:
-            layer_input_RD, hidden_RD = hidden_RD, layer(hidden_RD, rows, plans[layer.type], rotations[layer.type])
+            layer_input, stream = stream, layer(stream, rows, plans[layer.type], rotations[layer.type])
         attention_TH = None
         if need_attention:
             last = self.layers[-1]
-            attention_TH = last.attention.first_token_weights(
-                last.attention_norm(layer_input_RD), rows, rotation=rotations[last.type]
+            x_RD, _ = last.attention_input(layer_input)
+            attention_TH = last.attention.first_token_weights(x_RD, rows, rotation=rotations[last.type])
+        return ModelOutput(hidden_states=rows.trim(stream.normed(self.final_norm)), attention_weights=attention_TH)
+
+    def embed(self, rows: Rows) -> Tensor:
+        """Returns the first hidden states [R, D]."""
+        norm = self.embedding_norm
+        if norm.backend == "triton":
+            tables = Embeddings(self.embedding_VD)
+            return embed_norm(
+                rows.input_ids, tables, norm.norm, out_dtype=self.embedding_VD.dtype, backend=norm.backend
             )
-        return ModelOutput(hidden_states=rows.trim(self.final_norm(hidden_RD)), attention_weights=attention_TH)
+        return norm(F.embedding(rows.input_ids, self.embedding_VD))
 
 
 class ModernBertHead:
@@ -119,10 +144,6 @@ class ModernBertHead:
     def __call__(self, x_ND: Tensor) -> Tensor:
         """Returns [N, num_labels]."""
         return self.classifier(self.norm(self.dense(x_ND)))
-
-
-def _unchanged(hidden_RD: Tensor) -> Tensor:
-    return hidden_RD
 
 
 def _load_norm(weights: Weights, name: str, config: ModernBertConfig, *, dtype: torch.dtype | None = None) -> LayerNorm:

@@ -1,0 +1,127 @@
+"""Normalisation of rows together with what comes before it: the sum with a residual, or the look-up of embeddings.
+
+Statistics, sums and products are float32 whatever the tensors are, and every result is rounded once.
+Sources: Ba et al., Layer Normalization (arXiv 1607.06450); Zhang and Sennrich, Root Mean Square Layer Normalization
+(arXiv 1910.07467).
+"""
+
+import torch
+from torch import Tensor
+
+from .._packed import FLOAT_DTYPES, Backend, choose, describe
+from ._reference import Embeddings, Norm, NormKind, embed_norm_reference, norm_reference
+from ._torch import embed_norm_torch, norm_torch
+
+__all__ = ["MAX_TRITON_WIDTH", "Backend", "Embeddings", "Norm", "NormKind", "add_norm", "embed_norm"]
+
+# One program holds a whole row.
+MAX_TRITON_WIDTH = 8192
+
+
+def add_norm(
+    x: Tensor,
+    norm: Norm,
+    *,
+    residual: Tensor | None = None,
+    x_bias: Tensor | None = None,
+    return_sum: bool = False,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Normalises the rows of s = x + x_bias + residual in one pass over memory.
+
+        layer   (s - mean(s)) / sqrt(var(s) + eps) * weight + bias
+        rms     s / sqrt(mean(s^2) + eps) * weight + bias
+
+    The sum is not rounded before it is normalised. A row's result does not depend on the other rows. Every backend is
+    held to the reference within 1e-5 of the largest value for float32, and 1e-2 otherwise.
+
+    Args:
+        x: [T, D], float32/bfloat16/float16, last axis contiguous. Not modified.
+        norm: Kind, weight and bias; see there.
+        residual: [T, D], any of these types, last axis contiguous; may be wider than `x`. Not modified. None for 0.
+        x_bias: [D], any of these types: that of the product which gave x, where it was left out. None for 0.
+        return_sum: Whether the sum is wanted too.
+        backend: None takes "triton" for CUDA tensors where it is installed (and D <= 8192), else "torch".
+
+    Returns:
+        The normed rows [T, D], type of x; and the sum [T, D], type of `residual` (of x where that is None), or None.
+
+    Raises:
+        ValueError: Shapes, types or strides do not fit together; the message says which.
+    """
+    width = norm.weight.shape[0]
+    if x.dim() != 2 or x.shape[1] != width or x.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"x must be [T, {width}] float32, bfloat16 or float16, got {describe(x)}")
+    if residual is not None and (residual.shape != x.shape or residual.dtype not in FLOAT_DTYPES):
+        raise ValueError(f"residual must be {list(x.shape)} float32, bfloat16 or float16, got {describe(residual)}")
+    if x_bias is not None and x_bias.shape != (width,):
+        raise ValueError(f"x_bias must be [{width}], got {describe(x_bias)}")
+    if x.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
+        raise ValueError("the last axis of x and residual must be contiguous")
+    if backend is None and width > MAX_TRITON_WIDTH:
+        backend = "torch"
+    backend = choose(backend, x)
+    if backend == "triton":
+        from ._triton import norm_triton
+
+        return norm_triton(x, norm, residual, x_bias, return_sum)
+    run = norm_torch if backend == "torch" else norm_reference
+    return run(x, norm, residual, x_bias, return_sum)
+
+
+def embed_norm(
+    input_ids: Tensor,
+    tables: Embeddings,
+    norm: Norm,
+    *,
+    positions: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    out_dtype: torch.dtype,
+    backend: Backend | None = None,
+) -> Tensor:
+    """Looks up rows, adds them in float32 and normalises the sum: the first rows of an encoder, in one kernel.
+
+    s = word[id] + place[position + type * num_positions], then as `add_norm`. A NaN in a row of a table reaches the
+    tokens alone that look it up.
+
+    Args:
+        input_ids: [T], int64 or int32. On CUDA neither these values nor the places are checked: that would cost a
+            device-to-host copy.
+        tables: The rows that are looked up; see there.
+        norm: Kind, weight and bias.
+        positions: [T], type of `input_ids`; None where there is no table of places.
+        token_type_ids: As `positions`; None for 0.
+        out_dtype: float32, bfloat16 or float16.
+        backend: As for `add_norm`.
+
+    Returns:
+        [T, D], `out_dtype`.
+
+    Raises:
+        ValueError: Shapes or types do not fit together; the message says which.
+        IndexError: On CPU: a row does not exist.
+    """
+    width = norm.weight.shape[0]
+    for name, table in (("word", tables.word), ("place", tables.place)):
+        if table is not None and (table.dim() != 2 or table.shape[1] != width or not table.is_contiguous()):
+            raise ValueError(f"the {name} table must be [rows, {width}] and contiguous, got {describe(table)}")
+    if (positions is None) != (tables.place is None):
+        raise ValueError("positions go with a table of places, and that with them")
+    if token_type_ids is not None and positions is None:
+        raise ValueError("token_type_ids go with positions")
+    if input_ids.dim() != 1 or input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ids must be int64 or int32 [T], got {describe(input_ids)}")
+    for name, index in (("positions", positions), ("token_type_ids", token_type_ids)):
+        if index is not None and (index.shape != input_ids.shape or index.dtype not in (torch.int64, torch.int32)):
+            raise ValueError(f"{name} must be int64 or int32 {list(input_ids.shape)}, got {describe(index)}")
+    if out_dtype not in FLOAT_DTYPES:
+        raise ValueError(f"out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
+    if backend is None and width > MAX_TRITON_WIDTH:
+        backend = "torch"
+    backend = choose(backend, tables.word)
+    if backend == "triton":
+        from ._triton import embed_norm_triton
+
+        return embed_norm_triton(input_ids, tables, norm, positions, token_type_ids, out_dtype)
+    run = embed_norm_torch if backend == "torch" else embed_norm_reference
+    return run(input_ids, tables, norm, positions, token_type_ids, out_dtype)

@@ -1,0 +1,85 @@
+"""kernels/gated: the reference against torch's activations, and every backend against the reference."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from penstock.kernels.gated import GATE_ACTIVATIONS, Backend, GateActivation, gated
+
+from .assertions import assert_close
+from .marks import dtypes
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+FUNCTIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+activations = pytest.mark.parametrize("activation", GATE_ACTIVATIONS)
+
+
+@activations
+def test_the_reference_equals_torch(activation: GateActivation) -> None:
+    x = torch.cat([torch.linspace(-30, 30, 1001)[:, None], torch.full((1001, 1), 2.0)], dim=1)
+    expected = 2 * FUNCTIONS[activation](x[:, :1].double())
+    assert_close("gated", expected, gated(x, activation, backend="reference"), 1e-6)
+
+
+@dtypes
+@activations
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (5, 63), (33, 80), (7, 1152), (3, 3000)])
+def test_backend_equals_reference(
+    place: tuple[Backend, torch.device], activation: GateActivation, num_rows: int, width: int, dtype: torch.dtype
+) -> None:
+    backend, device = place
+    generator = torch.Generator().manual_seed(width)
+    x = (3 * torch.randn(num_rows, 2 * width + 16, generator=generator)).to(dtype).to(device)[:, : 2 * width]
+    kept = x.clone()
+    actual = gated(x, activation, backend=backend)
+    assert actual.dtype == dtype
+    expected = gated(x, activation, backend="reference")
+    assert_close("gated", expected, actual, TOLERANCE[dtype], scale=max(1.0, expected.abs().max().item()))
+    assert torch.equal(x, kept)
+
+
+@activations
+def test_large_gates_and_rows_with_nan(place: tuple[Backend, torch.device], activation: GateActivation) -> None:
+    backend, device = place
+    gates = torch.tensor([-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4, float("nan")])
+    x = torch.stack([gates, torch.ones(8)], dim=1).to(device)
+    actual = gated(x, activation, backend=backend).flatten().cpu()
+    assert torch.equal(actual[4:7], gates[4:7])
+    assert (actual[:4].abs() < 1e-6).all()
+    assert actual[7].isnan()
+
+
+def test_no_rows(place: tuple[Backend, torch.device]) -> None:
+    backend, device = place
+    assert gated(torch.ones(0, 10, device=device), "silu", backend=backend).shape == (0, 5)
+
+
+@pytest.mark.gpu
+def test_places_beyond_two_to_the_31() -> None:
+    width = 1024
+    num_rows = 2**31 // (2 * width) + 5
+    if torch.cuda.mem_get_info()[0] < 3 * 2 * num_rows * width * 2:
+        pytest.skip("needs 13 GB of free memory")
+    x = torch.zeros(num_rows, 2 * width, dtype=torch.bfloat16, device="cuda")
+    x[-7:] = torch.randn(7, 2 * width, generator=torch.Generator().manual_seed(0)).to(x)
+    actual = gated(x, "silu", backend="triton")[-7:]
+    assert_close("gated", gated(x[-7:], "silu", backend="reference"), actual, 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation": "relu"}, "activation must be one of"),
+        ({"x": torch.ones(3, 7)}, r"x must be \[T, 2 \* I\]"),
+        ({"x": torch.ones(3, 8).long()}, "got torch.int64"),
+        ({"x": torch.ones(8, 4).T}, "last axis of x must be contiguous"),
+        ({"backend": "cuda"}, "backend must be one of"),
+    ],
+)
+def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"x": torch.ones(3, 8), "activation": "silu"}
+    with pytest.raises(ValueError, match=message):
+        gated(**(arguments | changes))

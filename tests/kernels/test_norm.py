@@ -1,0 +1,244 @@
+"""kernels/norm: the reference against formulas, every backend against the reference, and rows by themselves."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.norm import Backend, Embeddings, Norm, NormKind, add_norm, embed_norm
+
+from .assertions import assert_close
+from .marks import dtypes
+
+# As the docstring of add_norm says.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+SIZES = [(1, 1), (1, 384), (3, 63), (17, 65), (33, 384), (5, 1000), (2, 4096), (3, 5000), (2, 8192)]
+
+kinds = pytest.mark.parametrize("kind", ["layer", "rms"])
+sizes = pytest.mark.parametrize(("num_rows", "width"), SIZES)
+
+
+def make_norm(kind: NormKind, width: int, dtype: torch.dtype, device: torch.device, *, bias: bool = True) -> Norm:
+    generator = torch.Generator().manual_seed(width)
+    weight, shift = (torch.randn(width, generator=generator).to(dtype).to(device) for _ in range(2))
+    return Norm(kind, weight, shift if bias else None, 1e-5)
+
+
+def random_rows(num_rows: int, width: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    """Rows with a mean, as columns of something wider."""
+    generator = torch.Generator().manual_seed(num_rows * 10_000 + width + seed)
+    wide = torch.randn(num_rows, width + 16, generator=generator) + 3 * torch.randn(num_rows, 1, generator=generator)
+    return wide.to(dtype).to(device)[:, :width]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@kinds
+def test_the_reference_equals_the_formula(kind: NormKind, bias: bool) -> None:
+    cpu = torch.device("cpu")
+    norm = make_norm(kind, 7, torch.float32, cpu, bias=bias)
+    x, residual, x_bias = (random_rows(2, 7, torch.float32, cpu, seed) for seed in range(3))
+    normed, sum_ = add_norm(x, norm, residual=residual, x_bias=x_bias[0], return_sum=True, backend="reference")
+    assert sum_ is not None
+    for row, normed_row, sum_row in zip((x + residual + x_bias[0]).tolist(), normed, sum_, strict=True):
+        mean = sum(row) / 7 if kind == "layer" else 0.0
+        scale = math.sqrt(sum((value - mean) ** 2 for value in row) / 7 + norm.eps)
+        shift = norm.bias.tolist() if norm.bias is not None else [0.0] * 7
+        expected = [(v - mean) / scale * w + b for v, w, b in zip(row, norm.weight.tolist(), shift, strict=True)]
+        assert normed_row.tolist() == pytest.approx(expected, abs=1e-5)
+        assert sum_row.tolist() == pytest.approx(row, abs=1e-6)
+
+
+@dtypes
+@kinds
+@sizes
+def test_backend_equals_reference(
+    place: tuple[Backend, torch.device], kind: NormKind, num_rows: int, width: int, dtype: torch.dtype
+) -> None:
+    backend, device = place
+    x, residual = (random_rows(num_rows, width, dtype, device, seed) for seed in range(2))
+    kept = x.clone(), residual.clone()
+    options = {"norm": make_norm(kind, width, dtype, device), "residual": residual, "return_sum": True}
+    expected, expected_sum = add_norm(x, **options, backend="reference")
+    normed, sum_ = add_norm(x, **options, backend=backend)
+    assert expected_sum is not None
+    assert sum_ is not None
+    assert (normed.dtype, sum_.dtype) == (dtype, dtype)
+    assert_close("normed", expected, normed, TOLERANCE[dtype])
+    assert_close("sum", expected_sum, sum_, TOLERANCE[dtype])
+    assert torch.equal(x, kept[0])
+    assert torch.equal(residual, kept[1])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("x_bias", [True, False])
+@pytest.mark.parametrize("return_sum", [True, False])
+@kinds
+def test_every_term_may_be_left_out(
+    place: tuple[Backend, torch.device], kind: NormKind, bias: bool, residual: bool, x_bias: bool, return_sum: bool
+) -> None:
+    backend, device = place
+    x, other, third = (random_rows(6, 65, torch.float32, device, seed) for seed in range(3))
+    options: dict[str, Any] = {
+        "norm": make_norm(kind, 65, torch.float32, device, bias=bias),
+        "residual": other if residual else None,
+        "x_bias": third[0].contiguous() if x_bias else None,
+        "return_sum": return_sum,
+    }
+    expected, expected_sum = add_norm(x, **options, backend="reference")
+    normed, sum_ = add_norm(x, **options, backend=backend)
+    assert_close("normed", expected, normed, 1e-5)
+    assert (sum_ is not None) == return_sum
+    if sum_ is not None and expected_sum is not None:
+        assert_close("sum", expected_sum, sum_, 1e-5)
+
+
+def test_the_sum_has_the_type_of_the_residual(place: tuple[Backend, torch.device]) -> None:
+    backend, device = place
+    x = random_rows(5, 63, torch.bfloat16, device)
+    residual = random_rows(5, 63, torch.float32, device)
+    normed, sum_ = add_norm(
+        x, make_norm("rms", 63, torch.float32, device), residual=residual, return_sum=True, backend=backend
+    )
+    assert sum_ is not None
+    assert (normed.dtype, sum_.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(sum_, x.float() + residual)
+
+
+def test_rows_do_not_depend_on_each_other(place: tuple[Backend, torch.device]) -> None:
+    backend, device = place
+    norm = make_norm("layer", 200, torch.float32, device)
+    x = random_rows(21, 200, torch.float32, device)
+    x[4] = float("nan")
+    x[9, 3] = float("nan")
+    together, _ = add_norm(x, norm, residual=x, backend=backend)
+    assert together.isnan().all(1).nonzero().flatten().tolist() == [4, 9]
+    alone = torch.cat([add_norm(x[i : i + 1], norm, residual=x[i : i + 1], backend=backend)[0] for i in range(21)])
+    assert torch.equal(together.nan_to_num(nan=9.0), alone.nan_to_num(nan=9.0))
+
+
+def test_no_rows(place: tuple[Backend, torch.device]) -> None:
+    backend, device = place
+    norm = make_norm("rms", 24, torch.float32, device)
+    none = torch.ones(0, 24, device=device)
+    normed, sum_ = add_norm(none, norm, return_sum=True, backend=backend)
+    assert sum_ is not None
+    assert normed.shape == sum_.shape == (0, 24)
+    ids = torch.ones(0, dtype=torch.int64, device=device)
+    tables = Embeddings(torch.ones(3, 24, device=device))
+    assert embed_norm(ids, tables, norm, out_dtype=torch.float32, backend=backend).shape == (0, 24)
+
+
+def make_embeddings(width: int, dtype: torch.dtype, device: torch.device) -> Embeddings:
+    generator = torch.Generator().manual_seed(width)
+    word = torch.randn(50, width, generator=generator).to(dtype)
+    return Embeddings(word.to(device), torch.randn(2 * 20, width, generator=generator).to(device), 20)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("has", ["words", "positions", "types"])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (19, 60), (33, 384), (3, 1000), (2, 8192)])
+@dtypes
+def test_embeddings_equal_reference(
+    place: tuple[Backend, torch.device],
+    num_rows: int,
+    width: int,
+    has: str,
+    dtype: torch.dtype,
+    index_dtype: torch.dtype,
+) -> None:
+    backend, device = place
+    generator = torch.Generator().manual_seed(num_rows)
+    ids, positions, types = (
+        torch.randint(0, limit, (num_rows,), generator=generator).to(index_dtype).to(device) for limit in (50, 20, 2)
+    )
+    tables = make_embeddings(width, dtype, device)
+    tables.word[7] = float("nan")
+    run: Callable[..., Tensor] = embed_norm
+    arguments = {
+        "tables": tables if has != "words" else Embeddings(tables.word),
+        "norm": make_norm("layer", width, torch.float32, device, bias=has != "words"),
+        "positions": positions if has != "words" else None,
+        "token_type_ids": types if has == "types" else None,
+        "out_dtype": dtype,
+    }
+    expected = run(ids, **arguments, backend="reference")
+    actual = run(ids, **arguments, backend=backend)
+    assert actual.dtype == dtype
+    assert_close("embedded", expected, actual, TOLERANCE[dtype])
+
+
+def test_rows_too_wide_for_a_program(place: tuple[Backend, torch.device]) -> None:
+    backend, device = place
+    norm = make_norm("layer", 8193, torch.float32, device)
+    x = random_rows(2, 8193, torch.float32, device)
+    expected, _ = add_norm(x, norm, backend="reference")
+    assert_close("chosen", expected, add_norm(x, norm)[0], 1e-5)
+    if backend == "triton":
+        with pytest.raises(ValueError, match="at most 8192 columns"):
+            add_norm(x, norm, backend="triton")
+
+
+@pytest.mark.gpu
+def test_places_beyond_two_to_the_31() -> None:
+    device, width = torch.device("cuda"), 1024
+    num_rows = 2**31 // width + 5
+    if torch.cuda.mem_get_info()[0] < 4 * 2 * num_rows * width:
+        pytest.skip("needs 17 GB of free memory")
+    x = torch.zeros(num_rows, width, dtype=torch.bfloat16, device=device)
+    x[-7:] = random_rows(7, width, torch.bfloat16, device)
+    norm = make_norm("layer", width, torch.bfloat16, device)
+    normed, sum_ = add_norm(x, norm, residual=x, return_sum=True, backend="triton")
+    expected, expected_sum = add_norm(x[-7:], norm, residual=x[-7:], return_sum=True, backend="reference")
+    assert expected_sum is not None
+    assert sum_ is not None
+    assert_close("normed", expected, normed[-7:], 1e-2)
+    assert_close("sum", expected_sum, sum_[-7:], 1e-2)
+    ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    ids[-7:] = 3
+    embedded = embed_norm(ids, Embeddings(x[-7:].clone()), norm, out_dtype=torch.bfloat16, backend="triton")
+    alone = embed_norm(ids[-7:], Embeddings(x[-7:].clone()), norm, out_dtype=torch.bfloat16, backend="reference")
+    assert_close("embedded", alone, embedded[-7:], 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.ones(3, 7)}, r"x must be \[T, 8\]"),
+        ({"x": torch.ones(3, 8).double()}, "got torch.float64"),
+        ({"residual": torch.ones(2, 8)}, r"residual must be \[3, 8\]"),
+        ({"x_bias": torch.ones(7)}, r"x_bias must be \[8\]"),
+        ({"x": torch.ones(8, 3).T}, "last axis of x and residual must be contiguous"),
+        ({"backend": "cuda"}, "backend must be one of"),
+    ],
+)
+def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"x": torch.ones(3, 8), "norm": Norm("layer", torch.ones(8), None, 1e-5)}
+    with pytest.raises(ValueError, match=message):
+        add_norm(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": torch.ones(3)}, "input_ids must be int64 or int32"),
+        ({"tables": Embeddings(torch.ones(5, 7), torch.ones(5, 8), 5)}, r"the word table must be \[rows, 8\]"),
+        ({"tables": Embeddings(torch.ones(5, 8))}, "positions go with a table of places"),
+        ({"positions": torch.tensor([1])}, r"positions must be int64 or int32 \[3\]"),
+        ({"token_type_ids": torch.tensor([1])}, r"token_type_ids must be int64 or int32 \[3\]"),
+        ({"out_dtype": torch.int64}, "out_dtype must be float32"),
+    ],
+)
+def test_wrong_arguments_of_embeddings_are_named(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "input_ids": torch.tensor([1, 2, 3]),
+        "tables": Embeddings(torch.ones(5, 8), torch.ones(5, 8), 5),
+        "norm": Norm("layer", torch.ones(8), None, 1e-5),
+        "positions": torch.tensor([0, 1, 2]),
+        "out_dtype": torch.float32,
+    }
+    with pytest.raises(ValueError, match=message):
+        embed_norm(**(arguments | changes))
