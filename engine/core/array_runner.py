@@ -71,6 +71,7 @@ class ArrayRunner:
         self.tokenizer = tokenizer
         self.allocator: Allocator = NullAllocator()
         self.num_lanes = encoder.machine.num_lanes
+        self.keeps_order = False
         self._encoder = encoder
         self._pooler = ArrayPooler(info, encoder, dense)
         self._times: list[ForwardTime] = []

@@ -51,7 +51,7 @@ from .figures import cache_use, step_load
 from .intake import Intake
 from .make_scheduler import make_scheduler
 from .runner import DeviceLostError, DeviceMemoryError, Runner
-from .running import Running, has_room
+from .running import Running, has_room, has_use
 
 logger = logging.getLogger("penstock.engine")
 
@@ -93,6 +93,7 @@ class EngineCore:
         self._stopping = False
         self._wants_work = False  # the device thread sleeps, and would begin what comes
         self._has_released = False  # memory was, by no step: a message has to say so
+        self._found_nothing = False  # the last batch was empty, though work waits: for what runs now, or a message
 
     def run(self) -> None:
         """Loads the model, says so, then serves until `stop`. A model that cannot be served ends it at once."""
@@ -141,9 +142,7 @@ class EngineCore:
             is_last = self._stopping
             batch = self._next_batch() if not is_last and self._can_begin() else None
         if batch is not None:
-            for sequence, allocation in batch.preempted:
-                self._preempt(sequence, allocation)
-            self._running.append(Running.begin(self._runner, batch, time.monotonic()))
+            self._begin(batch)
         for running in list(self._running):
             if running in self._running and (running.forward.is_done or is_last):
                 self._finish(running)
@@ -203,7 +202,8 @@ class EngineCore:
 
     def _can_begin(self) -> bool:
         """Whether there is work, and room for it. The caller holds the lock."""
-        return (self._scheduler.has_work or self._has_released) and self._has_room()
+        has_use_of_it = not self._found_nothing and has_use(self._runner, self._scheduler, self._running)
+        return (has_use_of_it or self._has_released) and self._has_room()
 
     def _has_room(self) -> bool:
         """Whether a batch may begin beside those that run. The caller holds the lock."""
@@ -215,16 +215,31 @@ class EngineCore:
         batch = self._scheduler.schedule(time.monotonic(), free_tokens)
         for request in batch.expired:
             self._send_failure(request, DeadlineExceededError("The deadline passed before the answer."))
+        self._found_nothing = not batch.chunks and bool(self._running)
         return batch
 
+    def _begin(self, batch: Batch) -> None:
+        """Begins a batch; the next chunks of its prompts may follow while it runs."""
+        for sequence, allocation in batch.preempted:
+            self._preempt(sequence, allocation)
+        running = Running.begin(self._runner, batch, time.monotonic())
+        self._running.append(running)
+        if batch.num_long and not running.forward.is_done:
+            with self._lock:
+                self._scheduler.go_on(batch)
+
     def _finish(self, running: Running) -> None:
-        """Waits for a batch and sends what came of it."""
+        """Waits for a batch and sends what came of it: with chunks of prompts, in the order in which it was begun."""
+        while running.batch.num_long and self._running[0] is not running:
+            self._finish(self._running[0])
         self._running.remove(running)
+        self._found_nothing = False
         finished = self._collect(running.batch.chunks, running.forward.outputs)
         self._deliver(running.batch, finished, running.started_s, time.monotonic())
 
     def _submit(self, request: Request) -> None:
         """Queues a request. The caller holds the lock."""
+        self._found_nothing = False
         try:
             self._scheduler.add(request)
         except ValueError as error:
@@ -233,6 +248,7 @@ class EngineCore:
     def _cancel(self, request_id: int, *, forget: bool = False) -> Request | None:
         """Ends a request; what still comes of it is thrown away. The caller holds the lock."""
         request = self._scheduler.cancel(request_id, forget=forget)
+        self._found_nothing = False
         self._has_released |= request is not None and self._runner.allocator.can_hold(1)
         return request
 
@@ -256,30 +272,38 @@ class EngineCore:
             outputs = outputs_of()
         except DeviceLostError:
             raise  # for all requests: the process ends and another takes over
-        except DeviceMemoryError as error:
-            if self._running:  # others have the memory: when they have ended, this may succeed
-                while self._running:
-                    self._finish(self._running[0])
-                return self._collect(chunks, partial(self._runner.execute, chunks))
-            num_tokens = sum(chunk.num_tokens for chunk in chunks)
-            with self._lock:
-                self._scheduler.shrink(num_tokens // 2)
-                budget = self._scheduler.token_budget
-                if len(chunks) == 1 and self._scheduler.retry(chunks[0], error):
-                    chunks = []
-            logger.warning("out of memory at %d tokens; the budget is now %d.", num_tokens, budget)
-            failure: Exception = error
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             failure = error
         else:
             return [(chunks, outputs)]
+        gone_on = [chunk for chunk in chunks if chunk in chunk.sequence.begun]
+        if gone_on:  # what came behind them has built on them
+            for chunk in gone_on:
+                self._fail(chunk.sequence, failure)
+            chunks = [chunk for chunk in chunks if chunk not in gone_on]
+            return self._run_again(chunks)
+        if isinstance(failure, DeviceMemoryError):
+            if self._running:  # others have the memory: when they have ended, this may succeed
+                while self._running:
+                    self._finish(self._running[0])
+                return self._run_again(chunks)
+            num_tokens = sum(chunk.num_tokens for chunk in chunks)
+            with self._lock:
+                self._scheduler.shrink(num_tokens // 2)
+                budget = self._scheduler.token_budget
+                if len(chunks) == 1 and self._scheduler.retry(chunks[0], failure):
+                    chunks = []
+            logger.warning("out of memory at %d tokens; the budget is now %d.", num_tokens, budget)
         if len(chunks) > 1:
             middle = len(chunks) // 2
-            halves = chunks[:middle], chunks[middle:]
-            return [done for half in halves for done in self._collect(half, partial(self._runner.execute, half))]
+            return self._run_again(chunks[:middle]) + self._run_again(chunks[middle:])
         for chunk in chunks:
             self._fail(chunk.sequence, failure)
         return []
+
+    def _run_again(self, chunks: list[Chunk]) -> list[Collected]:
+        """Runs a part of a batch that failed; see `_collect`."""
+        return self._collect(chunks, partial(self._runner.execute, chunks)) if chunks else []
 
     def _fail(self, sequence: QueuedSequence, error: Exception) -> None:
         """Ends the request of a sequence with an error."""
@@ -307,7 +331,7 @@ class EngineCore:
         with self._lock:
             for chunk, own, is_finite in finished:
                 sequence, request = chunk.sequence, chunk.sequence.request
-                if sequence.chunk is not chunk:
+                if not sequence.is_under_way(chunk):
                     continue  # cancelled meanwhile
                 if not is_finite:
                     message = f"The model gave values that are not finite for input {sequence.index}."

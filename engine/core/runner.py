@@ -55,12 +55,15 @@ class Runner(Protocol):
         tokenizer: For the frontend.
         allocator: Memory of the sequences that run in chunks.
         num_lanes: Parts of the device that run forwards by themselves.
+        keeps_order: Forwards run one after the other, in the order in which they were begun: then chunks of one prompt
+            may be under way together. Their memory may be given to others meanwhile, as these run later.
     """
 
     info: ModelInfo
     tokenizer: TokenizerSpec
     allocator: Allocator
     num_lanes: int
+    keeps_order: bool
 
     def warm_up(self) -> None:
         """Runs one small batch, so that the first request does not pay for what happens once.
@@ -71,7 +74,7 @@ class Runner(Protocol):
 
     @property
     def has_room(self) -> bool:
-        """Whether a part of the device has nothing to do, though forwards may be under way."""
+        """Whether another forward may begin, though some are under way: a part of the device would have nothing to do."""
         ...
 
     def ring(self, bell: int | None) -> None:
@@ -82,9 +85,10 @@ class Runner(Protocol):
         ...
 
     def begin(self, chunks: Sequence[Chunk]) -> Forward:
-        """Begins a forward: as `execute`, but may return before its end. Others under way have whole sequences alone.
+        """Begins a forward: as `execute`, but may return before its end.
 
-        Raises as `execute` does.
+        What sequences keep is as after its end: the next may go on with it at once, where `keeps_order`. Others under
+        way have whole sequences alone where it is not kept. Raises as `execute` does.
         """
         ...
 
@@ -139,7 +143,8 @@ class OneByOne:
     """What a Runner says whose forwards run one after another, each while it is begun."""
 
     has_room = True
-    num_lanes = 1
+    num_lanes: int = 1
+    keeps_order: bool = True
 
     def ring(self, bell: int | None) -> None:
         """See Runner. Nothing is ever waited for."""

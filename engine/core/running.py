@@ -19,7 +19,7 @@ class Running:
     """A batch and its forward.
 
     Attributes:
-        batch: What the scheduler has booked.
+        batch: What the scheduler has taken.
         forward: Of its chunks.
         started_s: Seconds, of time.monotonic.
         num_tokens: Of the chunks.
@@ -49,6 +49,8 @@ class Running:
 def has_room(runner: Runner, scheduler: Scheduler, running: Sequence[Running]) -> bool:
     """Whether a batch may begin beside those that run: a part of the device is free, and few enough tokens run.
 
+    One with chunks may where the device keeps the order of batches, as chunks of one prompt build on each other.
+
     Args:
         runner: Of the device.
         scheduler: The caller holds its lock.
@@ -56,6 +58,17 @@ def has_room(runner: Runner, scheduler: Scheduler, running: Sequence[Running]) -
     """
     if not running:
         return True
-    num_tokens = sum(batch.num_tokens for batch in running)
+    num_tokens = sum(batch.num_tokens for batch in running if not batch.forward.is_done)
     is_bounded = num_tokens < _BUDGETS_UNDER_WAY * scheduler.token_budget
-    return is_bounded and runner.has_room and not scheduler.has_long
+    is_in_order = not scheduler.has_long or (runner.keeps_order and not scheduler.awaits_quiet)
+    return is_bounded and runner.has_room and is_in_order
+
+
+def has_use(runner: Runner, scheduler: Scheduler, running: Sequence[Running]) -> bool:
+    """Whether a batch of what there is to do should begin now, given that it may; see `has_room` for the arguments.
+
+    Where it would wait on the device behind another one, all that it saves is the time between the two: then it does if
+    it is large.
+    """
+    waits = runner.keeps_order and any(not batch.forward.is_done for batch in running)
+    return scheduler.has_work and (not waits or scheduler.has_much)

@@ -28,7 +28,8 @@ class ChunkQueue(Generic[R]):
 
     The chunk that is due first runs first: at the turn of its prompt, and later for every token that ran.
     Whoever comes late enough comes behind, so that nobody starves.
-    Invariants: the chunks of a prompt cover it without gap or overlap; they run in order, one at a time.
+    Invariants: the chunks of a prompt cover it without gap or overlap; they run in order, one at a time unless `go_on`
+    says that the device keeps the order.
 
     Args:
         config: How prompts are cut.
@@ -58,7 +59,7 @@ class ChunkQueue(Generic[R]):
     def is_due(self, request: R, max_tokens: int) -> bool:
         """Whether a prompt should be added now: the next chunks of the others leave room, or are due later."""
         others = self.requests.values()
-        left = sum(min(other.num_tokens - other.num_done, self.config.chunk_size) for other in others)
+        left = sum(min(other.num_tokens - other.num_cut, self.config.chunk_size) for other in others)
         return left < max_tokens or all(request.due_s < other.due_s for other in others)
 
     def peek(self) -> R | None:
@@ -74,7 +75,7 @@ class ChunkQueue(Generic[R]):
         """
         if (request := self.peek()) is None:
             return None
-        num_left = request.num_tokens - request.num_done
+        num_left = request.num_tokens - request.num_cut
         size = min(self.config.sized(request.chunk_size or self.config.chunk_size, memory_pressure), num_left)
         if max_tokens is not None and max_tokens < min(self.config.min_chunk_size, size):
             return None
@@ -86,16 +87,31 @@ class ChunkQueue(Generic[R]):
         chunk.state, chunk.started_s = ChunkState.RUNNING, self._clock()
         return chunk
 
-    def complete_chunk(self, chunk_id: ChunkId, output: Any = None, kv_cache: Any = None) -> bool:
-        """Records that a running chunk is done, and returns whether its whole prompt is. ChunkStateError if none runs.
+    def go_on(self, chunk_id: ChunkId) -> None:
+        """Lets the next chunk of a prompt be cut while this one runs: the device will run them in this order.
 
-        Kept are `output`, what it gave, for `merge_chunks`, and `kv_cache`, what holds the keys and values up to here.
+        It is due later by what this one takes. ChunkStateError where that does not run, or was gone on from before.
         """
         chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
         request = chunk.sequence
-        chunk.state, chunk.output = ChunkState.COMPLETED, output
-        request.chunk, request.num_done = None, chunk.end
+        if chunk is not request.chunk:
+            raise ChunkStateError(f"chunk {chunk_id} of request {request.request_id!r} was gone on from before.")
+        request.begun, request.chunk = (*request.begun, chunk), None
         request.due_s += chunk.num_tokens * self.config.token_s
+
+    def complete_chunk(self, chunk_id: ChunkId, output: Any = None, kv_cache: Any = None) -> bool:
+        """Records that a running chunk is done, and returns whether its whole prompt is.
+
+        ChunkStateError where it does not run, or one before it does. Kept are `output`, what it gave, for `merge_chunks`, and `kv_cache`, what holds the keys and values up to here.
+        """
+        chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
+        request = chunk.sequence
+        if request.begun and chunk is not request.begun[0]:
+            raise ChunkStateError(f"chunk {chunk_id} of request {request.request_id!r} has one before it that runs.")
+        if chunk is request.chunk:
+            self.go_on(chunk_id)
+        chunk.state, chunk.output = ChunkState.COMPLETED, output
+        request.begun, request.num_done = request.begun[1:], chunk.end
         request.num_chunks += 1
         request.num_failures, request.error = 0, None
         request.completed += [] if output is None else [chunk]
@@ -109,25 +125,26 @@ class ChunkQueue(Generic[R]):
     def fail_chunk(self, chunk_id: ChunkId, error: str | BaseException) -> bool:
         """Records that a chunk failed, and returns whether its prompt is tried again after the last completed chunk.
 
-        After `max_retries` tries more it has failed as a whole. ChunkStateError if the chunk is not under way.
+        What runs behind it is taken back with it. After `max_retries` tries more the prompt has failed as a whole.
+        ChunkStateError if the chunk is not under way.
         """
         chunk = self._find_chunk(chunk_id, ChunkState.SCHEDULED, ChunkState.RUNNING)
         request = chunk.sequence
         request.num_failures += 1
         request.error = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         request.has_failed = request.num_failures > self.config.max_retries
-        request.drop_chunk(ChunkState.FAILED if request.has_failed else ChunkState.PENDING)
+        request.drop_chunks(ChunkState.FAILED if request.has_failed else ChunkState.PENDING)
         self._metrics.failed_chunks += 1
         self._metrics.failed_requests += request.has_failed
         return not request.has_failed
 
     def preempt(self, request_id: Hashable) -> None:
-        """Sets a prompt back to its first token: what was done of it is lost, and what its chunk still gives is too.
+        """Sets a prompt back to its first token: what was done of it is lost, and what its chunks still give is too.
 
         Raises ChunkStateError where it is unknown, complete or has failed.
         """
         request = self._find_unfinished(request_id, "preempted")
-        request.drop_chunk(ChunkState.PENDING)
+        request.drop_chunks(ChunkState.PENDING)
         request.num_done = request.num_cached = request.num_chunks = 0
         request.completed, request.kv_cache, request.due_s = [], None, request.turn_s
         self._metrics.preemptions += 1
@@ -150,10 +167,10 @@ class ChunkQueue(Generic[R]):
         self._metrics.cached_tokens += num_skipped
 
     def remove_request(self, request_id: Hashable) -> bool:
-        """Forgets a prompt wherever it stands, with its chunk, and returns whether it was known."""
+        """Forgets a prompt wherever it stands, with its chunks, and returns whether it was known."""
         if (request := self.requests.pop(request_id, None)) is not None:
             request.status = Status.ENDED
-            request.drop_chunk(ChunkState.CANCELLED)
+            request.drop_chunks(ChunkState.CANCELLED)
         return request is not None
 
     def cancel_request(self, request_id: Hashable) -> bool:
@@ -164,12 +181,13 @@ class ChunkQueue(Generic[R]):
 
     def statistics(self) -> ChunkMetrics:
         """Returns the counts, as they are now."""
-        num_running = sum(request.chunk is not None for request in self.requests.values())
+        num_running = sum(len(r.begun) + (r.chunk is not None) for r in self.requests.values())
         return msgspec.structs.replace(self._metrics, num_requests=len(self.requests), num_running_chunks=num_running)
 
     def _cut(self, request: R, size: int) -> PrefillChunk[R]:
-        end = min(request.num_done + size, request.num_tokens)
-        request.chunk = PrefillChunk(request, request.num_done, end, request.num_chunks, ChunkState.SCHEDULED)
+        start, index = request.num_cut, request.num_chunks + len(request.begun)
+        end = min(start + size, request.num_tokens)
+        request.chunk = PrefillChunk(request, start, end, index, ChunkState.SCHEDULED)
         return request.chunk
 
     def _find(self, request_id: Hashable) -> R:
@@ -186,7 +204,8 @@ class ChunkQueue(Generic[R]):
     def _find_chunk(self, chunk_id: ChunkId, *states: ChunkState) -> PrefillChunk[R]:
         request_id, start = chunk_id
         request = self._find(request_id)
-        if (chunk := request.chunk) is not None and chunk.start == start:
+        under_way = request.begun if request.chunk is None else (*request.begun, request.chunk)
+        if (chunk := next((chunk for chunk in under_way if chunk.start == start), None)) is not None:
             if (found := chunk.state) in states:
                 return chunk
         elif start < request.num_done:
@@ -197,5 +216,5 @@ class ChunkQueue(Generic[R]):
         raise ChunkStateError(f"chunk {chunk_id} of request {request_id!r} is {found}; it must be {needed}.")
 
     def _ensure_idle(self, request: R) -> None:
-        if (chunk := request.chunk) is not None:
+        if (chunk := request.begun[0] if request.begun else request.chunk) is not None:
             raise ChunkStateError(f"chunk {chunk.chunk_id} of request {request.request_id!r} is still {chunk.state}.")

@@ -142,7 +142,7 @@ class ChunkedPrefillManager(ChunkQueue[R]):
     def get_pending_count(self, request_id: Hashable | None = None) -> int:
         """Returns the number of chunks that wait, of one prompt (0 where it is unknown) or of all."""
         known = [r for r in self.requests.values() if request_id in (None, r.request_id) and not r.has_failed]
-        left = ((r, r.num_tokens - (r.num_done if r.chunk is None else r.chunk.end)) for r in known)
+        left = ((r, r.num_tokens - r.num_cut) for r in known)
         return sum(-(-num_tokens // (r.chunk_size or self.config.chunk_size)) for r, num_tokens in left)
 
     def clear(self) -> None:

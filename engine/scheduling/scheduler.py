@@ -29,6 +29,8 @@ LEAST_SHARE: Final = 32
 """The budget is never lowered to less than its original size over this, where sequences can run in chunks."""
 _GOOD_STEPS: Final = 32
 """Forwards after which a budget that was lowered is doubled again."""
+_PART_OF_BATCH: Final = 4
+"""A batch that is begun behind another has at least its size over this: less takes a device about as long."""
 _MIN_SHARED_BLOCKS: Final = 2
 """Full blocks below which a short sequence leaves the prefix cache alone: there is too little to share."""
 _POOL_PRESSURE: Final = 0.5
@@ -38,8 +40,9 @@ _POOL_PRESSURE: Final = 0.5
 class Scheduler:
     """The book of requests, the queue that points into it, and the policy over them.
 
-    Not thread-safe: its owner holds a lock. Where `has_long`, a batch that `schedule` returns is finished (`finish`)
-    before the next one; others overlap. What failed of it is cancelled or given to `retry` before that.
+    Not thread-safe: its owner holds a lock. Batches may overlap: the next is scheduled before one is finished
+    (`finish`). One with chunks of long sequences may only be overlapped once `go_on` has been told of it, unless
+    `awaits_quiet`, and such batches are finished in order. What failed is cancelled or given to `retry` before that.
     Invariant: a batch never exceeds `token_budget` (but for one sequence that has to run whole) or the number of
     sequences. What a sequence holds is released in `_leave` alone.
 
@@ -69,6 +72,7 @@ class Scheduler:
         self._num_good_steps = 0
         self._last_num_whole = 0  # whole sequences in the last batch
         self._waits_for_memory = False  # the next long sequence does
+        self.awaits_quiet = False  # until nothing runs: then it takes memory from one of which a chunk runs now
         self._orders = count()
         self._token_s = self._front_s = 0.0  # of this batch: time of a token, and when who has not begun is due
         self.requests: dict[int, Request] = {}  # the book: every request that has not ended, by its number
@@ -80,13 +84,23 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a batch can be formed: something waits, or goes on in chunks."""
-        return bool(self.waiting.num_seqs or self.prefill.requests)
+        """Whether a batch can be formed: something waits, or can go on in chunks."""
+        return bool(self.waiting.num_seqs) or self.prefill.peek() is not None
 
     @property
     def has_long(self) -> bool:
         """Whether the next batch may have chunks of long sequences."""
         return bool(self.waiting.num_long or self.prefill.requests)
+
+    @property
+    def has_much(self) -> bool:
+        """Whether it is enough for a batch that only waits behind another: a part of a full one, or a next chunk.
+
+        What is less goes together with whatever comes until the device is free, as one forward.
+        """
+        least_tokens = self.pace.budget(self.token_budget) // _PART_OF_BATCH
+        is_part = self.waiting.num_tokens >= least_tokens or self.waiting.num_seqs >= self._max_num_seqs // _PART_OF_BATCH
+        return is_part or self.prefill.peek() is not None
 
     def add(self, request: Request) -> None:
         """Takes a request into the book and queues its sequences. Raises ValueError where one can never run."""
@@ -123,6 +137,7 @@ class Scheduler:
             now_s: Seconds. Monotonic time, as in Request.arrival_s.
             free_tokens: Tokens of a forward that the device has memory for now; None where that is not known.
         """
+        self.awaits_quiet = False
         self._token_s = self.pace.token_s or self._max_wait_s / self._full_budget
         batch, budget = Batch(), PrefillBudget(self.pace.budget(self.token_budget), self._max_num_seqs)
         if free_tokens is not None and self.prefill.config.is_dynamic:
@@ -138,18 +153,26 @@ class Scheduler:
         batch.num_left = self.waiting.num_seqs
         return batch
 
+    def go_on(self, batch: Batch) -> None:
+        """Records that a batch was begun on a device that keeps the order: the next chunks may be scheduled now.
+
+        They are due as if these were done. Nothing is committed before `finish`: what a chunk gives may not be finite.
+        """
+        for chunk in batch.chunks if batch.num_long else []:
+            if chunk.sequence.is_long and chunk.sequence.chunk is chunk:  # else cancelled meanwhile
+                self._go_on(chunk)
+
     def finish(self, batch: Batch) -> list[Request]:
         """Records that a batch ran, but for what was cancelled or is tried again; returns the requests that ended."""
         ended = []
         for chunk in batch.chunks:
             sequence = chunk.sequence
-            if sequence.chunk is not chunk:
+            if not sequence.is_under_way(chunk):
                 continue  # cancelled, or to be tried again
             if sequence.is_long:
+                if sequence.chunk is chunk:
+                    self._go_on(chunk)
                 self.prefill.complete_chunk(chunk.chunk_id)
-                client = sequence.request.client  # where clients are told apart, the prompts of each share its part
-                num_own = sum(s.request.client == client for s in self.prefill.requests.values()) if client else 1
-                sequence.due_s = max(sequence.due_s + chunk.num_tokens * self._token_s * num_own, self._front_s)
             else:
                 sequence.num_done = chunk.end
             sequence.num_pooled = max(sequence.num_pooled, chunk.end)
@@ -212,8 +235,17 @@ class Scheduler:
             if (chunk := self.prefill.schedule_chunk(room.num_tokens, memory_pressure=self.memory_pressure)) is None:
                 break
             batch.chunks.append(self.prefill.start_chunk(chunk.chunk_id))
+            batch.num_long += 1
             room.add(chunk.num_tokens)
             budget.add(chunk.num_tokens)
+
+    def _go_on(self, chunk: Chunk) -> None:
+        """Lets the next chunk of a long sequence be cut; it is due later by the time that this one takes."""
+        sequence = chunk.sequence
+        self.prefill.go_on(chunk.chunk_id)
+        client = sequence.request.client  # where clients are told apart, the prompts of each share its part
+        num_own = sum(s.request.client == client for s in self.prefill.requests.values()) if client else 1
+        sequence.due_s = max(sequence.due_s + chunk.num_tokens * self._token_s * num_own, self._front_s)
 
     def _chunk_budget(self, window: list[QueuedSequence], token_budget: int) -> PrefillBudget:
         """Returns the share of the next forward that chunks may have."""
@@ -243,6 +275,8 @@ class Scheduler:
     def _preempt_for(self, sequence: QueuedSequence, batch: Batch) -> bool:
         """Takes memory from long sequences whose turn is later, the last first; none where that were not enough.
 
+        None either while a chunk of theirs runs: what it gives must count first. Then `awaits_quiet`.
+
         Later for both clients, and in the one order of all turns: else three could take it in a circle, for ever.
         What was pooled counts; keys and values stay in the prefix cache till the blocks are needed, else run again.
         """
@@ -256,6 +290,9 @@ class Scheduler:
             victim = later.pop()
             assert victim.allocation is not None, "a long sequence that runs holds memory"
             victims.append((victim, victim.allocation))
+        self.awaits_quiet = any(victim.begun for victim, _ in victims)
+        if self.awaits_quiet:
+            return False
         for victim, _ in victims:
             self.prefill.preempt(victim.request_id)
             self._wait_again(victim)

@@ -48,6 +48,7 @@ class ChunkedRequest:
     num_done: int = 0  # tokens at the start that need not run any more: what later ones read of them is there
     num_cached: int = 0  # tokens of these that never ran, because they were found in a cache
     chunk: PrefillChunk[Any] | None = None  # what is scheduled or runs of it
+    begun: tuple[PrefillChunk[Any], ...] = ()  # what runs of it before that, in order; see ChunkQueue.go_on
     num_chunks: int = 0  # completed since it began, or began again
     num_failures: int = 0  # since a chunk was last completed
     error: str | None = None  # the last failure
@@ -61,9 +62,16 @@ class ChunkedRequest:
         return self.num_done == self.num_tokens
 
     @property
+    def num_cut(self) -> int:
+        """Tokens at the start that are done or under way: its next chunk begins behind them."""
+        newest = self.chunk or (self.begun[-1] if self.begun else None)
+        return self.num_done if newest is None else newest.end
+
+    @property
     def is_ready(self) -> bool:
         """Whether its next chunk may be scheduled."""
-        return self.status is Status.RUNNING and self.chunk is None and not (self.has_failed or self.is_complete)
+        is_cut = self.chunk is not None or self.num_cut == self.num_tokens
+        return self.status is Status.RUNNING and not (is_cut or self.has_failed)
 
     @property
     def state(self) -> ChunkState:
@@ -74,10 +82,18 @@ class ChunkedRequest:
             return ChunkState.COMPLETED
         if self.status is Status.ENDED:
             return ChunkState.CANCELLED
-        return ChunkState.PENDING if self.chunk is None else self.chunk.state
+        oldest = self.begun[0] if self.begun else self.chunk
+        return ChunkState.PENDING if oldest is None else oldest.state
 
-    def drop_chunk(self, state: ChunkState) -> None:
-        """Takes back the chunk that is under way, if there is one; what it still gives must be dropped."""
+    def is_under_way(self, chunk: PrefillChunk[Any]) -> bool:
+        """Whether a chunk of it still counts: it was neither completed nor taken back."""
+        return chunk is self.chunk or chunk in self.begun
+
+    def drop_chunks(self, state: ChunkState) -> None:
+        """Takes back the chunks that are under way, if there are any; what they still give must be dropped."""
+        for chunk in self.begun:
+            chunk.state = state
+        self.begun = ()
         if self.chunk is not None:
             self.chunk.state, self.chunk = state, None
 
@@ -188,6 +204,7 @@ class Batch:
     """What runs next."""
 
     chunks: list[Chunk] = field(default_factory=list)  # first those that begin a sequence, by length
+    num_long: int = 0  # of these, of long sequences
     expired: list[Request] = field(default_factory=list)  # their deadline has passed, and they have ended
     preempted: list[tuple[QueuedSequence, Allocation]] = field(default_factory=list)  # wait again; what they gave up
     num_left: int = 0  # sequences that found no place in it

@@ -33,6 +33,7 @@ class LaneRunner(FakeRunner):
     def __init__(self, max_model_len: int = 4096) -> None:
         super().__init__(max_model_len=max_model_len)
         self.num_lanes = 2
+        self.keeps_order = False
         self.running: list[SlowForward] = []
         self.began: list[list[int]] = []
         self.bell: int | None = None
@@ -186,7 +187,7 @@ def test_tokens_under_way_are_bounded_by_two_budgets() -> None:
     assert runner.has_room
     assert not steps.core._can_begin()
     runner.end(0)
-    steps.run(2)
+    steps.run()
     assert runner.began == [[1], [2], [3]]
 
 
