@@ -233,7 +233,7 @@ class EngineCore:
         while running.batch.num_long and self._running[0] is not running:
             self._finish(self._running[0])
         self._running.remove(running)
-        self._found_nothing = False
+        self._found_nothing &= not running.batch.chunks
         finished = self._collect(running.batch.chunks, running.forward.outputs)
         self._deliver(running.batch, finished, running.started_s, time.monotonic())
 

@@ -145,6 +145,51 @@ class FakeRunner(OneByOne):
         return times
 
 
+class QueuedForward:
+    """One that has been given to a device beside the host: what it computes is decided, and nobody has it yet."""
+
+    def __init__(self, runner: StreamRunner, result: BatchOutputs) -> None:
+        self.runner, self.result = runner, result
+        self.is_done = False
+        self.error: Exception | None = None
+
+    def outputs(self) -> BatchOutputs:
+        self.runner.end_until(self)
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+class StreamRunner(FakeRunner):
+    """As a runner of a device with one queue: forwards are computed in the order in which they are begun.
+
+    Attributes:
+        queue: What was begun and has not ended.
+    """
+
+    def __init__(self, allocator: Allocator | None = None, max_model_len: int = 4096) -> None:
+        super().__init__(allocator, max_model_len)
+        self.queue: list[QueuedForward] = []
+
+    @property
+    def has_room(self) -> bool:  # type: ignore[override]
+        return len(self.queue) < 2
+
+    def begin(self, chunks: Sequence[Chunk]) -> QueuedForward:  # type: ignore[override]
+        self.queue.append(QueuedForward(self, super().execute(chunks)))
+        return self.queue[-1]
+
+    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
+        return self.begin(chunks).outputs()
+
+    def end(self) -> None:
+        self.queue.pop(0).is_done = True
+
+    def end_until(self, forward: QueuedForward) -> None:
+        while forward in self.queue:
+            self.end()
+
+
 def named(sequence: QueuedSequence) -> tuple[int, int]:
     return sequence.request.request_id, sequence.index
 
