@@ -74,7 +74,7 @@ class Runner(Protocol):
 
     @property
     def has_room(self) -> bool:
-        """Whether another forward may begin, though some are under way: a part of the device would have nothing to do."""
+        """Whether a part of the device has nothing to do, or soon would: a forward may begin beside others."""
         ...
 
     def ring(self, bell: int | None) -> None:

@@ -102,7 +102,8 @@ class ChunkQueue(Generic[R]):
     def complete_chunk(self, chunk_id: ChunkId, output: Any = None, kv_cache: Any = None) -> bool:
         """Records that a running chunk is done, and returns whether its whole prompt is.
 
-        ChunkStateError where it does not run, or one before it does. Kept are `output`, what it gave, for `merge_chunks`, and `kv_cache`, what holds the keys and values up to here.
+        Kept are `output`, what it gave, for `merge_chunks`, and `kv_cache`, what holds the keys and values up to here.
+        ChunkStateError where it does not run, or one before it does.
         """
         chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
         request = chunk.sequence

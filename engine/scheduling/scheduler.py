@@ -98,11 +98,9 @@ class Scheduler:
 
         What is less goes together with whatever comes until the device is free, as one forward.
         """
-        least_tokens = self.pace.budget(self.token_budget) // _PART_OF_BATCH
-        is_part = (
-            self.waiting.num_tokens >= least_tokens or self.waiting.num_seqs >= self._max_num_seqs // _PART_OF_BATCH
-        )
-        return is_part or self.prefill.peek() is not None
+        has_tokens = self.waiting.num_tokens >= self.pace.budget(self.token_budget) // _PART_OF_BATCH
+        has_seqs = self.waiting.num_seqs >= self._max_num_seqs // _PART_OF_BATCH
+        return has_tokens or has_seqs or self.prefill.peek() is not None
 
     def add(self, request: Request) -> None:
         """Takes a request into the book and queues its sequences. Raises ValueError where one can never run."""
