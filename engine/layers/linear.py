@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.gated import gated
+from penstock.kernels.gated import GateActivation, gated
 
 from .activation import ActivationFunction, find_activation
 from .fusion import Fusion
@@ -44,7 +44,7 @@ class Linear:
         "_algorithm",
         "_attribute",
         "_bias_O",
-        "_has_gelu",
+        "_gelu_weight_IO",
         "_is_packed",
         "_weight_OI",
         "dtype",
@@ -74,7 +74,7 @@ class Linear:
         # cuBLAS has the tanh form alone, and torch takes it on CUDA whether the product ends with it or not (addmm in
         # aten/src/ATen/native/cuda/Blas.cpp); on a CPU the same operation is exact. The two forms differ by 4.8e-4 at
         # most, at |x| = 2.7: half a unit in the last place of a bfloat16 of 1/8. In float32 the exact form stays.
-        self._has_gelu = (
+        has_gelu = (
             fusion is not Fusion.NONE
             and found is not None
             and found.gate in ("gelu", "gelu_tanh")
@@ -82,6 +82,7 @@ class Linear:
             and weight_OI.dtype in _HALF_DTYPES
             and not self._is_packed
         )
+        self._gelu_weight_IO = weight_OI.t() if has_gelu else None
 
     @classmethod
     def load(
@@ -123,9 +124,11 @@ class Linear:
             y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(
                 x_TI, self._weight_OI, self._bias_O, self._attribute, [], self._algorithm
             )
-        elif self._has_gelu:
-            assert self._bias_O is not None
-            return torch._addmm_activation(self._bias_O, x_TI, self._weight_OI.t(), use_gelu=True)
+        elif self._gelu_weight_IO is not None:
+            active_TO: Tensor = torch.ops.aten._addmm_activation.default(
+                self._bias_O, x_TI, self._gelu_weight_IO, use_gelu=True
+            )
+            return active_TO
         else:
             y_TO = F.linear(x_TI, self._weight_OI, self._bias_O)
         return y_TO if self._activation is None else self._activation.apply(y_TO)
@@ -160,7 +163,7 @@ class GatedLinear:
         self, weight_2OI: Tensor, bias_2O: Tensor | None, activation: str, *, fusion: Fusion = Fusion.NONE
     ) -> None:
         self._activation = find_activation(activation)
-        self._fused_gate = self._activation.gate if fusion is Fusion.FUSED else None
+        self._fused_gate: GateActivation | None = self._activation.gate if fusion is Fusion.FUSED else None
         self._both: Linear | None = None
         if self._fused_gate is not None or not _can_pack(weight_2OI):
             self._both = Linear(weight_2OI, bias_2O)

@@ -1,0 +1,255 @@
+"""Fused models give what the others give: on a GPU, or in triton's interpreter, in a process of its own.
+
+The rest is of what needs no kernel: GELU inside the product, what torch.compile takes, and who decides.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from penstock.engine.core.loading.weights_loader import load_model
+from penstock.engine.layers import linear
+from penstock.engine.layers.fusion import Fusion
+from penstock.engine.layers.linear import GatedLinear, Linear
+from penstock.engine.layers.norm import LayerNorm, RmsNorm
+from penstock.engine.layers.residual import Residual
+from penstock.engine.model_files.resolve import with_device
+from penstock.engine.models.decoders.decoder import DecoderLayer
+from penstock.engine.models.encoders.encoder import PostNormBlock
+from penstock.engine.models.encoders.modernbert import ModernBertLayer
+
+from .conftest import DISTILBERT_SIZES, SIZES
+from .parity import assert_close, unit_error
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not IS_INTERPRETED, reason="needs a GPU, or triton's interpreter")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+MODERNBERT = SIZES | {"local_attention": 16, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
+MODERNBERT |= {"bos_token_id": 1, "eos_token_id": 2}
+DECODER = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16}
+GEMMA = DECODER | {"sliding_window": 8, "query_pre_attn_scalar": 24}
+ENCODERS = [
+    pytest.param("Bert", SIZES, id="bert"),
+    pytest.param("Bert", SIZES | {"type_vocab_size": 1, "hidden_act": "relu"}, id="bert-one-type-relu"),
+    pytest.param("Roberta", SIZES | {"type_vocab_size": 1}, id="roberta"),
+    pytest.param("Electra", SIZES | {"embedding_size": 24}, id="electra"),
+    pytest.param("DistilBert", DISTILBERT_SIZES, id="distilbert"),
+    pytest.param("MPNet", SIZES, id="mpnet"),
+    pytest.param("ModernBert", MODERNBERT, id="modernbert"),
+    pytest.param("ModernBert", MODERNBERT | {"norm_bias": True, "mlp_bias": True}, id="modernbert-biased"),
+]
+DECODERS = [
+    pytest.param("Llama", DECODER, id="llama"),
+    pytest.param("Llama", DECODER | {"hidden_act": "relu"}, id="llama-unfused-gate"),
+    pytest.param("Qwen3", DECODER, id="qwen3"),
+    pytest.param("Phi3", SIZES | {"num_key_value_heads": 2, "pad_token_id": 0}, id="phi3"),
+    pytest.param("Gemma", DECODER, id="gemma"),
+    pytest.param("Gemma2", GEMMA, id="gemma2"),
+    pytest.param("Gemma3Text", GEMMA, id="gemma3"),
+]
+
+# Distance of unit vectors that the tanh form of GELU may add in three layers; measured: less than 1e-4.
+TANH_ERROR = 5e-4
+
+devices = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.skipif(IS_INTERPRETED, reason="this is the process that it starts")
+def test_fused_models_through_the_interpreter() -> None:
+    file = Path(__file__)
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "not gpu", "-k", "fused", "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [*command, str(file)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=file.parent,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 30, run.stdout[-500:]
+
+
+def forwards(folder, resolve, pack, device, dtype, sequences, *, need_attention=False):
+    """Outputs of the model as it is, with the epilogue, and fused; on the CPU."""
+    info = with_device(resolve(folder, dtype), device, dtype)
+    batch = pack(sequences, device=device)
+    models = [load_model(info, fusion=fusion) for fusion in Fusion]
+    return [model.forward(batch, need_attention=need_attention) for model in models]
+
+
+@devices
+@pytest.mark.parametrize(("family", "config"), ENCODERS + DECODERS)
+def test_fused_models_equal_the_others_in_float32(family, config, save_model, resolve, pack, sequences, device):
+    folder, _ = save_model(f"{family}Model", **config)
+    plain, epilogue, fused = forwards(folder, resolve, pack, device, "float32", sequences)
+    assert torch.equal(epilogue.hidden_states, plain.hidden_states)
+    assert_close(fused.hidden_states, plain.hidden_states)
+    # The kernels are in use: another order of sums shows in some bit.
+    assert not torch.equal(fused.hidden_states, plain.hidden_states)
+
+
+@devices
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("family", "config"), [ENCODERS[0], ENCODERS[6], DECODERS[2], DECODERS[6]])
+def test_fused_models_are_as_exact_as_the_others_in_16_bits(
+    family, config, dtype, save_model, resolve, pack, sequences, device
+):
+    folder, _ = save_model(f"{family}Model", **config)
+    exact = forwards(folder, resolve, pack, device, "float32", sequences)[0].hidden_states
+    plain, epilogue, fused = (
+        output.hidden_states for output in forwards(folder, resolve, pack, device, dtype, sequences)
+    )
+    limit = 1.25 * unit_error(plain, exact) + TANH_ERROR
+    assert unit_error(epilogue, exact) <= limit
+    assert unit_error(fused, exact) <= limit
+
+
+@devices
+@pytest.mark.parametrize(("family", "config"), [ENCODERS[0], ENCODERS[6], DECODERS[0], DECODERS[5]])
+def test_fused_models_give_attention_weights(family, config, save_model, resolve, pack, sequences, device):
+    folder, _ = save_model(f"{family}Model", **config)
+    plain, _, fused = forwards(folder, resolve, pack, device, "float32", sequences, need_attention=True)
+    assert_close(fused.attention_weights, plain.attention_weights)
+
+
+@devices
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_new"])
+def test_fused_gate_equals_torch(activation, device):
+    weight, bias, x = (torch.randn(*shape, device=device) for shape in ((2 * 24, 40), (48,), (11, 40)))
+    gate, value = F.linear(x, weight, bias).chunk(2, dim=-1)
+    functions = {"silu": F.silu, "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh")}
+    actual = GatedLinear(weight, bias, activation, fusion=Fusion.FUSED)(x)
+    assert_close(actual, functions[activation](gate) * value)
+
+
+@devices
+@pytest.mark.parametrize(
+    "make", [LayerNorm, lambda w, b, eps, **options: RmsNorm(w, eps, **options)], ids=["ln", "rms"]
+)
+def test_fused_norms_equal_the_sum_and_the_norm(make, device):
+    weight, bias, x, hidden = (torch.randn(*shape, device=device) for shape in ((40,), (40,), (11, 40), (11, 40)))
+    stream = Residual(hidden, x, is_fused=True)
+    plain = make(weight, bias, 1e-6)(x + hidden)
+    fused = make(weight, bias, 1e-6, fusion=Fusion.FUSED)
+    assert_close(stream.normed(fused), plain)
+    normed, rest = stream.normed_and_sum(fused)
+    assert_close(normed, plain)
+    assert_close(rest.hidden, x + hidden)
+    assert rest.term is None
+    assert rest.normed_and_sum(fused)[1] is rest
+
+
+def test_the_device_says_how_far_models_are_fused(monkeypatch):
+    assert Fusion.of_device(torch.device("cpu")) is Fusion.NONE
+    cuda = torch.device("cuda:1")
+    assert Fusion.of_device(cuda) is (Fusion.FUSED if find_spec("triton") else Fusion.EPILOGUE)
+    monkeypatch.setattr("penstock.engine.layers.fusion.find_spec", lambda _: None)
+    assert Fusion.of_device(cuda) is Fusion.EPILOGUE
+
+
+def test_norms_too_wide_for_a_program_take_torch():
+    assert LayerNorm(torch.ones(8193), None, 1e-5, fusion=Fusion.FUSED).backend == "torch"
+    assert LayerNorm(torch.ones(8192), None, 1e-5, fusion=Fusion.FUSED).backend == "triton"
+    assert LayerNorm(torch.ones(8192), None, 1e-5, fusion=Fusion.EPILOGUE).backend == "torch"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
+@pytest.mark.parametrize("num_rows", [1, 7, 130])
+def test_gelu_in_the_product(activation, num_rows, dtype, device):
+    generator = torch.Generator().manual_seed(num_rows)
+    weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((64, 48), (64,), (num_rows, 48)))
+    weight, bias, x = (part.to(device, dtype) for part in (weight / 4, bias, x))
+    made = Linear(weight, bias, activation=activation, reorder=False, fusion=Fusion.EPILOGUE)
+    exact = Linear(weight.float(), bias.float(), activation=activation, reorder=False)(x.float())
+    # One rounding before the activation and one after it, and the distance of the two forms.
+    rounding = torch.finfo(dtype).eps * F.linear(x.float(), weight.float(), bias.float()).abs()
+    assert ((made(x).float() - exact).abs() <= 1.1 * rounding + 5e-4).all()
+
+
+def test_the_tanh_form_is_as_near_as_said():
+    x = torch.linspace(-12, 12, 1_000_001, dtype=torch.float64)
+    error = (F.gelu(x) - F.gelu(x, approximate="tanh")).abs()
+    assert error.max() < 4.8e-4
+    assert x[error.argmax()].abs().item() == pytest.approx(2.7, abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_models_bear_the_tanh_form(dtype, save_model, resolve, pack, sequences, monkeypatch):
+    # What CUDA computes, on a CPU, where the same operation is exact.
+    def addmm_tanh(bias, x, weight, *, use_gelu):
+        assert use_gelu
+        return F.gelu(torch.addmm(bias, x, weight), approximate="tanh")
+
+    monkeypatch.setattr(torch.ops.aten._addmm_activation, "default", addmm_tanh)
+    monkeypatch.setattr(linear, "_can_pack", lambda _: False)
+    folder, _ = save_model("BertModel", **SIZES)
+    batch = pack(sequences)
+    exact = load_model(resolve(folder)).forward(batch).hidden_states
+    plain, epilogue = (
+        load_model(resolve(folder, dtype), fusion=fusion).forward(batch).hidden_states
+        for fusion in (Fusion.NONE, Fusion.EPILOGUE)
+    )
+    assert not torch.equal(plain, epilogue)
+    assert unit_error(epilogue, exact) <= 1.25 * unit_error(plain, exact) + TANH_ERROR
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activation", "has_bias"),
+    [(torch.float32, "gelu", True), (torch.bfloat16, "gelu", False), (torch.bfloat16, "silu", True)],
+)
+def test_other_products_stay_bit_for_bit(dtype, activation, has_bias):
+    weight, x = torch.randn(64, 48).to(dtype), torch.randn(9, 48).to(dtype)
+    bias = torch.randn(64).to(dtype) if has_bias else None
+    plain, made = (
+        Linear(weight, bias, activation=activation, reorder=False, fusion=fusion)(x)
+        for fusion in (Fusion.NONE, Fusion.EPILOGUE)
+    )
+    assert torch.equal(made, plain)
+
+
+@pytest.mark.parametrize(
+    ("block", "family", "config"),
+    [
+        pytest.param(PostNormBlock, "Bert", SIZES, id="bert"),
+        pytest.param(ModernBertLayer, "ModernBert", MODERNBERT, id="modernbert"),
+        pytest.param(DecoderLayer, "Qwen3", DECODER, id="qwen3"),
+    ],
+)
+def test_torch_compile_takes_what_is_between_two_attentions_once_for_all_blocks(
+    block, family, config, save_model, resolve, pack, sequences, monkeypatch
+):
+    # As on a GPU, where no product is oneDNN's.
+    monkeypatch.setattr(linear, "_can_pack", lambda _: False)
+    folder, _ = save_model(f"{family}Model", **config)
+    model, batch = load_model(resolve(folder)), pack(sequences)
+    expected = model.forward(batch).hidden_states
+    graphs = []
+
+    def count(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block.after_attention, backend=count, dynamic=True, fullgraph=True)
+    monkeypatch.setattr(block, "after_attention", compiled)
+    actual = model.forward(batch).hidden_states
+    actual_of_others = model.forward(pack(sequences[2:])).hidden_states
+    assert torch.equal(actual, expected)
+    assert_close(actual_of_others, expected[-len(actual_of_others) :])
+    assert len(graphs) == 1
