@@ -43,6 +43,12 @@ class Residual(NamedTuple):
             return Residual(self.hidden, mapping(x_RI), is_fused=True)
         return Residual(mapping(x_RI, add=self.hidden))
 
+    def plus_term(self, term_RD: Tensor, *, scale: float = 1.0) -> Residual:
+        """Adds `scale` times [R, D], which may be narrower than the sum. No term may wait."""
+        if self.is_fused and scale == 1.0:
+            return Residual(self.hidden, term_RD, is_fused=True)
+        return Residual(self.hidden.add(term_RD, alpha=scale), is_fused=self.is_fused)
+
     def plus_normed(self, norm: LayerNorm | RmsNorm, term_RD: Tensor) -> Residual:
         """Adds the normed rows of [R, D]. No term may wait."""
         normed_RD = norm(term_RD)

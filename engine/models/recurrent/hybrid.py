@@ -17,10 +17,12 @@ from torch import Tensor
 
 from ...layers.attention.decoder import AttentionSpec, DecoderAttention, DecoderPlan
 from ...layers.attention.rotary import RotaryEmbedding, Rotation
+from ...layers.fusion import Fusion
 from ...layers.linear import Linear
 from ...layers.mlp import GatedMlp, SparseExperts
 from ...layers.norm import RmsNorm
 from ...layers.recurrent.mixers import Mamba2Mixer, MambaMixer
+from ...layers.residual import Residual
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...native.decoders.config import DecoderConfig
@@ -147,13 +149,13 @@ class HybridLayer:
         self.experts = experts
         self.scale = config.residual_scale
 
-    def __call__(self, hidden_RD: Tensor, walk: Walk) -> Tensor:
+    def __call__(self, stream: Residual, walk: Walk) -> Residual:
         """Returns the next hidden states."""
-        x_RD = self.mixer_norm(hidden_RD)
+        x_RD, stream = stream.normed_and_sum(self.mixer_norm)
         mixer = self.mixer
         mixed_RD = mixer(x_RD, walk) if isinstance(mixer, AttentionMixer) else mixer(x_RD, walk.rows)
-        hidden_RD = hidden_RD.add(mixed_RD, alpha=self.scale)
-        return hidden_RD.add(self._feed_forward(self.mlp_norm(hidden_RD), walk.rows), alpha=self.scale)
+        x_RD, stream = stream.plus_term(mixed_RD, scale=self.scale).normed_and_sum(self.mlp_norm)
+        return stream.plus_term(self._feed_forward(x_RD, walk.rows), scale=self.scale)
 
     def _feed_forward(self, x_RD: Tensor, rows: Rows) -> Tensor:
         """Returns the sum of MLP and experts."""
@@ -195,6 +197,7 @@ class HybridModel(NativeModel):
             self.layers.append(HybridLayer(scope, config, mixer, *config.load_feed_forward(scope, i)))
         self.attentions = attentions
         self.final_norm = RmsNorm.load(base, config.final_norm, D, config.rms_norm_eps)
+        self.is_fused = weights.fusion is Fusion.FUSED
         self.rotary = None
         if attentions and config.has_rotary:
             self.rotary = RotaryEmbedding(config.rope("full_attention"), weights.device)
@@ -218,10 +221,11 @@ class HybridModel(NativeModel):
         hidden_RD = F.embedding(rows.input_ids, self.embedding_VD)
         if self.embedding_scale != 1.0:
             hidden_RD = hidden_RD * self.embedding_scale
+        stream = Residual(hidden_RD, is_fused=self.is_fused)
         weights_TH = None
         for layer in self.layers:
-            layer_input_RD, hidden_RD = hidden_RD, layer(hidden_RD, walk)
+            layer_input, stream = stream, layer(stream, walk)
             if need_attention and layer.mixer is self.attentions[-1]:
                 attention = self.attentions[-1].attention
-                weights_TH = attention.end_weights(layer.mixer_norm(layer_input_RD), rows, walk.rotation)
-        return ModelOutput(hidden_states=self.final_norm(rows.trim(hidden_RD)), attention_weights=weights_TH)
+                weights_TH = attention.end_weights(layer_input.normed(layer.mixer_norm), rows, walk.rotation)
+        return ModelOutput(hidden_states=stream.trim(rows).normed(self.final_norm), attention_weights=weights_TH)

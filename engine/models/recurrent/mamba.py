@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
+from ...layers.fusion import Fusion
 from ...layers.norm import RmsNorm
 from ...layers.recurrent.mixers import Mamba2Mixer, Mamba2Sizes, MambaMixer, MambaSizes, StepNorms
+from ...layers.residual import Residual
 from ...layers.rows import Rows
 from ...layers.weights import Weights
 from ...model_files.config_values import read_config
@@ -68,12 +69,13 @@ class SsmLayer:
         self.mixer = mixer
         self.dtype = dtype
 
-    def __call__(self, hidden_RD: Tensor, rows: Rows) -> Tensor:
+    def __call__(self, stream: Residual, rows: Rows) -> Residual:
         """Returns the next hidden states."""
-        normed_RD = self.norm(hidden_RD).to(self.dtype)
-        if hidden_RD.dtype is self.dtype:
-            return self.mixer(normed_RD, rows, add=hidden_RD)
-        return hidden_RD + self.mixer(normed_RD, rows)
+        x_RD, stream = stream.normed_and_sum(self.norm)
+        x_RD = x_RD.to(self.dtype)
+        if stream.hidden.dtype is self.dtype and not stream.is_fused:
+            return Residual(self.mixer(x_RD, rows, add=stream.hidden))
+        return stream.plus_term(self.mixer(x_RD, rows))
 
 
 class SsmModel(NativeModel):
@@ -106,6 +108,7 @@ class SsmModel(NativeModel):
             for i in range(config.num_hidden_layers)
         ]
         self.final_norm = RmsNorm.load(norms, "norm_f", D, eps)
+        self.is_fused = weights.fusion is Fusion.FUSED
         self.cache_spec = CacheSpec(ssm_layers=tuple(layer.mixer.sizes.cache_spec for layer in self.layers))
         head = decoder_head(weights, info, D, f"{embedding.prefix}weight")
         self.set_head(info.kind, head, scores_rows=not info.classifier_tokens)
@@ -118,9 +121,10 @@ class SsmModel(NativeModel):
             )
         rows = Rows.of(batch)
         hidden_RD = F.embedding(rows.input_ids, self.embedding_VD).to(self.sum_dtype)
+        stream = Residual(hidden_RD, is_fused=self.is_fused)
         for layer in self.layers:
-            hidden_RD = layer(hidden_RD, rows)
-        return ModelOutput(hidden_states=rows.trim(self.final_norm(hidden_RD).to(self.dtype)))
+            stream = layer(stream, rows)
+        return ModelOutput(hidden_states=rows.trim(stream.normed(self.final_norm).to(self.dtype)))
 
 
 def require_causal(info: ModelInfo) -> None:

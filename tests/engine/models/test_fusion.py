@@ -37,6 +37,13 @@ MODERNBERT = SIZES | {"local_attention": 16, "pad_token_id": 0, "cls_token_id": 
 MODERNBERT |= {"bos_token_id": 1, "eos_token_id": 2}
 DECODER = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16}
 GEMMA = DECODER | {"sliding_window": 8, "query_pre_attn_scalar": 24}
+MAMBA = {"vocab_size": 200, "hidden_size": 48, "num_hidden_layers": 2, "state_size": 8}
+MAMBA2 = MAMBA | {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 32}
+HYBRID = SIZES | {"num_key_value_heads": 2, "mamba_d_state": 8, "pad_token_id": 0}
+JAMBA = HYBRID | {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4}
+GRANITE = HYBRID | {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "num_local_experts": 4}
+GRANITE |= {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 64}
+GRANITE |= {"residual_multiplier": 0.3}
 ENCODERS = [
     pytest.param("Bert", SIZES, id="bert"),
     pytest.param("Bert", SIZES | {"type_vocab_size": 1, "hidden_act": "relu"}, id="bert-one-type-relu"),
@@ -56,7 +63,13 @@ DECODERS = [
     pytest.param("Gemma2", GEMMA, id="gemma2"),
     pytest.param("Gemma3Text", GEMMA, id="gemma3"),
 ]
-
+RECURRENT = [
+    pytest.param("Mamba", MAMBA, id="mamba"),
+    pytest.param("Mamba2", MAMBA2, id="mamba2"),
+    pytest.param("Mamba2", MAMBA2 | {"residual_in_fp32": False}, id="mamba2-short-sums"),
+    pytest.param("Jamba", JAMBA, id="jamba"),
+    pytest.param("GraniteMoeHybrid", GRANITE, id="granite-scaled-terms"),
+]
 # Distance of unit vectors that the tanh form of GELU may add in three layers; measured: less than 1e-4.
 TANH_ERROR = 5e-4
 
@@ -100,6 +113,23 @@ def test_fused_models_equal_the_others_in_float32(family, config, save_model, re
     assert_close(fused.hidden_states, plain.hidden_states)
     # The kernels are in use: another order of sums shows in some bit.
     assert not torch.equal(fused.hidden_states, plain.hidden_states)
+
+
+@devices
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "config"), RECURRENT)
+def test_fused_recurrent_models_equal_the_others(
+    family, config, dtype, save_recurrent, resolve, pack, sequences, device
+):
+    folder, _ = save_recurrent(f"{family}Model", matrix_scale=1 / 3, **config)
+    exact = forwards(folder, resolve, pack, device, "float32", sequences)[0].hidden_states
+    plain, _, fused = (output.hidden_states for output in forwards(folder, resolve, pack, device, dtype, sequences))
+    assert fused.dtype is plain.dtype
+    assert not torch.equal(fused, plain)
+    if dtype == "float32":
+        assert_close(fused, plain)
+    else:
+        assert unit_error(fused, exact) <= 1.25 * unit_error(plain, exact)
 
 
 @devices
