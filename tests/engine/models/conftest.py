@@ -134,9 +134,10 @@ class ChunkedRun:
         sequences: Sequence[Sequence[int]],
         dtype: torch.dtype = torch.float32,
         block_size: int = BLOCK_SIZE,
+        device: torch.device | str = "cpu",
     ):
         assert model.cache_spec is not None
-        cpu = torch.device("cpu")
+        self.device = torch.device(device)
         self.model, self.sequences, self.block_size = model, sequences, block_size
         self.rows: list[list[torch.Tensor]] = [[] for _ in sequences]
         self.weights: dict[tuple[int, int], torch.Tensor] = {}
@@ -147,23 +148,26 @@ class ChunkedRun:
             blocks[end - count : end] for end, count in zip(itertools.accumulate(counts), counts, strict=True)
         ]
         self.slots = numbers.permutation(len(sequences) + 3)
-        self.kv = KvCache.allocate(model.cache_spec, len(blocks), self.block_size, dtype, cpu)
-        self.states = SsmStates.allocate(model.cache_spec, len(self.slots), dtype, cpu)
+        self.kv = KvCache.allocate(model.cache_spec, len(blocks), self.block_size, dtype, self.device)
+        self.states = SsmStates.allocate(model.cache_spec, len(self.slots), dtype, self.device)
         for pool in (*self.kv.k, *self.kv.v, *self.states.conv, *self.states.ssm):
             pool.fill_(float("nan"))
 
-    def step(self, chunks: Sequence[tuple[int, int, int]], *, need_attention: bool = False) -> None:
-        """Runs one batch of (sequence, start, end); attention weights go to `weights[sequence, end]`."""
-        chunks = sorted(chunks, key=lambda s: s[1] > 0)
+    def pack(self, chunks: Sequence[tuple[int, int, int]]) -> PackedBatch:
+        """Packs (sequence, start, end), those that begin first, on the device."""
         starts = [start for _, start, _ in chunks]
         inputs = [TokenizedInput(np.asarray(self.sequences[n], np.int32))[a:b] for n, a, b in chunks]
         lengths = [len(i) for i in inputs]
         new = starts.count(0)
-        batch = PackedBatch.build(
-            inputs, torch.device("cpu"), starts=starts, cache=self._cache(chunks, new, sum(lengths[:new]))
-        )
+        cache = self._cache(chunks, new, sum(lengths[:new]))
+        return PackedBatch.build(inputs, self.device, starts=starts, cache=cache)
+
+    def step(self, chunks: Sequence[tuple[int, int, int]], *, need_attention: bool = False) -> None:
+        """Runs one batch of (sequence, start, end); attention weights go to `weights[sequence, end]`."""
+        chunks = sorted(chunks, key=lambda s: s[1] > 0)
+        batch = self.pack(chunks)
         output = self.model.forward(batch, need_attention=need_attention)
-        for (n, _, _), part in zip(chunks, output.hidden_states.split(lengths), strict=True):
+        for (n, _, _), part in zip(chunks, output.hidden_states.split(batch.seq_lens), strict=True):
             self.rows[n].append(part)
         if output.attention_weights is not None:
             parts = output.attention_weights.split([end for _, _, end in chunks])
@@ -185,20 +189,25 @@ class ChunkedRun:
             row[:used] = torch.from_numpy(self.blocks[n][:used])
         saved = [i for i, (n, _, end) in enumerate(chunks) if end < len(self.sequences[n])]
         spec = self.model.cache_spec
+        placed = {
+            "store_rows": torch.tensor(store_rows, dtype=torch.int64),
+            "store_slots": torch.tensor(store_slots, dtype=torch.int64),
+            "load_indices": torch.arange(num_new_seqs, len(chunks)),
+            "load_slots": torch.tensor([int(self.slots[n]) for n, *_ in past], dtype=torch.int64),
+            "save_indices": torch.tensor(saved, dtype=torch.int64),
+            "save_slots": torch.tensor([int(self.slots[chunks[i][0]]) for i in saved], dtype=torch.int64),
+        }
+        if self.device.type == "cuda":
+            placed["past_lens_on_device"] = torch.tensor([start for _, start, _ in past], dtype=torch.int32)
         return BatchCache(
             num_new_seqs=num_new_seqs,
             num_new_tokens=num_new_tokens,
             context_lens=tuple(start for _, start, _ in chunks),
             prompt_lens=tuple(len(self.sequences[n]) for n, _, _ in chunks),
             kv=self.kv if spec.kv_layers else None,
-            block_tables=tables if past else None,
-            store_rows=torch.tensor(store_rows, dtype=torch.int64),
-            store_slots=torch.tensor(store_slots, dtype=torch.int64),
+            block_tables=tables.to(self.device) if past else None,
             ssm=self.states if spec.ssm_layers else None,
-            load_indices=torch.arange(num_new_seqs, len(chunks)),
-            load_slots=torch.tensor([int(self.slots[n]) for n, *_ in past], dtype=torch.int64),
-            save_indices=torch.tensor(saved, dtype=torch.int64),
-            save_slots=torch.tensor([int(self.slots[chunks[i][0]]) for i in saved], dtype=torch.int64),
+            **{name: tensor.to(self.device) for name, tensor in placed.items()},
         )
 
 

@@ -1,0 +1,261 @@
+"""A CUDA device that is not there: tensors in host memory that say they are on it, and raise where CUDA would wait.
+
+Code that runs under it takes its paths for CUDA, triton's kernels included where its interpreter is on, and its results
+can be compared with those of the CPU. What raises:
+
+- values that the host asks for: item, bool, tolist, cpu, numpy, and what calls them inside of torch;
+- shapes that depend on values: nonzero, a mask as an index, unique, masked_select, repeat_interleave without
+  output_size, bincount;
+- copies to the device that wait: of a list or a number (torch.tensor(..., device=)), `to` without non_blocking, an
+  index in host memory, and copies out of memory that is not pinned, which may wait for the stream;
+- host and device in one operation, which CUDA refuses; a number of no dimension may stand beside a tensor.
+
+What it cannot see: waits inside of libraries and allocators, and whatever runs through ctypes. The twins of its tests
+on a real device run under torch.cuda.set_sync_debug_mode, which sees other things: no copy out of pageable memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+DEVICE: Final = torch.device("cuda", 0)
+_CPU: Final = torch.device("cpu")
+aten = torch.ops.aten
+
+
+class HiddenSyncError(AssertionError):
+    """The host would wait for the device here."""
+
+
+class OnCuda(Tensor):
+    """A tensor in host memory that says it is on the device."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class Pinned(Tensor):
+    """A tensor in pinned host memory, as far as the device is concerned."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+# Attributes and methods that give the host a value of the tensor.
+_ASKS: Final = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__complex__"} | {
+    "__array__",
+    "__contains__",
+    "equal",
+    "allclose",
+    "isin",  # sorts and looks for neighbours that are equal, from some length on
+    "bincount",
+}
+_WAITING_OPS: Final = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+    aten.equal.default,
+}
+_FACTORIES_OF_HOST_DATA: Final = {"tensor", "as_tensor", "new_tensor", "scalar_tensor"}
+
+
+class _InsideOfTorch(TorchDispatchMode):
+    """Raises at operations that wait, though nothing in the call's name says so."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _WAITING_OPS:
+            raise HiddenSyncError(f"{func} waits for its values")
+        if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            raise HiddenSyncError("repeat_interleave waits for its length: give it output_size")
+        if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default):
+            for index in args[1]:
+                if index is not None and index.dtype in (torch.bool, torch.uint8):
+                    raise HiddenSyncError("an index that is a mask waits for the number of its rows")
+        return func(*args, **kwargs)
+
+
+class PretendCuda(TorchFunctionMode):
+    """While it is entered, `DEVICE` exists. Its waits raise inside `watched()` and pass outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_watched = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raises where the host would wait."""
+        self._is_watched, before = True, self._is_watched
+        try:
+            yield
+        finally:
+            self._is_watched = before
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Lets pass what a caller has to wait for, such as the copy of the answers to the host."""
+        self._is_watched, before = False, self._is_watched
+        try:
+            yield
+        finally:
+            self._is_watched = before
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return self._attribute(func, args[0])
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        if name == "to":
+            tensors = tensors[:1]
+        is_on = any(isinstance(x, OnCuda) for x in tensors)
+        target = self._target(name, args, kwargs)
+        if target is None:
+            goes_on, leaves = is_on, False
+        else:
+            goes_on, leaves = target.type == "cuda", is_on and target.type == "cpu"
+        if is_on:
+            self._check_call(name, tensors, args, leaves=leaves)
+        if goes_on and not is_on:
+            self._check_copy(name, tensors, kwargs)
+        if target is not None:
+            args, kwargs = tree_map_only(torch.device, lambda d: _CPU if d.type == "cuda" else d, (args, kwargs))
+            args = tuple(_CPU if isinstance(a, str) and a.startswith("cuda") else a for a in args)
+            if isinstance(kwargs.get("device"), str):
+                kwargs["device"] = _CPU
+        inside = _InsideOfTorch() if self._is_watched and is_on else contextlib.nullcontext()
+        with inside:
+            result = func(*args, **kwargs)
+        if name in ("pin_memory", "is_pinned"):
+            return result
+        if goes_on:
+            if target is not None and any(result is x for x in tensors) and not is_on:
+                result = result.clone()  # a copy on the device is another tensor
+            return tree_map_only(Tensor, _on, result)
+        if leaves:
+            result = result.clone() if any(result is x for x in tensors) else result
+        return tree_map_only(Tensor, _off, result)
+
+    def _attribute(self, func: Callable[..., Any], tensor: Tensor) -> Any:
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        if isinstance(tensor, OnCuda):
+            if owner == "device":
+                return DEVICE
+            if owner == "is_cuda":
+                return True
+            if owner == "is_cpu":
+                return False
+            result = func(tensor)
+            return tree_map_only(Tensor, _on, result)
+        return func(tensor)
+
+    @staticmethod
+    def _target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+        """The device that a call names."""
+        if name == "cuda":
+            return DEVICE
+        if name in ("cpu", "numpy", "tolist"):
+            return _CPU
+        if kwargs.get("device") is not None:
+            return torch.device(kwargs["device"])
+        if name == "to":
+            for value in args[1:]:
+                if isinstance(value, torch.device):
+                    return value
+                if isinstance(value, str):
+                    return torch.device(value)
+                if isinstance(value, Tensor):
+                    return DEVICE if isinstance(value, OnCuda) else _CPU
+        return None
+
+    def _check_call(self, name: str, tensors: list[Tensor], args: tuple[Any, ...], *, leaves: bool) -> None:
+        if self._is_watched:
+            if name in _ASKS or leaves:
+                raise HiddenSyncError(f"{name} waits for the device")
+            if name == "new_tensor":
+                raise HiddenSyncError(f"{name} copies to the device and waits for it")
+            if name in ("__getitem__", "__setitem__") and _has_host_index(args[1]):
+                raise HiddenSyncError(f"{name} copies an index to the device and waits for it")
+        for tensor in tensors:
+            if not isinstance(tensor, OnCuda) and torch._C._TensorBase.dim(tensor) > 0 and not leaves:
+                is_copied = name in ("copy_", "__setitem__")  # a copy to the device by another name
+                if is_copied and self._is_watched and not isinstance(tensor, Pinned):
+                    raise HiddenSyncError(f"{name} copies to the device and waits for it")
+                if not is_copied and name not in ("__getitem__", "to"):
+                    raise RuntimeError(f"{name}: tensors are on cuda and on the cpu")
+
+    def _check_copy(self, name: str, tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
+        """A call without a tensor of the device whose result is there: a factory, or a copy."""
+        if not self._is_watched:
+            return
+        if name in _FACTORIES_OF_HOST_DATA:
+            raise HiddenSyncError(f"{name} copies to the device and waits for it")
+        if tensors and not kwargs.get("non_blocking"):
+            raise HiddenSyncError(f"{name} copies to the device and waits for it: say non_blocking")
+        if tensors and not all(isinstance(x, Pinned) for x in tensors):
+            raise HiddenSyncError(f"{name} copies out of memory that is not pinned, and may wait for the stream")
+
+
+def _on(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return tensor if isinstance(tensor, OnCuda) else tensor.as_subclass(OnCuda)
+
+
+def _off(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return tensor.as_subclass(Tensor) if isinstance(tensor, OnCuda) else tensor
+
+
+def _has_host_index(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(
+        isinstance(part, list)
+        or (hasattr(part, "__array__") and not isinstance(part, OnCuda) and getattr(part, "ndim", 0) > 0)
+        for part in parts
+    )
+
+
+def _pin_memory(tensor: Tensor, device: object = None) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return tensor.clone().as_subclass(Pinned)
+
+
+@contextlib.contextmanager
+def pretend_cuda() -> Iterator[PretendCuda]:
+    """Gives the process a CUDA device of compute capability 9.0, until it ends."""
+    with pytest.MonkeyPatch.context() as patch, PretendCuda() as mode:
+        patch.setattr(Tensor, "pin_memory", _pin_memory)
+        patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        patch.setattr(
+            torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=132)
+        )
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            from triton.runtime.interpreter import GridExecutor
+
+            launch = GridExecutor.__call__
+
+            def launch_on_host(self: Any, *args: Any, **kwargs: Any) -> None:
+                off = tree_map_only(Tensor, _off, (args, kwargs))
+                with torch._C.DisableTorchFunction():
+                    launch(self, *off[0], **off[1])
+
+            patch.setattr(GridExecutor, "__call__", launch_on_host)
+        yield mode
