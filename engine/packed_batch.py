@@ -154,6 +154,7 @@ class PackedBatch:
         cache: What sequences bring along from earlier chunks and leave for later ones; None where all of them are whole
             and nothing is kept.
         hidden: Whole sequences with tokens that no token attends to, by their length.
+        token_ids: `input_ids` on the host, where they came from; None where they are not known there.
     """
 
     input_ids: Tensor
@@ -165,6 +166,7 @@ class PackedBatch:
     skip_tokens: Tensor | None
     cache: BatchCache | None = None
     hidden: Sequence[HiddenTokens] = ()
+    token_ids: NDArray[np.int64] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -205,4 +207,5 @@ class PackedBatch:
             skip_tokens=None if skips is None else put(skips),
             cache=cache,
             hidden=() if hidden is None else HiddenTokens.of(arrays.lengths, hidden, device),
+            token_ids=arrays.input_ids,
         )

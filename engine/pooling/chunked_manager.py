@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -211,7 +212,7 @@ class ChunkedPoolingManager:
             return len(self._running)
 
     def _kept_rows(self, rows: Tensor, token_ids: Rows | None) -> Tensor:
-        ids = None if token_ids is None else self._to_tensor(token_ids)
+        ids = None if token_ids is None else np.asarray(token_ids.cpu() if isinstance(token_ids, Tensor) else token_ids)
         if ids is not None and ids.shape != rows.shape[:1]:
             raise ValueError(f"token_ids must be [{rows.shape[0]}] like the chunk, got {list(ids.shape)}")
         lengths = (len(rows),)

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.upload import upload
+
 from ..protocol.tasks import PoolingType
 from .packing import IntArray, cu_seqlens_of, prefix_sums, rows_between
 from .states import PoolingStates, finalize_states, update_states
@@ -236,7 +238,7 @@ class BatchChunks:
                 cu_seqlens_of(seq_lens, device),
                 [self.cursors[i].chunk_start for i in indices],
                 [weights.get(i) for i in indices],
-                skip_tokens=None if skip_tokens is None else skip_tokens[torch.from_numpy(picked).to(device)],
+                skip_tokens=None if skip_tokens is None else skip_tokens[upload(torch.from_numpy(picked), device)],
             )
         for cursor in self.cursors.values():
             cursor.finish_chunk()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.pooling import pool
+from penstock.kernels.upload import upload
 
 from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.output_groups import distinct
@@ -48,13 +49,13 @@ class Cut:
         dimensions = {_width(p, width) for p in different}
         normalize: bool | Tensor = bool(different[0].normalize)
         if any(bool(p.normalize) != normalize for p in different):
-            normalize = torch.tensor([bool(p.normalize) for p in params], device=device)
+            normalize = upload(torch.tensor([bool(p.normalize) for p in params]), device)
         if len(dimensions) == 1:
             kept = dimensions.pop()
             return cls(dimensions=None if kept == width else kept, normalize=normalize)
         widths = tuple(_width(p, width) for p in params)
         return cls(
-            dimensions=torch.tensor(widths, dtype=torch.int32, device=device),
+            dimensions=upload(torch.tensor(widths, dtype=torch.int32), device),
             max_dimensions=max(widths),
             normalize=normalize,
             widths=widths,
@@ -64,9 +65,8 @@ class Cut:
         """Returns the cut of token rows, given the cut of their sequences, which hold `row_lens` [N] rows each."""
 
         def spread(value: Tensor) -> Tensor:
-            return torch.repeat_interleave(
-                value, torch.tensor(row_lens, device=value.device), output_size=sum(row_lens)
-            )
+            lengths = upload(torch.tensor(row_lens), value.device)
+            return torch.repeat_interleave(value, lengths, output_size=sum(row_lens))
 
         return Cut(
             dimensions=spread(self.dimensions) if isinstance(self.dimensions, Tensor) else self.dimensions,
@@ -167,7 +167,7 @@ class ClassifierPoolerHead:
     ) -> Tensor:
         """As `__call__`, from logits."""
         if columns is not None:
-            logits = logits[:, torch.tensor(columns, device=logits.device)]
+            logits = logits[:, upload(torch.tensor(columns), logits.device)]
         logits = logits.float()
         if (self._mean, self._sigma) != (0.0, 1.0):
             logits = (logits - self._mean) / self._sigma
@@ -179,7 +179,7 @@ class ClassifierPoolerHead:
         uses_row = torch.tensor([p.use_activation is not False for p in params])
         if row_lens is not None:
             uses_row = torch.repeat_interleave(uses_row, torch.tensor(row_lens))
-        return torch.where(uses_row.to(logits.device)[:, None], self._activated(logits), logits)
+        return torch.where(upload(uses_row, logits.device)[:, None], self._activated(logits), logits)
 
     def _activated(self, logits: Tensor) -> Tensor:
         if self._activation is Activation.IDENTITY:

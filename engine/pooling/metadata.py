@@ -11,10 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.upload import upload
+
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
 from .chunks import BatchChunks, PoolingCursor
-from .packing import Rows, cu_seqlens_of, prefix_sums, rows_between
+from .packing import Rows, cu_seqlens_of, host_rows_between, prefix_sums, rows_between, rows_on_device
 from .states import PoolingStates, Strategy, types_of
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ class PoolingMetadata:
         params: N resolved parameters; tasks may be mixed.
         seq_lens: Rows of each sequence in this batch, on the host.
         cu_seqlens: [N+1] int32, prefix sums of `seq_lens`.
-        token_ids: [T] int64, for STEP; None where nobody needs them.
+        token_ids: [T] int64 on the host, for what depends on a token; None where nobody needs them.
         skip_tokens: [N] int32, tokens at the head of each whole sequence that are left out; None where there are none.
         chunks: Which parts of their sequences the batch holds; None where it holds whole sequences only.
         seq_starts: Row at which each sequence begins, where the caller of `create` says so; None: they lie end to end.
@@ -40,7 +42,7 @@ class PoolingMetadata:
     params: Sequence[PoolingParams]
     seq_lens: tuple[int, ...]
     cu_seqlens: Tensor
-    token_ids: Tensor | None = None
+    token_ids: NDArray[np.int64] | None = None
     skip_tokens: Tensor | None = None
     chunks: BatchChunks | None = None
     seq_starts: tuple[int, ...] | None = None
@@ -85,7 +87,7 @@ class PoolingMetadata:
             params=params,
             seq_lens=batch.seq_lens,
             cu_seqlens=batch.cu_seqlens,
-            token_ids=batch.input_ids,
+            token_ids=batch.token_ids,
             skip_tokens=batch.skip_tokens,
             chunks=chunks,
         )
@@ -211,9 +213,9 @@ class PoolingMetadata:
             weights = [weights[c.global_end - c.chunk_end : c.global_end] for c in cursors]
         _check_lengths(self.num_seqs, hidden_states_batch=rows, attention_weights_batch=weights)
         device = self.cu_seqlens.device
-        packed = torch.cat([torch.as_tensor(part, device=device) for part in rows])
+        packed = torch.cat([upload(torch.as_tensor(part), device) for part in rows])
         chunks.schedule([len(part) for part in rows])
-        own = {i: torch.as_tensor(w, device=device) for i, w in enumerate(weights or ()) if w is not None}
+        own = {i: upload(torch.as_tensor(w), device) for i, w in enumerate(weights or ()) if w is not None}
         chunks.update(packed, own, self.skip_tokens)
         for cursor, start, size in zip(cursors, self.seq_starts, self.seq_lens, strict=True):
             cursor.schedule(min(size, cursor.remaining), start + cursor.start)
@@ -239,8 +241,8 @@ class PoolingMetadata:
         """Returns a description of the rows of this batch as if they were all of their sequences."""
         skip_tokens = self.skip_tokens
         if skip_tokens is not None and self.chunks is not None:
-            starts = torch.from_numpy(self.chunks.chunk_starts.astype(np.int32))
-            skip_tokens = (skip_tokens - starts.to(skip_tokens.device)).clamp(min=0)
+            starts = upload(torch.from_numpy(self.chunks.chunk_starts.astype(np.int32)), skip_tokens.device)
+            skip_tokens = (skip_tokens - starts).clamp(min=0)
         return replace(self, skip_tokens=skip_tokens, chunks=None)
 
     def select(self, indices: Sequence[int], *, new_only: bool = False) -> tuple[Rows, PoolingMetadata]:
@@ -255,14 +257,14 @@ class PoolingMetadata:
         firsts, ends = bounds[picked], bounds[picked + 1]
         if new_only and self.cursors:
             firsts += [self.cursors[i].num_repeated if i in self.cursors else 0 for i in indices]
-        rows, lengths = rows_between(firsts, ends, device), ends - firsts
+        rows, lengths = host_rows_between(firsts, ends), ends - firsts
         skip_tokens = self.skip_tokens
-        return rows, PoolingMetadata(
+        return rows_on_device(rows, device), PoolingMetadata(
             params=[self.params[i] for i in indices],
             seq_lens=tuple(lengths.tolist()),
             cu_seqlens=cu_seqlens_of(lengths, device),
             token_ids=None if self.token_ids is None else self.token_ids[rows],
-            skip_tokens=None if skip_tokens is None else skip_tokens[torch.from_numpy(picked).to(device)],
+            skip_tokens=None if skip_tokens is None else skip_tokens[upload(torch.from_numpy(picked), device)],
             queries=None if self.queries is None else [self.queries[i] for i in indices],
         )
 

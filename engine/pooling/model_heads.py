@@ -17,7 +17,8 @@ from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, RowMap
 from .metadata import PoolingMetadata
 from .output import OutputBlock
 from .poolers import PoolerFactory
-from .token_vectors import SparsePooler, VectorFilter, compare
+from .sparse import SparsePooler
+from .token_vectors import VectorFilter, compare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from penstock.kernels.upload import upload
+
 from ..models.base import ModelOutput, PackedModel
 from ..protocol.model_info import ModelInfo
 from ..protocol.output_groups import OutputGroup, by_group, distinct
@@ -195,4 +197,4 @@ def _as_whole(output: ModelOutput, chunks: BatchChunks) -> ModelOutput:
 
 def _pick(rows: Tensor, indices: Sequence[int] | None) -> Tensor:
     """The rows of some sequences [N', W]; all of them where `indices` is None."""
-    return rows if indices is None else rows[torch.tensor(indices, device=rows.device)]
+    return rows if indices is None else rows[upload(torch.tensor(indices), rows.device)]

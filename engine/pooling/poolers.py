@@ -8,8 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar, Final
 
-import torch
-import torch.nn.functional as F
+import numpy as np
 from torch import Tensor
 
 from penstock.kernels.native import Machine
@@ -19,6 +18,7 @@ from ..protocol.output_groups import distinct
 from ..protocol.tasks import PoolingType
 from .heads import Cut
 from .metadata import PoolingMetadata
+from .packing import kept_rows
 
 _WHOLE_ROWS = Cut()
 
@@ -181,16 +181,10 @@ class StepPooler(TokenPooler):
             return None, metadata.seq_lens
         if metadata.token_ids is None:
             raise ValueError("STEP pooling needs the token ids of the batch")
-        token_ids = metadata.token_ids
-        tags = torch.tensor([-1 if p.step_tag_id is None else p.step_tag_id for p in metadata.params])
-        cu_seqlens = metadata.cu_seqlens.long()
-        tag_of_row = torch.repeat_interleave(
-            tags.to(token_ids.device), cu_seqlens.diff(), output_size=token_ids.shape[0]
-        )
-        keep = (token_ids == tag_of_row) | (tag_of_row < 0)
-        kept_before = F.pad(keep.cumsum(0), (1, 0))
-        row_lens = kept_before[cu_seqlens].diff()
-        return keep.nonzero()[:, 0], tuple(row_lens.tolist())
+        tags = [-1 if p.step_tag_id is None else p.step_tag_id for p in metadata.params]
+        tag_of_row = np.repeat(tags, metadata.seq_lens)
+        is_kept = (metadata.token_ids == tag_of_row) | (tag_of_row < 0)
+        return kept_rows(is_kept, metadata.seq_lens, metadata.cu_seqlens.device)
 
 
 def _check_whole(metadata: PoolingMetadata) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.pooling import PoolingKind, PoolingState, finish, pool, pool_partial
+from penstock.kernels.upload import upload
 
 from ..protocol.tasks import PoolingType
 
@@ -113,8 +114,9 @@ class PoolingStates:
             ValueError: Rows are missing before the chunk.
         """
         num_rows = hidden_states.shape[0]
-        cu_seqlens = torch.tensor([0, num_rows], dtype=torch.int32, device=hidden_states.device)
-        skip = torch.tensor([skip_tokens], dtype=torch.int32, device=hidden_states.device) if skip_tokens else None
+        device = hidden_states.device
+        cu_seqlens = upload(torch.tensor([0, num_rows], dtype=torch.int32), device)
+        skip = upload(torch.tensor([skip_tokens], dtype=torch.int32), device) if skip_tokens else None
         start = self.num_tokens if chunk_start is None else chunk_start
         update_states([self], hidden_states, (num_rows,), cu_seqlens, [start], [attention_weights], skip_tokens=skip)
 
@@ -158,7 +160,7 @@ def update_states(
         if start != state.num_tokens:
             places = chunk_starts
     device = hidden_states.device
-    place_tensor = None if places is None else torch.tensor(places, dtype=torch.int64, device=device)
+    place_tensor = None if places is None else upload(torch.tensor(places, dtype=torch.int64), device)
     for pooling_type in states[0].running:
         batch = PoolingState.cat([state.running[pooling_type] for state in states])
         pool_partial(batch, hidden_states, cu_seqlens, chunk_starts=place_tensor, skip_tokens=skip_tokens)
@@ -213,5 +215,5 @@ def _attention_row(state: PoolingStates) -> Tensor:
     if state.weights.shape != (state.num_tokens,):
         raise ValueError(f"attention weights {list(state.weights.shape)} do not fit {state.num_tokens} tokens")
     rows = torch.cat(state.rows)
-    bounds = torch.tensor([0, rows.shape[0]], dtype=torch.int32, device=rows.device)
+    bounds = upload(torch.tensor([0, rows.shape[0]], dtype=torch.int32), rows.device)
     return pool(rows, bounds, "weighted", weights=state.weights, skip_tokens=state.skip_tokens)[0]

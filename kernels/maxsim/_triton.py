@@ -1,14 +1,15 @@
 """MaxSim on CUDA: one program per document and block of query tokens; similarities live and die in registers."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .._packed import on_device
+from ..upload import upload
 
 # tl.dot takes no fewer rows or columns than 16.
 MIN_BLOCK_Q = 16
@@ -68,11 +69,10 @@ def maxsim_triton(
     queries: Tensor, documents: Tensor, query_lens: Sequence[int], document_lens: Sequence[int], query_of: Sequence[int]
 ) -> Tensor:
     """Same as `maxsim`."""
-    query_ends, document_ends = list(accumulate(query_lens)), list(accumulate(document_lens))
-    bounds = [
-        (query_ends[q] - query_lens[q], query_lens[q], document_ends[n] - length, length)
-        for n, (q, length) in enumerate(zip(query_of, document_lens, strict=True))
-    ]
+    query_N = np.asarray(query_of)
+    query_lens_M, document_lens_N = np.asarray(query_lens, np.int64), np.asarray(document_lens, np.int64)
+    first_query_M, first_document_N = (lengths.cumsum() - lengths for lengths in (query_lens_M, document_lens_N))
+    bounds = np.stack([first_query_M[query_N], query_lens_M[query_N], first_document_N, document_lens_N], axis=1)
     num_columns = max(query_lens)
     out = torch.empty(len(document_lens), num_columns, dtype=torch.float32, device=queries.device)
     block_q = min(max(triton.next_power_of_2(num_columns), MIN_BLOCK_Q), MAX_BLOCK_Q)
@@ -81,7 +81,7 @@ def maxsim_triton(
         _maxsim_kernel[(len(document_lens), triton.cdiv(num_columns, block_q))](
             queries,
             documents,
-            torch.tensor(bounds, dtype=torch.int64).to(queries.device, non_blocking=True),
+            upload(torch.from_numpy(bounds), queries.device),
             out,
             queries.stride(0),
             documents.stride(0),

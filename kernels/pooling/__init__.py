@@ -12,7 +12,7 @@ from torch import Tensor
 from .._packed import FLOAT_DTYPES, Backend, choose, describe
 from ..native import Machine
 from ._native import pool_native
-from ._reference import Pooling, pool_reference
+from ._reference import MAX_TRITON_WIDTH, Pooling, pool_reference
 from ._state import PoolingState, finish, pool_partial
 from ._torch import pool_torch
 
@@ -20,10 +20,17 @@ PoolingKind = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_m
 
 POOLING_KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
 
-__all__ = ["POOLING_KINDS", "Backend", "PoolingKind", "PoolingState", "finish", "pool", "pool_native", "pool_partial"]
-
-# One program holds a whole row.
-MAX_TRITON_WIDTH = 8192
+__all__ = [
+    "MAX_TRITON_WIDTH",
+    "POOLING_KINDS",
+    "Backend",
+    "PoolingKind",
+    "PoolingState",
+    "finish",
+    "pool",
+    "pool_native",
+    "pool_partial",
+]
 
 
 def pool(

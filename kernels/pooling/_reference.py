@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Of the triton kernels one program holds a whole row.
+MAX_TRITON_WIDTH = 8192
+
 
 class Pooling(NamedTuple):
     """What `pool` takes; `width` is the number of columns of the result."""

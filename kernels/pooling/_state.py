@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._packed import choose
+from ._reference import MAX_TRITON_WIDTH, Pooling
 from ._torch import MIN_WEIGHT, finish_rows, segment_max, segment_sum, sequence_positions, take_rows
 
 
@@ -125,9 +127,9 @@ def pool_partial(
     elif state.pooling == "last":
         state.rows = torch.where(has_rows[:, None], take_rows(hidden_states, ends - 1, has_rows), state.rows)
     elif state.pooling == "max":
-        chunk_rows = segment_max(hidden_states, firsts.tolist(), ends.tolist(), empty=float("-inf"))
-        state.rows = torch.where((state.weight == 0)[:, None], chunk_rows, torch.maximum(state.rows, chunk_rows))
-        state.rows.masked_fill_(~has_rows[:, None] & (state.weight == 0)[:, None], 0.0)
+        chunk_rows = _chunk_max(hidden_states, cu_seqlens, firsts, ends)
+        largest = torch.where((state.weight == 0)[:, None], chunk_rows, torch.maximum(state.rows, chunk_rows))
+        state.rows = torch.where(has_rows[:, None], largest, state.rows)
     else:
         if state.pooling == "weighted_mean":
             positions = sequence_positions(cu_seqlens, hidden_states.shape[0], places)
@@ -139,6 +141,19 @@ def pool_partial(
     else:
         state.weight += (ends - firsts).float()
     state.num_tokens = torch.maximum(state.num_tokens, places + (ends - starts))
+
+
+def _chunk_max(hidden_states: Tensor, cu_seqlens: Tensor, firsts: Tensor, ends: Tensor) -> Tensor:
+    """[N, D], float32: the maximum of rows firsts[n] to ends[n] by column; zeros where there are none."""
+    width = hidden_states.shape[1]
+    if choose(None, hidden_states) != "triton" or width > MAX_TRITON_WIDTH:
+        return segment_max(hidden_states, firsts, ends)
+    from ._triton import pool_triton
+
+    skips = (firsts - cu_seqlens[:-1]).int()
+    return pool_triton(
+        Pooling(hidden_states, cu_seqlens, "max", width, None, False, skips, None, torch.float32), max_seqlen=None
+    )
 
 
 def _add_compensated(state: PoolingState, chunk_rows: Tensor) -> None:

@@ -27,7 +27,7 @@ def pool_torch(given: Pooling) -> Tensor:
     elif pooling == "last":
         rows = take_rows(hidden_states, ends - 1, firsts < ends)
     elif pooling == "max":
-        rows = segment_max(hidden_states, firsts.tolist(), ends.tolist(), empty=0.0)
+        rows = segment_max(hidden_states, firsts, ends)
     else:
         token_weights = weights
         if pooling == "weighted_mean":
@@ -95,11 +95,19 @@ def segment_sum(hidden_states: Tensor, firsts: Tensor, ends: Tensor, token_weigh
     return rows[1:-1:2]
 
 
-def segment_max(hidden_states: Tensor, firsts: list[int], ends: list[int], *, empty: float) -> Tensor:
-    """[N, D], float32: the maximum of rows firsts[n] to ends[n] by column; `empty` where there are none."""
-    hidden_size = hidden_states.shape[1]
-    rows = hidden_states.new_full((len(ends), hidden_size), empty, dtype=torch.float32)
-    for n, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+def segment_max(hidden_states: Tensor, firsts: Tensor, ends: Tensor) -> Tensor:
+    """[N, D], float32: the maximum of rows firsts[n] to ends[n] by column; zeros where there are none."""
+    num_seqs, num_tokens, hidden_size = ends.shape[0], hidden_states.shape[0], hidden_states.shape[1]
+    if hidden_states.device.type != "cpu":  # where asking for the borders would stop the host
+        places = torch.arange(num_tokens, device=ends.device)
+        sequence = torch.searchsorted(ends.contiguous(), places, right=True, out_int32=False).clamp(max=num_seqs - 1)
+        is_left_out = (places < firsts[sequence]) | (places >= ends[sequence])
+        index = sequence.masked_fill(is_left_out, num_seqs)[:, None].expand(-1, hidden_size)
+        rows = hidden_states.new_full((num_seqs + 1, hidden_size), float("-inf"), dtype=torch.float32)
+        rows.scatter_reduce_(0, index, hidden_states.float(), "amax")
+        return rows[:-1].masked_fill((firsts >= ends)[:, None], 0.0)
+    rows = hidden_states.new_zeros((num_seqs, hidden_size), dtype=torch.float32)
+    for n, (first, end) in enumerate(zip(firsts.tolist(), ends.tolist(), strict=True)):
         if first < end:
             rows[n] = hidden_states[first:end].amax(0)
     return rows

@@ -9,7 +9,6 @@ chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -277,5 +276,4 @@ def _paged(cache: BatchCache) -> tuple[KvCache, Tensor]:
 def _gather(cache_PBGK: Tensor, block_table: Tensor, length: int) -> Tensor:
     """Returns the first `length` rows [L, G, K] of one sequence."""
     num_blocks = -(-length // cache_PBGK.shape[1])
-    blocks: Sequence[int] = block_table[:num_blocks].tolist()
-    return cache_PBGK[blocks].flatten(0, 1)[:length]
+    return cache_PBGK.index_select(0, block_table[:num_blocks]).flatten(0, 1)[:length]

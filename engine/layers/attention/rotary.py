@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from penstock.kernels.upload import upload
+
 from ...native.rope_spec import RopeSpec
 
 if TYPE_CHECKING:
@@ -81,8 +83,8 @@ class RotaryEmbedding:
         device = batch.positions.device
         of_stage = {stage: torch.from_numpy(self._spec.frequencies(stage)[0]) for stage in set(stages)}
         if len(of_stage) == 1:
-            return of_stage[stages[0]].to(device)
-        frequencies_NJ = torch.stack([of_stage[stage] for stage in stages]).to(device)
+            return upload(of_stage[stages[0]], device)
+        frequencies_NJ = upload(torch.stack([of_stage[stage] for stage in stages]), device)
         return frequencies_NJ.repeat_interleave(batch.cu_seqlens.diff(), dim=0, output_size=batch.num_tokens)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,10 +54,10 @@ _DEFAULT_EPS: Final = {"modernbert": 1e-5}
 
 
 class VocabularyHead:
-    """logits = norm(activation(x U^T + c)) E^T + b, float32.
+    """logits = norm(activation(x U^T + c)) E^T + b.
 
     Args:
-        weights: View of the whole checkpoint.
+        weights: View of the whole checkpoint, in the type that the head computes in.
         info: The resolved model.
 
     Raises:
@@ -79,18 +78,24 @@ class VocabularyHead:
         eps = float(config.get(names.eps_key) or _DEFAULT_EPS.get(info.model_type, 1e-12))
         activation = str(config.get(names.activation_key) or "gelu")
         has_bias = weights.has(f"{names.dense}.bias")
-        self._dense = Linear.load(weights, names.dense, size, size, bias=has_bias, activation=activation, is_head=True)
+        on_host = weights.device.type == "cpu"
+        self._dense = Linear.load(
+            weights, names.dense, size, size, bias=has_bias, activation=activation, is_head=on_host
+        )
         has_bias = weights.has(f"{names.norm}.bias")
-        self._norm = LayerNorm.load(weights, names.norm, size, eps, bias=has_bias, dtype=torch.float32)
+        self._norm = LayerNorm.load(weights, names.norm, size, eps, bias=has_bias)
         bias = next((name for name in names.biases if weights.has(name)), None)
-        table_VD = weights.tensor(table, info.vocab_size, size, dtype=torch.float32)
-        bias_V = weights.tensor(bias, info.vocab_size, dtype=torch.float32) if bias is not None else None
+        table_VD = weights.tensor(table, info.vocab_size, size)
+        bias_V = weights.tensor(bias, info.vocab_size) if bias is not None else None
         self._out = Linear(table_VD, bias_V)
 
     def __call__(self, x_RD: Tensor) -> Tensor:
-        """Returns [R, V] float32 of hidden states [R, D] of any float type; R is at most BLOCK_ROWS."""
+        """Returns [R, V] of hidden states [R, D] of any float type, in the type of the head.
+
+        On a CPU R is at most BLOCK_ROWS.
+        """
         num_rows = x_RD.shape[0]
-        inner_RD = self._norm(self._dense(x_RD.float()))
+        inner_RD = self._norm(self._dense(x_RD.to(self._dense.dtype)))
         if inner_RD.device.type == "cpu":
             inner_RD = F.pad(inner_RD, (0, 0, 0, BLOCK_ROWS - num_rows))
         return self._out(inner_RD)[:num_rows]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from penstock.engine.core.loading.weights_loader import load_model
-from penstock.engine.layers.dense import Dense
-from penstock.engine.models.base import ModelOutput, PackedModel
+from penstock.engine.models.base import PackedModel
 from penstock.engine.packed_batch import PackedBatch
-from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates, TokenMaps, token_vectors
+from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates, TokenMaps, sparse
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
@@ -43,6 +42,7 @@ SIZES = {
 }
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = SIZES | IDS | {"num_key_value_heads": 1, "head_dim": 16}
+DISTILBERT = {"vocab_size": 120, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}
 MODERNBERT = SIZES | IDS | {"local_attention": 16, "cls_token_id": 1, "sep_token_id": 2}
 MAMBA = {"vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_labels": 3}
 MAMBA2 = MAMBA | {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 32}
@@ -52,14 +52,13 @@ GRANITE = HYBRID | {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2,
 GRANITE |= {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 32}
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}}
 LENGTHS = (1, 2, 5, 33, 20)
-CUT = {"float32": 2e-5}
 
 
 class Device(contextlib.AbstractContextManager["Device"]):
     """Where a test runs, and what watches it there."""
 
     name = "cuda:0"
-    is_pretended = True
+    tolerance = 2e-5
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -84,7 +83,7 @@ class Device(contextlib.AbstractContextManager["Device"]):
 class RealDevice(Device):
     """A GPU, watched by torch."""
 
-    is_pretended = False
+    tolerance = 1e-4  # other products and other sums, in float32
 
     def __enter__(self) -> Device:
         return self
@@ -110,13 +109,13 @@ def _sync_mode(mode: str) -> Iterator[None]:
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """Nothing waits on it but what is marked: the one count that sparse vectors of logits need, and the answers."""
     with RealDevice() if request.param == "real" else Device() as device, pytest.MonkeyPatch.context() as patch:
-        marked = token_vectors.counts_on_host
+        marked = sparse.counts_on_host
 
         def counts_on_host(counts: torch.Tensor) -> list[int]:
             with device.unwatched():
                 return marked(counts)
 
-        patch.setattr(token_vectors, "counts_on_host", counts_on_host)
+        patch.setattr(sparse, "counts_on_host", counts_on_host)
         yield device
 
 
@@ -158,19 +157,23 @@ def answers(
     return [dict(arrays) for arrays in pooled.to_numpy()]
 
 
-def check(actual: Sequence[dict[str, np.ndarray]], expected: Sequence[dict[str, np.ndarray]]) -> None:
+def check(
+    actual: Sequence[Mapping[object, np.ndarray]], expected: Sequence[Mapping[object, np.ndarray]], device: Device
+) -> None:
     for own, other in zip(actual, expected, strict=True):
         assert own.keys() == other.keys()
         assert own
         for name, values in other.items():
-            np.testing.assert_allclose(own[name], values, atol=2e-5 * max(1.0, abs(values).max(initial=0)), rtol=0)
+            np.testing.assert_allclose(
+                own[name], values, atol=device.tolerance * max(1.0, abs(values).max(initial=0)), rtol=0
+            )
 
 
 def compare(info: ModelInfo, params: Sequence[PoolingParams], device: Device, maps: TokenMaps | None = None) -> None:
     """The answers of the device, where nothing waited, are those of the CPU."""
     expected = answers(Served.load(info, maps=maps), params)
     with device:
-        check(answers(Served.load(info, device.name, maps), params, device), expected)
+        check(answers(Served.load(info, device.name, maps), params, device), expected, device)
 
 
 def resolved(info: ModelInfo, task: PoolingTask, **fields: object) -> PoolingParams:
@@ -180,7 +183,7 @@ def resolved(info: ModelInfo, task: PoolingTask, **fields: object) -> PoolingPar
 EMBEDDERS = [
     pytest.param("BertModel", SIZES, id="bert"),
     pytest.param("RobertaModel", SIZES | {"type_vocab_size": 1}, id="roberta"),
-    pytest.param("DistilBertModel", {"vocab_size": 120, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}),
+    pytest.param("DistilBertModel", DISTILBERT, id="distilbert"),
     pytest.param("MPNetModel", SIZES, id="mpnet"),
     pytest.param("ElectraModel", SIZES | {"embedding_size": 24}, id="electra"),
     pytest.param("ModernBertModel", MODERNBERT, id="modernbert"),
@@ -205,3 +208,187 @@ def test_embedding_never_waits(
     folder, _ = save_recurrent(class_name, **config)
     info = resolve(folder)
     compare(info, [resolved(info, PoolingTask.EMBED)] * len(LENGTHS), device)
+
+
+TYPES = [t for t in PoolingType if not t.is_token_level]
+
+
+@pytest.mark.parametrize("pooling_type", TYPES)
+@pytest.mark.parametrize(("class_name", "config"), [p for p in EMBEDDERS if p.id in ("bert", "llama")])
+def test_no_pooling_type_waits(
+    pooling_type: PoolingType, class_name: str, config: dict[str, Any], save_model: Any, resolve: Any, device: Device
+) -> None:
+    folder, _ = save_model(class_name, **config)
+    info = replace(resolve(folder), sequence_pooling=(pooling_type,), is_matryoshka=True)
+    params = resolved(info, PoolingTask.EMBED)
+    compare(info, [params, params.clone(dimensions=7), params.clone(normalize=False), params, params], device)
+
+
+def test_prompts_that_are_left_out_never_wait(save_model: Any, resolve: Any, device: Device) -> None:
+    folder, _ = save_model("BertModel", **SIZES)
+    info = replace(resolve(folder), sequence_pooling=(PoolingType.MEAN, PoolingType.MAX))
+    inputs = [replace(tokens, num_prompt_tokens=n) for n, tokens in enumerate(inputs_of((3, 5, 9)))]
+    params = [resolved(info, PoolingTask.EMBED)] * 3
+    expected = answers(Served.load(info), params, inputs=inputs)
+    with device:
+        check(answers(Served.load(info, device.name), params, device, inputs), expected, device)
+
+
+def test_mixed_tasks_never_wait(save_model: Any, resolve: Any, device: Device) -> None:
+    folder, _ = save_model("BertModel", **SIZES)
+    info = resolve(folder)
+    embed, tokens = resolved(info, PoolingTask.EMBED), resolved(info, PoolingTask.TOKEN_EMBED)
+    cut = tokens.clone(dimensions=5)
+    compare(info, [embed, tokens, cut, embed, tokens], device)
+    compare(info, [embed.clone(also=(PoolingTask.TOKEN_EMBED,))] * 5, device)
+
+
+@pytest.mark.parametrize("class_name", ["BertForSequenceClassification", "LlamaForSequenceClassification"])
+def test_classes_never_wait(class_name: str, save_model: Any, resolve: Any, device: Device) -> None:
+    folder, _ = save_model(class_name, **(SIZES if class_name.startswith("Bert") else DECODER))
+    info = resolve(folder)
+    params = resolved(info, PoolingTask.CLASSIFY)
+    compare(info, [params, params.clone(use_activation=False), params, params, params], device)
+
+
+def test_classes_of_tokens_never_wait(save_model: Any, resolve: Any, device: Device) -> None:
+    folder, _ = save_model("BertForTokenClassification", **SIZES)
+    info = resolve(folder)
+    params = resolved(info, PoolingTask.TOKEN_CLASSIFY)
+    raw, column = params.clone(use_activation=False), params.clone(returned_token_ids=(2, 0))
+    compare(info, [params] * 5, device)
+    compare(info, [params, raw, column, raw, params], device)
+
+
+def test_steps_never_wait(save_model: Any, resolve: Any, device: Device) -> None:
+    folder, _ = save_model("BertForTokenClassification", **SIZES)
+    info = replace(resolve(folder), token_pooling=PoolingType.STEP)
+    params = resolved(info, PoolingTask.TOKEN_CLASSIFY)
+    tags = [int(inputs_of()[3].token_ids[n]) for n in (0, 7)]
+    compare(info, [*(params.clone(step_tag_id=tag) for tag in (*tags, 0, tags[0])), params], device)
+
+
+@pytest.mark.parametrize("skips_queries", [False, True])
+def test_token_vectors_never_wait(skips_queries: bool, save_model: Any, resolve: Any, device: Device) -> None:
+    folder, _ = save_model("BertModel", **SIZES)
+    recipe = MultiVector(skip_words=("x",), skips_queries=skips_queries)
+    info = replace(resolve(folder), multi_vector=recipe)
+    document = resolved(info, PoolingTask.TOKEN_EMBED)
+    maps = TokenMaps(skip_ids=tuple(range(3, 60)))
+    compare(info, [document, document.clone(is_query=True)] * 2 + [document], device, maps)
+    inputs = [replace(tokens, num_hidden=n) for n, tokens in enumerate(inputs_of((3, 5, 5)))]
+    expected = answers(Served.load(info, maps=maps), [document] * 3, inputs=inputs)
+    with device:
+        check(answers(Served.load(info, device.name, maps), [document] * 3, device, inputs), expected, device)
+
+
+def test_comparison_with_queries_never_waits(save_model: Any, resolve: Any, device: Device) -> None:
+    folder, _ = save_model("BertModel", **SIZES)
+    info = replace(resolve(folder), multi_vector=MultiVector(skip_words=("x",)))
+    params = [resolved(info, PoolingTask.TOKEN_EMBED).clone(is_compared=True)] * 5
+    maps = TokenMaps(skip_ids=tuple(range(3, 60)))
+    rows = np.random.default_rng(1).standard_normal((7, SIZES["hidden_size"])).astype(np.float32)
+    queries = [rows[:3], rows[3:], rows[3:], rows[:3], rows[3:]]
+    expected = answers(Served.load(info, maps=maps), params, queries=queries)
+    with device:
+        check(answers(Served.load(info, device.name, maps), params, device, queries=queries), expected, device)
+
+
+@pytest.mark.parametrize("log_twice", [False, True])
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_sparse_vectors_of_logits_wait_where_it_is_marked(
+    is_sum: bool, log_twice: bool, save_model: Any, resolve: Any, device: Device
+) -> None:
+    folder, _ = save_model("BertForMaskedLM", **SIZES)
+    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum, log_twice=log_twice)
+    info = resolve(folder)
+    info = replace(info, sparse=recipe, tasks=(*info.tasks, PoolingTask.SPARSE_EMBED))
+    compare(info, [resolved(info, PoolingTask.SPARSE_EMBED)] * 5, device)
+
+
+class Map:
+    """A linear map of given numbers, on whichever device the rows are."""
+
+    def __init__(self, width: int, device: str) -> None:
+        weight = torch.randn(width, SIZES["hidden_size"], generator=torch.Generator().manual_seed(4))
+        self._weight = weight.to(device)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(rows.float(), self._weight)
+
+
+def test_three_outputs_of_one_forward_never_wait(save_model: Any, resolve: Any, device: Device) -> None:
+    folder, _ = save_model("BertModel", **SIZES)
+    info = resolve(folder)
+    recipe = SparsePooling(kind=SparseKind.TOKEN_WEIGHTS)
+    tasks = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
+    info = replace(info, sparse=recipe, multi_vector=MultiVector(skip_words=()), tasks=tasks)
+    params = resolved(info, PoolingTask.EMBED).clone(also=tasks[1:])
+
+    def served(name: str) -> Served:
+        maps = TokenMaps(vectors=Map(8, name), weights=Map(1, name), unweighted_ids=tuple(range(3, 20)))
+        return Served.load(info, name, maps)
+
+    expected = answers(served("cpu"), [params] * 5)
+    with device:
+        check(sparse_alike(answers(served(device.name), [params] * 5, device)), sparse_alike(expected), device)
+
+
+def sparse_alike(arrays: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+    """Without the entries that are 0."""
+    return [one | {"sparse": one["sparse"][one["sparse"][:, 1] != 0]} for one in arrays]
+
+
+CHUNKED = [p for p in EMBEDDERS if p.id in ("llama", "mistral-window", "gemma2", "qwen3", "mamba", "mamba2")]
+CHUNKED += [p for p in EMBEDDERS if p.id.endswith("experts")]
+
+
+def chunk_answers(
+    served: Served, params: Sequence[PoolingParams], chunked_run: Any, device: Device | None = None
+) -> list[list[np.ndarray]]:
+    """What each step gives each sequence, of chunks of 7 tokens; forward and pooling are watched."""
+    sequences = [tokens.token_ids.tolist() for tokens in inputs_of()]
+    run = chunked_run(served.model, sequences, device=served.info.device)
+    done, found = [0] * len(sequences), [[] for _ in sequences]
+    states: dict[int, PoolingStates] = {}
+    while any(at < len(tokens) for at, tokens in zip(done, sequences, strict=True)):
+        chunks = [(n, done[n], min(done[n] + 7, len(s))) for n, s in enumerate(sequences) if done[n] < len(s)]
+        batch = run.pack(chunks)
+        own = [params[n] for n, *_ in chunks]
+        with torch.inference_mode(), contextlib.nullcontext() if device is None else device.watched():
+            before = [states.get(n) for n, *_ in chunks]
+            metadata = PoolingMetadata.for_batch(batch, own, states=before)
+            output = served.model.forward(batch, need_attention=served.pooler.needs_attention(own))
+            pooled = served.pooler.pool(output, metadata)
+        states = {chunks[i][0]: state for i, state in metadata.states.items()}
+        for (n, _, end), arrays in zip(chunks, pooled.to_numpy(), strict=True):
+            found[n] += arrays.values()
+            done[n] = end
+    return found
+
+
+@pytest.mark.parametrize(("class_name", "config"), CHUNKED)
+def test_chunks_never_wait(
+    class_name: str, config: dict[str, Any], save_recurrent: Any, resolve: Any, chunked_run: Any, device: Device
+) -> None:
+    folder, _ = save_recurrent(class_name, **config)
+    check_chunks(resolve(folder), chunked_run, device)
+
+
+@pytest.mark.parametrize("pooling_type", TYPES)
+def test_states_of_chunks_never_wait(
+    pooling_type: PoolingType, save_model: Any, resolve: Any, chunked_run: Any, device: Device
+) -> None:
+    folder, _ = save_model("LlamaModel", **DECODER)
+    check_chunks(replace(resolve(folder), sequence_pooling=(pooling_type,)), chunked_run, device)
+
+
+def check_chunks(info: ModelInfo, chunked_run: Any, device: Device) -> None:
+    embed, tokens = resolved(info, PoolingTask.EMBED), resolved(info, PoolingTask.TOKEN_EMBED)
+    params = [embed, embed, tokens, embed, embed]
+    expected = chunk_answers(Served.load(info), params, chunked_run)
+    with device:
+        found = chunk_answers(Served.load(info, device.name), params, chunked_run, device)
+    for own, other in zip(found, expected, strict=True):
+        assert len(own) == len(other) > 0
+        check([dict(enumerate(own))], [dict(enumerate(other))], device)

@@ -134,7 +134,7 @@ def describe(
     )
     params = [PoolingParams()] * len(prompt_lens) if params is None else params
     metadata = PoolingMetadata.for_batch(batch, params, prompt_lens=prompt_lens, states=states)
-    return replace(metadata, token_ids=token_ids)
+    return replace(metadata, token_ids=None if token_ids is None else token_ids.cpu().numpy())
 
 
 def resolved(info: ModelInfo, task: PoolingTask, **fields: Any) -> PoolingParams:

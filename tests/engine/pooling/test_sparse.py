@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.models.base import ModelOutput
-from penstock.engine.pooling import ModelPooler, TokenMaps, token_vectors
-from penstock.engine.pooling.token_vectors import SparsePooler
+from penstock.engine.pooling import ModelPooler, TokenMaps, sparse
+from penstock.engine.pooling.sparse import SparsePooler
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.protocol.vectors import SparseKind, SparsePooling, SparseVector
 
@@ -70,8 +70,8 @@ def test_logits_over_the_vocabulary(
     log_twice: bool,
     max_seqs: int,
 ) -> None:
-    monkeypatch.setattr(token_vectors, "BLOCK_ROWS", block_rows)
-    monkeypatch.setattr(token_vectors, "_MAX_VALUES", max_seqs * VOCAB_SIZE)
+    monkeypatch.setattr(sparse, "BLOCK_ROWS", block_rows)
+    monkeypatch.setattr(sparse, "_MAX_VALUES", max_seqs * VOCAB_SIZE)
     recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum, log_twice=log_twice)
     sizes: list[int] = []
 
