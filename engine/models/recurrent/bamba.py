@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from ...layers.linear import GatedLinear, Linear
-from ...layers.mlp import GatedMlp, SparseExperts
+from ...layers.experts import SparseExperts
+from ...layers.mlp import GatedMlp
 from ...layers.recurrent.mixers import Mamba2Mixer, Mamba2Sizes
 from ...layers.weights import Weights
 from ...protocol.errors import ModelLoadError, UnsupportedModelError
@@ -177,9 +177,6 @@ def _load_experts(weights: Weights, config: GraniteHybridConfig) -> SparseExpert
     X, D, I = config.num_local_experts, config.hidden_size, config.intermediate_size  # noqa: E741
     both_X2ID = weights.tensor("input_linear.weight", X, 2 * I, D)
     down_XDI = weights.tensor("output_linear.weight", X, D, I)
-    experts = [
-        GatedMlp(GatedLinear(both_2ID, None, config.hidden_act), Linear(down_DI, None))
-        for both_2ID, down_DI in zip(both_X2ID, down_XDI, strict=True)
-    ]
+    experts = zip(both_X2ID, down_XDI, strict=True)
     router_XD = weights.tensor("router.layer.weight", X, D, dtype=torch.float32)
-    return SparseExperts(router_XD, experts, config.num_experts_per_tok, renormalise=True)
+    return SparseExperts(router_XD, experts, config.hidden_act, config.num_experts_per_tok, renormalise=True)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ...layers.attention.decoder import AttentionSpec, DecoderAttention, DecoderPlan
 from ...layers.attention.rotary import RotaryEmbedding, Rotation
+from ...layers.experts import SparseExperts
 from ...layers.fusion import Fusion
 from ...layers.linear import Linear
-from ...layers.mlp import GatedMlp, SparseExperts
+from ...layers.mlp import GatedMlp
 from ...layers.norm import RmsNorm
 from ...layers.recurrent.mixers import Mamba2Mixer, MambaMixer
 from ...layers.residual import Residual

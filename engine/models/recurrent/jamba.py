@@ -10,8 +10,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from ...layers.mlp import GatedMlp, SparseExperts
+from ...layers.experts import SparseExperts
+from ...layers.mlp import GatedMlp
 from ...layers.norm import RmsNorm
 from ...layers.recurrent.mixers import MambaMixer, MambaSizes, StepNorms
 from ...layers.weights import Weights
@@ -85,8 +87,14 @@ class JambaConfig(HybridConfig):
         if not self.has_experts(index):
             return load_mlp(own), None
         router_XD = own.tensor("router.weight", self.num_experts, self.hidden_size, dtype=torch.float32)
-        experts = [load_mlp(own.scope(f"experts.{x}")) for x in range(self.num_experts)]
-        return None, SparseExperts(router_XD, experts, self.num_experts_per_tok, renormalise=False)
+        experts = (self._load_expert(own.scope(f"experts.{x}")) for x in range(self.num_experts))
+        return None, SparseExperts(router_XD, experts, self.hidden_act, self.num_experts_per_tok, renormalise=False)
+
+    def _load_expert(self, scope: Weights) -> tuple[Tensor, Tensor]:
+        """Returns gate above up, and the map back."""
+        D, I = self.hidden_size, self.intermediate_size  # noqa: E741
+        both_2ID = torch.cat([scope.tensor(f"{name}.weight", I, D) for name in ("gate_proj", "up_proj")])
+        return both_2ID, scope.tensor("down_proj.weight", D, I)
 
 
 class JambaModel(HybridModel):

@@ -1,0 +1,53 @@
+"""A linear map for each group of rows: the products of a mixture of experts, whose sizes only the device knows."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .._packed import FLOAT_DTYPES, choose, describe
+from ._reference import grouped_linear_reference
+from ._torch import grouped_linear_torch
+
+Backend = Literal["triton", "torch", "reference"]
+
+__all__ = ["Backend", "grouped_linear"]
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: Backend | None = None) -> Tensor:
+    """Returns y[m] = W_g x[m] for every row m of group g.
+
+    Groups lie end to end from the first row; each may be empty. Nothing waits for the sizes on CUDA: the launch covers
+    every way in which the rows can be divided. Sums are float32 (no TF32) and rounded once. Every backend is held to
+    the reference within 1e-5 of the largest value for float32, and a unit in the last place of the type otherwise.
+
+    Args:
+        x: [M, I], float32/bfloat16/float16, last axis contiguous. Not modified.
+        weight: [G, O, I], type and device of `x`, contiguous.
+        ends: [G] int32, same device: where each group ends; not decreasing, and at most M. Not checked: that would cost
+            a copy to the host.
+        backend: None takes "triton" for CUDA tensors where it is installed, else "torch". On CUDA "torch" is
+            `torch._grouped_mm`, which waits for the sizes but for bfloat16 on compute capability 9.0 and 10.
+
+    Returns:
+        [M, O], type of `x`. Rows from the last end on hold anything.
+
+    Raises:
+        ValueError: Shapes, types or devices do not fit together; the message says which.
+    """
+    if x.dim() != 2 or x.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"x must be [M, I] float32, bfloat16 or float16, got {describe(x)}")
+    if weight.dim() != 3 or weight.shape[2] != x.shape[1] or weight.dtype != x.dtype:
+        raise ValueError(f"weight must be {x.dtype} [G, O, {x.shape[1]}], got {describe(weight)}")
+    if ends.shape != (weight.shape[0],) or ends.dtype != torch.int32:
+        raise ValueError(f"ends must be int32 [{weight.shape[0]}], got {describe(ends)}")
+    if not x.device == weight.device == ends.device:
+        raise ValueError(f"x, weight and ends must share a device, got {x.device}, {weight.device}, {ends.device}")
+    if not x.shape[0] or not weight.shape[0] or not weight.shape[1]:
+        return x.new_empty((x.shape[0], weight.shape[1]))
+    backend = choose(backend, x)
+    if backend == "triton":
+        from ._triton import grouped_linear_triton
+
+        return grouped_linear_triton(x, weight, ends)
+    return (grouped_linear_torch if backend == "torch" else grouped_linear_reference)(x, weight, ends)

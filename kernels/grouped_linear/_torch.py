@@ -1,0 +1,35 @@
+"""Grouped products through torch: one call, on CUDA a grouped kernel of CUTLASS for bfloat16 on Hopper and later."""
+
+import torch
+from torch import Tensor
+
+# torch wants rows that begin at multiples of 16 bytes.
+_ALIGNMENT = 16
+
+
+def grouped_linear_torch(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Same as `grouped_linear`.
+
+    Raises:
+        ValueError: I or O is no multiple of 16 bytes, on CUDA.
+    """
+    width = _ALIGNMENT // x.itemsize
+    if x.is_cuda and (x.shape[1] % width or weight.shape[1] % width):
+        raise ValueError(
+            f"the torch backend takes widths that are multiples of {width}, got {x.shape[1]} and {weight.shape[1]}"
+        )
+    if not x.is_cuda:
+        return _loop(x, weight, ends)
+    # The same in torch 2.11 and 2.13; torch.nn.functional.grouped_mm is its public name.
+    out: Tensor = torch._grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
+    return out
+
+
+def _loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """On a CPU, where the sizes are at hand."""
+    out = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype)
+    first = 0
+    for matrix, end in zip(weight, ends.tolist(), strict=True):
+        torch.mm(x[first:end], matrix.t(), out=out[first:end])
+        first = end
+    return out
