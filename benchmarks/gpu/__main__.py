@@ -1,0 +1,136 @@
+"""Measures penstock on a CUDA device, phase by phase, and says which goals are met.
+
+    PYTHONPATH=benchmarks python -m gpu                       # all phases, 9 minutes at most; see `make bench-gpu`
+    PYTHONPATH=benchmarks python -m gpu --phases kernels --output results
+    PYTHONPATH=benchmarks python -m gpu --device cpu --tiny   # tries the code where there is no GPU
+
+Each phase is a process with a time limit of its own. What it has found is in the JSON file when it ends, however it
+ends, and the next phase begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import processes
+
+from .phases import PHASES
+from .report import as_markdown, as_text, judged
+
+RESULTS: Final = Path(__file__).parents[1] / "results"
+_SECONDS_TO_END: Final = 8.0
+_KEPT_OF_STDERR: Final = 1500
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the phases; returns 1 where one failed or ran out of time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--phases", nargs="+", choices=list(PHASES), default=list(PHASES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, whose figures mean nothing")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all phases; each has a limit of its own too")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON and the table")
+    args = parser.parse_args(arguments)
+    began_s = time.monotonic()
+    date = datetime.now(UTC).date().isoformat()
+    args.output.mkdir(parents=True, exist_ok=True)
+    target = args.output / f"{date}-{slug(device_name(args.device))}{'-tiny' if args.tiny else ''}.json"
+    report: dict[str, Any] = {"date": date, "device": args.device, "is_tiny": args.tiny, "phases": {}}
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
+        for name in args.phases:
+            left_s = args.seconds - (time.monotonic() - began_s)
+            words = ["--device", args.device, "--folder", folder, *(["--tiny"] if args.tiny else [])]
+            print(f"{name}: {PHASES[name].about}", flush=True)
+            phase = run_phase([name, *words], min(PHASES[name].seconds, left_s))
+            report["phases"][name] = {"about": PHASES[name].about, **phase}
+            report |= {"seconds": time.monotonic() - began_s, "goals": judged(report)}
+            write(target, json.dumps(report, indent=1) + "\n")
+            print(f"  {len(phase['rows'])} rows in {phase['seconds']:.0f} s {phase['error'] or ''}", flush=True)
+    write(target.with_suffix(".md"), as_markdown(report))
+    print(*as_text(report), f"written: {target}", sep="\n")
+    return int(any(phase["error"] for phase in report["phases"].values()))
+
+
+def run_phase(words: list[str], seconds: float) -> dict[str, Any]:
+    """Runs one phase as a process; returns its rows, the seconds that it took and its error, None for none."""
+    began_s = time.monotonic()
+    if seconds <= 0:
+        return {"seconds": 0.0, "error": "there was no time left", "rows": []}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gpu.phases", *words], stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        assert process.stdout is not None
+        reading = threading.Thread(target=_read, args=(process.stdout, rows), daemon=True)
+        reading.start()
+        error = None
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            error = f"ended after {seconds:.0f} s, its limit"
+        finally:
+            end(process)
+        reading.join(_SECONDS_TO_END)
+        if error is None and process.returncode:
+            errors.seek(0)
+            error = f"ended with {process.returncode}: {errors.read()[-_KEPT_OF_STDERR:]}"
+    return {"seconds": time.monotonic() - began_s, "error": error, "rows": list(rows)}
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ends a phase, and whatever it has started, in sessions of their own too."""
+    family = processes.family(process.pid)
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_END)
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def write(target: Path, text: str) -> None:
+    """Writes a file as a whole or not at all."""
+    part = target.with_name(f".{target.name}.part")
+    part.write_text(text)
+    part.replace(target)
+
+
+def device_name(device: str) -> str:
+    """Returns what the driver calls the first device; the kind of device where nobody can say."""
+    program = shutil.which("nvidia-smi")
+    if device == "cpu" or program is None:
+        return device
+    run = subprocess.run(
+        [program, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
+    )
+    return run.stdout.partition("\n")[0].strip() or device
+
+
+def slug(name: str) -> str:
+    """Returns a name as it can stand in a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _read(lines: Any, rows: list[dict[str, Any]]) -> None:
+    rows.extend(map(json.loads, lines))  # one after the other: those of a phase that is cut off are kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

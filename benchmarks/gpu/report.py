@@ -1,0 +1,200 @@
+"""From the rows of the phases to the goals: which are met, by what figure, and what was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+Report = dict[str, Any]
+Row = dict[str, Any]
+
+
+class Goal(NamedTuple):
+    """What must be shown on a GPU.
+
+    Attributes:
+        what: In words.
+        least: The figure that is asked for.
+        found: Finds it in a report; None where it was not measured.
+    """
+
+    what: str
+    least: float
+    found: Callable[[Report], float | None]
+
+
+def rows_of(report: Report, phase: str, **wanted: object) -> list[Row]:
+    """Returns the rows of a phase that have these values, without those that failed or were skipped."""
+    rows = report["phases"].get(phase, {}).get("rows", [])
+    return [
+        row
+        for row in rows
+        if "error" not in row and "skipped" not in row and all(row.get(key) == value for key, value in wanted.items())
+    ]
+
+
+def matrix_rate(report: Report) -> float | None:
+    """TFLOP/s of the square product."""
+    return _largest(row["tflop_per_s"] for row in rows_of(report, "ceilings", name="matmul"))
+
+
+def equal_kernels(report: Report) -> float | None:
+    """Share of the kernels that equal their references; those that failed do not."""
+    rows = [row for row in report["phases"].get("kernels", {}).get("rows", []) if "dtype" in row]
+    return sum(row.get("is_equal", False) for row in rows) / len(rows) if rows else None
+
+
+def share_of_copy(*kernels: str) -> Callable[[Report], float | None]:
+    """The least share of the copy bandwidth among these kernels; None unless all were timed."""
+
+    def found(report: Report) -> float | None:
+        shares = [
+            row["of_copy"] for name in kernels for row in rows_of(report, "kernels", name=name) if "of_copy" in row
+        ]
+        return min(shares) if len(shares) == len(kernels) else None
+
+    return found
+
+
+def least_cosine(report: Report) -> float | None:
+    """The least cosine of a bfloat16 forward's rows with float32 on the CPU."""
+    return min((row["cosine"] for row in rows_of(report, "forwards", name="cosine")), default=None)
+
+
+def share_of_matrix_rate(phase: str, **wanted: object) -> Callable[[Report], float | None]:
+    """The best share of the matrix rate among the rows of a phase."""
+
+    def found(report: Report) -> float | None:
+        best, ceiling = _largest(row["tflop_per_s"] for row in rows_of(report, phase, **wanted)), matrix_rate(report)
+        return best / ceiling if best is not None and ceiling else None
+
+    return found
+
+
+def times_peer(shape: str) -> Callable[[Report], float | None]:
+    """The engine's texts/s over those of sentence-transformers in its best batch size."""
+
+    def found(report: Report) -> float | None:
+        ours = _largest(row["texts_per_s"] for row in rows_of(report, "peer", name="penstock", shape=shape))
+        theirs = _largest(
+            row["texts_per_s"] for row in rows_of(report, "peer", name="sentence-transformers", shape=shape)
+        )
+        return ours / theirs if ours is not None and theirs else None
+
+    return found
+
+
+def http_share(report: Report) -> float | None:
+    """Tokens/s over HTTP of those of the engine, for texts of 512 tokens and bge-large."""
+    over_http = _largest(row["tokens_per_s"] for row in rows_of(report, "http", name="long"))
+    rates = rows_of(report, "engine", name="rate", shape="bge-large", lengths="equal 512")
+    inside = _largest(row["tokens_per_s"] for row in rates)
+    return over_http / inside if over_http is not None and inside else None
+
+
+def short_requests(report: Report) -> float | None:
+    """Requests/s of one short text each, with the best number of HTTP processes."""
+    return _largest(row["requests_per_s"] for row in rows_of(report, "http", name="short"))
+
+
+GOALS: Final = (
+    Goal("kernels that equal their references (share)", 1.0, equal_kernels),
+    Goal("cosine of bfloat16 with float32 on the CPU, the least", 0.999, least_cosine),
+    Goal("pooling of 64k tokens of width 1024, share of copy", 0.9, share_of_copy("pooling mean", "pooling max")),
+    Goal(
+        "MiniLM forward, 128 tokens, share of the matrix rate",
+        0.35,
+        share_of_matrix_rate("forwards", name="forward", shape="MiniLM-L6", lengths="equal 128"),
+    ),
+    Goal(
+        "engine, bge-base, 512 tokens, share of the matrix rate",
+        0.6,
+        share_of_matrix_rate("engine", name="rate", shape="bge-base", lengths="equal 512"),
+    ),
+    Goal(
+        "engine, bge-large, 512 tokens, share of the matrix rate",
+        0.6,
+        share_of_matrix_rate("engine", name="rate", shape="bge-large", lengths="equal 512"),
+    ),
+    Goal("MiniLM, ShareGPT's lengths, times sentence-transformers", 3.0, times_peer("MiniLM-L6")),
+    Goal("bge-base, ShareGPT's lengths, times sentence-transformers", 3.0, times_peer("bge-base")),
+    Goal("bge-large, ShareGPT's lengths, times sentence-transformers", 3.0, times_peer("bge-large")),
+    Goal("bge-large over HTTP, share of the engine's rate", 0.9, http_share),
+    Goal("short requests/s over HTTP", 25_000, short_requests),
+)
+
+
+def judged(report: Report) -> list[Row]:
+    """Returns each goal with its figure, and whether it is met; None where it was not measured, or sizes are tiny."""
+    lines = []
+    for goal in GOALS:
+        figure = goal.found(report)
+        is_met = None if figure is None or report["is_tiny"] else figure >= goal.least
+        lines.append({"goal": goal.what, "least": goal.least, "found": figure, "is_met": is_met})
+    return lines
+
+
+def as_text(report: Report) -> Iterator[str]:
+    """Yields the lines of the goals for a terminal."""
+    for line in report["goals"]:
+        verdict = {None: "not measured", True: "met", False: "NOT met"}[line["is_met"]]
+        yield f"{line['goal']:<62}{_figure(line['least']):>10}{_figure(line['found']):>12}  {verdict}"
+
+
+def as_markdown(report: Report) -> str:
+    """Returns a report to read: the goals, then a table for each phase."""
+    machine = next(iter(rows_of(report, "ceilings", name="machine")), {})
+    versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())
+    parts = [
+        f"# GPU, {report['date']}, {machine.get('device', report['device'])}",
+        f"penstock at commit {machine.get('commit', 'unknown')}; Python {machine.get('python', '?')}, {versions}. "
+        f"The run took {report['seconds']:.0f} s."
+        + (" Sizes are tiny: no figure means anything." if report["is_tiny"] else ""),
+        "## Goals",
+        _table(
+            ["goal", "at least", "found", "met"],
+            ([g["goal"], _figure(g["least"]), _figure(g["found"]), _figure(g["is_met"])] for g in report["goals"]),
+        ),
+    ]
+    for name, phase in report["phases"].items():
+        parts.append(f"## {name}")
+        parts.append(f"{phase['about']}; {phase['seconds']:.0f} s.")
+        if phase["error"]:
+            parts.append(f"It did not end well: {phase['error']}")
+        for rows in _alike(row for row in phase["rows"] if row.get("name") != "machine"):
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            parts.append(_table(columns, ([_figure(row.get(column)) for column in columns] for row in rows)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _alike(rows: Iterable[Row]) -> Iterable[list[Row]]:
+    """Rows of one kind make a table: those that hold the same figures, failures and skips apart."""
+    kinds: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(tuple(row), []).append(row)
+    return kinds.values()
+
+
+def _table(columns: list[str], lines: Iterable[list[str]]) -> str:
+    cells = [columns, ["---"] * len(columns), *lines]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in line) + " |" for line in cells
+    )
+
+
+def _figure(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, list):
+        return "; ".join(_figure(each) for each in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_figure(each)}" for key, each in value.items())
+    return str(value)
+
+
+def _largest(values: Iterable[float]) -> float | None:
+    return max(values, default=None)
