@@ -72,11 +72,9 @@ def run_phase(words: list[str], seconds: float) -> dict[str, Any]:
         return {"seconds": 0.0, "error": "there was no time left", "rows": []}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "gpu.phases", *words], stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        assert process.stdout is not None
-        reading = threading.Thread(target=_read, args=(process.stdout, rows), daemon=True)
+        command = [sys.executable, "-P", "-m", "gpu.phases", *words]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        reading = threading.Thread(target=_read, args=(process, rows), daemon=True)
         reading.start()
         error = None
         try:
@@ -128,8 +126,11 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def _read(lines: Any, rows: list[dict[str, Any]]) -> None:
-    rows.extend(map(json.loads, lines))  # one after the other: those of a phase that is cut off are kept
+def _read(process: subprocess.Popen[str], rows: list[dict[str, Any]]) -> None:
+    assert process.stdout is not None
+    with process.stdout as lines:
+        # One after the other: those of a phase that is cut off are kept, but for what it was writing then.
+        rows.extend(json.loads(line) for line in lines if line.endswith("\n"))
 
 
 if __name__ == "__main__":

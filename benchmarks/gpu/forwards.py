@@ -9,8 +9,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from penstock.engine.layers.fusion import Fusion
+from penstock.engine.layers.rows import Rows
 from penstock.engine.models.base import PackedModel
+from penstock.engine.models.encoders.encoder import PostNormBlock, PostNormEncoder
 from penstock.engine.packed_batch import PackedBatch
+from penstock.kernels.attention import AttentionPlan
 from penstock.kernels.pooling import pool
 
 from .made_models import load_made, pack
@@ -22,22 +26,29 @@ Prepare = Callable[[], Forward]
 
 _TOKENS: Final = (16_384, 4_096, 65_536, 1_024)
 """The most telling ones first, as the phase may run out of time."""
+_OWN_VARIANTS: Final = ("fused", "epilogue", "none")
+"""Values of Fusion."""
 _MAX_GRAPH_TOKENS: Final = 4_096
 _LENGTHS_COMPARED: Final = [128, 40, 1]
 _KERNELS_SHOWN: Final = 12
 
 
 def measure(bench: Bench) -> Iterator[Row]:
-    """Yields rates by shape, variant, mix of lengths and number of tokens; tables of kernels; cosines."""
-    for shape in bench.pick(SHAPES, TINY_SHAPES):
-        models = variants(shape, bench)
-        yield from compare(shape, models, bench)
-        for num_tokens in bench.pick(_TOKENS, (96, 32)):
-            for name, model in models.items():
-                yield from rates(shape, name, model, num_tokens, bench)
-        for name, model in models.items():
-            row = {"name": "kernels", "shape": shape.name, "variant": name}
-            yield attempt(row, partial(kernels_of, shape, model, bench))
+    """Yields cosines, rates by shape, variant, mix of lengths and number of tokens, and tables of kernels."""
+    for names in (_OWN_VARIANTS, ("compile",)):  # torch's compiler may take all the time that is left
+        for shape in bench.pick(SHAPES, TINY_SHAPES):
+            exact = None
+            for name in names:
+                row = {"shape": shape.name, "variant": name}
+                if name == "fused" and not bench.is_cuda:
+                    yield {"name": "forward", **row, "skipped": NEEDS_CUDA}
+                    continue
+                model = variant(name, shape, bench)
+                exact = exact_rows(shape, bench) if exact is None else exact
+                yield attempt({"name": "cosine", **row}, partial(compare, model, shape, exact, bench))
+                for num_tokens in bench.pick(_TOKENS, (96, 32)):
+                    yield from rates(shape, name, model, num_tokens, bench)
+                yield attempt({"name": "kernels", **row}, partial(kernels_of, shape, model, bench))
 
 
 def run(model: PackedModel, batch: PackedBatch) -> Tensor:
@@ -70,23 +81,49 @@ def captured(forward: Forward) -> Forward:
     return replay
 
 
-def variants(shape: Shape, bench: Bench) -> dict[str, PackedModel]:
-    """Returns the model in each way of running it that is chosen as it is loaded."""
-    return {"as is": load_made(shape, bench)}
+def variant(name: str, shape: Shape, bench: Bench) -> PackedModel:
+    """Returns the model in one of the ways of running it that are chosen as it is loaded."""
+    if name == "compile":
+        return compiled(load_made(shape, bench, fusion=Fusion.NONE), bench)
+    return load_made(shape, bench, fusion=Fusion(name))
 
 
-def compare(shape: Shape, models: dict[str, PackedModel], bench: Bench) -> Iterator[Row]:
-    """Yields the least cosine of each variant's rows with those of float32 on the CPU."""
-    lengths = [min(length, shape.max_tokens) for length in _LENGTHS_COMPARED]
-    exact = run(load_made(shape, bench, "cpu", "float32"), pack(lengths, torch.device("cpu")))
-    for name, model in models.items():
-        batch = pack(lengths, bench.device)
-        yield attempt(
-            {"name": "cosine", "shape": shape.name, "variant": name},
-            lambda model=model, batch=batch: {
-                "cosine": torch.cosine_similarity(run(model, batch).cpu(), exact).min().item()
-            },
-        )
+class CompiledBlock:
+    """A block whose work between two attentions is compiled by torch, one function for all blocks."""
+
+    def __init__(self, block: PostNormBlock, between: Callable[[PostNormBlock, Tensor, Tensor], Tensor]) -> None:
+        self.attention = block.attention
+        self._block = block
+        self._between = between
+
+    def __call__(self, hidden: Tensor, rows: Rows, plan: AttentionPlan, relative_bias: Tensor | None) -> Tensor:
+        """See PostNormBlock."""
+        attended = self.attention(hidden, rows, plan, relative_bias=relative_bias)
+        return self._between(self._block, attended, hidden)
+
+
+def compiled(model: PackedModel, bench: Bench) -> PackedModel:
+    """Returns the model with compiled blocks; where only the code is tried, they are traced and not compiled."""
+    between = torch.compile(PostNormBlock.after_attention, dynamic=True, backend=bench.pick("inductor", "eager"))
+    assert isinstance(model, PostNormEncoder)
+    model.blocks = [CompiledBlock(block, between) for block in model.blocks]  # type: ignore[misc]
+    return model
+
+
+def exact_rows(shape: Shape, bench: Bench) -> Tensor:
+    """The rows of float32 on the CPU."""
+    return run(load_made(shape, bench, device="cpu", dtype="float32"), pack(compared(shape), torch.device("cpu")))
+
+
+def compared(shape: Shape) -> list[int]:
+    """Lengths of the texts whose rows are compared."""
+    return [min(length, shape.max_tokens) for length in _LENGTHS_COMPARED]
+
+
+def compare(model: PackedModel, shape: Shape, exact: Tensor, bench: Bench) -> Row:
+    """Returns the least cosine with the rows of float32."""
+    rows = run(model, pack(compared(shape), bench.device)).cpu()
+    return {"cosine": torch.cosine_similarity(rows, exact).min().item()}
 
 
 def rates(shape: Shape, variant: str, model: PackedModel, num_tokens: int, bench: Bench) -> Iterator[Row]:

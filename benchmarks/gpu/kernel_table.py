@@ -17,8 +17,10 @@ from torch import Tensor
 
 from penstock.kernels.attention import attention, attention_paged
 from penstock.kernels.causal_conv1d import causal_conv1d
+from penstock.kernels.gated import GateActivation, gated
 from penstock.kernels.kv_store import kv_store
 from penstock.kernels.maxsim import maxsim
+from penstock.kernels.norm import Embeddings, Norm, NormKind, add_norm, embed_norm
 from penstock.kernels.pooling import pool
 from penstock.kernels.selective_scan import selective_scan
 from penstock.kernels.ssd import ssd
@@ -216,6 +218,40 @@ def duality(inputs: Inputs, size: States) -> Work:
     return Work(call, xbc.nbytes + tokens * inner * x.itemsize + dt.nbytes)
 
 
+def sum_and_norm(kind: NormKind, inputs: Inputs, size: Packed) -> Work:
+    """Adds and normalises; before a decoder's layer the sum is wanted too."""
+    x, residual = (inputs.normal(sum(size.lengths), size.width) for _ in range(2))
+    norm = Norm(kind, inputs.normal(size.width), inputs.normal(size.width) if kind == "layer" else None, 1e-6)
+    call = partial(add_norm, x, norm, residual=residual, return_sum=kind == "rms")
+    return Work(call, (4 if kind == "rms" else 3) * x.nbytes)
+
+
+def embedding(inputs: Inputs, size: Packed) -> Work:
+    """Looks up words and places, adds and normalises."""
+    tokens, words, places = sum(size.lengths), 30_522, 1024
+    tables = Embeddings(
+        word=inputs.normal(words, size.width),
+        place=inputs.normal(places, size.width, dtype=torch.float32),
+        num_positions=512,
+    )
+    norm = Norm(
+        "layer", inputs.normal(size.width, dtype=torch.float32), inputs.normal(size.width, dtype=torch.float32), 1e-6
+    )
+    ids, positions = (
+        torch.randint(0, rows, (tokens,), generator=torch.Generator().manual_seed(0)).to(inputs.device)
+        for rows in (words, 512)
+    )
+    call = partial(embed_norm, ids, tables, norm, positions=positions, out_dtype=inputs.dtype)
+    # Places are read from the cache.
+    return Work(call, tokens * (2 * size.width * tables.word.itemsize + 2 * ids.itemsize))
+
+
+def gate(activation: GateActivation, inputs: Inputs, size: Packed) -> Work:
+    """Multiplies one half with the activation of the other; `width` is that of the result."""
+    both = inputs.normal(sum(size.lengths), 2 * size.width)
+    return Work(partial(gated, both, activation), both.nbytes * 3 // 2)
+
+
 def late_interaction(inputs: Inputs, size: Packed) -> Work:
     """Compares one query of 32 tokens with documents."""
     query = torch.nn.functional.normalize(inputs.normal(32, size.width), dim=1)
@@ -238,6 +274,11 @@ KERNELS: Final = {
         partial(pooling, "mean"), Packed((5000,), 1024), Packed((65_536,), 1024), Packed((300,), 8)
     ),
     "pooling cls": Kernel(partial(pooling, "cls"), Packed(ODD, 1000), _WIDE, Packed((3, 9), 8)),
+    "sum and layer norm": Kernel(partial(sum_and_norm, "layer"), Packed(ODD, 1000), _WIDE, Packed((3, 9), 8)),
+    "sum and RMS norm": Kernel(partial(sum_and_norm, "rms"), Packed(ODD, 1000), _WIDE, Packed((3, 9), 8)),
+    "embedding": Kernel(embedding, Packed(ODD, 1000), _WIDE, Packed((3, 9), 8)),
+    "gate, silu": Kernel(partial(gate, "silu"), Packed(ODD, 1000), Packed((512,) * 32, 3072), Packed((3, 9), 8)),
+    "gate, gelu": Kernel(partial(gate, "gelu"), Packed(ODD, 1000), Packed((512,) * 32, 1152), Packed((3, 9), 8)),
     "attention": Kernel(partial(packed_attention, None), Heads(ODD), Heads((512,) * 32), Heads((3, 9), 2, 2, 16), 3e-2),
     "attention, grouped heads": Kernel(
         partial(packed_attention, None),

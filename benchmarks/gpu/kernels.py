@@ -44,7 +44,7 @@ def compare(kernel: Kernel, dtype: torch.dtype, tolerance: float, bench: Bench) 
         scale = theirs.double().abs().max().clamp(min=1e-30)
         worst = max(worst, ((ours.double() - theirs.double()).abs().max() / scale).item())
     # NaN is no number below the tolerance.
-    return {"error": worst, "tolerance": tolerance, "is_equal": worst <= tolerance, "first_s": first_s}
+    return {"largest_error": worst, "tolerance": tolerance, "is_equal": worst <= tolerance, "first_s": first_s}
 
 
 def timed(kernel: Kernel, copy_gb_per_s: float, bench: Bench) -> Row:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor
 
 from penstock.engine.core.loading.weights_loader import load_model
+from penstock.engine.layers.fusion import Fusion
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.models.base import PackedModel
 from penstock.engine.packed_batch import PackedBatch
@@ -43,10 +44,12 @@ def model_folder(shape: Shape, bench: Bench) -> Path:
     return folder
 
 
-def load_made(shape: Shape, bench: Bench, device: str | None = None, dtype: str = "bfloat16") -> PackedModel:
+def load_made(
+    shape: Shape, bench: Bench, *, device: str | None = None, dtype: str = "bfloat16", fusion: Fusion | None = None
+) -> PackedModel:
     """Loads the model as the engine does; on a CPU by torch, whatever kernels there are."""
     info = resolve_model(EngineConfig(model=str(model_folder(shape, bench))))
-    return load_model(with_device(info, device or str(bench.device), dtype))
+    return load_model(with_device(info, device or str(bench.device), dtype), fusion=fusion)
 
 
 def pack(lengths: list[int], device: torch.device) -> PackedBatch:

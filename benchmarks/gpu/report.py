@@ -100,7 +100,11 @@ def short_requests(report: Report) -> float | None:
 GOALS: Final = (
     Goal("kernels that equal their references (share)", 1.0, equal_kernels),
     Goal("cosine of bfloat16 with float32 on the CPU, the least", 0.999, least_cosine),
-    Goal("pooling of 64k tokens of width 1024, share of copy", 0.9, share_of_copy("pooling mean", "pooling max")),
+    Goal(
+        "pooling and norms, 64k tokens of width 1024, share of copy",
+        0.9,
+        share_of_copy("pooling mean", "pooling max", "sum and layer norm", "sum and RMS norm"),
+    ),
     Goal(
         "MiniLM forward, 128 tokens, share of the matrix rate",
         0.35,

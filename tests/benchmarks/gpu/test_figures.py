@@ -1,0 +1,163 @@
+"""Figures of a run: lengths, operations, time, the share of it in which nothing runs, and the goals."""
+
+from typing import Any
+
+import pytest
+import torch
+from gpu.clock import HostClock
+from gpu.engine import idle_share, stage_times
+from gpu.report import GOALS, as_markdown, as_text, judged
+from gpu.shapes import BASE, LARGE, MINILM, SHAREGPT_LENGTHS, equal_lengths, mixed_lengths, sharegpt_lengths
+
+
+def test_operations_are_those_of_the_published_shapes() -> None:
+    """MFLOP of a token, as in the estimates that the goals come from."""
+    for shape, length, mflop in ((MINILM, 128, 22.4), (BASE, 512, 188.8), (LARGE, 512, 654)):
+        assert shape.operations([length]) / length / 1e6 == pytest.approx(mflop, rel=0.01)
+
+
+def test_lengths_are_those_of_sharegpt() -> None:
+    """Half of the turns have 20 tokens or fewer, a tenth more than 144 (of all 61,420)."""
+    assert len(SHAREGPT_LENGTHS) == 128
+    assert sorted(SHAREGPT_LENGTHS) == list(SHAREGPT_LENGTHS)
+    assert sum(length <= 20 for length in SHAREGPT_LENGTHS) / 128 == pytest.approx(0.5, abs=0.03)
+    assert sum(length > 144 for length in SHAREGPT_LENGTHS) / 128 == pytest.approx(0.1, abs=0.02)
+    cut = sharegpt_lengths(1280, 512)
+    assert len(cut) == 1280
+    assert sum(cut) / 1280 == pytest.approx(61.13, abs=0.1)
+    assert max(cut) == 512
+
+
+@pytest.mark.parametrize("num_tokens", [1, 31, 4096])
+def test_lengths_sum_to_the_tokens(num_tokens: int) -> None:
+    mixed = mixed_lengths(num_tokens, 64)
+    assert sum(mixed) == num_tokens
+    assert 1 <= min(mixed) <= max(mixed) <= 64
+    assert equal_lengths(num_tokens, 16) == [16] * max(1, num_tokens // 16)
+
+
+def test_runs_take_turns_and_the_median_counts() -> None:
+    ran: list[str] = []
+    taken_us = HostClock().median_us([lambda: ran.append("a"), lambda: ran.append("b")], 0.0)
+    assert "".join(ran) == "ab" + "ababa"  # two first, which may compile, then five
+    assert 0 < taken_us < 1e5
+
+
+def test_idle_is_when_nothing_runs() -> None:
+    assert idle_share([(0.0, 10.0)]) == 0.0
+    assert idle_share([(0.0, 1.0), (3.0, 4.0)]) == pytest.approx(0.5)
+    assert idle_share([(3.0, 4.0), (0.0, 2.0), (1.0, 3.5)]) == 0.0  # streams overlap, in any order
+    assert idle_share([(0.0, 8.0), (1.0, 2.0), (9.0, 10.0)]) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="no kernel"):
+        idle_share([])
+
+
+def test_stages_are_there_and_are_left_as_they_were() -> None:
+    from gpu.engine import STAGES
+
+    before = [getattr(owner, method) for owner, method in STAGES.values()]
+    with stage_times() as stages:
+        pack, _ = STAGES["pack"]
+        from penstock.engine.protocol.request import TokenizedInput
+
+        batch = pack.build([TokenizedInput(torch.arange(5, dtype=torch.int32).numpy())], torch.device("cpu"))
+        assert batch.seq_lens == (5,)
+        assert stages["pack"].calls == 1
+    assert [getattr(owner, method) for owner, method in STAGES.values()] == before
+
+
+def phase(*rows: dict[str, Any], error: str | None = None) -> dict[str, Any]:
+    return {"about": "a part", "seconds": 1.0, "error": error, "rows": list(rows)}
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    """What a device that does 100 TFLOP/s might give."""
+    timed = [
+        {"name": name, "us": 1.0, "of_copy": share}
+        for name, share in (
+            ("pooling mean", 0.95), ("pooling max", 0.91), ("sum and layer norm", 0.97), ("sum and RMS norm", 0.99),
+        )
+    ]  # fmt: skip
+    forward = {"name": "forward", "shape": "MiniLM-L6", "lengths": "equal 128"}
+    engine = {"name": "rate", "lengths": "equal 512", "tokens_per_s": 1000.0}
+    return {
+        "date": "2026-01-01",
+        "device": "cuda",
+        "is_tiny": False,
+        "seconds": 500.0,
+        "phases": {
+            "ceilings": phase(
+                {
+                    "name": "machine",
+                    "commit": "abc",
+                    "device": "A GPU",
+                    "python": "3.12",
+                    "versions": {"torch": "2.11"},
+                },
+                {"name": "matmul", "size": 8192, "tflop_per_s": 100.0},
+            ),
+            "kernels": phase({"name": "pooling mean", "dtype": "bfloat16", "is_equal": True}, *timed),
+            "forwards": phase(
+                {"name": "cosine", "cosine": 0.9995},
+                {"name": "cosine", "cosine": 0.9991},
+                forward | {"variant": "none", "tflop_per_s": 30.0},
+                forward | {"variant": "fused", "tflop_per_s": 36.0},
+                forward | {"variant": "compile", "error": "it | broke"},
+            ),
+            "engine": phase(
+                engine | {"shape": "bge-base", "tflop_per_s": 55.0},
+                engine | {"shape": "bge-large", "tflop_per_s": 61.0},
+            ),
+            "peer": phase(
+                {"name": "penstock", "shape": "bge-base", "texts_per_s": 310.0},
+                {"name": "sentence-transformers", "shape": "bge-base", "batch_size": 32, "texts_per_s": 50.0},
+                {"name": "sentence-transformers", "shape": "bge-base", "batch_size": 64, "texts_per_s": 100.0},
+            ),
+            "http": phase({"name": "long", "tokens_per_s": 890.0}, error="ended after 80 s, its limit"),
+        },
+    }
+
+
+def test_goals_are_judged_by_the_best_setting_against_the_measured_ceilings(report: dict[str, Any]) -> None:
+    found = {line["goal"]: (line["found"], line["is_met"]) for line in judged(report)}
+    assert len(found) == len(GOALS)
+    assert [(None if value is None else round(value, 6), is_met) for value, is_met in found.values()] == [
+        (1.0, True),
+        (0.9991, True),
+        (0.91, True),
+        (0.36, True),
+        (0.55, False),
+        (0.61, True),
+        (None, None),
+        (3.1, True),
+        (None, None),
+        (0.89, False),
+        (None, None),
+    ]
+
+
+def test_a_kernel_that_fails_or_was_not_timed_is_no_success(report: dict[str, Any]) -> None:
+    rows = report["phases"]["kernels"]["rows"]
+    rows.append({"name": "ssd", "dtype": "bfloat16", "error": "CompilationError"})
+    rows.remove(next(row for row in rows if row["name"] == "sum and RMS norm"))
+    equal, _, copied = judged(report)[:3]
+    assert (equal["found"], equal["is_met"]) == (0.5, False)
+    assert (copied["found"], copied["is_met"]) == (None, None)
+
+
+def test_tiny_sizes_meet_no_goal(report: dict[str, Any]) -> None:
+    assert {line["is_met"] for line in judged(report | {"is_tiny": True})} == {None}
+
+
+def test_the_table_has_all_phases_and_what_went_wrong(report: dict[str, Any]) -> None:
+    report["goals"] = judged(report)
+    text = as_markdown(report)
+    assert text.startswith("# GPU, 2026-01-01, A GPU\n")
+    assert "torch 2.11" in text
+    assert "It did not end well: ended after 80 s, its limit" in text
+    assert "| it / broke |" in text
+    assert all(f"## {name}" in text for name in report["phases"])
+    lines = list(as_text(report))
+    assert len(lines) == len(GOALS)
+    assert [line.split("  ")[-1] for line in lines].count("NOT met") == 2

@@ -1,0 +1,135 @@
+"""Every phase runs with tiny sizes on a CPU, by the same code but for events, graphs and the profiler of kernels."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu.__main__ import end, run_phase
+from gpu.kernel_table import KERNELS
+from gpu.phases import PHASES
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+SLOW = ("engine", "peer", "http")
+"""They start engines and servers."""
+
+
+@pytest.fixture(autouse=True)
+def _found_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+
+
+def run(output: Path, *words: str) -> dict[str, Any]:
+    command = [sys.executable, "-P", "-m", "gpu", "--device", "cpu", "--tiny", "--output", str(output), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not measured" in done.stdout
+    [found] = output.glob("*.json")
+    assert found.with_suffix(".md").read_text().startswith("# GPU, ")
+    return json.loads(found.read_text())
+
+
+def rows_of(report: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    found = report["phases"][phase]
+    assert found["error"] is None
+    assert not [row for row in found["rows"] if "error" in row]
+    return found["rows"]
+
+
+def test_what_needs_no_engine(tmp_path: Path) -> None:
+    report = run(tmp_path, "--phases", "ceilings", "kernels", "forwards", "attention")
+    assert report["is_tiny"]
+    machine, copy, *products = rows_of(report, "ceilings")
+    assert {"commit", "python", "versions", "device"} <= set(machine)
+    assert copy["gb_per_s"] > 0
+    assert len(products) == 1 + 3 * 4
+    kernels = rows_of(report, "kernels")
+    for name in KERNELS:
+        assert [row["is_equal"] for row in kernels if row["name"] == name and "dtype" in row] == [True, True], name
+        assert [row["us"] > 0 for row in kernels if row["name"] == name and "dtype" not in row] == [True], name
+    forwards = rows_of(report, "forwards")
+    cosines = {(row["shape"], row["variant"]): row["cosine"] for row in forwards if row["name"] == "cosine"}
+    assert len(cosines) == 3 * 3
+    assert min(cosines.values()) > 0.999
+    assert {row["variant"] for row in forwards if row.get("tokens_per_s")} == {"epilogue", "none", "compile"}
+    assert {row["variant"] for row in forwards if row.get("skipped") == "needs CUDA"} >= {"fused", "none, graph"}
+    attention = rows_of(report, "attention")
+    assert [row.get("skipped") for row in attention] == [None, "needs CUDA", "needs CUDA", "needs CUDA"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", SLOW)
+def test_what_starts_engines(phase: str, tmp_path: Path) -> None:
+    rows = rows_of(run(tmp_path, "--phases", phase), phase)
+    for row in rows:
+        rates = [row[name] for name in ("texts_per_s", "batches") if name in row]
+        assert rates, row
+        assert min(rates) > 0
+        assert "requests_per_s" in row or phase != "http"
+    assert len(rows) == {"engine": 12, "peer": 6, "http": 2}[phase]
+    if phase == "engine":
+        stages = [row["stages_us_a_batch"] for row in rows if row["name"] == "observed"]
+        assert len(stages) == 6
+        for stage in ("receive", "schedule", "pack", "begin", "pool", "deliver"):
+            assert max(row[stage] for row in stages) > 0, stage
+
+
+def test_the_limits_of_the_phases_are_nine_minutes() -> None:
+    assert sum(phase.seconds for phase in PHASES.values()) == 540
+
+
+def test_a_phase_out_of_time_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = 'import sys, time; print(\'{"name": "first"}\', flush=True); time.sleep(600)'
+    found = run_instead(code, monkeypatch, seconds=1.5)
+    assert found["rows"] == [{"name": "first"}]
+    assert found["error"] == "ended after 2 s, its limit"
+    assert found["seconds"] < 30
+
+
+def test_a_phase_that_fails_keeps_its_rows_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_instead("print('{\"name\": \"first\"}'); raise RuntimeError('the device is lost')", monkeypatch)
+    assert found["rows"] == [{"name": "first"}]
+    assert found["error"].startswith("ended with 1: ")
+    assert "the device is lost" in found["error"]
+
+
+def test_no_phase_begins_without_time() -> None:
+    assert run_phase(["ceilings"], 0.0) == {"seconds": 0.0, "error": "there was no time left", "rows": []}
+
+
+def test_what_a_phase_has_started_ends_with_it() -> None:
+    code = """
+import subprocess
+process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(process.pid, flush=True)
+process.wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        end(process)
+    for _ in range(100):
+        stat = Path(f"/proc/{child}/stat")
+        if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("it runs on")
+
+
+def run_instead(code: str, monkeypatch: pytest.MonkeyPatch, seconds: float = 60.0) -> dict[str, Any]:
+    """Runs a phase whose process is another program."""
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> Any:
+        return popen([sys.executable, "-c", code], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    try:
+        return run_phase(["ceilings"], seconds)
+    finally:
+        monkeypatch.undo()
