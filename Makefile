@@ -39,7 +39,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 
 .DEFAULT_GOAL := help
 .PHONY: help install native serve test test-all test-faults test-clients test-ray test-schema test-deploy test-image mutants \
-	test-wheel test-gpu gpu-packages check lint types imports format hooks bench bench-conditions bench-loop bench-peers wheel constraints clean
+	test-wheel test-gpu gpu-packages bench-gpu check lint types imports format hooks bench bench-conditions bench-loop bench-peers wheel constraints clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -159,14 +159,18 @@ test-wheel: wheel ## Install the wheel into a clean environment and run the quic
 	@cd / && $(CURDIR)/$(VENV)-wheel/bin/pytest --config-file $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
 		-p no:cacheprovider -m 'not gpu and not slow' $(addprefix $(CURDIR)/,$(TESTS)) $(ARGS)
 
-# Runs in the environment of the current python3, which holds a CUDA build of torch, with triton, transformers,
+# Both run in the environment of the current python3, which holds a CUDA build of torch, with triton, transformers,
 # tokenizers, safetensors, numpy, huggingface_hub and tqdm. Nothing is installed and nothing is fetched: `penstock` is
-# found through the .typing links. Test files that do not mention `gpu` are not even imported: they may ask for peers
+# found through the .typing links. Test files without a mark `gpu` are not even imported: they may ask for peers
 # that the machine lacks. The smaller packages that such a machine may lack (the web server, the transport,
 # pytest: GPU_PACKAGES) come from build/gpu-packages, which `make gpu-packages` fills where there is a network.
+# Warnings of other versions of torch or transformers are shown there and are no errors. With pytest-xdist the tests run
+# in GPU_WORKERS processes, the kernels' first; they share the device. After nine minutes no further test begins.
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 GPU_PLATFORM ?= x86_64
+GPU_WORKERS ?= 12
+GPU_REPORT ?= build/test-gpu.xml
 GPU_PACKAGES := fastapi fastapi-swagger httptools httpx hypothesis msgspec orjson prometheus-client pydantic \
 	pydantic-settings pytest pytest-asyncio pytest-timeout pyzmq uvicorn uvloop
 
@@ -178,26 +182,34 @@ uvicorn uvloop httptools orjson pydantic pydantic_settings zmq msgspec prometheu
 pytest_timeout hypothesis httpx"""
 missing = [name for name in needed.split() if importlib.util.find_spec(name) is None]
 if missing:
-    sys.exit(f"make test-gpu: {sys.executable} lacks {', '.join(missing)}.\n"
+    sys.exit(f"{sys.executable} lacks {', '.join(missing)}.\n"
              "Run `make gpu-packages` where there is a network and bring build/gpu-packages along.")
 if importlib.util.find_spec("penstock.kernels") is None:
-    sys.exit("make test-gpu: .typing/penstock/* are no links here; check the repository out with symbolic links.")
+    sys.exit(".typing/penstock/* are no links here; check the repository out with symbolic links.")
 import torch, transformers, triton
 
 if not torch.cuda.is_available():
-    sys.exit(f"make test-gpu: torch {torch.__version__} sees no CUDA device")
+    sys.exit(f"torch {torch.__version__} sees no CUDA device")
 print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, triton {triton.__version__},",
       f"transformers {transformers.__version__}, {torch.cuda.get_device_name()}")
 endef
 export GPU_PREFLIGHT
 
-test-gpu: export PYTHONPATH := $(CURDIR)/.typing:$(CURDIR)/build/gpu-packages
-test-gpu: export HF_HUB_OFFLINE := 1
+test-gpu bench-gpu: export PYTHONPATH := $(CURDIR)/.typing:$(CURDIR)/build/gpu-packages
+test-gpu bench-gpu: export HF_HUB_OFFLINE := 1
 test-gpu: ## Run the tests marked `gpu` with the current python3 on a CUDA machine, without network.
 	@$(GPU_PYTHON) -c "$$GPU_PREFLIGHT"
-	@$(GPU_PYTHON) -m pytest -m gpu tests/kernels $$(grep -rlw gpu tests --include 'test_*.py' --exclude-dir kernels) $(ARGS)
+	@many=$$($(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo "-n $(GPU_WORKERS) --dist worksteal"); \
+	$(GPU_PYTHON) -m pytest -m gpu -W default $$many --session-timeout 540 --junitxml $(GPU_REPORT) \
+		tests/kernels $$(grep -rl 'mark\.gpu' tests --include 'test_*.py' --exclude-dir kernels) $(ARGS)
 
-gpu-packages: | $(BIN)/python ## Fetch what `make test-gpu` needs beside torch and transformers.
+# ARGS='--phases kernels forwards' runs some of them, ARGS='--output FOLDER' writes elsewhere than benchmarks/results.
+# `make bench-gpu GPU_PREFLIGHT= GPU_PYTHON=.venv/bin/python ARGS='--device cpu --tiny'` tries the code without a GPU.
+bench-gpu: ## Measure kernels, forwards, the engine and HTTP on a CUDA machine, in nine minutes; see docs/gpu.md.
+	@$(GPU_PYTHON) -c "$$GPU_PREFLIGHT"
+	@$(GPU_PYTHON) benchmarks/measure_gpu.py $(ARGS)
+
+gpu-packages: | $(BIN)/python ## Fetch what `make test-gpu` and `make bench-gpu` need beside torch and transformers.
 	@rm -rf build/gpu-packages
 	@$(BIN)/python -m pip install --quiet --no-input --constraint constraints.txt --no-compile \
 		--target build/gpu-packages --only-binary :all: --implementation cp --python-version $(GPU_PYTHON_VERSION) \

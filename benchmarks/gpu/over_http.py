@@ -1,16 +1,12 @@
 """A server over HTTP: short requests with one HTTP process and with several, and long texts beside the engine's rate.
 
-    python -m gpu.over_http PORT CONNECTIONS SECONDS WORDS TEXTS
-
-is one of the processes that ask. There are several, as one of them can ask less than the server can answer.
+Several processes ask, as one of them can ask less than the server can answer.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -18,15 +14,15 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final, NamedTuple
 
-from loads import WORDS
 from servers import Server
 
 from .made_models import model_folder
 from .phases import Bench, Row, attempt
+from .run import PROGRAM
 from .shapes import LARGE, MINILM, TINY_SHAPES, Shape
 
 _WARM_UP_S: Final = 2.0
-_NUM_BODIES: Final = 128
+"""Of the processes that ask; see client.py."""
 
 
 class Case(NamedTuple):
@@ -108,7 +104,7 @@ def ask(case: Case, port: int, seconds: float) -> list[tuple[int, float]]:
     """Lets the processes ask at once; returns how many requests each had answered, and in how many seconds."""
     numbers = [str(n) for n in (port, case.connections, seconds, case.words, case.texts)]
     clients = [
-        subprocess.Popen([sys.executable, "-P", "-m", "gpu.over_http", *numbers], stdout=subprocess.PIPE)
+        subprocess.Popen([sys.executable, "-P", str(PROGRAM), "client", *numbers], stdout=subprocess.PIPE)
         for _ in range(case.clients)
     ]
     told = []
@@ -131,27 +127,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-async def client(port: int, num_connections: int, seconds: float, words: int, texts: int) -> None:
-    """Asks over connections of which each always has a request under way; prints what was answered after a while."""
-    from api_workers.measure import Client  # its protocol costs a tenth of a client library
-
-    head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
-    inputs = [[" ".join(random.choices(WORDS, k=words)) for _ in range(texts)] for _ in range(_NUM_BODIES)]
-    bodies = [json.dumps({"input": each, "encoding_format": "base64"}).encode() for each in inputs]
-    requests, counts = [head % (len(body), body) for body in bodies], [0]
-    loop = asyncio.get_running_loop()
-    for _ in range(num_connections):
-        await loop.create_connection(lambda: Client(requests, counts), "127.0.0.1", port)
-    await asyncio.sleep(_WARM_UP_S)
-    began_s, before = loop.time(), counts[0]
-    await asyncio.sleep(seconds)
-    print(json.dumps({"requests": counts[0] - before, "seconds": loop.time() - began_s}))
-
-
-if __name__ == "__main__":
-    import uvloop
-
-    _port, _connections, _seconds, _words, _texts = sys.argv[1:]
-    uvloop.run(client(int(_port), int(_connections), float(_seconds), int(_words), int(_texts)))

@@ -1,6 +1,6 @@
 """The phases, in the order in which they run, and one of them in a process of its own.
 
-    python -m gpu.phases NAME --device cuda --folder FOLDER
+    python benchmarks/measure_gpu.py phase NAME --device cuda --folder FOLDER
 
 prints a line of JSON for each row as soon as it is measured, so that what a phase has found outlives its end, whatever
 that is: out of time, out of memory, a device that is lost.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Phase(NamedTuple):
-    """One part of the benchmark: `gpu.MODULE` has a function `measure` that takes a Bench and yields rows.
+    """One part of the benchmark: MODULE of this room has a function `measure` that takes a Bench and yields rows.
 
     Attributes:
         module: Where it is.
@@ -104,7 +104,7 @@ def attempt(row: Row, measure: Callable[[], Row]) -> Row:
         return row | {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Runs one phase; the rows go to standard output, all else that is printed to standard error."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("name", choices=list(PHASES))
@@ -129,7 +129,3 @@ def _rows_alone_on_standard_output() -> Iterator[TextIO]:
     with os.fdopen(os.dup(1), "w") as rows:
         os.dup2(2, 1)
         yield rows
-
-
-if __name__ == "__main__":
-    main()

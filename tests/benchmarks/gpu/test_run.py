@@ -1,7 +1,6 @@
 """Every phase runs with tiny sizes on a CPU, by the same code but for events, graphs and the profiler of kernels."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -9,23 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu.__main__ import end, run_phase
 from gpu.kernel_table import KERNELS
 from gpu.phases import PHASES
+from gpu.run import PROGRAM, end, run_phase
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 SLOW = ("engine", "peer", "http")
 """They start engines and servers."""
 
 
-@pytest.fixture(autouse=True)
-def _found_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-
-
 def run(output: Path, *words: str) -> dict[str, Any]:
-    command = [sys.executable, "-P", "-m", "gpu", "--device", "cpu", "--tiny", "--output", str(output), *words]
+    command = [sys.executable, "-P", str(PROGRAM), "--device", "cpu", "--tiny", "--output", str(output), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not measured" in done.stdout

@@ -1,12 +1,4 @@
-"""Measures penstock on a CUDA device, phase by phase, and says which goals are met.
-
-    PYTHONPATH=benchmarks python -m gpu                       # all phases, 9 minutes at most; see `make bench-gpu`
-    PYTHONPATH=benchmarks python -m gpu --phases kernels --output results
-    PYTHONPATH=benchmarks python -m gpu --device cpu --tiny   # tries the code where there is no GPU
-
-Each phase is a process with a time limit of its own. What it has found is in the JSON file when it ends, however it
-ends, and the next phase begins.
-"""
+"""Runs the phases one after the other, each as a process, and writes what they have found."""
 
 from __future__ import annotations
 
@@ -31,14 +23,15 @@ import processes
 from .phases import PHASES
 from .report import as_markdown, as_text, judged
 
+PROGRAM: Final = Path(__file__).parents[1] / "measure_gpu.py"
 RESULTS: Final = Path(__file__).parents[1] / "results"
 _SECONDS_TO_END: Final = 8.0
 _KEPT_OF_STDERR: Final = 1500
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str], about: str | None) -> int:
     """Runs the phases; returns 1 where one failed or ran out of time."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--phases", nargs="+", choices=list(PHASES), default=list(PHASES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, whose figures mean nothing")
@@ -72,7 +65,7 @@ def run_phase(words: list[str], seconds: float) -> dict[str, Any]:
         return {"seconds": 0.0, "error": "there was no time left", "rows": []}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryFile("w+") as errors:
-        command = [sys.executable, "-P", "-m", "gpu.phases", *words]
+        command = [sys.executable, "-P", str(PROGRAM), "phase", *words]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         reading = threading.Thread(target=_read, args=(process, rows), daemon=True)
         reading.start()
@@ -131,7 +124,3 @@ def _read(process: subprocess.Popen[str], rows: list[dict[str, Any]]) -> None:
     with process.stdout as lines:
         # One after the other: those of a phase that is cut off are kept, but for what it was writing then.
         rows.extend(json.loads(line) for line in lines if line.endswith("\n"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
