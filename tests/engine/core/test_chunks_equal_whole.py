@@ -81,6 +81,7 @@ MODELS = {
         },
     ),
 }  # fmt: skip
+ON_CUDA = [pytest.param(f"{name}, cuda", marks=pytest.mark.gpu) for name in MODELS]
 MODELS |= {f"{name}, native kernels": MODELS[name] for name in ("llama", "gemma2")}
 POOLING = [t for t in PoolingType if not t.is_token_level]
 
@@ -110,16 +111,17 @@ def opened_machine() -> Machine:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=[*MODELS, *ON_CUDA])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    class_name, sizes = MODELS[request.param]
-    folder: Path = tmp_path_factory.mktemp(request.param)
+    name, is_on_cuda, _ = request.param.partition(", cuda")
+    class_name, sizes = MODELS[name]
+    folder: Path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     model_class = getattr(transformers, class_name)
     model_class(model_class.config_class(**sizes)).save_pretrained(folder)
-    info = with_device(resolve_model(EngineConfig(model=str(folder))), "cpu", "float32")
+    info = with_device(resolve_model(EngineConfig(model=str(folder))), "cuda" if is_on_cuda else "cpu", "float32")
     assert info.native
     with contextlib.ExitStack() as stack:
         machine = stack.enter_context(opened_machine()) if "native" in request.param else None

@@ -169,9 +169,12 @@ def peer(folder: Path) -> Any:
     return MultiVectorEncoder(str(folder), device="cpu")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(folder: Path) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(EngineConfig(model=str(folder), in_process=True, num_threads=1, dtype="float32"))
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+async def engine(folder: Path, request: pytest.FixtureRequest) -> AsyncIterator[AsyncEngine]:
+    settings = {"device": request.param, "in_process": True, "num_threads": 1, "dtype": "float32"}
+    engine = await AsyncEngine.start(EngineConfig(model=str(folder), **settings))
     yield engine
     await engine.close()
 

@@ -76,20 +76,21 @@ def splade(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_splade(tmp_path_factory.mktemp("splade"), class_name, settings, **pooling)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(splade: Path) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(EngineConfig(model=str(splade), in_process=True, num_threads=1, dtype="float32"))
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=DEVICES)
+async def engine(splade: Path, request: pytest.FixtureRequest) -> AsyncIterator[AsyncEngine]:
+    settings = {"device": request.param, "in_process": True, "num_threads": 1, "dtype": "float32"}
+    engine = await AsyncEngine.start(EngineConfig(model=str(splade), **settings))
     yield engine
     await engine.close()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def m3(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(
-        EngineConfig(
-            model=str(write_m3(tmp_path_factory.mktemp("m3"))), in_process=True, num_threads=1, dtype="float32"
-        )
-    )
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=DEVICES)
+async def m3(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> AsyncIterator[AsyncEngine]:
+    settings = {"device": request.param, "in_process": True, "num_threads": 1, "dtype": "float32"}
+    engine = await AsyncEngine.start(EngineConfig(model=str(write_m3(tmp_path_factory.mktemp("m3"))), **settings))
     yield engine
     await engine.close()
 
