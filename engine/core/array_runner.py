@@ -23,7 +23,7 @@ from .loading.array_model import load_array_encoder
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.warm_up import warm_up
-from .runner import DeviceMemoryError, ForwardTime
+from .runner import DeviceLimits, DeviceMemoryError, ForwardTime
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +63,8 @@ class ArrayRunner:
         encoder: With its weights.
         dense: The Dense modules that follow the pooling.
     """
+
+    limits = DeviceLimits()
 
     def __init__(
         self, info: ModelInfo, tokenizer: TokenizerSpec, encoder: ArrayEncoder, dense: Sequence[ArrayHead] = ()

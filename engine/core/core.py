@@ -121,7 +121,9 @@ class EngineCore:
         """
         self._runner = self._load_runner(self._config)
         allocator = self._runner.allocator
-        self._scheduler, info = make_scheduler(self._config, self._runner.info, allocator, self._runner.num_lanes)
+        self._scheduler, info = make_scheduler(
+            self._config, self._runner.info, allocator, self._runner.num_lanes, self._runner.limits
+        )
         block_size = None if allocator.prefixes is None else self._config.cache.block_size
         self._intake = Intake(info, block_size, seed=f"{info.path}@{self._config.revision}")
         self._runner.warm_up()

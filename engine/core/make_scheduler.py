@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Final
 
 from ..protocol.config import ChunkedPrefillConfig, EngineConfig
-from ..protocol.model_info import KV_CACHE_SOURCE, ModelInfo
+from ..protocol.model_info import DEVICE_MEMORY_SOURCE, KV_CACHE_SOURCE, ModelInfo
 from ..scheduling import Scheduler
 from ..scheduling.scheduler import LEAST_SHARE
 from ..sequence_pool import Allocator
+from .runner import DeviceLimits
 
 logger = logging.getLogger("penstock.engine")
 
@@ -21,7 +22,11 @@ _MAX_RETRIES: Final = 8
 
 
 def make_scheduler(
-    config: EngineConfig, info: ModelInfo, allocator: Allocator, num_lanes: int = 1
+    config: EngineConfig,
+    info: ModelInfo,
+    allocator: Allocator,
+    num_lanes: int = 1,
+    device: DeviceLimits | None = None,
 ) -> tuple[Scheduler, ModelInfo]:
     """Returns the scheduler, and the model with the longest input that can run.
 
@@ -30,9 +35,11 @@ def make_scheduler(
         info: The model as loaded.
         allocator: Memory of sequences that run in chunks.
         num_lanes: See Scheduler.
+        device: What of the device limits a forward; None: nothing that is known.
     """
-    limits = config.scheduler
-    budget = limits.token_budget(info.device)
+    device = device or DeviceLimits()
+    limits = replace(config.scheduler, max_num_seqs=config.scheduler.seqs(info.device))
+    budget = limits.token_budget(info.device, device.memory)
     is_cut = limits.enable_chunked_prefill and allocator.can_hold(1)
     if not is_cut:
         if limits.max_num_batched_tokens is not None and budget < info.max_model_len:
@@ -42,6 +49,16 @@ def make_scheduler(
                 info.max_model_len,
             )
         budget = max(budget, info.max_model_len)
+    if device.max_tokens is not None and device.max_tokens < budget:
+        budget = device.max_tokens
+        if not is_cut and budget < info.max_model_len:
+            logger.warning(
+                "max_model_len is %d, but one forward finds memory for %d tokens: inputs are limited to that.",
+                info.max_model_len,
+                budget,
+            )
+            sources = {**info.sources, "max_model_len": DEVICE_MEMORY_SOURCE}
+            info = replace(info, max_model_len=budget, sources=sources)
     info = _limited(info, allocator.capacity_tokens, budget)
     chunk_size = limits.chunk_size
     if chunk_size is not None and chunk_size > budget:

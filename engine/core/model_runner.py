@@ -39,13 +39,13 @@ from .loading.load_errors import load_errors
 from .loading.native_kernels import choose_kernels
 from .loading.token_heads_loader import load_token_maps
 from .loading.tokenizer_loader import load_tokenizer
-from .loading.warm_up import warm_up
+from .loading.warm_up import MadeBatches, largest_batch, run_rounds, warm_up
 from .loading.weights_loader import load_dense, load_model, torch_dtype
 from .memory.chunk_memory import ChunkMemory, kept_of
 from .memory.describe_pool import describe_pool
 from .memory.device import DeviceMemory, ForwardClock, is_out_of_memory, multiply_exactly, resolve_device
-from .memory.memory_meter import MemoryMeter
-from .runner import DeviceLostError, DeviceMemoryError, ForwardTime, OneByOne
+from .memory.memory_meter import MemoryGauge, MemoryMeter
+from .runner import DeviceLimits, DeviceLostError, DeviceMemoryError, ForwardTime, OneByOne
 
 logger = logging.getLogger("penstock.engine")
 
@@ -60,6 +60,8 @@ class ModelRunner(OneByOne):
         dense: The Dense modules that follow the pooling.
         config: Limits of the pool.
         maps: Heads for single tokens; None for none.
+        gauge: Tells what the largest forward takes, which runs before the memory of chunks is sized; None takes that of
+            a GPU, and on a CPU runs no such forward.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ModelRunner(OneByOne):
         dense: Sequence[Dense],
         config: EngineConfig,
         maps: TokenMaps | None = None,
+        gauge: MemoryGauge | None = None,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
@@ -80,10 +83,21 @@ class ModelRunner(OneByOne):
         self._memory: ChunkMemory | None = None
         self._clock = ForwardClock(self._device)
         self._meter = MemoryMeter(DeviceMemory(self._device), _token_bytes(info))
-        if model.cache_spec is not None and (
-            config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching
-        ):
-            self._make_pool(model.cache_spec, config)
+        self._made = MadeBatches(info, tokenizer)
+        self._limits = config.scheduler
+        device_memory = DeviceMemory(self._device)
+        gauge = device_memory if gauge is None and self._device.type == "cuda" else gauge
+        keeps = config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching
+        spec = model.cache_spec if keeps else None
+        given = config.cache.kv_cache_memory
+        if spec is not None and given is not None:
+            self._make_pool(spec, config, given)
+        num_taken = 0
+        if gauge is not None:
+            self.limits, num_taken = self._find_limits(gauge, device_memory.total(), is_whole=spec is None)
+        if spec is not None and given is None:
+            num_free = max((gauge or device_memory).available() - num_taken, 0)
+            self._make_pool(spec, config, int(num_free * config.cache.memory_fraction / config.num_engines))
 
     @classmethod
     def load(cls, config: EngineConfig, kernels: tuple[ModelInfo, Machine | None] | None = None) -> ModelRunner:
@@ -139,6 +153,16 @@ class ModelRunner(OneByOne):
         """See Runner."""
         with _load_errors(self.info):
             warm_up(self.info, self.tokenizer, self.execute)
+            if self.limits.max_tokens is not None:
+                run_rounds(
+                    self._made,
+                    self.execute,
+                    self.allocator,
+                    token_budget=self.limits.max_tokens,
+                    longest=self.info.max_model_len,
+                    max_num_seqs=self._limits.seqs(self.info.device),
+                )
+                self.take_times()  # most of it went into compiling: nobody must learn from that
 
     @torch.inference_mode()
     def _execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
@@ -178,23 +202,47 @@ class ModelRunner(OneByOne):
             torch.cuda.empty_cache()
         return DeviceMemoryError(str(error))
 
-    def _make_pool(self, spec: CacheSpec, config: EngineConfig) -> None:
-        """Reserves the memory of sequences in chunks, where there is enough for any.
+    def _find_limits(self, gauge: MemoryGauge, device_bytes: int | None, *, is_whole: bool) -> tuple[DeviceLimits, int]:
+        """Runs the largest forward; returns the limits, and the Bytes that it takes.
+
+        Raises:
+            DeviceMemoryError: There is too little memory even for a small one.
+        """
+        budget = self._limits.token_budget(self.info.device, device_bytes)
+        if is_whole:
+            budget = max(budget, self.info.max_model_len)
+
+        def run(lengths: Sequence[int]) -> None:
+            for params in self._made.plain():
+                self.execute(self._made.batch(lengths, [params]))
+
+        largest = largest_batch(
+            run,
+            gauge,
+            num_tokens=budget,
+            longest=self.info.max_model_len,
+            max_num_seqs=self._limits.seqs(self.info.device),
+        )
+        self.take_times()
+        logger.info(
+            "a forward of %d tokens takes %d MiB beside the weights", largest.num_tokens, largest.num_bytes >> 20
+        )
+        return DeviceLimits(memory=device_bytes, max_tokens=largest.num_tokens), largest.num_bytes
+
+    def _make_pool(self, spec: CacheSpec, config: EngineConfig, memory: int) -> None:
+        """Reserves the memory of sequences in chunks, so many Bytes, where they are enough for any.
 
         Raises:
             ModelLoadError: There is not, though the operator asks for it.
         """
         dtype, limits = self._model.cache_dtype or torch_dtype(self.info.dtype), config.cache
-        memory = limits.kv_cache_memory
-        if memory is None:
-            memory = int(DeviceMemory(self._device).available() * limits.memory_fraction / config.num_engines)
         try:
             plan = plan_pool(
                 dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two places; see ChunkMemory
                 memory,
                 block_size=limits.block_size,
                 itemsize=dtype.itemsize,
-                max_num_seqs=config.scheduler.max_num_seqs,
+                max_num_seqs=config.scheduler.seqs(self.info.device),
             )
         except ModelLoadError as error:
             if limits.kv_cache_memory is not None:

@@ -34,6 +34,18 @@ class ForwardTime(NamedTuple):
     seconds: float
 
 
+class DeviceLimits(NamedTuple):
+    """What of a device limits a forward.
+
+    Attributes:
+        memory: Bytes of memory that it has; None where it is the host's.
+        max_tokens: Tokens for which one forward has found memory; None where nobody has tried.
+    """
+
+    memory: int | None = None
+    max_tokens: int | None = None
+
+
 class Forward(Protocol):
     """A forward that was begun."""
 
@@ -57,6 +69,7 @@ class Runner(Protocol):
         num_lanes: Parts of the device that run forwards by themselves.
         keeps_order: Forwards run one after the other, in the order in which they were begun: then chunks of one prompt
             may be under way together. Their memory may be given to others meanwhile, as these run later.
+        limits: Of the device.
     """
 
     info: ModelInfo
@@ -64,9 +77,10 @@ class Runner(Protocol):
     allocator: Allocator
     num_lanes: int
     keeps_order: bool
+    limits: DeviceLimits
 
     def warm_up(self) -> None:
-        """Runs one small batch, so that the first request does not pay for what happens once.
+        """Runs one small batch, on a GPU one of every kind, so that no request pays for what happens once.
 
         Raises:
             ModelLoadError: The model gives what is no answer: NaN or inf.
@@ -145,6 +159,7 @@ class OneByOne:
     has_room = True
     num_lanes: int = 1
     keeps_order: bool = True
+    limits = DeviceLimits()
 
     def ring(self, bell: int | None) -> None:
         """See Runner. Nothing is ever waited for."""

@@ -23,6 +23,13 @@ ARITHMETICS: Final = (None, "float32", "bfloat16")
 _CPU_TOKEN_BUDGET: Final = 2048
 """Tokens. More brings no throughput on a CPU, but longer steps and more memory."""
 _CUDA_TOKEN_BUDGET: Final = 16_384
+_LARGE_CUDA_TOKEN_BUDGET: Final = 32_768
+"""What the host does for a batch is less for a token, and small models fill a large GPU."""
+_LARGE_CUDA: Final = 40_000_000_000
+"""Bytes of memory from which on a GPU counts as large."""
+_CPU_SEQS: Final = 512
+_CUDA_SEQS: Final = 2048
+"""Sequences. Of short texts 512 are too few to fill a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +37,9 @@ class SchedulerConfig:
     """Limits of one forward and of the waiting queue.
 
     Attributes:
-        max_num_batched_tokens: Tokens in one forward; None takes 2,048 on CPU and 16,384 on CUDA.
-        max_num_seqs: Sequences in one forward.
+        max_num_batched_tokens: Tokens in one forward; None takes 2,048 on CPU and 16,384 on CUDA, 32,768 where the GPU
+            has 40 GB or more.
+        max_num_seqs: Sequences in one forward; None takes 512 on CPU and 2,048 on CUDA.
         max_queued_tokens: Tokens that wait or run, from which on requests are refused; a request may have no more.
         max_queue_s: Seconds that they take, from which on requests are refused.
         max_wait_s: Seconds after which a waiting sequence goes before better-fitting ones.
@@ -40,7 +48,7 @@ class SchedulerConfig:
     """
 
     max_num_batched_tokens: int | None = None
-    max_num_seqs: int = 512
+    max_num_seqs: int | None = None
     max_queued_tokens: int = 4_000_000
     max_queue_s: float = 60.0
     max_wait_s: float = 0.5
@@ -54,9 +62,22 @@ class SchedulerConfig:
         if not self.max_queue_s > 0:
             raise ValueError(f"max_queue_s is {self.max_queue_s}; it must be above 0.")
 
-    def token_budget(self, device: str) -> int:
-        """Returns the tokens in one forward on a device, unless the longest input has more."""
-        return self.max_num_batched_tokens or (_CPU_TOKEN_BUDGET if device == "cpu" else _CUDA_TOKEN_BUDGET)
+    def token_budget(self, device: str, memory: int | None = None) -> int:
+        """Returns the tokens in one forward on a device, unless the longest input has more.
+
+        Args:
+            device: Such as "cpu" or "cuda:1".
+            memory: Bytes that a GPU has; None takes one that is not large.
+        """
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        if device == "cpu":
+            return _CPU_TOKEN_BUDGET
+        return _LARGE_CUDA_TOKEN_BUDGET if (memory or 0) >= _LARGE_CUDA else _CUDA_TOKEN_BUDGET
+
+    def seqs(self, device: str) -> int:
+        """Returns the sequences in one forward on a device."""
+        return self.max_num_seqs or (_CPU_SEQS if device == "cpu" else _CUDA_SEQS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,12 @@ from .vectors import MultiVector, SparsePooling, TokenHeads
 
 KV_CACHE_SOURCE: Final = "size of the KV cache"
 """Source of a max_model_len that is lower than the model's own: a sequence must find room in the pool."""
+DEVICE_MEMORY_SOURCE: Final = "memory of the device"
+"""The same where a sequence runs whole, and must find memory for that."""
+_LIMIT_NAMES: Final = {
+    KV_CACHE_SOURCE: "the size of the server's KV cache, which --kv-cache-memory raises",
+    DEVICE_MEMORY_SOURCE: "the memory of the server's GPU",
+}
 
 
 class ModelKind(StrEnum):
@@ -201,6 +207,4 @@ class ModelInfo:
     @property
     def limit_name(self) -> str | None:
         """What is behind max_model_len; None where it is the model or the operator's --max-model-len."""
-        if self.sources.get("max_model_len") != KV_CACHE_SOURCE:
-            return None
-        return "the size of the server's KV cache, which --kv-cache-memory raises"
+        return _LIMIT_NAMES.get(self.sources.get("max_model_len", ""))

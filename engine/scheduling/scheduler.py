@@ -66,7 +66,8 @@ class Scheduler:
         num_lanes: int = 1,
     ) -> None:
         self._allocator = allocator or NullAllocator()
-        self._max_num_seqs, self._max_wait_s = config.max_num_seqs, config.max_wait_s
+        # Where nobody has asked the device how many it takes, it is a CPU.
+        self._max_num_seqs, self._max_wait_s = config.seqs("cpu"), config.max_wait_s
         self._max_seq_len, self._num_lanes = max_seq_len, num_lanes
         self._full_budget = token_budget if self._allocator.can_hold(1) else max(token_budget, max_seq_len)
         self._num_good_steps = 0

@@ -43,7 +43,7 @@ async def info(request: Request) -> Response:
     described = context.models.describe(None)
     model, name = described.known(), described.name
     settings = described.entry.model.settings or context.settings
-    limits = SchedulerConfig(max_num_batched_tokens=settings.max_num_batched_tokens)
+    limits = SchedulerConfig(max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs)
     return json_response(
         {
             "model_id": model.name,
@@ -54,7 +54,7 @@ async def info(request: Request) -> Response:
             "max_concurrent_requests": max(settings.max_queued_tokens // model.max_model_len, 1),
             "max_input_length": model.max_model_len,
             "max_batch_tokens": max(limits.token_budget(model.device), model.max_model_len),
-            "max_batch_requests": settings.max_num_seqs,
+            "max_batch_requests": limits.seqs(model.device),
             "max_client_batch_size": context.settings.max_inputs_per_request,
             "auto_truncate": True,
             "tokenization_workers": settings.tokenizer_workers,

@@ -66,9 +66,12 @@ class EngineSettings(BaseSettings):
         ),
     )
     max_num_batched_tokens: PositiveInt | None = Field(
-        None, description="Tokens in one forward; default: 2,048 on CPU, 16,384 on CUDA."
+        None,
+        description="Tokens in one forward; default: 2,048 on CPU, 16,384 on CUDA, 32,768 on GPUs of 40 GB or more.",
     )
-    max_num_seqs: PositiveInt = Field(512, description="Sequences in one forward.")
+    max_num_seqs: PositiveInt | None = Field(
+        None, description="Sequences in one forward; default: 512 on CPU, 2,048 on CUDA."
+    )
     max_queued_tokens: PositiveInt = Field(
         4_000_000,
         description="Tokens that wait or run, from which on requests are refused with 429. No request may have more.",

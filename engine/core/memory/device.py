@@ -86,6 +86,10 @@ class DeviceMemory:
         free, _ = torch.cuda.mem_get_info(self._device)
         return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
 
+    def total(self) -> int | None:
+        """Returns the Bytes that a CUDA device has; None of the host."""
+        return torch.cuda.get_device_properties(self._device).total_memory if self._is_cuda else None
+
     def begin(self) -> None:
         """Forgets the last peak."""
         if self._is_cuda:

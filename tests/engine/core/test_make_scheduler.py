@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.engine.core.make_scheduler import make_scheduler
+from penstock.engine.core.runner import DeviceLimits
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.model_info import KV_CACHE_SOURCE, ModelInfo
 from penstock.engine.scheduling import Scheduler
@@ -22,6 +24,43 @@ def make(
 ) -> tuple[Scheduler, ModelInfo]:
     config = EngineConfig(model="m", scheduler=SchedulerConfig(max_num_batched_tokens=budget, **limits))
     return make_scheduler(config, model(max_model_len), allocator)
+
+
+def test_the_budget_is_no_larger_than_the_device_has_memory_for(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(model="m", scheduler=SchedulerConfig(max_num_batched_tokens=1024))
+    scheduler, info = make_scheduler(config, model(512), NullAllocator(), device=DeviceLimits(max_tokens=700))
+    assert (scheduler.token_budget, info.max_model_len) == (700, 512)
+    scheduler, info = make_scheduler(config, model(), pool(1000), device=DeviceLimits(max_tokens=700))
+    assert (scheduler.token_budget, info.max_model_len) == (700, 4096)  # it runs in chunks
+    assert not caplog.records
+    scheduler, info = make_scheduler(config, model(), NullAllocator(), device=DeviceLimits(max_tokens=700))
+    assert (scheduler.token_budget, info.max_model_len) == (700, 700)
+    assert info.limit_name == "the memory of the server's GPU"
+    assert "one forward finds memory for 700 tokens: inputs are limited to that" in caplog.text
+    scheduler, info = make_scheduler(config, model(), NullAllocator(), device=DeviceLimits(max_tokens=5000))
+    assert (scheduler.token_budget, info.max_model_len) == (4096, 4096)
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "tokens", "seqs"),
+    [
+        ("cpu", None, 2048, 512),
+        ("cuda", 24 << 30, 16_384, 2048),
+        ("cuda:1", None, 16_384, 2048),
+        ("cuda:0", 80 << 30, 32_768, 2048),
+    ],
+)
+def test_the_budget_follows_the_device_unless_the_operator_says_it(
+    device: str, memory: int | None, tokens: int, seqs: int
+) -> None:
+    info, limits = replace(model(), device=device), DeviceLimits(memory=memory)
+    scheduler, _ = make_scheduler(EngineConfig(model="m"), info, pool(1000), device=limits)
+    assert scheduler.token_budget == tokens
+    assert SchedulerConfig().seqs(device) == seqs
+    given = SchedulerConfig(max_num_batched_tokens=99, max_num_seqs=7)
+    scheduler, _ = make_scheduler(EngineConfig(model="m", scheduler=given), info, pool(1000), device=limits)
+    assert scheduler.token_budget == 99
+    assert given.seqs(device) == 7
 
 
 def test_chunks_are_as_large_as_a_batch_and_shrink_to_sixteen_tokens() -> None:

@@ -7,14 +7,14 @@ from typing import Final
 
 import numpy as np
 
-from ...protocol.batch_outputs import BatchOutputs
-from ...protocol.messages import TokenizerSpec
-from ...protocol.model_info import ModelInfo
-from ...protocol.params import PoolingParams
-from ...protocol.request import TokenizedInput
-from ...protocol.tasks import PoolingTask
-from ...scheduling import Chunk, PrefillChunk, QueuedSequence, Request
-from .load_errors import needs_torch
+from ....protocol.batch_outputs import BatchOutputs
+from ....protocol.messages import TokenizerSpec
+from ....protocol.model_info import ModelInfo
+from ....protocol.params import PoolingParams
+from ....protocol.request import TokenizedInput
+from ....protocol.tasks import PoolingTask
+from ....scheduling import Chunk, PrefillChunk, QueuedSequence, Request
+from ..load_errors import needs_torch
 
 _CLASS_TASKS: Final = (PoolingTask.CLASSIFY, PoolingTask.SCORE, PoolingTask.TOKEN_CLASSIFY)
 
@@ -42,6 +42,6 @@ def warm_up(info: ModelInfo, tokenizer: TokenizerSpec, execute: Callable[[Sequen
     if not outputs.is_finite.all():
         found = f"{info.name} answers a plain text with values that are not finite; naming the weights to blame"
         with needs_torch(found, "it reads them in their own type"):
-            from .finite_weights import not_finite_error  # it reads with torch, which few starts need
+            from ..finite_weights import not_finite_error  # it reads with torch, which few starts need
 
         raise not_finite_error(info)

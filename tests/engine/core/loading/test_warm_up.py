@@ -1,0 +1,221 @@
+"""What runs before the first request on a GPU: the largest batch, by what a gauge says, and one batch of every kind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
+from penstock.engine.core.loading.warm_up import LargestBatch, MadeBatches, largest_batch, run_rounds
+from penstock.engine.core.model_runner import ModelRunner
+from penstock.engine.core.runner import DeviceMemoryError
+from penstock.engine.model_files.resolve import resolve_model
+from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
+from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine.scheduling import Chunk
+from penstock.engine.sequence_pool import NullAllocator, SequenceAllocator
+
+from ..fake_runner import TOKENIZER, FakeRunner, model, pool
+from .conftest import SaveFolder
+
+MIB = 1 << 20
+
+
+class Gauge:
+    """A device where a token of a forward takes `token_bytes`, and where `most` tokens find memory."""
+
+    def __init__(self, token_bytes: int = 1000, most: int = 1 << 20, free: int = 100 * MIB) -> None:
+        self.token_bytes, self.most, self.free = token_bytes, most, free
+        self.num_tokens = 0
+        self.runs: list[list[int]] = []
+
+    def available(self) -> int:
+        return self.free
+
+    def begin(self) -> None:
+        self.num_tokens = 0
+
+    def taken(self) -> int | None:
+        return self.num_tokens * self.token_bytes
+
+    def run(self, lengths: Sequence[int]) -> None:
+        self.runs.append(list(lengths))
+        if sum(lengths) > self.most:
+            raise DeviceMemoryError("none")
+        self.num_tokens = max(self.num_tokens, sum(lengths))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "longest", "max_num_seqs", "shapes"),
+    [
+        (1000, 300, 8, [[300, 300, 300, 100], [125] * 8]),
+        (1024, 512, 300, [[512, 512], [4] * 124 + [3] * 176]),
+        (100, 4096, 512, [[100], [1] * 100]),
+        (1000, 100, 4, [[100] * 4, [100] * 4]),
+        (900, 300, 3, [[300] * 3, [300] * 3]),
+    ],
+)
+def test_the_largest_batches_have_long_sequences_and_many(
+    num_tokens: int, longest: int, max_num_seqs: int, shapes: list[list[int]]
+) -> None:
+    gauge = Gauge()
+    found = largest_batch(gauge.run, gauge, num_tokens=num_tokens, longest=longest, max_num_seqs=max_num_seqs)
+    assert [sorted(run, reverse=True) for run in gauge.runs] == shapes
+    assert found == LargestBatch(num_tokens, 1000 * max(map(sum, shapes)))
+
+
+def test_where_memory_is_short_half_as_large_a_batch_runs(caplog: pytest.LogCaptureFixture) -> None:
+    gauge = Gauge(most=300)
+    found = largest_batch(gauge.run, gauge, num_tokens=1000, longest=512, max_num_seqs=64)
+    assert found == LargestBatch(250, 250_000)
+    assert "out of memory in a forward of 1000 tokens; trying 500." in caplog.text
+    assert "out of memory in a forward of 500 tokens; trying 250." in caplog.text
+    gauge = Gauge(most=64)
+    assert largest_batch(gauge.run, gauge, num_tokens=100, longest=512, max_num_seqs=64).num_tokens == 64
+    gauge = Gauge(most=63)
+    with pytest.raises(DeviceMemoryError, match="none"):
+        largest_batch(gauge.run, gauge, num_tokens=1000, longest=512, max_num_seqs=64)
+
+
+def test_every_kind_of_batch_runs_once_and_nothing_is_held_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+    allocator = pool(100)
+    runner = FakeRunner(allocator)
+    info = replace(model(), is_matryoshka=True, embedding_size=8)
+    ran: list[tuple[list[int], list[int]]] = []
+
+    def run(chunks: Sequence[Chunk]) -> None:
+        assert sum(c.num_tokens for c in chunks) <= 2048
+        assert len(chunks) <= 100
+        ran.append(([c.num_tokens for c in chunks], [c.start for c in chunks]))
+        runner.execute(chunks)  # it looks at their order, and whether a chunk goes on where the last one ended
+
+    made = MadeBatches(info, TOKENIZER)
+    with caplog.at_level(logging.INFO, "penstock.engine"):
+        num_run = run_rounds(made, run, allocator, token_budget=2048, longest=600, max_num_seqs=100)
+    assert num_run == len(ran)
+    assert f"warmed up: {num_run} batches of up to 2048 tokens in " in caplog.text
+    assert allocator.num_allocations == 0
+    assert allocator.usage == 0.0
+
+    longest = {max(lengths) for lengths, _ in ran}
+    assert {1, 513, 600} <= longest  # one token; shared out; the longest
+    lengths = {n for found, _ in ran for n in found}
+    assert {15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513} <= lengths
+    assert {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048} <= {sum(found) for found, _ in ran}
+    params = made.params()
+    assert {p.task for p in params} == {PoolingTask.EMBED, PoolingTask.TOKEN_EMBED}
+    assert {p.normalize for p in params} == {True, False}
+    assert {p.dimensions for p in params} == {None, 4}
+    with_past = [starts for _, starts in ran if any(starts)]
+    assert len(with_past) == 2 * len(params)
+    assert any(starts[0] == 0 for starts in with_past), "a chunk runs beside a whole sequence"
+
+
+def test_a_batch_that_finds_no_memory_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def run(chunks: Sequence[Chunk]) -> None:
+        if sum(chunk.num_tokens for chunk in chunks) == 1024:
+            raise DeviceMemoryError("none is left")
+
+    num_run = run_rounds(
+        MadeBatches(model(), TOKENIZER), run, NullAllocator(), token_budget=1024, longest=600, max_num_seqs=200
+    )
+    assert num_run > 20
+    assert "out of memory while warming up with 1024 tokens: none is left" in caplog.text
+
+
+@pytest.mark.parametrize("uses_token_types", [True, False])
+@pytest.mark.parametrize("include_prompt", [True, False])
+def test_made_batches_have_token_types_and_prompts_where_the_model_has(
+    uses_token_types: bool, include_prompt: bool
+) -> None:
+    tokenizer = replace(TOKENIZER, sample_ids=(5, 6, 7), uses_token_types=uses_token_types)
+    made = MadeBatches(replace(model(), include_prompt=include_prompt), tokenizer)
+    chunks = made.batch([4, 2, 3], made.plain())
+    assert [chunk.num_tokens for chunk in chunks] == [2, 3, 4]
+    assert [chunk.sequence.request.params.task for chunk in chunks] == [
+        PoolingTask.EMBED,
+        PoolingTask.TOKEN_EMBED,
+        PoolingTask.EMBED,
+    ]
+    prompt = chunks[2].sequence.prompt
+    assert prompt.token_ids.tolist() == [5, 6, 7, 5]
+    assert prompt.token_ids.dtype == np.int32
+    assert prompt.type_boundary == (2 if uses_token_types else 0)
+    assert prompt.num_prompt_tokens == (0 if include_prompt else 1)
+
+
+def runner_of(save_folder: SaveFolder, gauge: Gauge, class_name: str, **cache: object) -> ModelRunner:
+    """A runner of a tiny model that a gauge watches as if it ran on a GPU."""
+    from penstock.engine.core.loading.weights_loader import load_model
+
+    sizes = {"num_key_value_heads": 2} if class_name == "Qwen2Model" else {}
+    config = EngineConfig(
+        model=str(save_folder(class_name, **sizes)),
+        device="cpu",
+        cpu_kernels="torch",
+        scheduler=SchedulerConfig(max_num_batched_tokens=300, max_num_seqs=16),
+        cache=CacheConfig(**cache),  # type: ignore[arg-type]
+    )
+    info = replace(resolve_model(config), device="cpu", dtype="float32")
+    tokenizer = load_tokenizer(info, trust_remote_code=False, chat_template=None)
+    made = load_model(info)
+    forward = made.forward
+
+    def watched(batch, *, need_attention=False):  # type: ignore[no-untyped-def]
+        gauge.run(batch.seq_lens)
+        return forward(batch, need_attention=need_attention)
+
+    made.forward = watched  # type: ignore[method-assign]
+    return ModelRunner(info, tokenizer, made, (), config, gauge=gauge)
+
+
+def test_the_pool_gets_its_share_of_what_the_largest_forward_leaves(save_folder: SaveFolder) -> None:
+    gauge = Gauge(token_bytes=100_000, free=100 * MIB)
+    runner = runner_of(save_folder, gauge, "Qwen2Model", memory_fraction=0.5)
+    assert runner.limits.max_tokens == 300
+    assert isinstance(runner.allocator, SequenceAllocator)
+    assert runner.allocator.pool.kv is not None
+    token_bytes = 2 * 16 * 4  # keys and values of one layer
+    expected = (100 * MIB - 300 * 100_000) / 2
+    assert runner.allocator.pool.kv.num_blocks * 16 * token_bytes == pytest.approx(expected, rel=0.01)
+    assert max(map(sum, gauge.runs)) == 300
+    runner.warm_up()
+    assert runner.take_times() == [], "nobody may learn from forwards that compile"
+    assert runner.allocator.num_allocations == 0
+    assert any(len(run) == 1 and run[0] == 1 for run in gauge.runs)
+
+
+def test_a_pool_of_a_given_size_is_there_before_the_largest_forward_runs(save_folder: SaveFolder) -> None:
+    gauge = Gauge(token_bytes=100_000, most=100)
+    runner = runner_of(save_folder, gauge, "Qwen2Model", kv_cache_memory=MIB)
+    assert isinstance(runner.allocator, SequenceAllocator)
+    assert runner.limits.max_tokens == 75  # 300, 150, 75
+    runner.warm_up()
+
+
+def test_an_encoder_finds_out_how_long_an_input_may_be(save_folder: SaveFolder) -> None:
+    runner = runner_of(save_folder, Gauge(most=299), "BertModel")
+    assert runner.limits.max_tokens == 150
+    runner.warm_up()
+
+
+def test_a_device_without_memory_for_any_forward_is_said_so(save_folder: SaveFolder) -> None:
+    with pytest.raises(DeviceMemoryError):
+        runner_of(save_folder, Gauge(most=5), "BertModel")
+
+
+def test_the_loader_says_in_one_line_that_memory_is_short(
+    save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*args: object, **kwargs: object) -> None:
+        raise DeviceMemoryError("none is left")
+
+    monkeypatch.setattr(ModelRunner, "__init__", none)
+    config = EngineConfig(model=str(save_folder()), device="cpu", cpu_kernels="torch")
+    with pytest.raises(ModelLoadError, match=r"There is too little memory on cpu for .* \(none is left\)"):
+        ModelRunner.load(config)
