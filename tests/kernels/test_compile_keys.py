@@ -29,7 +29,9 @@ MODULES = [
     for path in sorted(ROOT.rglob("*.py"))
     if "import triton" in path.read_text("utf-8")
 ]
-OF_A_MODEL = re.compile(r"stride_(?!table)\w+|(\w+_)?(width|size|heads|channels|groups)|heads_per_group|head_states")
+OF_A_MODEL = re.compile(
+    r"stride_(?!table)\w+|(\w+_)?(width|size|heads|channels|groups|positions)|heads_per_group|head_states"
+)
 """Integers that a model fixes: widths, numbers of heads, and how far rows of one projection lie apart."""
 FLOATS = frozenset({"cap", "eps", "log2_e", "scale"})
 """Arguments that are no integers: triton specialises none of them."""

@@ -1,9 +1,9 @@
 """Sizes at which forwards are recorded, and the one that a batch takes. Plain Python.
 
 A recorded forward has as many rows as its bucket, and attention has programs for as many sequences of the bucket's
-longest: what a batch does not fill is work for nothing. Rows past the last token are at most a third of all, but for
-the smallest bucket. Programs of sequences that are not there end at once, yet many of them take time: the more sequences
-a bucket has, the shorter its longest.
+longest: what a batch does not fill is work for nothing. Rows past the last token are less than half of all, but for
+the smallest bucket. Programs of sequences that are not there end at once, yet many of them take time: the more
+sequences a bucket has, the shorter its longest.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ logger = logging.getLogger("penstock.engine")
 MAX_TOKENS: Final = 4096
 """Tokens. Larger batches keep a GPU busy for longer than it takes to ask for their kernels one by one."""
 _TOLERANCE: Final = 0.05
-"""Of the largest value: what a replay may differ from the forward, in any type. Products of other sizes round otherwise;
-lengths that were recorded with the rest would make it differ altogether."""
+"""Of the largest value: what a replay may differ from the forward, in any type. Products of other sizes round in other
+places; lengths that were recorded with the rest would make it differ altogether."""
 
 
 class _Graph(NamedTuple):

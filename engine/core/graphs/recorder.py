@@ -51,8 +51,6 @@ class CudaRecorder:
                 current.wait_stream(self._stream)
                 graph = torch.cuda.CUDAGraph()
                 # Other threads of this process may ask something of CUDA meanwhile: that is no error.
-                with torch.cuda.graph(
-                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-                ):
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     out = run()
         return graph.replay, out
