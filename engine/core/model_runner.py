@@ -34,6 +34,7 @@ from ..sequence_pool import (
     plan_pool,
 )
 from ..sequence_pool.cache_spec import CacheSpec
+from .graphs import MAX_TOKENS, Buckets, CudaRecorder, ForwardGraphs
 from .host import threads_of
 from .loading.load_errors import load_errors
 from .loading.native_kernels import choose_kernels
@@ -84,6 +85,8 @@ class ModelRunner(OneByOne):
         self._clock = ForwardClock(self._device)
         self._meter = MemoryMeter(DeviceMemory(self._device), _token_bytes(info))
         self._made = MadeBatches(info, tokenizer)
+        self._graphs: ForwardGraphs | None = None
+        self._wants_graphs = config.cuda_graphs and model.is_recordable and self._device.type == "cuda"
         self._limits = config.scheduler
         device_memory = DeviceMemory(self._device)
         gauge = device_memory if gauge is None and self._device.type == "cuda" else gauge
@@ -163,6 +166,8 @@ class ModelRunner(OneByOne):
                     max_num_seqs=self._limits.seqs(self.info.device),
                 )
                 self.take_times()  # most of it went into compiling: nobody must learn from that
+            if self._wants_graphs:
+                self._record_graphs()
 
     @torch.inference_mode()
     def _execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
@@ -186,7 +191,8 @@ class ModelRunner(OneByOne):
         if chunk_tokens:
             self._meter.begin()
         self._clock.begin()
-        output = self._model.forward(batch, need_attention=self._pooler.needs_attention(params))
+        forward = self._model.forward if self._graphs is None else self._graphs.forward
+        output = forward(batch, need_attention=self._pooler.needs_attention(params))
         outputs = self._pooler.pool(output, metadata).to_host()
         if self._memory is not None and cache is not None:
             for index, state in metadata.states.items():
@@ -228,6 +234,19 @@ class ModelRunner(OneByOne):
             "a forward of %d tokens takes %d MiB beside the weights", largest.num_tokens, largest.num_bytes >> 20
         )
         return DeviceLimits(memory=device_bytes, max_tokens=largest.num_tokens), largest.num_bytes
+
+    def _record_graphs(self) -> None:
+        """Records the forwards of small batches."""
+        max_tokens = min(self.limits.max_tokens or MAX_TOKENS, MAX_TOKENS)
+        buckets = Buckets(max_tokens, self.info.max_model_len, self._limits.seqs(self.info.device))
+        graphs = ForwardGraphs(self._model, CudaRecorder(self._device), buckets, self._device)
+
+        def make(lengths: Sequence[int]) -> PackedBatch:
+            chunks = self._made.batch(lengths, self._made.plain()[:1])
+            return PackedBatch.build([chunk.sequence.prompt for chunk in chunks], self._device)
+
+        if graphs.record(make):
+            self._graphs = graphs
 
     def _make_pool(self, spec: CacheSpec, config: EngineConfig, memory: int) -> None:
         """Reserves the memory of sequences in chunks, so many Bytes, where they are enough for any.

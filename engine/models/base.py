@@ -53,6 +53,8 @@ class PackedModel(ABC):
         token_head: Hidden states [T, D] to logits [T, num_labels]; None where the checkpoint has no such head.
         vocabulary_head: Hidden states [R, D] to logits over the vocabulary [R, V]; None unless ModelInfo.sparse asks.
         machine: The native kernels, where they run the forward; None where torch does.
+        is_recordable: Whether a forward on CUDA reads the lengths of the sequences there alone, and launches the same
+            kernels whatever they are, so that it can be recorded (engine/core/graphs).
     """
 
     hidden_size: int
@@ -62,6 +64,7 @@ class PackedModel(ABC):
     token_head: Head | None = None
     vocabulary_head: Head | None = None
     machine: Machine | None = None
+    is_recordable: bool = False
 
     @abstractmethod
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:

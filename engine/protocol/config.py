@@ -189,6 +189,7 @@ class EngineConfig:
             takes what is measured to be faster.
         tokenizer_workers: Threads that tokenize.
         max_queued_chars: Characters that may wait for them at once; more is refused whole.
+        cuda_graphs: Record the forwards of small batches of encoders on CUDA, and replay them.
         scheduler: Batch and queue limits.
         cache: Memory of prompts that run in chunks.
     """
@@ -217,6 +218,7 @@ class EngineConfig:
     arithmetic: str | None = None
     tokenizer_workers: int = 2
     max_queued_chars: int = 64_000_000
+    cuda_graphs: bool = True
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
 

@@ -68,7 +68,7 @@ def _norm_kernel(
     tl.store(out_ptr + places, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["ids_ptr", "positions_ptr", "types_ptr", "num_rows"])
 def _embed_norm_kernel(
     ids_ptr,
     positions_ptr,

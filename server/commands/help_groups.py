@@ -25,6 +25,7 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "data_parallel": "N",
         "dtype": "",
         "cpu_kernels": "",
+        "cuda_graphs": "",
         "trust_remote_code": "",
         "pooler_config": "JSON",
         "hf_overrides": "JSON",

@@ -135,6 +135,10 @@ class EngineSettings(BaseSettings):
         "auto",
         description="What computes on a CPU. auto: native kernels that are built and know the model, else torch.",
     )
+    cuda_graphs: bool = Field(
+        True,
+        description="On CUDA, record the forwards of small batches of encoders at start, and replay them as a whole.",
+    )
     tokenizer_workers: PositiveInt = Field(2, description="Threads that tokenize.")
     in_process: bool = Field(False, description="Run the engine in this process instead of a supervised one.")
     hang_timeout_s: Seconds = Field(

@@ -35,7 +35,10 @@ OF_A_MODEL = re.compile(
 """Integers that a model fixes: widths, numbers of heads, and how far rows of one projection lie apart."""
 FLOATS = frozenset({"cap", "eps", "log2_e", "scale"})
 """Arguments that are no integers: triton specialises none of them."""
-INDICES = ("cu_seqlens", "context_lens", "block_tables", "dimensions", "skip", "bounds", "rows", "slots", "normalize")
+INDICES = (
+    *("cu_seqlens", "context_lens", "block_tables", "bounds", "rows", "slots"),
+    *("ids", "positions", "types", "dimensions", "normalize", "skip"),
+)
 """Pointers to what is read one by one, which may be part of a larger buffer, at any place in it."""
 VALUES = (1, 16, 17, 2, 48, -1)
 

@@ -82,12 +82,15 @@ def test_everything_reaches_the_engine() -> None:
             "tokenizer_workers": "4",
             "trust_remote_code": True,
             "in_process": True,
+            "cuda_graphs": False,
         },
     )
     config = settings.engine_config("some/model")
     assert (config.model, config.revision, config.device, config.dtype) == ("some/model", "main", "cuda:1", "bfloat16")
     assert (config.max_model_len, config.num_threads, config.tokenizer_workers) == (128, 3, 4)
     assert (config.auto_truncate, config.trust_remote_code, config.in_process) == (True, True, True)
+    assert config.cuda_graphs is False
+    assert load(ServerSettings, {}).engine_config("m").cuda_graphs is True
     scheduler = config.scheduler
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, scheduler.max_queued_tokens) == (99, 7, 1000)
     assert scheduler.max_queue_s == 2.5

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 _TOKENS: Final = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _SEQS: Final = (8, 32, 128, 512)
-_LEAST_MEAN: Final = 8
+_LEAST_MEAN: Final = 4
 """Tokens. A bucket is not for more sequences than have so many on average."""
 _SPREAD: Final = 16
 """The longest sequence of a bucket has so many times the tokens of the average one."""
@@ -74,11 +74,11 @@ class Buckets:
 def _of_size(num_tokens: int, max_model_len: int, max_num_seqs: int) -> list[Bucket]:
     """The buckets of so many tokens, those of few sequences first. All of the tokens find a place in each."""
     found = []
-    for num_seqs in _SEQS:
+    for place, num_seqs in enumerate(_SEQS):
+        if place and (num_seqs * _LEAST_MEAN > num_tokens or _SEQS[place - 1] >= max_num_seqs):
+            break
         longest = max(_SPREAD * num_tokens // num_seqs, _LEAST_LONGEST)
         bucket = Bucket(num_tokens, num_seqs, min(longest, num_tokens, max_model_len))
         if num_seqs * bucket.max_seqlen >= num_tokens:
             found.append(bucket)
-        if num_seqs >= max_num_seqs or 2 * _LEAST_MEAN * num_seqs > num_tokens:
-            break
     return found

@@ -93,6 +93,7 @@ class PostNormEncoder(NativeModel):
 
     config_class: ClassVar[type[EncoderConfig]] = EncoderConfig
     relative_bias: Tensor | None = None
+    is_recordable = True
 
     def __init__(self, info: ModelInfo, weights: Weights) -> None:
         self.config = config = self.config_class.read(info.config)

@@ -85,6 +85,8 @@ class ModernBertLayer:
 class ModernBertModel(NativeModel):
     """The encoder with the head that the model's kind asks for."""
 
+    is_recordable = True
+
     def __init__(self, info: ModelInfo, weights: Weights) -> None:
         config = ModernBertConfig.read(info.config)
         self.hidden_size = D = config.hidden_size
