@@ -1,0 +1,104 @@
+"""Kernels on a batch as a recorded forward sees it: rows of no sequence, which may hold NaN, and empty sequences.
+
+The host knows the lengths that were recorded, which are others than those of the batch: kernels take the borders from
+the device alone. Without a GPU the triton kernels run in their interpreter, in a process of its own, because triton
+reads TRITON_INTERPRET when a kernel is defined.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.kernels.attention import Backend, attention
+from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
+
+from .assertions import assert_close
+from .places import IS_INTERPRETED, interpreted_only
+
+LENGTHS = (5, 1, 0, 23, 300)
+"""Of the batch; the longest is one that pooling shares out."""
+RECORDED = (320, 40, 0, 0, 0, 0, 0, 0)
+"""Those that the forward was recorded with: 360 rows."""
+NUM_TOKENS, NUM_ROWS = sum(LENGTHS), sum(RECORDED)
+
+places = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted_only), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+
+
+def borders(lengths: tuple[int, ...], num_seqs: int, device: str) -> torch.Tensor:
+    """Prefix sums; sequences beyond the given ones are empty."""
+    padded = torch.tensor([0, *lengths] + [0] * (num_seqs - len(lengths)))
+    return padded.cumsum(0).to(torch.int32).to(device)
+
+
+def rows(num_columns: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Random, and NaN behind the last token."""
+    x = torch.randn(NUM_ROWS, num_columns, generator=torch.Generator().manual_seed(num_columns)).to(dtype)
+    x[NUM_TOKENS:] = float("nan")
+    return x.to(device)
+
+
+@places
+@pytest.mark.parametrize("options", [{"softcap": 20.0}, {"softcap": 20.0, "window": (8, 8)}], ids=["whole", "window"])
+def test_attention_of_triton_looks_at_borders_alone(device: str, options: dict[str, Any]) -> None:
+    check_attention("triton", device, torch.float32, 2e-6, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"window": (8, 8)}], ids=["whole", "window"])
+def test_flash_attention_looks_at_borders_alone(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    check_attention("varlen", "cuda", dtype, 2e-2, options)
+
+
+def check_attention(
+    backend: Backend, device: str, dtype: torch.dtype, tolerance: float, options: dict[str, Any]
+) -> None:
+    num_heads, head_size = 2, 16
+    q, k, v = rows(3 * num_heads * head_size, dtype, device).view(NUM_ROWS, 3, num_heads, head_size).unbind(1)
+    options = options | {"scale": head_size**-0.5}
+    found = attention(
+        *(q, k, v, borders(LENGTHS, len(RECORDED), device), RECORDED),
+        max_seqlen=max(RECORDED),
+        backend=backend,
+        **options,
+    )
+    own = (x[:NUM_TOKENS].contiguous() for x in (q, k, v))
+    expected = attention(
+        *own, borders(LENGTHS, len(LENGTHS), device), LENGTHS, max_seqlen=max(LENGTHS), backend="reference", **options
+    )
+    assert_close("attended", expected, found[:NUM_TOKENS], tolerance, v[:NUM_TOKENS].abs().max().item())
+
+
+@places
+@pytest.mark.parametrize("kind", [kind for kind in POOLING_KINDS if kind != "weighted"])
+def test_pooling_of_triton_leaves_rows_of_no_sequence_alone(device: str, kind: PoolingKind) -> None:
+    hidden = rows(24, torch.float32, device)
+    cu_seqlens = borders(LENGTHS, len(RECORDED), device)
+    found = pool(hidden, cu_seqlens, kind, normalize=True, max_seqlen=max(LENGTHS), backend="triton")
+    expected = pool(hidden[:NUM_TOKENS], cu_seqlens, kind, normalize=True, backend="reference")
+    assert_close("pooled", expected, found, 5e-6, 1.0)
+    assert not found[len(LENGTHS) :].any(), "an empty sequence has a row of zeros"
+
+
+@pytest.mark.skipif(IS_INTERPRETED or find_spec("triton") is None, reason="needs triton, and starts its interpreter")
+def test_all_of_it_through_the_interpreter() -> None:
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "not gpu", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(
+        command,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    assert "8 passed" in run.stdout, run.stdout[-500:]
