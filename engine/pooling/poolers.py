@@ -69,6 +69,7 @@ class SequencePooler(Pooler):
             normalize=cut.normalize,
             skip_tokens=metadata.skip_tokens,
             weights=None if weights is None else metadata.packed(weights),
+            max_seqlen=max(metadata.seq_lens, default=None),  # short sequences need not be shared out on CUDA
             machine=machine,
         )
 

@@ -57,6 +57,7 @@ def test_one_kernel_call_embeds_a_batch_of_mixed_params(
     params = [resolved(info, PoolingTask.EMBED, dimensions=d, normalize=n) for d, n in MIXED_EMBED]
     output = pool_all(ModelPooler(info, TinyModel()), params)
     assert len(kernel_calls) == 1
+    assert kernel_calls[0]["max_seqlen"] == max(LENGTHS)  # the kernel need not share out more
     for p, arrays in zip(params, output.to_numpy(), strict=True):
         vector = arrays["embedding"]
         assert vector.shape == (p.dimensions or HIDDEN_SIZE,)
