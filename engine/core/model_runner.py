@@ -34,13 +34,13 @@ from ..sequence_pool import (
     plan_pool,
 )
 from ..sequence_pool.cache_spec import CacheSpec
-from .graphs import MAX_TOKENS, Buckets, CudaRecorder, ForwardGraphs
+from .graphs import ForwardGraphs, record_forwards
 from .host import threads_of
 from .loading.load_errors import load_errors
 from .loading.native_kernels import choose_kernels
 from .loading.token_heads_loader import load_token_maps
 from .loading.tokenizer_loader import load_tokenizer
-from .loading.warm_up import MadeBatches, largest_batch, run_rounds, warm_up
+from .loading.warm_up import GpuStart, MadeBatches, warm_up
 from .loading.weights_loader import load_dense, load_model, torch_dtype
 from .memory.chunk_memory import ChunkMemory, kept_of
 from .memory.describe_pool import describe_pool
@@ -84,23 +84,12 @@ class ModelRunner(OneByOne):
         self._memory: ChunkMemory | None = None
         self._clock = ForwardClock(self._device)
         self._meter = MemoryMeter(DeviceMemory(self._device), _token_bytes(info))
+        self.limits = DeviceLimits()
         self._made = MadeBatches(info, tokenizer)
+        self._start: GpuStart | None = None
         self._graphs: ForwardGraphs | None = None
-        self._wants_graphs = config.cuda_graphs and model.is_recordable and self._device.type == "cuda"
-        self._limits = config.scheduler
-        device_memory = DeviceMemory(self._device)
-        gauge = device_memory if gauge is None and self._device.type == "cuda" else gauge
-        keeps = config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching
-        spec = model.cache_spec if keeps else None
-        given = config.cache.kv_cache_memory
-        if spec is not None and given is not None:
-            self._make_pool(spec, config, given)
-        num_taken = 0
-        if gauge is not None:
-            self.limits, num_taken = self._find_limits(gauge, device_memory.total(), is_whole=spec is None)
-        if spec is not None and given is None:
-            num_free = max((gauge or device_memory).available() - num_taken, 0)
-            self._make_pool(spec, config, int(num_free * config.cache.memory_fraction / config.num_engines))
+        self._config = config
+        self._make_room(DeviceMemory(self._device), gauge)
 
     @classmethod
     def load(cls, config: EngineConfig, kernels: tuple[ModelInfo, Machine | None] | None = None) -> ModelRunner:
@@ -156,18 +145,11 @@ class ModelRunner(OneByOne):
         """See Runner."""
         with _load_errors(self.info):
             warm_up(self.info, self.tokenizer, self.execute)
-            if self.limits.max_tokens is not None:
-                run_rounds(
-                    self._made,
-                    self.execute,
-                    self.allocator,
-                    token_budget=self.limits.max_tokens,
-                    longest=self.info.max_model_len,
-                    max_num_seqs=self._limits.seqs(self.info.device),
-                )
+            if self._start is not None:
+                self._start.compile(self.allocator, self.limits)
                 self.take_times()  # most of it went into compiling: nobody must learn from that
-            if self._wants_graphs:
-                self._record_graphs()
+            if self._config.cuda_graphs:
+                self._graphs = record_forwards(self._model, self.info, self._made, self._device, self._config.scheduler)
 
     @torch.inference_mode()
     def _execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
@@ -208,45 +190,29 @@ class ModelRunner(OneByOne):
             torch.cuda.empty_cache()
         return DeviceMemoryError(str(error))
 
-    def _find_limits(self, gauge: MemoryGauge, device_bytes: int | None, *, is_whole: bool) -> tuple[DeviceLimits, int]:
-        """Runs the largest forward; returns the limits, and the Bytes that it takes.
+    def _make_room(self, memory: DeviceMemory, gauge: MemoryGauge | None) -> None:
+        """Reserves the memory of sequences in chunks: a share of what the largest forward leaves, where that is known.
 
         Raises:
-            DeviceMemoryError: There is too little memory even for a small one.
+            DeviceMemoryError: There is too little memory even for a small forward.
+            ModelLoadError: There is too little for chunks, though the operator asks for them.
         """
-        budget = self._limits.token_budget(self.info.device, device_bytes)
-        if is_whole:
-            budget = max(budget, self.info.max_model_len)
-
-        def run(lengths: Sequence[int]) -> None:
-            for params in self._made.plain():
-                self.execute(self._made.batch(lengths, [params]))
-
-        largest = largest_batch(
-            run,
-            gauge,
-            num_tokens=budget,
-            longest=self.info.max_model_len,
-            max_num_seqs=self._limits.seqs(self.info.device),
-        )
-        self.take_times()
-        logger.info(
-            "a forward of %d tokens takes %d MiB beside the weights", largest.num_tokens, largest.num_bytes >> 20
-        )
-        return DeviceLimits(memory=device_bytes, max_tokens=largest.num_tokens), largest.num_bytes
-
-    def _record_graphs(self) -> None:
-        """Records the forwards of small batches."""
-        max_tokens = min(self.limits.max_tokens or MAX_TOKENS, MAX_TOKENS)
-        buckets = Buckets(max_tokens, self.info.max_model_len, self._limits.seqs(self.info.device))
-        graphs = ForwardGraphs(self._model, CudaRecorder(self._device), buckets, self._device)
-
-        def make(lengths: Sequence[int]) -> PackedBatch:
-            chunks = self._made.batch(lengths, self._made.plain()[:1])
-            return PackedBatch.build([chunk.sequence.prompt for chunk in chunks], self._device)
-
-        if graphs.record(make):
-            self._graphs = graphs
+        config = self._config
+        keeps = config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching
+        spec = self._model.cache_spec if keeps else None
+        given = config.cache.kv_cache_memory
+        if spec is not None and given is not None:
+            self._make_pool(spec, config, given)
+        if gauge is None and self._device.type == "cuda":
+            gauge = memory
+        num_taken = 0
+        if gauge is not None:
+            self._start = GpuStart(self.info, self._made, self.execute, config.scheduler, memory.total())
+            self.limits, num_taken = self._start.find_limits(gauge, is_whole=spec is None)
+            self.take_times()
+        if spec is not None and given is None:
+            num_free = max((gauge or memory).available() - num_taken, 0)
+            self._make_pool(spec, config, int(num_free * config.cache.memory_fraction / config.num_engines))
 
     def _make_pool(self, spec: CacheSpec, config: EngineConfig, memory: int) -> None:
         """Reserves the memory of sequences in chunks, so many Bytes, where they are enough for any.

@@ -24,8 +24,6 @@ from .recorder import Recorder
 
 logger = logging.getLogger("penstock.engine")
 
-MAX_TOKENS: Final = 4096
-"""Tokens. Larger batches keep a GPU busy for longer than it takes to ask for their kernels one by one."""
 _TOLERANCE: Final = 0.05
 """Of the largest value: what a replay may differ from the forward, in any type. Products of other sizes round in other
 places."""

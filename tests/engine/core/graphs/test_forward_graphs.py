@@ -19,14 +19,16 @@ from torch import Tensor
 
 from penstock.engine.core import model_runner
 from penstock.engine.core.graphs import Bucket, Buckets, CudaRecorder, ForwardGraphs
+from penstock.engine.core.graphs.record_forwards import small_batches
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
+from penstock.engine.core.loading.warm_up import MadeBatches
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.layers.attention import encoder as attention_layer
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.models.base import PackedModel
 from penstock.engine.packed_batch import BatchCache, HiddenTokens, PackedBatch
-from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
@@ -206,9 +208,20 @@ def test_a_runner_answers_from_recordings_as_without(
     runner = ModelRunner(info, tokenizer, load_model(info), (), config)
     expected = [dict(arrays) for arrays in runner.execute(chunks(info)).split()]
     recorder = Again()
-    monkeypatch.setattr(model_runner, "CudaRecorder", lambda device: recorder)
+
+    def on_cpu(
+        made: PackedModel, info: ModelInfo, batches: MadeBatches, device: torch.device, limits: SchedulerConfig
+    ) -> ForwardGraphs:
+        graphs = ForwardGraphs(made, recorder, small_batches(info, limits), device)
+
+        def make(lengths: Sequence[int]) -> PackedBatch:
+            return PackedBatch.build([c.sequence.prompt for c in batches.batch(lengths, batches.plain())], device)
+
+        assert graphs.record(make)
+        return graphs
+
     if wants:
-        monkeypatch.setattr(runner, "_wants_graphs", wants)
+        monkeypatch.setattr(model_runner, "record_forwards", on_cpu)
     with caplog.at_level(logging.INFO, "penstock.engine"):
         runner.warm_up()
     assert ("CUDA graphs for small batches in" in caplog.text) is wants

@@ -219,3 +219,26 @@ def test_the_loader_says_in_one_line_that_memory_is_short(
     config = EngineConfig(model=str(save_folder()), device="cpu", cpu_kernels="torch")
     with pytest.raises(ModelLoadError, match=r"There is too little memory on cpu for .* \(none is left\)"):
         ModelRunner.load(config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("class_name", ["BertModel", "Qwen2Model", "MambaModel"])
+def test_a_gpu_finds_its_limits_compiles_and_answers_as_a_cpu(
+    class_name: str, save_folder: SaveFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"Qwen2Model": {"num_key_value_heads": 2}, "MambaModel": {"state_size": 16}}
+    folder = str(save_folder(class_name, **{"max_position_embeddings": 600, **sizes.get(class_name, {})}))
+    vectors = []
+    for device in ("cuda", "cpu"):
+        limits = SchedulerConfig(max_num_batched_tokens=4096)
+        config = EngineConfig(model=folder, device=device, dtype="float32", cpu_kernels="torch", scheduler=limits)
+        runner = ModelRunner.load(config)
+        with caplog.at_level(logging.INFO, "penstock.engine"):
+            runner.warm_up()
+        assert runner.limits.max_tokens == (4096 if device == "cuda" else None)
+        assert runner.take_times() == [] or device == "cpu"
+        made = MadeBatches(runner.info, runner.tokenizer)
+        outputs = runner.execute(made.batch([1, 7, 100, 300], made.plain()[:1])).split()
+        vectors.append(np.stack([arrays["embedding"] for arrays in outputs]))
+    assert "out of memory" not in caplog.text
+    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-4)

@@ -1,0 +1,93 @@
+"""What a runner on a GPU does before the first request, beside the first batch: finds its limits, and compiles."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from ....protocol.config import SchedulerConfig
+from ....protocol.model_info import ModelInfo
+from ....scheduling import Chunk
+from ....sequence_pool import Allocator
+from ...memory.memory_meter import MemoryGauge
+from ...runner import DeviceLimits
+from .largest_batch import LargestBatch, largest_batch
+from .made_batches import MadeBatches
+from .rounds import run_rounds
+
+logger = logging.getLogger("penstock.engine")
+
+
+class GpuStart:
+    """The start of one runner.
+
+    Args:
+        info: The model, on its device.
+        made: Makes batches for it.
+        execute: Runs one.
+        config: What the operator says of batches.
+        memory: Bytes that the device has; None where that is not known.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        made: MadeBatches,
+        execute: Callable[[Sequence[Chunk]], object],
+        config: SchedulerConfig,
+        memory: int | None,
+    ) -> None:
+        self._info = info
+        self._made = made
+        self._execute = execute
+        self._config = config
+        self._memory = memory
+
+    def find_limits(self, gauge: MemoryGauge, *, is_whole: bool) -> tuple[DeviceLimits, int]:
+        """Runs the largest forward; returns the limits, and the Bytes that it takes.
+
+        Args:
+            gauge: Of the device.
+            is_whole: Whether every input runs whole, however long.
+
+        Raises:
+            DeviceMemoryError: There is too little memory even for a small one.
+        """
+        budget = self._config.token_budget(self._info.device, self._memory)
+        if is_whole:
+            budget = max(budget, self._info.max_model_len)
+        largest = self._largest(gauge, budget)
+        logger.info(
+            "a forward of %d tokens takes %d MiB beside the weights", largest.num_tokens, largest.num_bytes >> 20
+        )
+        return DeviceLimits(memory=self._memory, max_tokens=largest.num_tokens), largest.num_bytes
+
+    def compile(self, allocator: Allocator, limits: DeviceLimits) -> None:
+        """Runs a batch of every kind.
+
+        Args:
+            allocator: Memory of sequences that run in chunks.
+            limits: What `find_limits` found.
+        """
+        assert limits.max_tokens is not None, "the limits were found"
+        run_rounds(
+            self._made,
+            self._execute,
+            allocator,
+            token_budget=limits.max_tokens,
+            longest=self._info.max_model_len,
+            max_num_seqs=self._config.seqs(self._info.device),
+        )
+
+    def _largest(self, gauge: MemoryGauge, num_tokens: int) -> LargestBatch:
+        def run(lengths: Sequence[int]) -> None:
+            for params in self._made.plain():
+                self._execute(self._made.batch(lengths, [params]))
+
+        return largest_batch(
+            run,
+            gauge,
+            num_tokens=num_tokens,
+            longest=self._info.max_model_len,
+            max_num_seqs=self._config.seqs(self._info.device),
+        )
