@@ -30,7 +30,7 @@ MODULES = [
     if "import triton" in path.read_text("utf-8")
 ]
 OF_A_MODEL = re.compile(
-    r"stride_(?!table)\w+|(\w+_)?(width|size|heads|channels|groups|positions)|heads_per_group|head_states"
+    r"stride_(?!table)\w+|(\w+_)?(width|size|heads|channels|groups|positions)|heads_per_group|head_states|num_in|num_out"
 )
 """Integers that a model fixes: widths, numbers of heads, and how far rows of one projection lie apart."""
 FLOATS = frozenset({"cap", "eps", "log2_e", "scale"})
