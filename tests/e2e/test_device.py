@@ -1,7 +1,9 @@
-"""One request over HTTP on each device, with a model made on the spot: what `make test-gpu` shows on a CUDA machine."""
+"""Requests on each device, with a model made on the spot: what `make test-gpu` shows on a CUDA machine."""
 
 import string
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -68,3 +70,53 @@ def test_embeddings_over_http(launch, folder: Path, expected: np.ndarray, device
             assert np.dot(np.array(alone["data"][0]["embedding"], np.float32), vectors[i]) > LEAST_COSINE[dtype]
     finally:
         server.stop()
+
+
+@contextmanager
+def short_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On CUDA this process gets 64 MiB more than it holds; on a CPU a forward over more than 4,096 tokens fails."""
+    import torch
+
+    from penstock.engine.models.encoders.encoder import PostNormEncoder
+
+    if device == "cpu":
+        forward = PostNormEncoder.forward
+
+        def fail_on_many(model, batch, **options):
+            if batch.num_tokens > 4096:
+                raise torch.OutOfMemoryError("no memory")
+            return forward(model, batch, **options)
+
+        monkeypatch.setattr(PostNormEncoder, "forward", fail_on_many)
+        yield
+        monkeypatch.undo()
+        return
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (64 << 20)) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_batch_that_finds_no_memory_runs_in_parts(
+    folder: Path, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from penstock.engine.llm import LLM
+    from penstock.engine.protocol.config import SchedulerConfig
+
+    ids = [[5 + (i + t) % 26 for t in range(1 + i % 300)] for i in range(240)]  # 31,620 tokens
+    limits = SchedulerConfig(max_num_batched_tokens=65_536, max_num_seqs=4096)
+    settings = {"device": device, "dtype": "float32", "cpu_kernels": "torch", "num_threads": 1, "in_process": True}
+    with LLM(str(folder), scheduler=limits, **settings) as llm:
+        expected = [output.outputs.embedding for output in llm.embed(ids, use_tqdm=False)]
+        assert "out of memory" not in caplog.text
+        with short_memory(device, monkeypatch):
+            found = [output.outputs.embedding for output in llm.embed(ids, use_tqdm=False)]
+        again = [output.outputs.embedding for output in llm.embed(ids, use_tqdm=False)]
+    assert "out of memory" in caplog.text
+    assert "the budget is now" in caplog.text
+    for rows in (found, again):
+        assert np.abs(np.stack(rows) - np.stack(expected)).max() < 1e-5
