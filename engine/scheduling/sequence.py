@@ -149,6 +149,7 @@ class QueuedSequence(ChunkedRequest):
     is_long: bool = False  # runs in chunks, and holds memory for all of its length meanwhile
     order: int = 0  # of arrival, among all sequences
     is_first: bool = True  # of its request, among its short or its long ones
+    entry: Entry | None = field(default=None, repr=False)  # while it stands in line; see line.py
     before: QueuedSequence | None = field(default=None, repr=False)  # the last of these that waits before it
     behind: QueuedSequence | None = field(default=None, repr=False)  # the next that waits
     num_pooled: int = 0  # tokens that were pooled; they count even if what was done is lost, and they run again
@@ -161,6 +162,8 @@ class QueuedSequence(ChunkedRequest):
 
 
 Chunk: TypeAlias = PrefillChunk[QueuedSequence]
+Entry: TypeAlias = tuple[float, int, QueuedSequence]
+"""Turn, order of arrival, sequence."""
 
 
 @dataclass(slots=True, eq=False)

@@ -14,16 +14,18 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
-from .sequence import QueuedSequence, Status
-
-_Heap = list[tuple[float, int, QueuedSequence]]
-"""Turn, order of arrival, sequence."""
+from .line import Line
+from .sequence import Entry, QueuedSequence
 
 _BATCHES_A_LANE: Final = 2
 _LEAST_TOKENS: Final = 48
+
+_ORDER: Final = attrgetter("order")
 
 BEGUN_SHARE: Final = 0.5
 """Of the device, which requests that have begun claim together while others wait to begin."""
@@ -35,15 +37,30 @@ class _Client:
 
     tokens: int
     number: int
-    lines: tuple[_Heap, ...] = field(default_factory=lambda: ([], [], [], []))  # see `_line`; some wait no more
+    lines: tuple[Line, ...] = field(default_factory=lambda: (Line(), Line(), Line(), Line()))  # see `_line`
     num_seqs: int = 0  # that wait
 
-    def copies(self, *, is_long: bool) -> tuple[_Heap, _Heap]:
-        """Returns copies of the lines of what began and of the firsts. All of the one wait, and the other's top."""
-        begun, firsts = self.lines[2 * is_long : 2 * is_long + 2]
-        begun[:] = [entry for entry in begun if _waits(entry, is_long=is_long)]
-        heapq.heapify(begun)
-        return begun.copy(), _cleared(firsts, is_long=is_long).copy()
+    def in_turn(self, now_s: float, token_s: float, *, is_long: bool) -> Iterator[QueuedSequence]:
+        """Yields its short or its long sequences in their order; those behind get the turn that is then theirs."""
+        begun_line, firsts_line = self.lines[2 * is_long : 2 * is_long + 2]
+        walk, walk_firsts = begun_line.walk(), firsts_line.walk()
+        begun, first = next(walk, None), next(walk_firsts, None)
+        lifted: list[Entry] = []  # of those behind others, a heap
+        while True:
+            if lifted and (begun is None or lifted[0] < begun) and (first is None or lifted[0] < first):
+                sequence = heapq.heappop(lifted)[2]
+            elif begun is not None and (first is None or begun < first):
+                sequence, begun = begun[2], next(walk, None)
+            elif first is not None:
+                sequence, first = first[2], next(walk_firsts, None)
+            else:
+                return
+            if (behind := sequence.behind) is not None:
+                first_s = now_s if first is None or first[0] > now_s else first[0]
+                least_s = first_s + min(sequence.request.lead_s, 0.0)  # a head start is kept
+                behind.turn_s = max(sequence.turn_s + sequence.num_tokens * token_s, least_s)
+                heapq.heappush(lifted, (behind.turn_s, behind.order, behind))
+            yield sequence
 
 
 class WaitingQueue:
@@ -70,7 +87,7 @@ class WaitingQueue:
             self._ahead = {other: tokens for other, tokens in self._ahead.items() if tokens > least}
             self._clients[name] = _Client(self._ahead.pop(name, least), next(self._numbers))
         if before is None:
-            self._push(sequence)
+            self._line(sequence).push(sequence)
         else:
             before.behind, sequence.before, sequence.is_first = sequence, before, False
         self._count(sequence, +1)
@@ -80,12 +97,12 @@ class WaitingQueue:
         before, behind = sequence.before, sequence.behind
         if before is not None:
             before.behind = behind
-        elif (line := self._line(sequence))[0][2] is sequence:  # it may come back
-            heapq.heappop(line)
+        else:
+            self._line(sequence).leave(sequence)
         if behind is not None:
             behind.before = before
             if before is None:
-                self._push(behind)
+                self._line(behind).push(behind)
         sequence.before = sequence.behind = None
         self._clients[sequence.request.client].tokens += sequence.num_tokens - sequence.num_pooled
         self._count(sequence, -1)
@@ -95,12 +112,10 @@ class WaitingQueue:
         self._clients[sequence.request.client].tokens -= sequence.num_tokens - sequence.num_pooled
 
     def remove(self, sequence: QueuedSequence) -> None:
-        """Leaves out a sequence that waited and has ended with its request; its entry stays until it comes up."""
-        line = self._line(sequence)
+        """Leaves out a sequence that waited and has ended with its request."""
+        if sequence.entry is not None:
+            self._line(sequence).leave(sequence)
         self._count(sequence, -1)
-        if len(line) > 2 * self.num_seqs + 64:
-            line[:] = [entry for entry in line if _waits(entry, is_long=sequence.is_long)]
-            heapq.heapify(line)
 
     def window(
         self, max_tokens: int, max_seqs: int, now_s: float, token_s: float, *, is_long: bool = False
@@ -111,24 +126,19 @@ class WaitingQueue:
         """
         sequences: list[QueuedSequence] = []
         num_tokens = 0
-        places = [(c.tokens, -c.number, *c.copies(is_long=is_long)) for c in self._clients.values()]
-        token_s *= max(sum(len(begun) for _, _, begun, _ in places), 1) / BEGUN_SHARE  # they share it
+        clients = self._clients.values()
+        token_s *= max(sum(c.lines[2 * is_long].num_seqs for c in clients), 1) / BEGUN_SHARE  # begun ones share it
+        places = [(c.tokens, -c.number, c.in_turn(now_s, token_s, is_long=is_long)) for c in clients]
         heapq.heapify(places)
         while places and num_tokens < max_tokens and len(sequences) < max_seqs:
-            tokens, number, begun, firsts = places[0]
-            if not (begun or firsts):
+            tokens, number, in_turn = places[0]
+            sequence = next(in_turn, None)
+            if sequence is None:
                 heapq.heappop(places)
                 continue
-            sequence = heapq.heappop(min(line for line in (begun, firsts) if line))[2]
-            _cleared(firsts, is_long=is_long)
-            if (behind := sequence.behind) is not None:
-                first_s = min(firsts[0][0], now_s) if firsts else now_s
-                least_s = first_s + min(sequence.request.lead_s, 0.0)  # a head start is kept
-                behind.turn_s = max(sequence.turn_s + sequence.num_tokens * token_s, least_s)
-                heapq.heappush(begun, (behind.turn_s, behind.order, behind))
             sequences.append(sequence)
             num_tokens += sequence.num_tokens
-            heapq.heapreplace(places, (tokens + sequence.num_tokens, number, begun, firsts))
+            heapq.heapreplace(places, (tokens + sequence.num_tokens, number, in_turn))
         return sequences
 
     def share(self, num_lanes: int) -> int:
@@ -140,15 +150,12 @@ class WaitingQueue:
 
     def first_long_s(self) -> float:
         """Returns the earliest turn, among all, of a long sequence whose request has not begun one; inf without any."""
-        lines = [client.copies(is_long=True)[1] for client in self._clients.values()] if self.num_long else []
-        return min((line[0][2].turn_for("") for line in lines if line), default=math.inf)
+        heads = [next(client.lines[3].walk(), None) for client in self._clients.values()] if self.num_long else []
+        return min((head[2].turn_for("") for head in heads if head is not None), default=math.inf)
 
-    def _line(self, sequence: QueuedSequence) -> _Heap:
+    def _line(self, sequence: QueuedSequence) -> Line:
         """Returns the line of a sequence: of the short or the long ones, those whose request began, or the firsts."""
         return self._clients[sequence.request.client].lines[2 * sequence.is_long + sequence.is_first]
-
-    def _push(self, sequence: QueuedSequence) -> None:
-        heapq.heappush(self._line(sequence), (sequence.turn_s, sequence.order, sequence))
 
     def _count(self, sequence: QueuedSequence, step: int) -> None:
         self.num_seqs += step
@@ -161,23 +168,16 @@ class WaitingQueue:
             self._last_tokens = max(self._last_tokens, client.tokens)
 
 
-def _waits(entry: tuple[float, int, QueuedSequence], *, is_long: bool) -> bool:
-    """Whether an entry counts: a short sequence may have run, and wait again as a long one."""
-    return entry[2].status is Status.WAITING and entry[2].is_long is is_long
-
-
-def _cleared(line: _Heap, *, is_long: bool) -> _Heap:
-    """Drops what does not count from the top of a line."""
-    while line and not _waits(line[0], is_long=is_long):
-        heapq.heappop(line)
-    return line
-
-
-def in_running_order(window: list[QueuedSequence], overdue_s: float) -> list[QueuedSequence]:
-    """Returns short sequences in the order in which they run: up to the last overdue, then by likeness to the first.
+def in_running_order(window: list[QueuedSequence], overdue_s: float) -> Iterator[QueuedSequence]:
+    """Yields short sequences in the order in which they run: up to the last overdue, then by likeness to the first.
 
     `window` is in the order of turns; overdue are those of before `overdue_s` (Seconds, monotonic). What stands before
     an overdue one goes before it: of another client, it may be overdue and yet have its share.
     """
     end = 1 + max((place for place, sequence in enumerate(window) if sequence.turn_s < overdue_s), default=0)
-    return [*window[:end], *sorted(window[end:], key=lambda s: (abs(s.num_tokens - window[0].num_tokens), s.order))]
+    yield from window[:end]
+    likes: dict[int, list[QueuedSequence]] = {}  # by how much longer or shorter they are
+    for sequence in window[end:]:
+        likes.setdefault(abs(sequence.num_tokens - window[0].num_tokens), []).append(sequence)
+    for difference in sorted(likes):
+        yield from sorted(likes[difference], key=_ORDER)

@@ -1,0 +1,95 @@
+"""What a batch costs does not grow with the queue behind it: lines of code and Bytes are counted, not seconds."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
+from penstock.engine.scheduling import Scheduler
+
+from .records import make_request, run
+
+NUM_STEPS = 8
+LENGTHS = (3, 9, 5, 8, 2, 9, 7, 4, 6)
+
+
+def num_lines(call: Callable[[], object]) -> int:
+    """Lines that run inside of a call; a comprehension counts each of its rounds."""
+    count = 0
+
+    def follow(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return follow
+
+    before = sys.gettrace()
+    sys.settrace(follow)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+class Cost(NamedTuple):
+    """Of some steps: lines that run for a sequence, and the Bytes of lists and records that the largest step makes."""
+
+    num_lines: float
+    peak_bytes: int
+
+
+def cost_of_steps(num_seqs: int, num_inputs: int, num_clients: int) -> Cost:
+    """What steps cost where so many sequences wait, many of them in requests that have begun."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=16),
+        token_budget=64,
+        max_seq_len=64,
+        prefill=ChunkedPrefillConfig(chunk_size=64),
+    )
+    for number in range(num_seqs // num_inputs):
+        lengths = [LENGTHS[(number * num_inputs + index) % len(LENGTHS)] for index in range(num_inputs)]
+        scheduler.add(make_request(number, lengths, number * 1e-6, client=str(number % num_clients)))
+    for _ in range(num_seqs // 50):
+        run(scheduler, 1.0)
+    num_run, peak_bytes = 0, 0
+
+    def steps() -> None:
+        nonlocal num_run
+        for _ in range(NUM_STEPS):
+            num_run += len(run(scheduler, 1.0).chunks)
+
+    count = num_lines(steps)
+    assert num_run > 8 * NUM_STEPS
+    assert scheduler.waiting.num_seqs > 200
+    tracemalloc.start()
+    try:
+        for _ in range(NUM_STEPS):
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            run(scheduler, 1.0)
+            peak_bytes = max(peak_bytes, tracemalloc.get_traced_memory()[1] - before)
+    finally:
+        tracemalloc.stop()
+    return Cost(count / num_run, peak_bytes)
+
+
+@pytest.mark.parametrize(("num_inputs", "num_clients"), [(1, 1), (1, 3), (4, 1), (10, 2)])
+def test_a_step_over_a_deep_queue_costs_no_more_than_one_over_a_shallow_one(num_inputs: int, num_clients: int) -> None:
+    shallow, *deeper = [cost_of_steps(depth, num_inputs, num_clients) for depth in (600, 2_000, 10_000)]
+    for deep in deeper:
+        assert deep.num_lines < 1.25 * shallow.num_lines
+        assert deep.peak_bytes < 1.5 * shallow.peak_bytes
+
+
+def test_what_is_cancelled_amid_a_deep_queue_costs_no_walk_along_it() -> None:
+    scheduler = Scheduler(SchedulerConfig(), token_budget=64, max_seq_len=64)
+    for number in range(10_000):
+        scheduler.add(make_request(number, [5]))
+    assert num_lines(lambda: [scheduler.cancel(number) for number in range(5_000, 5_200)]) < 200 * 100
+    assert scheduler.waiting.num_seqs == 9_800
