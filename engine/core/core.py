@@ -12,10 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
@@ -28,22 +26,17 @@ from ..protocol.errors import (
 )
 from ..protocol.frontends import frontend_of
 from ..protocol.messages import (
-    Cancel,
-    ClearPrefixes,
     Failed,
     Frame,
     FromCore,
     LoadFailed,
     PrefixesCleared,
     Ready,
-    RequestTime,
-    RowHeader,
     Rows,
-    Submit,
     Turn,
-    pack_rows,
-    unpack_inputs,
 )
+from ..protocol.rows import AnswerBlock, EndedRequests, pack_rows
+from ..protocol.turns import unpack_turn
 from ..scheduling import Batch, Chunk, QueuedSequence, Request, Scheduler
 from ..sequence_pool import Allocation
 from .bell import Bell
@@ -132,7 +125,7 @@ class EngineCore:
         if allocator.can_hold(1):
             # So that the figures of the pool are there from the start.
             figures = cache_use(self._scheduler, allocator, Batch()), step_load(self._scheduler, 0, 0)
-            self._send(Rows([], 0, 0.0, *figures), [pack_rows([])])
+            self._send(Rows([], 0, 0.0, *figures), [b""])
 
     def step(self) -> bool:
         """Waits for work; begins a batch where the device has room, and sends what came of those that have ended.
@@ -157,25 +150,16 @@ class EngineCore:
             ValueError: The frame has not the inputs of the requests.
         """
         now_s = time.monotonic()
-        inputs = iter(unpack_inputs(frame))
-        changes: list[Callable[[], object]] = []
-        for command in turn.commands:
-            if isinstance(command, Submit):
-                own = list(islice(inputs, command.num_inputs))
-                if len(own) < command.num_inputs:
-                    raise ValueError("a Submit without its inputs")
-                # Named before the lock is taken: that takes time for long inputs.
-                request = self._intake.request(command, turn.params[command.params], own, now_s)
-                changes.append(partial(self._submit, request))
-            elif isinstance(command, Cancel):
-                changes.append(partial(self._cancel, command.request_id))
-            else:
-                changes.append(partial(self._clear_prefixes, command))
-        if next(inputs, None) is not None:
-            raise ValueError("an input without its Submit")
+        asked, cancels = unpack_turn(turn, frame)
+        # Named before the lock is taken: that takes time for long inputs.
+        requests = [self._intake.request(each, now_s) for each in asked]
         with self._lock:
-            for change in changes:
-                change()
+            for request in requests:
+                self._submit(request)
+            for request_id in cancels:
+                self._cancel(request_id)
+            for request_id in turn.clears:
+                self._clear_prefixes(request_id)
             is_awaited = self._wants_work or self._has_released
         if is_awaited:
             self._bell.ring()
@@ -254,10 +238,10 @@ class EngineCore:
         self._has_released |= request is not None and self._runner.allocator.can_hold(1)
         return request
 
-    def _clear_prefixes(self, message: ClearPrefixes) -> None:
+    def _clear_prefixes(self, request_id: int) -> None:
         """Empties the prefix cache and says so. The caller holds the lock."""
         num_blocks = self._runner.allocator.clear_prefixes()
-        self._send(PrefixesCleared(message.request_id, num_blocks), [])
+        self._send(PrefixesCleared(request_id, num_blocks), [])
 
     def _preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """Saves what a sequence has lost with its memory: until the next forward it is still there."""
@@ -323,38 +307,46 @@ class EngineCore:
 
     def _deliver(self, batch: Batch, collected: list[Collected], started_s: float, ended_s: float) -> None:
         """Sends the finite outputs of live requests in one message; an output that is not finite fails its request."""
-        headers: list[RowHeader] = []
-        arrays: list[NDArray[np.float32]] = []
-        finished = [
-            (chunk, arrays, is_finite)
-            for chunks, outputs in collected
-            for chunk, arrays, is_finite in zip(chunks, outputs.split(), outputs.is_finite.tolist(), strict=True)
-        ]
+        num_tokens = sum(chunk.end - chunk.start for chunks, _ in collected for chunk in chunks)
+        num_seqs = sum(len(chunks) for chunks, _ in collected)
         with self._lock:
-            for chunk, own, is_finite in finished:
-                sequence, request = chunk.sequence, chunk.sequence.request
-                if not sequence.is_under_way(chunk):
-                    continue  # cancelled meanwhile
-                if not is_finite:
-                    message = f"The model gave values that are not finite for input {sequence.index}."
-                    self._cancel(request.request_id, forget=True)
-                    self._send_failure(request, ModelExecutionError(message))
-                    continue
-                for name, array in own.items():
-                    headers.append(RowHeader(request.request_id, sequence.index, name, array.shape, chunk.is_last))
-                    arrays.append(array)
-                request.started_s = started_s if request.started_s is None else request.started_s
-            ended = [
-                RequestTime(r.request_id, r.started_s - r.arrival_s, ended_s - r.started_s)
-                for r in self._scheduler.finish(batch)
-                if r.started_s is not None
-            ]
+            blocks = [block for chunks, outputs in collected for block in self._answers(chunks, outputs, started_s)]
+            ended = EndedRequests.of(
+                [
+                    (r.request_id, r.started_s - r.arrival_s, ended_s - r.started_s)
+                    for r in self._scheduler.finish(batch)
+                    if r.started_s is not None
+                ]
+            )
             for forward in self._runner.take_times():
                 self._scheduler.pace.record(*forward)
             cache = cache_use(self._scheduler, self._runner.allocator, batch)
-            load = step_load(self._scheduler, len(finished), batch.num_left)
+            load = step_load(self._scheduler, num_seqs, batch.num_left)
             self._has_released = False
-        num_tokens = sum(chunk.num_tokens for chunk, *_ in finished)
+        heads, frames = pack_rows(blocks, ended)
         # Where batches overlap, each counts for the time since the last one ended: the sum is the time of the device.
         step_s, self._ended_s = ended_s - max(started_s, self._ended_s), ended_s
-        self._send(Rows(headers, num_tokens, step_s, cache, load, ended), [pack_rows(arrays)])
+        self._send(Rows(heads, num_tokens, step_s, cache, load, len(ended.request_ids)), frames)
+
+    def _answers(self, chunks: list[Chunk], outputs: BatchOutputs, started_s: float) -> list[AnswerBlock]:
+        """Returns what live requests get of chunks that ran together. The caller holds the lock."""
+        for place in np.flatnonzero(~outputs.is_finite).tolist():
+            sequence, request = chunks[place].sequence, chunks[place].sequence.request
+            if sequence.is_under_way(chunks[place]):  # else cancelled meanwhile
+                message = f"The model gave values that are not finite for input {sequence.index}."
+                self._cancel(request.request_id, forget=True)
+                self._send_failure(request, ModelExecutionError(message))
+        is_live = np.array([chunk.sequence.is_under_way(chunk) for chunk in chunks], np.bool_)
+        requests = [chunk.sequence.request for chunk in chunks]
+        for request, is_own in zip(requests, is_live.tolist(), strict=True):
+            if is_own and request.started_s is None:
+                request.started_s = started_s
+        request_ids = np.array([request.request_id for request in requests], np.int64)
+        indices = np.array([chunk.sequence.index for chunk in chunks], np.int64)
+        is_last = np.array([chunk.end == chunk.sequence.num_tokens for chunk in chunks], np.int64)
+        blocks = []
+        for block in outputs.blocks:
+            places = np.arange(len(chunks)) if block.indices is None else np.array(block.indices, np.intp)
+            answers = AnswerBlock(block, request_ids[places], indices[places], is_last[places])
+            blocks.append(answers.pick(np.flatnonzero(is_live[places])))
+        return [answers for answers in blocks if len(answers.request_ids)]

@@ -1,14 +1,14 @@
-"""Turns a Submit into a request for the scheduler: its sequences, and what the prefix cache may do for them."""
+"""Turns what a frontend asks into a request for the scheduler: its sequences, and what a prefix cache does for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..protocol.messages import Submit
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.request import TokenizedInput
 from ..protocol.tasks import PoolingTask, PoolingType
+from ..protocol.turns import Asked
 from ..scheduling import QueuedSequence, Request
 from ..sequence_pool import block_keys
 
@@ -27,31 +27,16 @@ class Intake:
         self._seed = seed.encode()
         self._pools_last_row = info.sequence_pooling == (PoolingType.LAST,)
 
-    def request(
-        self, message: Submit, params: PoolingParams, inputs: Sequence[TokenizedInput], now_s: float
-    ) -> Request:
-        """Returns the request with one sequence per input.
-
-        Args:
-            message: What the frontend sent.
-            params: Its parameters, resolved.
-            inputs: Its inputs, in order.
-            now_s: Seconds. Monotonic time of its arrival.
-        """
-        request = Request(
-            message.request_id,
-            params,
-            now_s,
-            message.priority,
-            None if message.timeout_s is None else now_s + message.timeout_s,
-            message.client,
-            self._needs_last_row(params),
-        )
+    def request(self, asked: Asked, now_s: float) -> Request:
+        """Returns the request with one sequence per input. `now_s`: Seconds, monotonic time of its arrival."""
+        request_id, params, inputs, priority, timeout_s, client = asked
+        deadline_s = None if timeout_s is None else now_s + timeout_s
+        request = Request(request_id, params, now_s, priority, deadline_s, client, self._needs_last_row(params))
         request.sequences = [
             QueuedSequence(
-                request_id=(message.request_id, index),
+                request_id=(request_id, index),
                 prompt=tokens,
-                num_tokens=len(tokens),
+                num_tokens=len(tokens.token_ids),
                 request=request,
                 index=index,
                 block_keys=self._keys(tokens),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import defaultdict
-from typing import Final
 
+import msgspec
+import numpy as np
 import zmq
 
-from ..protocol.frontends import frontend_of
+from ..protocol.frontends import frontend_of, frontends_of
 from ..protocol.messages import Failed, Frame, FromCore, PrefixesCleared, Rows, Turn, encode
+from ..protocol.rows import pack_rows, unpack_rows
 
-_VALUE_BYTES: Final = 4
 _Part = tuple[FromCore, list[Frame]]
 
 
@@ -54,7 +53,7 @@ class Outboxes:
 
     def is_from_gone(self, turn: Turn) -> bool:
         """Whether a frontend said this that has gone meanwhile: its last words may come after the news of its end."""
-        return bool(self._gone) and any(frontend_of(command.request_id) in self._gone for command in turn.commands)
+        return turn.frontend in self._gone
 
     def send(self, message: FromCore, frames: list[Frame]) -> None:
         """Sends a message, in parts where it concerns several; nothing after `close`."""
@@ -83,18 +82,23 @@ def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
         return {frontend_of(message.request_id): (message, frames)}
     if not isinstance(message, Rows):
         return {0: (message, frames)}
-    parts = defaultdict(lambda: Rows([], 0, 0.0, ended=[]))
-    parts[0] = Rows([], message.num_tokens, message.step_s, message.cache_use, message.load, [])
-    pieces: defaultdict[int, list[memoryview]] = defaultdict(list)
-    view, start = memoryview(frames[0]), 0
-    for header in message.rows:
-        frontend, end = frontend_of(header.request_id), start + _VALUE_BYTES * math.prod(header.shape)
-        parts[frontend].rows.append(header)
-        pieces[frontend].append(view[start:end])
-        start = end
-    for ended in message.ended:
-        parts[frontend_of(ended.request_id)].ended.append(ended)
-    return {
-        frontend: (part, [frames[0] if len(part.rows) == len(message.rows) else b"".join(pieces[frontend])])
-        for frontend, part in parts.items()
-    }
+    blocks, ended = unpack_rows(message, frames)
+    askers = [frontends_of(block.request_ids) for block in blocks]
+    enders = frontends_of(ended.request_ids)
+    parts: dict[int, _Part] = {}
+    for frontend in np.unique(np.concatenate([[0], enders, *askers])).tolist():
+        own = [
+            block.pick(np.flatnonzero(asker == frontend))
+            for block, asker in zip(blocks, askers, strict=True)
+            if (asker == frontend).any()
+        ]
+        own_ended = ended.pick(np.flatnonzero(enders == frontend))
+        heads, own_frames = pack_rows(own, own_ended)
+        num_ended = len(own_ended.request_ids)
+        part = (
+            Rows(heads, 0, 0.0, num_ended=num_ended)
+            if frontend
+            else msgspec.structs.replace(message, blocks=heads, num_ended=num_ended)
+        )
+        parts[frontend] = part, own_frames
+    return parts

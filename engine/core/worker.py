@@ -32,6 +32,9 @@ from .outboxes import Outboxes
 logger = logging.getLogger("penstock.engine")
 
 _REMOVAL_ATTEMPTS: Final = 100
+_COLLECT_AFTER: Final = 50_000
+"""Objects that there are more than at the last collection. Those of requests are freed without the collector, and to
+look at all that wait whenever 700 more have come, as Python does, took as long as the rest of the loop."""
 
 
 def main() -> None:
@@ -73,6 +76,7 @@ def _freeze() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, *gc.get_threshold()[1:])
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol
@@ -48,7 +48,7 @@ class CoreClient(Protocol):
     def disconnect(self, reason: str) -> None:
         """The core has gone."""
 
-    def receive_rows(self, message: Rows, frame: Frame) -> None:
+    def receive_rows(self, message: Rows, frames: Sequence[Frame]) -> None:
         """Takes the results of one step."""
 
     def receive_failure(self, message: Failed) -> None:
@@ -169,7 +169,7 @@ class CoreSupervisor:
     def _receive(self, message: FromCore, frames: list[Frame]) -> None:
         match message:
             case Rows():
-                self._replica.receive_rows(message, frames[0])
+                self._replica.receive_rows(message, frames)
             case Failed():
                 self._replica.receive_failure(message)
             case PrefixesCleared():

@@ -42,10 +42,23 @@ class ArrayBlock:
             return parts
         return [part[..., :width] for part, width in zip(parts, self.widths, strict=True)]
 
+    def pick(self, places: NDArray[np.intp]) -> ArrayBlock:
+        """Returns a block of some of its sequences, by their places in it, ascending; without indices."""
+        widths = None if self.widths is None else [self.widths[place] for place in places]
+        if self.row_lens is None:
+            return ArrayBlock(name=self.name, values=self.values[places], widths=widths)
+        row_lens = np.asarray(self.row_lens)
+        is_kept = np.zeros(len(row_lens), np.bool_)
+        is_kept[places] = True
+        values = self.values[np.repeat(is_kept, row_lens)]
+        return ArrayBlock(name=self.name, values=values, row_lens=row_lens[places].tolist(), widths=widths)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchOutputs:
     """The results of one batch. `of` makes one where nobody has looked yet whether they are finite.
+
+    They are on their way to whoever asked: nobody writes to their values any more.
 
     Attributes:
         num_seqs: Sequences in the batch, complete or not.

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 _COUNTED_BITS: Final = 40
 """Bits of an id that a frontend counts up; those above them are its number."""
@@ -34,3 +36,8 @@ def first_request_id(frontend: int) -> int:
 def frontend_of(request_id: int) -> int:
     """Returns the number of the frontend that a request came from."""
     return request_id >> _COUNTED_BITS
+
+
+def frontends_of(request_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the numbers of the frontends that requests came from."""
+    return request_ids >> _COUNTED_BITS

@@ -1,25 +1,21 @@
 """Typed messages between the frontend of an engine and its core.
 
-A message is a small msgspec struct in the first frame; arrays follow as raw little-endian buffers, one frame for
-a message. Nothing is pickled. The same structs are passed by reference when the core runs in-process.
+A message is a small msgspec struct in the first frame; arrays follow as raw little-endian buffers (turns.py, rows.py).
+Nothing is pickled. The same structs are passed by reference when the core runs in-process.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from .config import EngineConfig
 from .frontends import Attach, Detach
 from .model_info import ModelInfo
 from .params import PoolingParams
-from .request import TokenizedInput
 from .templates import ChatTemplate, ScoreTemplate
 from .vectors import TokenMarks
 
@@ -61,43 +57,22 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     log_format: str = "console"
 
 
-class Submit(msgspec.Struct, tag=True, frozen=True):
-    """One request, with the next `num_inputs` inputs of its Turn. `params`: which of the Turn's it has."""
-
-    request_id: int
-    params: int
-    num_inputs: int
-    priority: int = 0
-    timeout_s: float | None = None
-    client: str = ""
-
-
-class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """Nobody waits for this request any more."""
-
-    request_id: int
-
-
-class ClearPrefixes(msgspec.Struct, tag=True, frozen=True):
-    """Empty the prefix cache; answered with PrefixesCleared. Requests that run go on."""
-
-    request_id: int
-
-
-Command = Submit | Cancel | ClearPrefixes
-"""What a running core is told."""
-
-
 class Turn(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to core: all that one turn of its event loop has to say, in order. Requests mostly share parameters.
+    """Frontend to core: all that one turn of its event loop has to say. Requests mostly share parameters and clients.
 
-    Frame, of the inputs of all requests, int32: the numbers of inputs and of queries that they are compared with;
-    length, type_boundary, num_prompt_tokens, num_hidden and number of the query (-1: none) of each input; rows and
-    columns of each query; the token ids of all; the vectors of the queries, float32.
+    The requests themselves are arrays in its frame; see turns.py.
+
+    Attributes:
+        frontend: The number of whoever says it.
+        params: The parameters of requests.
+        clients: Whose requests they are.
+        clears: Ids of demands to empty the prefix cache, each answered with PrefixesCleared. Requests that run go on.
     """
 
-    commands: list[Command]
+    frontend: int
     params: list[PoolingParams]
+    clients: list[str]
+    clears: list[int]
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -124,20 +99,6 @@ class LoadFailed(msgspec.Struct, tag=True, frozen=True):
 
     kind: str
     message: str
-
-
-class RowHeader(msgspec.Struct, array_like=True, frozen=True):
-    """Says what one array of a Rows message is: output `name` of input `index` of a request.
-
-    An output that grows with the length of its input comes in parts, joined along their first axis; `is_last` marks the
-    last one.
-    """
-
-    request_id: int
-    index: int
-    name: str
-    shape: tuple[int, ...]
-    is_last: bool = True
 
 
 class ChunkMetrics(msgspec.Struct, array_like=True):
@@ -204,28 +165,40 @@ class StepLoad(msgspec.Struct, array_like=True, frozen=True):
     num_left: int
 
 
-class RequestTime(msgspec.Struct, array_like=True, frozen=True):
-    """Seconds that a request waited for its first forward, and from there to the end of its last."""
+class RowBlock(msgspec.Struct, array_like=True, frozen=True):
+    """Says what one frame of values is: output `name` of some inputs, all float32 with so many columns.
 
-    request_id: int
-    queue_s: float
-    inference_s: float
+    An output that grows with the length of its input comes in parts, joined along their first axis.
+
+    Attributes:
+        name: As of ArrayBlock.
+        num_seqs: Inputs that have some of it.
+        width: Columns of the values.
+        has_row_lens: Whether an input has rows for its tokens.
+        has_widths: Whether inputs have fewer columns.
+    """
+
+    name: str
+    num_seqs: int
+    width: int
+    has_row_lens: bool = False
+    has_widths: bool = False
 
 
 class Rows(msgspec.Struct, tag=True, frozen=True):
-    """Core to frontend: results of one step. Frame: all arrays, flattened and concatenated, float32.
+    """Core to frontend: results of one step. Frames: whose they are, as arrays, then the values of each block; rows.py.
 
     `num_tokens` and `step_s` tell what the step processed and how long it took; `cache_use` is None for models that
-    run prompts whole; `ended` times the requests whose last rows these are. A step that only brings long sequences on
-    has no rows; a message without tokens is no step and only tells of the cache.
+    run prompts whole; `num_ended` requests have their last rows here. A step that only brings long sequences on has no
+    rows; a message without tokens is no step and only tells of the cache.
     """
 
-    rows: list[RowHeader]
+    blocks: list[RowBlock]
     num_tokens: int
     step_s: float
     cache_use: CacheUse | None = None
     load: StepLoad | None = None
-    ended: list[RequestTime] = []
+    num_ended: int = 0
 
 
 class PrefixesCleared(msgspec.Struct, tag=True, frozen=True):
@@ -255,58 +228,3 @@ decode_to_core: Final[Callable[[Frame], ToCore]] = msgspec.msgpack.Decoder[ToCor
 """Parses the first frame of a message to the core. Raises msgspec.ValidationError on a foreign frame."""
 decode_from_core: Final[Callable[[Frame], FromCore]] = msgspec.msgpack.Decoder[FromCore](FromCore).decode
 """Parses the first frame of a message from the core. Raises msgspec.ValidationError on a foreign frame."""
-
-
-def pack_inputs(inputs: Sequence[TokenizedInput]) -> Frame:
-    """Returns the frame of a Turn with these inputs."""
-    queries = {id(i.query): i.query for i in inputs if i.query is not None}
-    places = {key: place for place, key in enumerate(queries)}
-    head = [len(inputs), len(queries)]
-    for i in inputs:
-        head += (len(i), i.type_boundary, i.num_prompt_tokens, i.num_hidden, places.get(id(i.query), -1))
-    for query in queries.values():
-        head += query.shape
-    parts = [np.array(head, np.int32), *(i.token_ids for i in inputs)]
-    parts += [np.ascontiguousarray(query, np.float32).view(np.int32).ravel() for query in queries.values()]
-    return memoryview(np.concatenate(parts, dtype=np.int32)).cast("B")
-
-
-def unpack_inputs(frame: Frame) -> list[TokenizedInput]:
-    """Returns the inputs of a Turn; their arrays are views of its frame."""
-    values = np.frombuffer(frame, np.int32)
-    num_inputs, num_queries = values[:2].tolist()
-    ends = 2 + 5 * num_inputs, 2 + 5 * num_inputs + 2 * num_queries
-    heads = values[2 : ends[0]].reshape(-1, 5).tolist()
-    queries: list[NDArray[np.float32]] = []
-    query_start = ends[1] + sum(head[0] for head in heads)
-    for num_rows, width in values[ends[0] : ends[1]].reshape(-1, 2).tolist():
-        end = query_start + num_rows * width
-        queries.append(values[query_start:end].view(np.float32).reshape(num_rows, width))
-        query_start = end
-    start = ends[1]
-    inputs = []
-    for length, boundary, num_prompt_tokens, num_hidden, query in heads:
-        rows = queries[query] if query >= 0 else None
-        inputs.append(TokenizedInput(values[start : start + length], boundary, num_prompt_tokens, num_hidden, rows))
-        start += length
-    return inputs
-
-
-def pack_rows(arrays: Sequence[NDArray[Any]]) -> Frame:
-    """Returns the frame of a Rows message: `arrays` flattened, concatenated, float32."""
-    if not any(array.size for array in arrays):
-        return b""
-    if len(arrays) == 1:
-        return memoryview(np.ascontiguousarray(arrays[0], np.float32)).cast("B")
-    return memoryview(np.concatenate([a.ravel() for a in arrays], dtype=np.float32)).cast("B")
-
-
-def unpack_rows(headers: Sequence[RowHeader], frame: Frame) -> list[NDArray[np.float32]]:
-    """Returns the arrays of a Rows message as views of `frame`."""
-    values = np.frombuffer(frame, np.float32)
-    arrays, start = [], 0
-    for header in headers:
-        size = math.prod(header.shape)
-        arrays.append(values[start : start + size].reshape(header.shape))
-        start += size
-    return arrays

@@ -13,9 +13,9 @@ Text = str | Sequence[int]
 """A text, or its token ids."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TokenizedInput:
-    """One input after tokenization.
+    """One input after tokenization. Nobody changes it: it is not frozen because making it would take twice as long.
 
     Attributes:
         token_ids: [L] int32, special tokens included.

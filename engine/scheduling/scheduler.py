@@ -358,3 +358,4 @@ class Scheduler:
             sequence.request.num_left -= 1
             if not sequence.request.num_left:
                 del self.requests[sequence.request.request_id]
+                sequence.request.sequences = []  # they know it, too: only the collector would find such a circle

@@ -129,16 +129,11 @@ class WaitingQueue:
         clients = self._clients.values()
         token_s *= max(sum(c.lines[2 * is_long].num_seqs for c in clients), 1) / BEGUN_SHARE  # begun ones share it
         places = [(c.tokens, -c.number, c.in_turn(now_s, token_s, is_long=is_long)) for c in clients]
-        heapq.heapify(places)
-        while places and num_tokens < max_tokens and len(sequences) < max_seqs:
-            tokens, number, in_turn = places[0]
-            sequence = next(in_turn, None)
-            if sequence is None:
-                heapq.heappop(places)
-                continue
+        for sequence in places[0][2] if len(places) == 1 else _by_tokens(places):
             sequences.append(sequence)
             num_tokens += sequence.num_tokens
-            heapq.heapreplace(places, (tokens + sequence.num_tokens, number, in_turn))
+            if num_tokens >= max_tokens or len(sequences) >= max_seqs:
+                break
         return sequences
 
     def share(self, num_lanes: int) -> int:
@@ -166,6 +161,18 @@ class WaitingQueue:
         if not client.num_seqs:
             self._ahead[sequence.request.client] = self._clients.pop(sequence.request.client).tokens
             self._last_tokens = max(self._last_tokens, client.tokens)
+
+
+def _by_tokens(places: list[tuple[int, int, Iterator[QueuedSequence]]]) -> Iterator[QueuedSequence]:
+    """Yields the sequences of several clients: next that of whoever has the fewest tokens, or else came last."""
+    heapq.heapify(places)
+    while places:
+        tokens, number, in_turn = places[0]
+        if (sequence := next(in_turn, None)) is None:
+            heapq.heappop(places)
+            continue
+        heapq.heapreplace(places, (tokens + sequence.num_tokens, number, in_turn))
+        yield sequence
 
 
 def in_running_order(window: list[QueuedSequence], overdue_s: float) -> Iterator[QueuedSequence]:

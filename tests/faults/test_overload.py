@@ -8,25 +8,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from itertools import islice
 
 import numpy as np
 
 from penstock.engine.frontend.dispatcher import Dispatcher
 from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.engine.protocol.messages import (
-    Cancel,
     Frame,
-    RowHeader,
-    Rows,
     StepLoad,
-    Submit,
     Turn,
-    pack_rows,
-    unpack_inputs,
 )
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
+from penstock.engine.protocol.turns import unpack_turn
+
+from ..engine.steps import Row, step_of
 
 STEP_TOKENS = 1_000
 """Tokens. What the core does in a step, which takes a second."""
@@ -42,13 +38,10 @@ class Core:
         dispatcher.replicas[0].connect(self.send)
 
     def send(self, turn: Turn, frame: Frame) -> None:
-        inputs = iter(unpack_inputs(frame))
-        for command in turn.commands:
-            if isinstance(command, Submit):
-                own = enumerate(islice(inputs, command.num_inputs))
-                self.waiting.extend((command.request_id, index, len(tokens)) for index, tokens in own)
-            elif isinstance(command, Cancel):
-                self.waiting = deque(entry for entry in self.waiting if entry[0] != command.request_id)
+        asked, cancelled = unpack_turn(turn, frame)
+        for each in asked:
+            self.waiting.extend((each.request_id, index, len(tokens)) for index, tokens in enumerate(each.inputs))
+        self.waiting = deque(entry for entry in self.waiting if entry[0] not in cancelled)
 
     def step(self) -> int:
         done = []
@@ -56,11 +49,10 @@ class Core:
         while self.waiting and num_tokens + self.waiting[0][2] <= STEP_TOKENS:
             done.append(self.waiting.popleft())
             num_tokens += done[-1][2]
-        headers = [RowHeader(request_id, index, "embedding", (1,)) for request_id, index, _ in done]
-        rows = pack_rows([np.zeros(1, np.float32)] * len(done))
+        rows = [Row(request_id, index, "embedding", np.zeros(1, np.float32)) for request_id, index, _ in done]
         num_left = len(self.waiting)
         load = StepLoad(len(done), STEP_TOKENS, num_left, sum(entry[2] for entry in self.waiting), num_left)
-        self.dispatcher.replicas[0].receive_rows(Rows(headers, num_tokens, 1.0, load=load), rows)
+        self.dispatcher.replicas[0].receive_rows(*step_of(rows, num_tokens, 1.0, load=load))
         return num_tokens
 
 

@@ -18,25 +18,15 @@ from ...protocol.errors import (
     InvalidRequestError,
     ModelExecutionError,
 )
-from ...protocol.messages import (
-    Cancel,
-    ClearPrefixes,
-    Command,
-    Failed,
-    Frame,
-    PrefixesCleared,
-    Rows,
-    Submit,
-    Turn,
-    pack_inputs,
-    unpack_rows,
-)
+from ...protocol.messages import Failed, Frame, PrefixesCleared, Rows, Turn
 from ...protocol.params import PoolingParams
 from ...protocol.request import RequestOptions, TokenizedInput
+from ...protocol.rows import unpack_rows
 from ...protocol.stage_times import STAGE_TIMES
+from ...protocol.turns import Asked, Outgoing
 from ..stats import DispatcherStats
 from .drain_rate import DrainRate
-from .under_way import Arrays, Outgoing, Run
+from .under_way import Arrays, Run, Timing
 
 logger = logging.getLogger("penstock.engine")
 
@@ -131,8 +121,7 @@ class Replica:
             run.num_tokens = list(map(len, inputs))
             self.stats.enter(sum(run.num_tokens))
         self._runs[run.request_id] = run
-        place = self._outgoing.place(params)
-        self._post(Submit(run.request_id, place, len(inputs), options.priority, left_s, options.client), inputs)
+        self._turn().ask(Asked(run.request_id, params, inputs, options.priority, left_s, options.client))
         return run
 
     def end(self, run: Run) -> None:
@@ -140,7 +129,7 @@ class Replica:
         if run.num_tokens is not None:
             self.stats.leave(sum(run.num_tokens))
         if self._runs.pop(run.request_id, None) is not None:
-            self._post(Cancel(run.request_id))
+            self._turn().cancels.append(run.request_id)
 
     async def clear_prefixes(self) -> int | None:
         """Empties the prefix cache of the core; see Dispatcher.clear_prefixes."""
@@ -149,34 +138,43 @@ class Replica:
         clearing: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._clearings[request_id] = clearing
         try:
-            self._post(ClearPrefixes(request_id))
+            self._turn().clears.append(request_id)
             return await clearing
         finally:
             del self._clearings[request_id]
 
-    def receive_rows(self, message: Rows, frame: Frame) -> None:
+    def receive_rows(self, message: Rows, frames: Sequence[Frame]) -> None:
         """Takes the results of one step."""
         self._count(message)
         if message.num_tokens and message.load is not None and message.load.num_left:
             self.rate.follow(message.num_tokens, message.step_s)
-        for ended in message.ended:
-            if (run := self._runs.get(ended.request_id)) is not None:
-                run.timing = ended
-        seen: set[tuple[int, int]] = set()
-        for header, array in zip(message.rows, unpack_rows(message.rows, frame), strict=True):
-            run = self._runs.get(header.request_id)
-            if run is None:
-                continue
-            run.put(header, array)
-            if header.is_last and (header.request_id, header.index) not in seen:
-                seen.add((header.request_id, header.index))
+        blocks, ended = unpack_rows(message, frames)
+        for request_id, *seconds in zip(*(column.tolist() for column in ended), strict=True):
+            if (run := self._runs.get(request_id)) is not None:
+                run.timing = Timing(*seconds)
+        done: list[Run] = []
+        seen: set[tuple[int, int]] = set()  # inputs that are done; one may be in several blocks
+        for block in blocks:
+            name, own = block.block.name, (block.request_ids, block.indices, block.is_last)
+            for request_id, index, is_last, array in zip(
+                *(column.tolist() for column in own), block.block.split(), strict=True
+            ):
+                run = self._runs.get(request_id)
+                if run is None:
+                    continue
+                run.put(index, name, array, is_last=is_last)
+                if not is_last or (request_id, index) in seen:
+                    continue
+                if len(blocks) > 1:
+                    seen.add((request_id, index))
                 run.num_left -= 1
                 if run.num_tokens is not None:
-                    self.stats.num_tokens -= run.num_tokens[header.index]
-                    run.num_tokens[header.index] = 0
-        for request_id in {request_id for request_id, _ in seen}:
-            if not self._runs[request_id].num_left:
-                self._settle(request_id, None)
+                    self.stats.num_tokens -= run.num_tokens[index]
+                    run.num_tokens[index] = 0
+                if not run.num_left:
+                    done.append(run)
+        for run in done:
+            self._settle(run.request_id, None)
 
     def receive_failure(self, message: Failed) -> None:
         """Fails one request with the error that the core names."""
@@ -192,27 +190,26 @@ class Replica:
         if self._send is None:
             raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
 
-    def _post(self, command: Command, inputs: Sequence[TokenizedInput] = ()) -> None:
-        """Sends at the end of this turn of the event loop."""
-        if not self._outgoing.commands:
+    def _turn(self) -> Outgoing:
+        """Returns what this turn of the event loop says; it is sent at its end."""
+        if self._outgoing.is_empty:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing.commands.append(command)
-        self._outgoing.inputs.extend(inputs)
+        return self._outgoing
 
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, Outgoing()
-        if not outgoing.commands or self._send is None:
+        if outgoing.is_empty or self._send is None:
             return
         try:
-            self._send(Turn(outgoing.commands, outgoing.params), pack_inputs(outgoing.inputs))
+            self._send(*outgoing.pack())
         except Exception:  # our own bug, such as a number that no message can hold: it must leave nobody waiting
             logger.exception("requests could not be sent to the engine")
-            for command in outgoing.commands:
-                error = ModelExecutionError("The request could not be sent to the engine.")
-                if isinstance(command, Submit):
-                    self._settle(command.request_id, error)
-                elif isinstance(command, ClearPrefixes) and command.request_id in self._clearings:
-                    self._clearings[command.request_id].set_exception(error)
+            error = ModelExecutionError("The request could not be sent to the engine.")
+            for request_id in outgoing.request_ids:
+                self._settle(request_id, error)
+            for request_id in outgoing.clears:
+                if request_id in self._clearings:
+                    self._clearings[request_id].set_exception(error)
 
     def _settle(self, request_id: int, error: EngineError | None) -> None:
         run = self._runs.pop(request_id, None)

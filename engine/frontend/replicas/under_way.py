@@ -1,4 +1,4 @@
-"""What a replica is to be sent, and what it was sent: a turn that is being made, and runs whose answer is awaited."""
+"""What a replica was sent: runs whose answer is awaited."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...protocol.messages import Command, RequestTime, RowHeader
-from ...protocol.params import PoolingParams
-from ...protocol.request import TokenizedInput
 from ...protocol.stage_times import Stage, StageTimes
 
 Arrays = dict[str, NDArray[np.float32]]
@@ -32,21 +30,11 @@ class Finish:
     apply: Callable[[Arrays], Arrays]
 
 
-@dataclass(slots=True, eq=False)
-class Outgoing:
-    """What a turn of the event loop has to say so far; see Turn."""
+class Timing(NamedTuple):
+    """Seconds that a run waited for its first forward, and from there to the end of its last."""
 
-    commands: list[Command] = field(default_factory=list)
-    params: list[PoolingParams] = field(default_factory=list)
-    inputs: list[TokenizedInput] = field(default_factory=list)
-    places: dict[int, int] = field(default_factory=dict)
-
-    def place(self, params: PoolingParams) -> int:
-        """Returns the place of a request's parameters, which others may share, by identity."""
-        place = self.places.setdefault(id(params), len(self.params))
-        if place == len(self.params):
-            self.params.append(params)
-        return place
+    queue_s: float
+    inference_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -71,16 +59,16 @@ class Run:
     sent_s: float
     num_tokens: list[int] | None = None
     parts: dict[tuple[int, str], list[NDArray[np.float32]]] = field(default_factory=dict)
-    timing: RequestTime | None = None
+    timing: Timing | None = None
 
-    def put(self, header: RowHeader, array: NDArray[np.float32]) -> None:
+    def put(self, index: int, name: str, array: NDArray[np.float32], *, is_last: bool) -> None:
         """Keeps one array of the answer; parts are joined when the last one is there."""
-        key = (header.index, header.name)
-        if not header.is_last:
-            self.parts.setdefault(key, []).append(array)
-            return
-        parts = self.parts.pop(key, None)
-        self.outputs[header.index][header.name] = array if parts is None else np.concatenate([*parts, array])
+        if not is_last:
+            self.parts.setdefault((index, name), []).append(array)
+        elif self.parts and (parts := self.parts.pop((index, name), None)) is not None:
+            self.outputs[index][name] = np.concatenate([*parts, array])
+        else:
+            self.outputs[index][name] = array
 
     def time(self, times: StageTimes) -> None:
         """Records where the time went since the run was sent."""

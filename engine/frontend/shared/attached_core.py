@@ -124,7 +124,7 @@ class AttachedCore:
     def _receive(self, message: FromCore, frames: list[Frame]) -> None:
         match message:
             case Rows():
-                self._dispatcher.replicas[0].receive_rows(message, frames[0])
+                self._dispatcher.replicas[0].receive_rows(message, frames)
             case Failed():
                 self._dispatcher.replicas[0].receive_failure(message)
             case PrefixesCleared():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ...protocol.config import EngineConfig
 from ...protocol.messages import Failed, Frame, PrefixesCleared, Ready, Rows
@@ -125,7 +125,7 @@ class KeptCore:
         self._is_connected, self._reason = False, reason
         self._tell()
 
-    def receive_rows(self, message: Rows, frame: Frame) -> None:
+    def receive_rows(self, message: Rows, frames: Sequence[Frame]) -> None:
         """Counts a step."""
         stats, load = self.admission.stats, message.load
         stats.num_requests = self._board.num_requests

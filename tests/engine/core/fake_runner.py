@@ -13,23 +13,17 @@ from penstock.engine.protocol.batch_outputs import ArrayBlock, Arrays, BatchOutp
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.messages import (
     CacheUse,
-    Cancel,
-    Command,
     Failed,
     Frame,
     FromCore,
-    RequestTime,
     Rows,
-    Submit,
     TokenizerSpec,
-    Turn,
-    pack_inputs,
-    unpack_rows,
 )
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.turns import Asked, Outgoing
 from penstock.engine.scheduling import Chunk, QueuedSequence
 from penstock.engine.sequence_pool import (
     Allocation,
@@ -40,6 +34,8 @@ from penstock.engine.sequence_pool import (
     SequencePool,
     SsmStatePool,
 )
+
+from ..steps import Row, ended_of, rows_of
 
 BLOCK = 16
 TOKENIZER = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False)
@@ -206,8 +202,9 @@ class Steps:
     def __init__(self, runner: FakeRunner, *, budget: int = 64, load: bool = True, **limits: Any) -> None:
         self.runner = runner
         self.messages: list[FromCore] = []
+        self.told: list[Row] = []
         self.answers: dict[int, dict[int, list[float]]] = {}
-        self.ended: dict[int, RequestTime] = {}
+        self.ended: dict[int, tuple[float, float]] = {}
         prefixes = isinstance(runner.allocator, SequenceAllocator) and runner.allocator.prefixes is not None
         self.config = EngineConfig(
             model="sum",
@@ -221,9 +218,10 @@ class Steps:
     def take(self, message: FromCore, frames: list[Frame]) -> None:
         self.messages.append(message)
         if isinstance(message, Rows):
-            for header, array in zip(message.rows, unpack_rows(message.rows, frames[0]), strict=True):
-                self.answers.setdefault(header.request_id, {}).setdefault(header.index, []).extend(array.ravel())
-            self.ended |= {time.request_id: time for time in message.ended}
+            for row in rows_of(message, frames):
+                self.told.append(row)
+                self.answers.setdefault(row.request_id, {}).setdefault(row.index, []).extend(row.array.ravel())
+            self.ended |= ended_of(message, frames)
 
     def submit(
         self,
@@ -235,14 +233,16 @@ class Steps:
         token: int = 1,
     ) -> None:
         inputs = [TokenizedInput(np.full(length, token, np.int32)) for length in lengths]
-        submit = Submit(request_id, 0, len(inputs), priority, timeout_s)
-        self.core.receive(Turn([submit], [params]), pack_inputs(inputs))
+        self.tell(Asked(request_id, params, inputs, priority, timeout_s))
+
+    def tell(self, *asked: Asked, cancels: Sequence[int] = (), clears: Sequence[int] = ()) -> None:
+        outgoing = Outgoing(cancels=[*cancels], clears=[*clears])
+        for each in asked:
+            outgoing.ask(each)
+        self.core.receive(*outgoing.pack())
 
     def cancel(self, request_id: int) -> None:
-        self.tell(Cancel(request_id))
-
-    def tell(self, command: Command) -> None:
-        self.core.receive(Turn([command], []), pack_inputs([]))
+        self.tell(cancels=[request_id])
 
     def run(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):

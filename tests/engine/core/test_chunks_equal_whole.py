@@ -32,20 +32,19 @@ from penstock.engine.protocol.messages import (
     Frame,
     FromCore,
     Rows,
-    Submit,
     TokenizerSpec,
-    Turn,
-    pack_inputs,
-    unpack_rows,
 )
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.turns import Asked, Outgoing
 from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
 from penstock.engine.sequence_pool import Allocation, PoolPlan, plan_pool
 from penstock.engine.sequence_pool.cache_spec import CacheSpec, SsmLayerSpec
 from penstock.kernels.native import Machine, NativeError
+
+from ..steps import rows_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -175,9 +174,10 @@ class Client:
         for request_id, _ in requests:
             self._unanswered.add(request_id)
             self.answers.pop(request_id, None)
-        commands = [Submit(request_id, 0, 1, priority) for request_id, _ in requests]
-        inputs = [TokenizedInput(np.asarray(tokens, np.int32)) for _, tokens in requests]
-        self.core.receive(Turn([*commands], [self.params[task]]), pack_inputs(inputs))
+        outgoing = Outgoing()
+        for request_id, tokens in requests:
+            outgoing.ask(Asked(request_id, self.params[task], [TokenizedInput(np.asarray(tokens, np.int32))], priority))
+        self.core.receive(*outgoing.pack())
 
     def run(self, num_steps: int | None = None) -> None:
         """Steps until everything is answered, or so often."""
@@ -193,12 +193,12 @@ class Client:
             self._unanswered.remove(message.request_id)
         elif isinstance(message, Rows):
             self.cache_use = message.cache_use or self.cache_use
-            for header, array in zip(message.rows, unpack_rows(message.rows, frames[0]), strict=True):
-                parts = self._parts.setdefault(header.request_id, [])
-                parts.append(array if array.ndim > 1 else array[None])
-                if header.is_last:
-                    self.answers[header.request_id] = np.concatenate(self._parts.pop(header.request_id))
-                    self._unanswered.remove(header.request_id)
+            for row in rows_of(message, frames):
+                parts = self._parts.setdefault(row.request_id, [])
+                parts.append(row.array if row.array.ndim > 1 else row.array[None])
+                if row.is_last:
+                    self.answers[row.request_id] = np.concatenate(self._parts.pop(row.request_id))
+                    self._unanswered.remove(row.request_id)
 
 
 @pytest.fixture
@@ -269,8 +269,8 @@ async def test_parts_of_token_rows_are_joined_by_the_dispatcher(
     def receive(message: FromCore, frames: list[Frame]) -> None:
         nonlocal num_parts
         assert isinstance(message, Rows)
-        num_parts += len(message.rows)
-        dispatcher.replicas[0].receive_rows(message, frames[0])
+        num_parts += sum(block.num_seqs for block in message.blocks)
+        dispatcher.replicas[0].receive_rows(message, frames)
 
     async def ask(*places: int, priority: int) -> list[np.ndarray]:
         async with dispatcher.open(RequestOptions(priority=priority)) as request:

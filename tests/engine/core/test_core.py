@@ -15,20 +15,14 @@ from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, ForwardTime
 from penstock.engine.protocol.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.protocol.messages import (
-    Cancel,
-    ClearPrefixes,
     LoadFailed,
     PrefixesCleared,
     Ready,
-    RequestTime,
-    RowHeader,
     Rows,
     StepLoad,
-    Submit,
-    Turn,
-    pack_inputs,
 )
 from penstock.engine.protocol.request import TokenizedInput
+from penstock.engine.protocol.turns import Asked, Outgoing
 from penstock.engine.scheduling import Chunk, QueuedSequence
 
 from .fake_runner import PARAMS, ROWS, FakeRunner, Steps, named, pool
@@ -147,9 +141,8 @@ def test_rows_come_in_parts_of_which_the_last_says_so() -> None:
     steps = Steps(FakeRunner(pool()), chunk_size=32)
     steps.submit(1, 100, params=ROWS)
     steps.run_all()
-    headers = [header for rows in steps.rows for header in rows.rows]
-    shapes = [(32, 1), (32, 1), (32, 1), (4, 1)]
-    assert headers == [RowHeader(1, 0, "rows", shape, shape == (4, 1)) for shape in shapes]
+    told = [(row.request_id, row.index, row.name, row.array.shape, row.is_last) for row in steps.told]
+    assert told == [(1, 0, "rows", (32, 1), False)] * 3 + [(1, 0, "rows", (4, 1), True)]
     assert steps.answers[1][0] == [1.0] * 100
 
 
@@ -188,7 +181,7 @@ def test_a_prefix_cache_that_is_cleared_amid_a_prompt_is_empty_after_it_too() ->
     steps.submit(2, 150)
     steps.run()
     assert steps.cache_use.prefix_hit_tokens_total == 48
-    steps.tell(ClearPrefixes(7))
+    steps.tell(clears=[7])
     assert steps.messages[-1] == PrefixesCleared(7, 3 + 2)
     steps.run_all()
     steps.submit(3, 150)
@@ -202,26 +195,29 @@ def test_a_prefix_cache_that_is_cleared_amid_a_prompt_is_empty_after_it_too() ->
 
 def test_without_a_prefix_cache_there_is_none_to_clear() -> None:
     steps = Steps(FakeRunner())
-    steps.tell(ClearPrefixes(1))
+    steps.tell(clears=[1])
     assert steps.messages[-1] == PrefixesCleared(1, None)
 
 
-def test_one_receive_takes_several_messages_in_their_order() -> None:
+def test_one_turn_asks_and_cancels_also_what_it_has_asked_itself() -> None:
     steps = Steps(FakeRunner())
     steps.submit(1, 3)
-    commands = [Submit(2, 0, 1), Cancel(1), Submit(3, 0, 1), Cancel(2)]
-    steps.core.receive(Turn(commands, [PARAMS]), pack_inputs([SEVENS, SEVENS]))
+    steps.tell(Asked(2, PARAMS, [SEVENS]), Asked(3, PARAMS, [SEVENS]), cancels=[1, 2])
     steps.run_all()
     assert steps.answers == {3: {0: [14.0]}}
 
 
 def test_inputs_that_are_not_those_of_the_requests_are_a_bug() -> None:
     steps = Steps(FakeRunner())
-    for commands in ([Submit(1, 0, 2)], [Submit(1, 0, 2), Cancel(1)], [Submit(1, 0, 1), Submit(2, 0, 1)]):
-        with pytest.raises(ValueError, match="a Submit without its inputs"):
-            steps.core.receive(Turn(commands, [PARAMS]), pack_inputs([SEVENS]))
-    with pytest.raises(ValueError, match="an input without its Submit"):
-        steps.core.receive(Turn([Submit(1, 0, 1)], [PARAMS]), pack_inputs([SEVENS, SEVENS]))
+    for num_inputs in (0, 2):
+        outgoing = Outgoing()
+        outgoing.ask(Asked(1, PARAMS, [SEVENS]))
+        turn, frame = outgoing.pack()
+        wrong, own = bytearray(frame), slice(6 * 8, 7 * 8)  # after four counts, the id and the number of the parameters
+        assert int.from_bytes(wrong[own], "little") == 1
+        wrong[own] = num_inputs.to_bytes(8, "little")
+        with pytest.raises(ValueError, match=f"1 inputs for requests that have {num_inputs}"):
+            steps.core.receive(turn, wrong)
     assert not steps.core._scheduler.requests
 
 
@@ -254,8 +250,8 @@ def test_the_times_of_a_request_are_from_its_first_forward_to_its_last(clock: Cl
     steps.submit(2, 5)
     steps.run_all()
     assert [batch[0][0] for batch in runner.batches] == [1, 2, 1]
-    assert steps.ended[1] == RequestTime(1, 2.0, 0.5 + 1.0 + 0.5 + 0.5)
-    assert steps.ended[2] == RequestTime(2, 0.0, 0.5)
+    assert steps.ended[1] == (2.0, 0.5 + 1.0 + 0.5 + 0.5)
+    assert steps.ended[2] == (0.0, 0.5)
 
 
 def test_figures_of_a_step() -> None:

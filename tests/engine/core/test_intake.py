@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from penstock.engine.core.intake import Intake
-from penstock.engine.protocol.messages import Submit
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.turns import Asked
 from penstock.engine.scheduling import Status
 from penstock.engine.sequence_pool import block_keys
 
@@ -21,7 +21,7 @@ INPUTS = [TokenizedInput(np.arange(n, dtype=np.int32)) for n in (40, 5)]
 
 
 def test_a_message_becomes_a_request_with_a_sequence_for_each_input() -> None:
-    request = Intake(model(), None, "seed").request(Submit(7, 0, 2, -2, 1.5, "me"), PARAMS, INPUTS, 100.0)
+    request = Intake(model(), None, "seed").request(Asked(7, PARAMS, INPUTS, -2, 1.5, "me"), 100.0)
     assert (request.request_id, request.params, request.arrival_s) == (7, PARAMS, 100.0)
     assert (request.priority, request.deadline_s, request.client) == (-2, 101.5, "me")
     for index, (sequence, tokens) in enumerate(zip(request.sequences, INPUTS, strict=True)):
@@ -30,15 +30,15 @@ def test_a_message_becomes_a_request_with_a_sequence_for_each_input() -> None:
         assert sequence.request is request
         assert sequence.status is Status.WAITING
         assert sequence.block_keys == ()
-    assert Intake(model(), None, "seed").request(Submit(7, 0, 2), PARAMS, INPUTS, 100.0).deadline_s is None
+    assert Intake(model(), None, "seed").request(Asked(7, PARAMS, INPUTS), 100.0).deadline_s is None
 
 
 def test_full_blocks_are_named_after_the_model_and_the_tokens() -> None:
-    first, second = Intake(model(), 16, "a").request(Submit(7, 0, 2), PARAMS, INPUTS, 0.0).sequences
+    first, second = Intake(model(), 16, "a").request(Asked(7, PARAMS, INPUTS), 0.0).sequences
     assert first.block_keys == block_keys(INPUTS[0].token_ids, 16, b"a")
     assert len(first.block_keys) == 2
     assert second.block_keys == []
-    (other, _) = Intake(model(), 16, "b").request(Submit(7, 0, 2), PARAMS, INPUTS, 0.0).sequences
+    (other, _) = Intake(model(), 16, "b").request(Asked(7, PARAMS, INPUTS), 0.0).sequences
     assert not set(first.block_keys) & set(other.block_keys)
 
 
@@ -57,5 +57,5 @@ def test_rows_may_come_from_the_cache_only_where_the_answer_needs_none_of_them(
     pooling: tuple[PoolingType, ...], task: PoolingTask, expected: bool
 ) -> None:
     intake = Intake(replace(model(), sequence_pooling=pooling), 16, "a")
-    request = intake.request(Submit(7, 0, 2), PoolingParams(task=task), INPUTS, 0.0)
+    request = intake.request(Asked(7, PoolingParams(task=task), INPUTS), 0.0)
     assert request.needs_last_row is expected

@@ -12,20 +12,18 @@ import zmq
 from penstock.engine.core.outboxes import Outboxes, split
 from penstock.engine.protocol.frontends import first_request_id, frontend_of
 from penstock.engine.protocol.messages import (
-    Cancel,
     Failed,
+    Frame,
     FromCore,
     Pong,
     PrefixesCleared,
-    RequestTime,
-    RowHeader,
     Rows,
     StepLoad,
     Turn,
     decode_from_core,
-    pack_rows,
-    unpack_rows,
 )
+
+from ..steps import Row, ended_of, rows_of, step_of
 
 LOAD = StepLoad(3, 100, 0, 0, 0)
 
@@ -64,10 +62,9 @@ def test_an_id_says_whose_it_is(frontend: int) -> None:
     assert first_request_id(frontend) < 2**63
 
 
-def step(*rows: tuple[int, int, np.ndarray], ended: tuple[int, ...] = ()) -> tuple[Rows, list[bytes]]:
-    headers = [RowHeader(request, index, "embedding", array.shape) for request, index, array in rows]
-    times = [RequestTime(request, 0.1, 0.2) for request in ended]
-    return Rows(headers, 30, 0.5, None, LOAD, times), [pack_rows([array for *_, array in rows])]
+def step(*rows: tuple[int, int, np.ndarray], ended: tuple[int, ...] = ()) -> tuple[Rows, list[Frame]]:
+    told = [Row(request, index, "embedding", array) for request, index, array in rows]
+    return step_of(told, 30, 0.5, ended=[(request, 0.1, 0.2) for request in ended], load=LOAD)
 
 
 def test_the_rows_of_a_step_go_to_those_who_asked_and_its_figures_to_the_first() -> None:
@@ -78,23 +75,23 @@ def test_the_rows_of_a_step_go_to_those_who_asked_and_its_figures_to_the_first()
     parts = split(message, frames)
     assert set(parts) == {0, 1, 2}
     figures, _ = parts[0]
-    assert isinstance(figures, Rows)
-    assert (figures.rows, figures.num_tokens, figures.step_s, figures.load, figures.ended) == ([], 30, 0.5, LOAD, [])
+    assert figures == Rows([], 30, 0.5, load=LOAD)
     told = {}
     for frontend in (1, 2):
         part, part_frames = parts[frontend]
         assert isinstance(part, Rows)
         assert (part.num_tokens, part.step_s, part.load) == (0, 0.0, None)
-        unpacked = unpack_rows(part.rows, part_frames[0])
-        told |= {(h.request_id, h.index): a for h, a in zip(part.rows, unpacked, strict=True)}
-        assert [ended.request_id for ended in part.ended] == [of(frontend, 7)]
+        told |= {(row.request_id, row.index): row.array for row in rows_of(part, part_frames)}
+        assert ended_of(part, part_frames) == {of(frontend, 7): (0.1, 0.2)}
     for key, array in zip([(of(1, 7), 0), (of(2, 7), 0), (of(1, 8), 1)], arrays, strict=True):
         np.testing.assert_array_equal(told[key], array)
 
 
 def test_the_rows_of_one_frontend_are_not_copied() -> None:
     message, frames = step((of(3, 1), 0, np.ones(4, np.float32)), (of(3, 2), 0, np.ones(4, np.float32)))
-    assert split(message, frames)[3][1][0] is frames[0]
+    part, part_frames = split(message, frames)[3]
+    assert isinstance(part, Rows)
+    assert np.shares_memory(rows_of(part, part_frames)[1].array, np.frombuffer(frames[1], np.float32))
 
 
 @pytest.mark.parametrize("message", [Failed(of(2, 5), "E", "why"), PrefixesCleared(of(2, 5), 1)])
@@ -113,8 +110,8 @@ def test_frontends_come_and_go(context: zmq.Context[zmq.Socket[bytes]], tmp_path
     assert isinstance(heard, Failed)
     assert heard.message == "for the other"
     outboxes.detach(other.number)
-    assert outboxes.is_from_gone(Turn([Cancel(of(4, 1))], []))
-    assert not outboxes.is_from_gone(Turn([Cancel(of(5, 1))], []))
+    assert outboxes.is_from_gone(Turn(4, [], [], []))
+    assert not outboxes.is_from_gone(Turn(5, [], [], []))
     outboxes.send(Failed(of(4, 1), "E", "for nobody"), [])
     outboxes.attach(other.number, other.endpoint)  # said before it went, read after the news that it has
     outboxes.send(Failed(of(4, 2), "E", "for nobody"), [])

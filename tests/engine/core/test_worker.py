@@ -111,7 +111,7 @@ async def test_messages_that_cannot_be_read_cost_the_worker_and_not_the_client(
     (replica,) = engine._dispatcher.replicas
     receive = replica.receive_rows
 
-    def fail_once(message: Rows, frame: Frame) -> None:
+    def fail_once(message: Rows, frames: list[Frame]) -> None:
         monkeypatch.setattr(replica, "receive_rows", receive)
         raise RuntimeError("made up")
 

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from penstock.engine.frontend.dispatcher import Dispatcher
 from penstock.engine.protocol.messages import (
     Frame,
-    RowHeader,
-    Rows,
-    Submit,
     TokenizerSpec,
     Turn,
-    pack_rows,
-    unpack_inputs,
 )
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.turns import Asked, unpack_turn
 from penstock.engine.protocol.vectors import TokenMarks
 from penstock.engine.tokenization.tokenizer import TokenizerPool
+
+from ..steps import Row, step_of
 
 WORDS = ["?", "a", "b", "c", "d", "e", "query:", "document:", "Instruct:", "Query:", "find"]
 TABLE = np.random.default_rng(3).normal(size=(len(WORDS), 4)).astype(np.float32)
@@ -64,35 +62,26 @@ def tokenizer_pool(marks: TokenMarks | None = None) -> TokenizerPool:
     return TokenizerPool(tokenizer, vocab_size=len(WORDS), do_lower_case=False, num_workers=1)
 
 
-class Asked(NamedTuple):
-    """What the core is sent of a request, its inputs aside."""
-
-    request_id: int
-    params: PoolingParams
-    timeout_s: float | None
-
-
 class PlayedCore:
     """Answers all that it is sent in the next turn of the event loop, and remembers it."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
-        self.sent: list[tuple[Asked, list[TokenizedInput]]] = []
+        self.sent: list[tuple[Asked, Sequence[TokenizedInput]]] = []
         dispatcher.replicas[0].connect(self.send)
 
     def send(self, turn: Turn, frame: Frame) -> None:
-        inputs = iter(unpack_inputs(frame))
-        for command in turn.commands:
-            if isinstance(command, Submit):
-                own = list(itertools.islice(inputs, command.num_inputs))
-                asked = Asked(command.request_id, turn.params[command.params], command.timeout_s)
-                self.sent.append((asked, own))
-                asyncio.get_running_loop().call_soon(self._answer, *self.sent[-1])
+        for asked in unpack_turn(turn, frame)[0]:
+            self.sent.append((asked, asked.inputs))
+            asyncio.get_running_loop().call_soon(self._answer, asked)
 
-    def _answer(self, asked: Asked, inputs: list[TokenizedInput]) -> None:
-        rows = [(index, *output) for index, tokens in enumerate(inputs) for output in outputs(asked.params, tokens)]
-        headers = [RowHeader(asked.request_id, index, name, array.shape) for index, name, array in rows]
-        self.dispatcher.replicas[0].receive_rows(Rows(headers, 1, 0.1), pack_rows([array for *_, array in rows]))
+    def _answer(self, asked: Asked) -> None:
+        rows = [
+            Row(asked.request_id, index, *output)
+            for index, tokens in enumerate(asked.inputs)
+            for output in outputs(asked.params, tokens)
+        ]
+        self.dispatcher.replicas[0].receive_rows(*step_of(rows))
 
 
 def outputs(params: PoolingParams, tokens: TokenizedInput) -> list[tuple[str, np.ndarray]]:

@@ -39,7 +39,7 @@ def main() -> None:
         first, *frames = inbox.recv_multipart()
         message = decode_to_core(first)
         if isinstance(message, Turn):
-            outbox.send(encode(Failed(message.commands[0].request_id, "Turn", b"".join(frames).decode())))
+            outbox.send(encode(Failed(message.frontend, "Turn", b"".join(frames).decode())))
         elif isinstance(message, Stop):
             if model == "deaf":
                 time.sleep(600)

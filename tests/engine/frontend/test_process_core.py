@@ -17,7 +17,7 @@ import pytest
 from penstock.engine.frontend import engine_process, process_core
 from penstock.engine.frontend.process_core import Heartbeat
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Cancel, Failed, Pong, Ready, Start, Turn
+from penstock.engine.protocol.messages import Failed, Pong, Ready, Start, Turn
 
 Run = Callable[..., process_core.ProcessCore]
 
@@ -131,7 +131,7 @@ async def test_a_process_is_told_what_to_serve_and_its_messages_come_once(run: R
     assert (told.kind, frames) == ("Start", [])
     surroundings = json.loads(told.message)
     assert surroundings == {"model": "stays", "leads_session": True, "has_pipe": True, "folder_mode": 0o700}
-    core.send(Turn([Cancel(5)], []), b"its frame")
+    core.send(Turn(5, [], [], []), b"its frame")
     await heard(core._on_message, 2)
     assert core._on_message.call_args.args == (Failed(5, "Turn", "its frame"), [])
     folder = Path(core._sockets._outbox.LAST_ENDPOINT.decode().removeprefix("ipc://")).parent

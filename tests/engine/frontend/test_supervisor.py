@@ -17,9 +17,11 @@ from penstock.engine.frontend.replicas.group import ReplicaGroup
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Failed, Frame, LoadFailed, Ready, RowHeader, Rows, Start, Turn, pack_rows
+from penstock.engine.protocol.messages import Failed, Frame, LoadFailed, Ready, Start, Turn
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
+
+from ..steps import Row, step_of
 
 
 class Core:
@@ -242,7 +244,7 @@ async def test_what_a_core_says_reaches_those_who_wait(dispatcher: Dispatcher, c
     answered, failed, lost = [asyncio.create_task(ask()) for _ in range(3)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    cores[0].on_message(Rows([RowHeader(0, 0, "embedding", (1,))], 3, 0.1), [pack_rows([np.ones(1, np.float32)])])
+    cores[0].on_message(*step_of([Row(0, 0, "embedding", np.ones(1, np.float32))], 3))
     cores[0].on_message(Failed(1, "ModelExecutionError", "nan"), [])
     assert (await answered)[0]["embedding"].tolist() == [1.0]
     with pytest.raises(errors.ModelExecutionError, match="nan"):

@@ -13,11 +13,11 @@ from penstock.engine.core import core as engine_core
 from penstock.engine.frontend.thread_core import ThreadCore
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.engine.protocol.messages import Cancel, Failed, Frame, FromCore, Start, Turn
+from penstock.engine.protocol.messages import Failed, Frame, FromCore, Start, Turn
 
 
 class Core:
-    """Echoes the numbers of what is cancelled; ends when it is stopped, or fails when it hears 13."""
+    """Echoes the numbers of what is to be cleared; ends when it is stopped, or fails when it hears 13."""
 
     def __init__(self, config: EngineConfig, send: Any, load: Any) -> None:
         if config.model == "unmakeable":
@@ -33,9 +33,9 @@ class Core:
             raise RuntimeError("made up")
 
     def receive(self, turn: Turn, frame: Frame) -> None:
-        for command in turn.commands:
-            self._send(Failed(command.request_id, "received", ""), [frame])
-            self._has_failed = command.request_id == 13
+        for request_id in turn.clears:
+            self._send(Failed(request_id, "received", ""), [frame])
+            self._has_failed = request_id == 13
         if self._has_failed:
             self._end.set()
 
@@ -71,11 +71,11 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_messages_go_both_ways_and_the_thread_ends_with_its_owner() -> None:
     owner = Owner()
     with pytest.raises(RuntimeError, match="has not been started"):
-        owner.core.send(Turn([], []), b"")
+        owner.core.send(Turn(0, [], [], []), b"")
     await owner.core.close()  # of what was never started
     owner = Owner()
     await owner.core.start()
-    owner.core.send(Turn([Cancel(5), Cancel(7)], []), b"frame")
+    owner.core.send(Turn(0, [], [], [5, 7]), b"frame")
     await owner.until(3)
     assert (Failed(0, "run", "engine-core"), []) in owner.heard
     told = [(message.request_id, frames) for message, frames in owner.heard if message.kind == "received"]  # type: ignore[union-attr]
@@ -96,7 +96,7 @@ async def test_messages_go_both_ways_and_the_thread_ends_with_its_owner() -> Non
 async def test_a_thread_that_fails_says_so_once() -> None:
     owner = Owner()
     await owner.core.start()
-    owner.core.send(Turn([Cancel(13)], []), b"frame")
+    owner.core.send(Turn(0, [], [], [13]), b"frame")
     async with asyncio.timeout(30):
         while not owner.on_exit.call_count:
             await asyncio.sleep(0.001)

@@ -22,17 +22,15 @@ from penstock.engine.protocol.messages import (
     Frame,
     LoadFailed,
     Ready,
-    RowHeader,
-    Rows,
     Start,
-    Submit,
     TokenizerSpec,
     Turn,
-    pack_rows,
 )
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
+from penstock.engine.protocol.turns import unpack_turn
 
+from ...steps import Row, step_of
 from ..played_core import info
 
 PREPARED: Any = object()
@@ -57,7 +55,7 @@ class Core:
         """Waits for nothing."""
 
     def send(self, turn: Turn, frame: Frame) -> None:
-        self.asked += [command.request_id for command in turn.commands if isinstance(command, Submit)]
+        self.asked += [asked.request_id for asked in unpack_turn(turn, frame)[0]]
 
     async def close(self) -> None:
         self.is_closed = True
@@ -68,8 +66,8 @@ class Core:
         self.on_message(Ready(told, spec), [])
 
     def answer(self) -> None:
-        headers = [RowHeader(request_id, 0, "embedding", (1,)) for request_id in self.asked]
-        self.on_message(Rows(headers, 3, 0.1), [pack_rows([np.ones(1, np.float32)] * len(headers))])
+        rows = [Row(request_id, 0, "embedding", np.ones(1, np.float32)) for request_id in self.asked]
+        self.on_message(*step_of(rows, 3))
         self.asked = []
 
 

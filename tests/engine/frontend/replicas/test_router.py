@@ -12,22 +12,19 @@ from penstock.engine.frontend.dispatcher import Arrays, Dispatcher
 from penstock.engine.frontend.replicas.router import even_shares
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.messages import (
-    Cancel,
     Failed,
     Frame,
     PrefixesCleared,
-    RequestTime,
-    RowHeader,
     Rows,
     StepLoad,
-    Submit,
     Turn,
-    pack_rows,
-    unpack_inputs,
 )
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
+from penstock.engine.protocol.turns import unpack_turn
+
+from ...steps import Row, step_of
 
 
 class Core:
@@ -45,22 +42,17 @@ class Core:
         return [len(inputs) for inputs in self.waiting.values()]
 
     def send(self, turn: Turn, frame: Frame) -> None:
-        inputs = iter(unpack_inputs(frame))
-        for command in turn.commands:
-            if isinstance(command, Submit):
-                self.waiting[command.request_id] = [next(inputs) for _ in range(command.num_inputs)]
-            elif isinstance(command, Cancel):
-                self.cancelled.append(command.request_id)
-            else:
-                self.clearings.append(command.request_id)
+        asked, cancelled = unpack_turn(turn, frame)
+        self.waiting |= {each.request_id: [*each.inputs] for each in asked}
+        self.cancelled += cancelled
+        self.clearings += turn.clears
 
     def answer(self, *, only: int | None = None, seconds: float = 0.0) -> None:
         for request_id, inputs in list(self.waiting.items()):
             indices = range(len(inputs)) if only is None else range(only)
-            headers = [RowHeader(request_id, index, "embedding", (1,)) for index in indices]
-            arrays = [np.array([inputs[index].token_ids.sum()], np.float32) for index in indices]
-            ended = [RequestTime(request_id, seconds, seconds)]
-            self.replica.receive_rows(Rows(headers, 1, 0.1, ended=ended), pack_rows(arrays))
+            sums = {index: np.array([inputs[index].token_ids.sum()], np.float32) for index in indices}
+            rows = [Row(request_id, index, "embedding", total) for index, total in sums.items()]
+            self.replica.receive_rows(*step_of(rows, ended=[(request_id, seconds, seconds)]))
             if only is None:
                 del self.waiting[request_id]
 
@@ -162,7 +154,7 @@ async def test_what_would_gain_nothing_is_not_divided(
 
 async def test_a_part_is_worth_a_forward_of_its_own(dispatcher: Dispatcher, cores: list[Core]) -> None:
     for core in cores:
-        core.replica.receive_rows(Rows([], 8, 0.1, load=StepLoad(1, 16_384, 0, 0, 0)), b"")
+        core.replica.receive_rows(Rows([], 8, 0.1, load=StepLoad(1, 16_384, 0, 0, 0)), [b""])
     await begin(dispatcher, *[400] * 10)  # 2,000 for each: less than an eighth
     assert [core.num_inputs for core in cores] == [[10], []]
 
@@ -239,7 +231,7 @@ async def test_bounds_are_those_of_all_together(cores: list[Core], dispatcher: D
     for core, num_tokens in zip(cores, (100, 300), strict=True):
         await begin(dispatcher, 50)
         load = StepLoad(1, 64, 5, 200, 1)
-        core.replica.receive_rows(Rows([], num_tokens, 1.0, load=load), b"")
+        core.replica.receive_rows(Rows([], num_tokens, 1.0, load=load), [b""])
     stats = dispatcher.stats
     assert (stats.token_budget, stats.num_waiting, stats.num_waiting_tokens) == (128, 10, 400)
     assert (stats.num_steps_total, stats.num_batched_tokens_total) == (2, 400)

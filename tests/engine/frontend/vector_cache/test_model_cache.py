@@ -265,7 +265,7 @@ async def test_an_engine_that_is_not_ready_answers_no_hits(make: Make) -> None:
 async def test_failures_and_what_is_not_finite_are_not_kept(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, core, cache = await make()
 
-    def fail(asked: Asked, _: list[TokenizedInput]) -> None:
+    def fail(asked: Asked) -> None:
         core.dispatcher.replicas[0].receive_failure(Failed(asked.request_id, "ModelExecutionError", "No."))
 
     with monkeypatch.context() as patched:

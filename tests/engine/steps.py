@@ -1,0 +1,67 @@
+"""What a core says of a step, as tests write and read it: an output on each line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.engine.protocol.batch_outputs import ArrayBlock
+from penstock.engine.protocol.messages import Frame, Rows
+from penstock.engine.protocol.rows import AnswerBlock, EndedRequests, pack_rows, unpack_rows
+
+
+class Row(NamedTuple):
+    """Output `name` of an input of a request: of the sequence [W], or rows of its tokens [L, W]."""
+
+    request_id: int
+    index: int
+    name: str
+    array: np.ndarray[Any, Any]
+    is_last: bool = True
+
+    @property
+    def kind(self) -> tuple[str, int, int]:
+        return self.name, self.array.ndim, self.array.shape[-1]
+
+
+def step_of(
+    rows: Sequence[Row],
+    num_tokens: int = 1,
+    step_s: float = 0.1,
+    *,
+    ended: Sequence[tuple[int, float, float]] = (),
+    **figures: Any,
+) -> tuple[Rows, list[Frame]]:
+    """The message and its frames; rows of one kind that stand together are a block."""
+    blocks = []
+    for (name, num_axes, _), group in groupby(rows, key=lambda row: row.kind):
+        own = list(group)
+        arrays = [row.array for row in own]
+        row_lens = [len(array) for array in arrays] if num_axes > 1 else None
+        values = np.stack(arrays) if row_lens is None else np.concatenate(arrays)
+        whose = [np.array(column, np.int64) for column in zip(*((r[0], r[1], r[4]) for r in own), strict=True)]
+        blocks.append(AnswerBlock(ArrayBlock(name=name, values=values, row_lens=row_lens), *whose))
+    heads, frames = pack_rows(blocks, EndedRequests.of(ended))
+    return Rows(heads, num_tokens, step_s, num_ended=len(ended), **figures), frames
+
+
+def rows_of(message: Rows, frames: Sequence[Frame]) -> list[Row]:
+    """What a message brings."""
+    blocks, _ = unpack_rows(message, frames)
+    return [
+        Row(request_id, index, each.block.name, array, bool(is_last))
+        for each in blocks
+        for request_id, index, array, is_last in zip(
+            each.request_ids.tolist(), each.indices.tolist(), each.block.split(), each.is_last.tolist(), strict=True
+        )
+    ]
+
+
+def ended_of(message: Rows, frames: Sequence[Frame]) -> dict[int, tuple[float, float]]:
+    """Seconds in the queue and in forwards of the requests that a message ends."""
+    _, ended = unpack_rows(message, frames)
+    columns = (column.tolist() for column in ended)
+    return {number: (queue_s, inference_s) for number, queue_s, inference_s in zip(*columns, strict=True)}
