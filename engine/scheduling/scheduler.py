@@ -105,16 +105,17 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Takes a request into the book and queues its sequences. Raises ValueError where one can never run."""
-        for num_tokens in (sequence.num_tokens for sequence in request.sequences):
+        for num_tokens in [sequence.num_tokens for sequence in request.sequences]:
             if not 1 <= num_tokens <= self._max_seq_len:
                 raise ValueError(f"a sequence has {num_tokens} tokens; it must have 1 to {self._max_seq_len}.")
         self.requests[request.request_id] = request
         request.num_left = len(request.sequences)
         request.lead_s = request.priority * self.prefill.config.ageing_s
         last: dict[bool, QueuedSequence] = {}  # of the short ones, and of the long ones
+        turn_s = request.arrival_s + request.lead_s  # of the first of each; the others get theirs in line
         for sequence in request.sequences:
             num_tokens = sequence.num_tokens
-            sequence.turn_s = request.arrival_s + request.lead_s  # of the first of each; the others get theirs in line
+            sequence.turn_s = turn_s
             sequence.order = next(self._orders)
             is_cut = self.prefill.should_chunk(num_tokens) or num_tokens > self.token_budget
             sequence.is_long = is_cut and self._allocator.can_hold(num_tokens)  # what can never be held runs whole
@@ -150,7 +151,7 @@ class Scheduler:
         if self.has_long:
             self._add_chunks(window, batch, budget, now_s, free_tokens)
         self._add_whole(window, batch, budget, now_s)
-        batch.chunks.sort(key=lambda chunk: (chunk.start > 0, chunk.num_tokens))
+        batch.chunks.sort(key=lambda chunk: (chunk.start > 0, chunk.end - chunk.start))
         batch.num_left = self.waiting.num_seqs
         return batch
 
@@ -208,6 +209,8 @@ class Scheduler:
         max_tokens, max_seqs = _WINDOW * self.token_budget, max(_WINDOW // 2 * self._max_num_seqs, 1)
         while window := self.waiting.window(max_tokens, max_seqs, now_s, self._token_s):
             self._expire(window, now_s, batch)
+            if not batch.expired:
+                return window
             if live := [sequence for sequence in window if sequence.status is Status.WAITING]:
                 return live
         return []
@@ -329,8 +332,8 @@ class Scheduler:
 
     def _expire(self, sequences: Iterable[QueuedSequence], now_s: float, batch: Batch) -> None:
         """Ends the requests of sequences whose deadline has passed."""
-        for request in [sequence.request for sequence in sequences]:
-            if request.deadline_s is not None and request.deadline_s <= now_s and request.num_left:
+        for request in [s.request for s in sequences if (at_s := s.request.deadline_s) is not None and at_s <= now_s]:
+            if request.num_left:
                 self.cancel(request.request_id)
                 batch.expired.append(request)
 

@@ -197,9 +197,12 @@ class PrefillBudget:
 
     def add(self, num_tokens: int) -> bool:
         """Takes the room of a sequence, if it has any; returns whether it has."""
-        if has_room := self.has_room(num_tokens):
-            self.num_tokens, self.num_seqs, self.is_untouched = self.num_tokens - num_tokens, self.num_seqs - 1, False
-        return has_room
+        if not self.has_room(num_tokens):
+            return False
+        self.num_tokens -= num_tokens
+        self.num_seqs -= 1
+        self.is_untouched = False
+        return True
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from .line import Line
 from .sequence import Entry, QueuedSequence
@@ -26,6 +26,8 @@ _BATCHES_A_LANE: Final = 2
 _LEAST_TOKENS: Final = 48
 
 _ORDER: Final = attrgetter("order")
+_NEVER: Final[Any] = (math.inf, 0, None)
+"""The entry behind the last one of a line."""
 
 BEGUN_SHARE: Final = 0.5
 """Of the device, which requests that have begun claim together while others wait to begin."""
@@ -44,22 +46,32 @@ class _Client:
         """Yields its short or its long sequences in their order; those behind get the turn that is then theirs."""
         begun_line, firsts_line = self.lines[2 * is_long : 2 * is_long + 2]
         walk, walk_firsts = begun_line.walk(), firsts_line.walk()
-        begun, first = next(walk, None), next(walk_firsts, None)
+        begun, first = next(walk, _NEVER), next(walk_firsts, _NEVER)
+        first_s = min(first[0], now_s)
         lifted: list[Entry] = []  # of those behind others, a heap
         while True:
-            if lifted and (begun is None or lifted[0] < begun) and (first is None or lifted[0] < first):
-                sequence = heapq.heappop(lifted)[2]
-            elif begun is not None and (first is None or begun < first):
-                sequence, begun = begun[2], next(walk, None)
-            elif first is not None:
-                sequence, first = first[2], next(walk_firsts, None)
+            is_lifted = bool(lifted) and lifted[0] < begun and lifted[0] < first
+            if is_lifted:
+                sequence = lifted[0][2]
+            elif begun < first:
+                sequence, begun = begun[2], next(walk, _NEVER)
+            elif first is not _NEVER:
+                sequence, first = first[2], next(walk_firsts, _NEVER)
+                first_s = min(first[0], now_s)
             else:
                 return
             if (behind := sequence.behind) is not None:
-                first_s = now_s if first is None or first[0] > now_s else first[0]
-                least_s = first_s + min(sequence.request.lead_s, 0.0)  # a head start is kept
-                behind.turn_s = max(sequence.turn_s + sequence.num_tokens * token_s, least_s)
-                heapq.heappush(lifted, (behind.turn_s, behind.order, behind))
+                lead_s = sequence.request.lead_s
+                least_s = first_s + lead_s if lead_s < 0 else first_s  # a head start is kept
+                turn_s = sequence.turn_s + sequence.num_tokens * token_s
+                behind.turn_s = turn_s if turn_s > least_s else least_s
+                entry = (behind.turn_s, behind.order, behind)
+                if is_lifted:
+                    heapq.heapreplace(lifted, entry)
+                else:
+                    heapq.heappush(lifted, entry)
+            elif is_lifted:
+                heapq.heappop(lifted)
             yield sequence
 
 
