@@ -51,5 +51,4 @@ class Intake:
 
     def _needs_last_row(self, params: PoolingParams) -> bool:
         """Whether the answer comes from the last token alone, so that the cache may stand in for rows before it."""
-        is_token_level = params.task in (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY)
-        return self._pools_last_row and not is_token_level
+        return self._pools_last_row and params.task not in (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -129,18 +129,17 @@ def unpack_turn(turn: Turn, frame: Frame) -> tuple[list[Asked], list[int]]:
         raise ValueError(f"{num_inputs} inputs for requests that have {columns[2].sum()}")
     ids, params, counts, priorities, clients = columns[:5].tolist()
     timeouts_s = columns[5].view(np.float64).tolist()
-    rest = iter(inputs)
     requests = [
         Asked(
             request_id,
             turn.params[place],
-            list(islice(rest, count)),
+            inputs[end - count : end],
             priority,
             None if timeout_s != timeout_s else timeout_s,  # not a number
             turn.clients[client],
         )
-        for request_id, place, count, priority, client, timeout_s in zip(
-            ids, params, counts, priorities, clients, timeouts_s, strict=True
+        for request_id, place, count, end, priority, client, timeout_s in zip(
+            ids, params, counts, accumulate(counts), priorities, clients, timeouts_s, strict=True
         )
     ]
     return requests, words[columns_end:].tolist()
