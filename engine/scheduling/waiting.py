@@ -127,6 +127,7 @@ class WaitingQueue:
         """Leaves out a sequence that waited and has ended with its request."""
         if sequence.entry is not None:
             self._line(sequence).leave(sequence)
+        sequence.before = sequence.behind = None
         self._count(sequence, -1)
 
     def window(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from penstock.engine.protocol.messages import (
 )
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.turns import Asked, Outgoing
-from penstock.engine.scheduling import Chunk, QueuedSequence
+from penstock.engine.scheduling import Chunk, QueuedSequence, Request
 
 from .fake_runner import PARAMS, ROWS, FakeRunner, Steps, named, pool
 
@@ -205,6 +206,27 @@ def test_one_turn_asks_and_cancels_also_what_it_has_asked_itself() -> None:
     steps.tell(Asked(2, PARAMS, [SEVENS]), Asked(3, PARAMS, [SEVENS]), cancels=[1, 2])
     steps.run_all()
     assert steps.answers == {3: {0: [14.0]}}
+
+
+def test_what_has_been_answered_or_cancelled_is_freed_without_the_collector() -> None:
+    def records() -> int:
+        return sum(isinstance(each, QueuedSequence | Request) for each in gc.get_objects())
+
+    steps = Steps(FakeRunner())
+    steps.submit(1, 5)
+    steps.run_all()
+    gc.collect()
+    gc.disable()
+    try:
+        before = records()
+        for request_id in range(2, 40, 2):
+            steps.submit(request_id, 5, 6, 7)
+            steps.submit(request_id + 1, 8, 9)
+            steps.cancel(request_id)
+            steps.run_all()
+        assert records() <= before + 5  # those of the last step may be held yet
+    finally:
+        gc.enable()
 
 
 def test_inputs_that_are_not_those_of_the_requests_are_a_bug() -> None:
