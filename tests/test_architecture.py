@@ -99,3 +99,44 @@ def test_the_face_of_the_engine_names_what_is_there() -> None:
         assert getattr(penstock.engine, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         penstock.engine.Nothing  # noqa: B018
+
+
+# Where the host asks for values, or copies them and waits: the truth of kernels, plain torch, which runs on a CPU and
+# where triton is not installed, what is for a CPU alone, and models that run through transformers.
+MAY_WAIT = (
+    "_reference.py",
+    "_torch.py",
+    "kernels/attention/cpu/",
+    "kernels/native/",
+    "kernels/pooling/_native.py",
+    "engine/models/fallback/",
+)
+WAITS_IN = {
+    "engine/layers/experts.py": {"OneByOneExperts"},  # on a CPU
+    "engine/models/decoders/decoder.py": {"DecoderModel"},  # at load
+}
+ASKS = {"item", "tolist", "cpu", "nonzero", "masked_select", "unique", "bincount"}
+
+
+def waits_of(path: str) -> Iterator[tuple[str, int]]:
+    """The outermost name and the line of each call that stops the host on CUDA."""
+    for top in ast.parse((ROOT / path).read_text(), path).body:
+        for node in ast.walk(top):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            owner = node.func.value
+            is_numpy = isinstance(owner, ast.Name) and owner.id == "np"
+            copies = node.func.attr in ("tensor", "as_tensor") and any(k.arg == "device" for k in node.keywords)
+            if copies or (node.func.attr in ASKS and not is_numpy):
+                yield getattr(top, "name", ""), node.lineno
+
+
+def test_kernels_layers_and_models_do_not_wait_for_the_device() -> None:
+    """A quick look; tests/engine/models/test_hidden_syncs.py runs them."""
+    wrong = []
+    for folder in ("kernels", "engine/layers", "engine/models"):
+        for path in sorted(str(file.relative_to(ROOT)) for file in (ROOT / folder).rglob("*.py")):
+            if not any(part in path for part in MAY_WAIT):
+                found = [(name, line) for name, line in waits_of(path) if name not in WAITS_IN.get(path, set())]
+                wrong += [f"{path}:{line}: {name}" for name, line in found]
+    assert not wrong

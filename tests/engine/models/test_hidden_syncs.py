@@ -306,6 +306,38 @@ def test_sparse_vectors_of_logits_wait_where_it_is_marked(
     compare(info, [resolved(info, PoolingTask.SPARSE_EMBED)] * 5, device)
 
 
+@pytest.mark.parametrize("is_sum", [False, True], ids=["max", "sum"])
+def test_sparse_vectors_of_a_head_in_bfloat16_stay_close(
+    is_sum: bool, save_model: Any, resolve: Any, device: Device
+) -> None:
+    """Cosine to those of float32 on the CPU above 0.999, from the same hidden states."""
+    folder, _ = save_model("BertForMaskedLM", **(SIZES | {"vocab_size": 3001, "hidden_size": 64}))
+    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum)
+    info = resolve(folder)
+    info = replace(info, sparse=recipe, tasks=(*info.tasks, PoolingTask.SPARSE_EMBED))
+    params = [resolved(info, PoolingTask.SPARSE_EMBED)] * 5
+    served = Served.load(info)
+    batch = PackedBatch.build(inputs_of(), torch.device("cpu"))
+    hidden_states = served.model.forward(batch).hidden_states
+    expected = [arrays["sparse"] for arrays in answers(served, params)]
+    with device:
+        head = load_model(replace(info, device=device.name, dtype="bfloat16")).vocabulary_head
+        assert head is not None
+        assert head(hidden_states[:3].to(device.name)).dtype == torch.bfloat16
+        metadata = PoolingMetadata.for_batch(PackedBatch.build(inputs_of(), torch.device(device.name)), params)
+        with torch.inference_mode():
+            pairs, counts = sparse.SparsePooler(recipe, head, info.vocab_size, ()).pool(
+                hidden_states.to(device.name, torch.bfloat16), metadata
+            )
+        parts = pairs.cpu().split(list(counts))
+    for part, other in zip(parts, expected, strict=True):
+        own, exact = np.zeros(info.vocab_size), np.zeros(info.vocab_size)
+        own[part[:, 0].int().numpy()] = part[:, 1].numpy()
+        exact[other[:, 0].astype(int)] = other[:, 1]
+        assert np.count_nonzero(exact) > 100
+        assert own @ exact > 0.999 * np.linalg.norm(own) * np.linalg.norm(exact)
+
+
 class Map:
     """A linear map of given numbers, on whichever device the rows are."""
 

@@ -85,6 +85,30 @@ def test_logits_over_the_vocabulary(
     assert max(sizes) <= block_rows
 
 
+@pytest.mark.parametrize("max_logits", [1, 9, 50, 1 << 20])
+@pytest.mark.parametrize("width", [4, 11, 64])
+@pytest.mark.parametrize("is_sum", [False, True], ids=["max", "sum"])
+@pytest.mark.parametrize("lengths", [LENGTHS, (0, 50, 0, 0, 58, 0)], ids=["texts", "with_empty"])
+def test_large_blocks_and_stripes_give_what_small_blocks_give(
+    hidden_states: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: tuple[int, ...],
+    is_sum: bool,
+    width: int,
+    max_logits: int,
+) -> None:
+    """What a GPU runs, here on a CPU: blocks that end within a text, columns that a program of the kernel can hold."""
+    monkeypatch.setattr(sparse, "MAX_TRITON_WIDTH", width)
+    monkeypatch.setattr(sparse, "BLOCK_ROWS", 3)
+    monkeypatch.setattr(sparse, "_MAX_LOGITS", max_logits * VOCAB_SIZE)
+    pooler = SparsePooler(SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum), to_logits, VOCAB_SIZE, ())
+    bounds = np.array([0, *np.cumsum(lengths)])
+    for part in (bounds, bounds[1:5], bounds[2:3].repeat(2)):
+        actual = pooler._pool_in_large_blocks(hidden_states, part)
+        expected = pooler._pool_in_small_blocks(hidden_states, part)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_sequence_without_rows_has_no_entries(hidden_states: Tensor) -> None:
     lengths = (3, 0, 2)
     pairs, counts = SparsePooler(BY_SPLADE, to_logits, VOCAB_SIZE, ()).pool(hidden_states[:5], describe(lengths))

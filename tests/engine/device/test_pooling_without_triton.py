@@ -1,0 +1,84 @@
+"""Pooling on CUDA where triton is not installed: plain torch, which does not wait either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import _packed
+from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, PoolingState, finish, pool, pool_partial
+
+from .pretend_cuda import DEVICE, PretendCuda, pretend_cuda
+
+LENGTHS = (0, 3, 1, 0, 9, 4, 0)
+SKIPS = (0, 1, 2, 5, 0, 4, 1)
+
+
+@pytest.fixture
+def mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendCuda]:
+    monkeypatch.setattr(_packed, "has_triton", lambda: False)
+    with pretend_cuda() as mode:
+        yield mode
+
+
+def make(device: torch.device | str) -> dict[str, Tensor]:
+    numbers = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(LENGTHS), 6, generator=numbers) - 3.0  # maxima below 0
+    given = {
+        "hidden_states": rows,
+        "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0).int(),
+        "skip_tokens": torch.tensor(SKIPS, dtype=torch.int32),
+        "weights": torch.rand(sum(LENGTHS), generator=numbers),
+    }
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["", "skips"])
+@pytest.mark.parametrize("kind", POOLING_KINDS)
+def test_whole_sequences(kind: PoolingKind, skips: bool, mode: PretendCuda) -> None:
+    def run(given: dict[str, Tensor], **options: str) -> Tensor:
+        weights = given["weights"] if kind == "weighted" else None
+        skip_tokens = given["skip_tokens"] if skips else None
+        rows, bounds = given["hidden_states"], given["cu_seqlens"]
+        return pool(rows, bounds, kind, skip_tokens=skip_tokens, weights=weights, **options)
+
+    given = make(DEVICE)
+    with mode.watched():
+        actual = run(given)
+    torch.testing.assert_close(actual.cpu(), run(make("cpu"), backend="reference"), atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in POOLING_KINDS if kind != "weighted"])
+def test_chunks(kind: PoolingKind, mode: PretendCuda) -> None:
+    """Two batches of chunks, of which some are empty, give what the rows give at once."""
+    later = torch.arange(20.0).reshape(10, 2).repeat(1, 3) - 15.0
+    bounds = torch.tensor([0, 2, 2, 4, 5, 5, 10, 10], dtype=torch.int32)
+
+    def run(given: dict[str, Tensor], later: Tensor, bounds: Tensor) -> Tensor:
+        state = PoolingState.empty(kind, len(LENGTHS), 6, given["hidden_states"].device)
+        for rows, ends in ((given["hidden_states"], given["cu_seqlens"]), (later, bounds)):
+            pool_partial(state, rows, ends, skip_tokens=given["skip_tokens"])
+        return finish(state)
+
+    given = make(DEVICE), later.to(DEVICE), bounds.to(DEVICE)
+    with mode.watched():
+        actual = run(*given)
+    whole = [
+        part
+        for own, more in zip(
+            make("cpu")["hidden_states"].split(LENGTHS), later.split(bounds.diff().tolist()), strict=True
+        )
+        for part in (own, more)
+    ]
+    lengths = torch.tensor(LENGTHS) + bounds.diff()
+    expected = pool(
+        torch.cat(whole),
+        torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int(),
+        kind,
+        skip_tokens=make("cpu")["skip_tokens"],
+        backend="reference",
+    )
+    torch.testing.assert_close(actual.cpu(), expected, atol=2e-5, rtol=0)
