@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.kernels.attention import attention, attention_paged
 from penstock.kernels.causal_conv1d import causal_conv1d
 from penstock.kernels.gated import GateActivation, gated
+from penstock.kernels.grouped_linear import grouped_linear
 from penstock.kernels.kv_store import kv_store
 from penstock.kernels.maxsim import maxsim
 from penstock.kernels.norm import Embeddings, Norm, NormKind, add_norm, embed_norm
@@ -108,6 +109,14 @@ class Heads(NamedTuple):
     kv_heads: int = 12
     size: int = 64
     past: int = 0
+
+
+class Groups(NamedTuple):
+    """Rows of groups, each with a matrix of its own."""
+
+    lengths: tuple[int, ...]
+    inputs: int
+    outputs: int
 
 
 class States(NamedTuple):
@@ -252,6 +261,15 @@ def gate(activation: GateActivation, inputs: Inputs, size: Packed) -> Work:
     return Work(partial(gated, both, activation), both.nbytes * 3 // 2)
 
 
+def experts(inputs: Inputs, size: Groups) -> Work:
+    """Multiplies the rows of each group with its own matrix."""
+    x = inputs.normal(sum(size.lengths), size.inputs)
+    weight = inputs.normal(len(size.lengths), size.outputs, size.inputs)
+    ends = inputs.borders(size.lengths)[1:].contiguous()
+    moved = x.nbytes + weight.nbytes + len(x) * size.outputs * x.itemsize
+    return Work(partial(grouped_linear, x, weight, ends), moved, 2 * len(x) * size.inputs * size.outputs)
+
+
 def late_interaction(inputs: Inputs, size: Packed) -> Work:
     """Compares one query of 32 tokens with documents."""
     query = torch.nn.functional.normalize(inputs.normal(32, size.width), dim=1)
@@ -301,5 +319,8 @@ KERNELS: Final = {
     "causal_conv1d": Kernel(convolution, Packed(ODD, 1000), Packed((512,) * 32, 3328), Packed((3, 9), 8)),
     "selective_scan": Kernel(mamba_scan, Packed(ODD, 200), Packed((512,) * 32, 1536), Packed((3, 9), 8)),
     "ssd": Kernel(duality, States(ODD, 6, 64, 128), States((512,) * 32, 24, 64, 128), States((3, 9), 2, 16, 16)),
+    "grouped_linear": Kernel(
+        experts, Groups(ODD, 200, 312), Groups((1024,) * 16, 1024, 4096), Groups((3, 0, 9), 16, 24)
+    ),
     "maxsim": Kernel(late_interaction, Packed(ODD, 128), Packed((180,) * 1000, 128), Packed((3, 9), 16), 1e-5),
 }
