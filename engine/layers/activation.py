@@ -1,4 +1,4 @@
-"""Activation functions under the names that config.json uses."""
+"""Activation functions under the names that config.json uses, and the gates that are made of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.gated import GateActivation
+from penstock.kernels.gated import GateActivation, gated
 
 from ..protocol.errors import UnsupportedModelError
+from .fusion import Fusion
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +76,31 @@ def find_activation(name: str) -> ActivationFunction:
             f"The activation function {name!r} is not known; known are {', '.join(sorted(_ACTIVATIONS))}."
         )
     return _ACTIVATIONS[name]
+
+
+class Gate:
+    """activation(gate) * up, of one product that holds both.
+
+    Args:
+        activation: Name as in config.json.
+        fusion: With FUSED it is one kernel of kernels/gated, where that knows the activation.
+    """
+
+    __slots__ = ("_apply", "_kernel")
+
+    def __init__(self, activation: str, fusion: Fusion) -> None:
+        found = find_activation(activation)
+        self._apply = found.apply
+        self._kernel: GateActivation | None = found.gate if fusion is Fusion.FUSED else None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is one kernel."""
+        return self._kernel is not None
+
+    def __call__(self, both_T2O: Tensor) -> Tensor:
+        """Returns [T, O] of gate beside up, [T, 2 * O]."""
+        if self._kernel is not None:
+            return gated(both_T2O, self._kernel, backend="triton")
+        gate_TO, up_TO = both_T2O.chunk(2, dim=-1)
+        return self._apply(gate_TO) * up_TO

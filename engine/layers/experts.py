@@ -18,7 +18,8 @@ from torch import Tensor
 from penstock.kernels.grouped_linear import grouped_linear
 
 from ..protocol.errors import ModelLoadError
-from .activation import find_activation
+from .activation import Gate
+from .fusion import Fusion
 from .linear import GatedLinear, Linear
 from .mlp import GatedMlp
 from .rows import Rows, round_up
@@ -49,6 +50,7 @@ class SparseExperts:
         activation: Of the gate, name as in config.json.
         top_k: K.
         renormalise: Whether the weights of a token's K experts sum to 1, instead of those of all X.
+        fusion: Of the gates, on a GPU.
 
     Raises:
         ModelLoadError: There are fewer than K experts.
@@ -62,13 +64,17 @@ class SparseExperts:
         top_k: int,
         *,
         renormalise: bool,
+        fusion: Fusion = Fusion.NONE,
     ) -> None:
         num_experts = router_XD.shape[0]
         if not 1 <= top_k <= num_experts:
             raise ModelLoadError(f"config.json: num_experts_per_tok is {top_k}, but there are {num_experts} experts.")
         self._router = Linear(router_XD, None, reorder=False)
-        kind = OneByOneExperts if router_XD.device.type == "cpu" else SortedExperts
-        self._experts: Experts = kind(experts, activation)
+        self._experts: Experts
+        if router_XD.device.type == "cpu":
+            self._experts = OneByOneExperts(experts, activation)
+        else:
+            self._experts = SortedExperts(experts, activation, fusion=fusion)
         self._top_k = top_k
         self._renormalise = renormalise
 
@@ -117,10 +123,12 @@ class SortedExperts:
     See SparseExperts.
     """
 
-    def __init__(self, experts: Iterable[tuple[Tensor, Tensor]], activation: str) -> None:
+    def __init__(
+        self, experts: Iterable[tuple[Tensor, Tensor]], activation: str, *, fusion: Fusion = Fusion.NONE
+    ) -> None:
         both, down = zip(*experts, strict=True)
         self._both_X2ID, self._down_XDI = torch.stack(both), torch.stack(down)
-        self._activation = find_activation(activation)
+        self._gate = Gate(activation, fusion)
 
     def add_to(self, sum_RD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
         """See Experts."""
@@ -128,8 +136,7 @@ class SortedExperts:
         numbers_X = torch.arange(len(self._both_X2ID), device=x_TD.device)
         ends_X = torch.searchsorted(expert_A, numbers_X, right=True, out_int32=True)
         both_A2I = grouped_linear(x_TD[order_A // expert_TK.shape[1]], self._both_X2ID, ends_X)
-        gate_AI, value_AI = both_A2I.chunk(2, dim=-1)
-        out_AD = grouped_linear(self._activation.apply(gate_AI) * value_AI, self._down_XDI, ends_X)
+        out_AD = grouped_linear(self._gate(both_A2I), self._down_XDI, ends_X)
         place_TK = order_A.argsort().view(expert_TK.shape)
         sum_TD = sum_RD[: len(x_TD)]
         for place_T, weight_T in zip(place_TK.unbind(1), weight_TK.unbind(1), strict=True):

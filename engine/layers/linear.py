@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.gated import GateActivation, gated
-
-from .activation import ActivationFunction, find_activation
+from .activation import ActivationFunction, Gate, find_activation
 from .fusion import Fusion
 from .weights import Weights
 
@@ -147,8 +145,8 @@ class Linear:
 class GatedLinear:
     """y = activation(x U^T + c) * (x V^T + d): the GLU of Shazeer (arXiv 2002.05202).
 
-    Two products whose second takes the gate inside on a CPU with oneDNN; one product of double width elsewhere, whose
-    halves a kernel of kernels/gated puts together where it knows the activation.
+    Two products whose second takes the gate inside on a CPU with oneDNN; one product of double width and a Gate
+    elsewhere.
 
     Args:
         weight_2OI: [2 * O, I]: U above V. The caller gives it up.
@@ -157,31 +155,27 @@ class GatedLinear:
         fusion: See there.
     """
 
-    __slots__ = ("_activation", "_both", "_fused_gate", "_gate", "_value")
+    __slots__ = ("_both", "_gate", "_halves")
 
     def __init__(
         self, weight_2OI: Tensor, bias_2O: Tensor | None, activation: str, *, fusion: Fusion = Fusion.NONE
     ) -> None:
-        self._activation = find_activation(activation)
-        self._fused_gate: GateActivation | None = self._activation.gate if fusion is Fusion.FUSED else None
+        self._gate = Gate(activation, fusion)
         self._both: Linear | None = None
-        if self._fused_gate is not None or not _can_pack(weight_2OI):
+        if self._gate.is_fused or not _can_pack(weight_2OI):
             self._both = Linear(weight_2OI, bias_2O)
             return
         upper_OI, lower_OI = weight_2OI.chunk(2)
         upper_O, lower_O = bias_2O.chunk(2) if bias_2O is not None else (None, None)
-        self._gate = Linear(upper_OI.contiguous(), upper_O, activation=activation)
-        self._value = Linear(lower_OI.contiguous(), lower_O)
+        upper = Linear(upper_OI.contiguous(), upper_O, activation=activation)
+        self._halves = upper, Linear(lower_OI.contiguous(), lower_O)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Returns [T, O]."""
-        if self._both is None:
-            return self._value(x_TI, multiply=self._gate(x_TI))
-        both_T2O = self._both(x_TI)
-        if self._fused_gate is not None:
-            return gated(both_T2O, self._fused_gate, backend="triton")
-        gate_TO, value_TO = both_T2O.chunk(2, dim=-1)
-        return self._activation.apply(gate_TO) * value_TO
+        if self._both is not None:
+            return self._gate(self._both(x_TI))
+        upper, lower = self._halves
+        return lower(x_TI, multiply=upper(x_TI))
 
 
 def _can_pack(weight: Tensor) -> bool:

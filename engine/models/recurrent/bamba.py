@@ -179,4 +179,6 @@ def _load_experts(weights: Weights, config: GraniteHybridConfig) -> SparseExpert
     down_XDI = weights.tensor("output_linear.weight", X, D, I)
     experts = zip(both_X2ID, down_XDI, strict=True)
     router_XD = weights.tensor("router.layer.weight", X, D, dtype=torch.float32)
-    return SparseExperts(router_XD, experts, config.hidden_act, config.num_experts_per_tok, renormalise=True)
+    return SparseExperts(
+        router_XD, experts, config.hidden_act, config.num_experts_per_tok, renormalise=True, fusion=weights.fusion
+    )

@@ -88,7 +88,8 @@ class JambaConfig(HybridConfig):
             return load_mlp(own), None
         router_XD = own.tensor("router.weight", self.num_experts, self.hidden_size, dtype=torch.float32)
         experts = (self._load_expert(own.scope(f"experts.{x}")) for x in range(self.num_experts))
-        return None, SparseExperts(router_XD, experts, self.hidden_act, self.num_experts_per_tok, renormalise=False)
+        top_k = self.num_experts_per_tok
+        return None, SparseExperts(router_XD, experts, self.hidden_act, top_k, renormalise=False, fusion=weights.fusion)
 
     def _load_expert(self, scope: Weights) -> tuple[Tensor, Tensor]:
         """Returns gate above up, and the map back."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.layers import linear
+from penstock.engine.layers.experts import SortedExperts
 from penstock.engine.layers.fusion import Fusion
 from penstock.engine.layers.linear import GatedLinear, Linear
 from penstock.engine.layers.norm import LayerNorm, RmsNorm
@@ -164,6 +165,17 @@ def test_fused_gate_equals_torch(activation, device):
     functions = {"silu": F.silu, "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh")}
     actual = GatedLinear(weight, bias, activation, fusion=Fusion.FUSED)(x)
     assert_close(actual, functions[activation](gate) * value)
+
+
+@devices
+def test_fused_gates_of_experts_equal_the_others(device):
+    both, down, x = (torch.randn(*shape, device=device) / 4 for shape in ((3, 48, 16), (3, 16, 24), (9, 16)))
+    expert = torch.tensor([[0, 2], [2, 1], [1, 0]], device=device).repeat(3, 1)
+    sums = [torch.zeros(9, 16, device=device) for _ in range(2)]
+    for sum_, fusion in zip(sums, (Fusion.NONE, Fusion.FUSED), strict=True):
+        experts = SortedExperts(zip(both, down, strict=True), "silu", fusion=fusion)
+        experts.add_to(sum_, x, expert, torch.ones(9, 2, device=device))
+    assert_close(sums[1], sums[0])
 
 
 @devices
