@@ -6,8 +6,8 @@ Which block or slot belongs to whom is decided in sequence_pool/, without torch;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -17,6 +17,21 @@ from torch import Tensor
 from .native.packed_arrays import PackedArrays
 from .protocol.request import TokenizedInput
 from .sequence_pool.cache_spec import CacheSpec
+from .staging import put_all
+
+_ARRAYS: Final = ("input_ids", "positions", "token_type_ids", "cu_seqlens", "skip_tokens")
+_GROUP: Final = ("rows", "is_visible")
+_PLACES: Final = (
+    "block_tables",
+    "past_lens_on_device",
+    "store_rows",
+    "store_slots",
+    "load_indices",
+    "load_slots",
+    "save_indices",
+    "save_slots",
+)
+"""What a BatchCache holds beside its memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,8 +141,11 @@ class HiddenTokens:
     is_visible: Tensor
 
     @classmethod
-    def of(cls, lengths: NDArray[np.int32], num_hidden: NDArray[np.int32], device: torch.device) -> list[HiddenTokens]:
-        """Returns the sequences with hidden tokens by length, given lengths [N] and numbers of hidden tokens [N]."""
+    def of(cls, lengths: NDArray[np.int32], num_hidden: NDArray[np.int32]) -> list[HiddenTokens]:
+        """Returns the sequences with hidden tokens by length, given lengths [N] and numbers of hidden tokens [N].
+
+        On the host.
+        """
         starts = np.cumsum(lengths) - lengths
         groups = []
         for length in np.unique(lengths[num_hidden > 0]):
@@ -135,7 +153,7 @@ class HiddenTokens:
             places = np.arange(length)
             rows = torch.from_numpy(starts[members, None] + places)
             is_visible = torch.from_numpy(places < (length - num_hidden[members, None]))
-            groups.append(cls(rows=rows.to(device), is_visible=is_visible.to(device)))
+            groups.append(cls(rows=rows, is_visible=is_visible))
         return groups
 
 
@@ -186,26 +204,24 @@ class PackedBatch:
 
         Args:
             inputs: At least one, none of them empty: whole sequences, or chunks of them.
-            device: Where the tensors go.
+            device: Where the tensors go, all in one copy.
             starts: Place of each chunk in its sequence; None means that all begin at 0.
-            cache: For chunks; see the attribute.
+            cache: For chunks; see the attribute. Its places may be on the host.
         """
         arrays = PackedArrays.build(inputs, starts)
-
-        def put(array: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
-
+        hidden = [] if arrays.num_hidden is None else HiddenTokens.of(arrays.lengths, arrays.num_hidden)
+        own: dict[str, Tensor | None] = {
+            name: None if (array := getattr(arrays, name)) is None else torch.from_numpy(array) for name in _ARRAYS
+        }
+        places: dict[str, Tensor | None] = {} if cache is None else {name: getattr(cache, name) for name in _PLACES}
+        groups = {(number, name): getattr(group, name) for number, group in enumerate(hidden) for name in _GROUP}
+        put: dict[Any, Any] = put_all({**own, **places, **groups}, device)
         seq_lens = tuple(arrays.lengths.tolist())
-        types, skips, hidden = arrays.token_type_ids, arrays.skip_tokens, arrays.num_hidden
         return cls(
-            input_ids=put(arrays.input_ids),
-            positions=put(arrays.positions),
-            token_type_ids=None if types is None else put(types),
-            cu_seqlens=put(arrays.cu_seqlens),
+            **{name: put[name] for name in own},
             seq_lens=seq_lens,
             max_seqlen=max(seq_lens),
-            skip_tokens=None if skips is None else put(skips),
-            cache=cache,
-            hidden=() if hidden is None else HiddenTokens.of(arrays.lengths, hidden, device),
+            cache=None if cache is None else replace(cache, **{name: put[name] for name in places}),
+            hidden=[HiddenTokens(**{name: put[number, name] for name in _GROUP}) for number in range(len(hidden))],
             token_ids=arrays.input_ids,
         )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -16,6 +19,7 @@ from ..model_files.resolve import resolve_model, with_device
 from ..models.base import PackedModel
 from ..packed_batch import PackedBatch
 from ..pooling import ModelPooler, PoolingMetadata, TokenMaps
+from ..pooling.output import OutputCopy
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
@@ -44,14 +48,44 @@ from .loading.warm_up import GpuStart, MadeBatches, warm_up
 from .loading.weights_loader import load_dense, load_model, torch_dtype
 from .memory.chunk_memory import ChunkMemory, kept_of
 from .memory.describe_pool import describe_pool
-from .memory.device import DeviceMemory, ForwardClock, is_out_of_memory, multiply_exactly, resolve_device
+from .memory.device import DeviceMemory, ForwardClock, device_errors, multiply_exactly, resolve_device
+from .memory.device_stream import DeviceStream, Mark, MarkWatch, stream_of
 from .memory.memory_meter import MemoryGauge, MemoryMeter
-from .runner import DeviceLimits, DeviceLostError, DeviceMemoryError, ForwardTime, OneByOne
+from .runner import DeviceLimits, EndedForward, ForwardTime
 
 logger = logging.getLogger("penstock.engine")
 
 
-class ModelRunner(OneByOne):
+_MOST_UNDER_WAY: Final = 2
+"""Forwards: one that runs, and the next."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceForward:
+    """A Forward on a device beside the host.
+
+    Attributes:
+        copy: Of what it gives.
+        ended: When that has come.
+    """
+
+    copy: OutputCopy
+    ended: Mark
+
+    @property
+    def is_done(self) -> bool:
+        """See Forward. DeviceLostError where the device has failed."""
+        with device_errors():
+            return self.ended.is_reached
+
+    def outputs(self) -> BatchOutputs:
+        """See Forward. DeviceLostError is all that it raises: what one request does wrong is known when it begins."""
+        with device_errors():
+            self.ended.wait()
+        return self.copy.arrived()
+
+
+class ModelRunner:
     """A Runner on torch. `load` makes one from an EngineConfig.
 
     Args:
@@ -63,6 +97,7 @@ class ModelRunner(OneByOne):
         maps: Heads for single tokens; None for none.
         gauge: Tells what the largest forward takes, which runs before the memory of chunks is sized; None takes that of
             a GPU, and on a CPU runs no such forward.
+        stream: Where forwards run; None for that of the model's device.
     """
 
     def __init__(
@@ -74,15 +109,21 @@ class ModelRunner(OneByOne):
         config: EngineConfig,
         maps: TokenMaps | None = None,
         gauge: MemoryGauge | None = None,
+        stream: DeviceStream | None = None,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
         self.allocator: Allocator = NullAllocator()
+        self.num_lanes = 1
+        self.keeps_order = True
         self._device = torch.device(info.device)
         self._model = model
         self._pooler = ModelPooler(info, model, dense, maps or TokenMaps())
         self._memory: ChunkMemory | None = None
-        self._clock = ForwardClock(self._device)
+        self._stream = stream or stream_of(self._device)
+        self._clock = ForwardClock(self._stream)
+        self._watch = MarkWatch()
+        self._under_way: deque[Mark] = deque()  # ends of forwards
         self._meter = MemoryMeter(DeviceMemory(self._device), _token_bytes(info))
         self.limits = DeviceLimits()
         self._made = MadeBatches(info, tokenizer)
@@ -117,21 +158,32 @@ class ModelRunner(OneByOne):
                 torch.set_num_threads(1)  # what is left to it is small, and its threads would only be in the way
             return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
 
+    @property
+    def has_room(self) -> bool:
+        """See Runner. The device has the next forward before it has ended one."""
+        with device_errors():
+            while self._under_way and self._under_way[0].is_reached:
+                self._under_way.popleft()
+        return len(self._under_way) < _MOST_UNDER_WAY
+
+    def ring(self, bell: int | None) -> None:
+        """See Runner."""
+        self._watch.ring(bell)
+
+    def begin(self, chunks: Sequence[Chunk]) -> EndedForward | DeviceForward:
+        """See Runner. On CUDA the batch is packed, and all that it needs asked for, while others may run."""
+        with device_errors():
+            return self._begin(chunks)
+
     def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
-        """See Runner. On CUDA the batch is packed while the last forward may still run."""
-        try:
-            return self._execute(chunks)
-        except torch.AcceleratorError as error:
-            raise DeviceLostError(str(error)) from error
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self._out_of_memory(error) from error
+        """See Runner."""
+        return self.begin(chunks).outputs()
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """See Runner."""
         if self._memory is not None:
-            self._memory.save(sequence, allocation)
+            with device_errors():
+                self._memory.save(sequence, allocation)
 
     def free_tokens(self) -> int:
         """See Runner."""
@@ -152,7 +204,7 @@ class ModelRunner(OneByOne):
                 self._graphs = record_forwards(self._model, self.info, self._made, self._device, self._config.scheduler)
 
     @torch.inference_mode()
-    def _execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
+    def _begin(self, chunks: Sequence[Chunk]) -> EndedForward | DeviceForward:
         sequences = [chunk.sequence for chunk in chunks]
         params = [sequence.request.params for sequence in sequences]
         cache = None
@@ -175,20 +227,20 @@ class ModelRunner(OneByOne):
         self._clock.begin()
         forward = self._model.forward if self._graphs is None else self._graphs.forward
         output = forward(batch, need_attention=self._pooler.needs_attention(params))
-        outputs = self._pooler.pool(output, metadata).to_host()
+        pooled = self._pooler.pool(output, metadata)
+        result = pooled.begin_copy(self._stream.to_host) if self._stream.is_beside_host else pooled.to_host()
         if self._memory is not None and cache is not None:
             for index, state in metadata.states.items():
                 kept_of(sequences[index]).pooling = state
             self._memory.advance(chunks)
-        self._clock.end(chunk_tokens, batch.num_tokens - chunk_tokens)
+        ended = self._clock.end(chunk_tokens, batch.num_tokens - chunk_tokens)
         if chunk_tokens:
-            self._meter.end(batch.num_tokens)
-        return outputs
-
-    def _out_of_memory(self, error: Exception) -> DeviceMemoryError:
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        return DeviceMemoryError(str(error))
+            self._meter.end(batch.num_tokens)  # torch counts what is asked for, whether or not it has run
+        if isinstance(result, BatchOutputs):
+            return EndedForward(result)
+        self._under_way.append(ended)
+        self._watch.add(ended)
+        return DeviceForward(result, ended)
 
     def _make_room(self, memory: DeviceMemory, gauge: MemoryGauge | None) -> None:
         """Reserves the memory of sequences in chunks: a share of what the largest forward leaves, where that is known.
@@ -244,13 +296,8 @@ class ModelRunner(OneByOne):
 @contextmanager
 def _load_errors(info: ModelInfo) -> Iterator[None]:
     """As load_errors; torch says in words alone that memory was short."""
-    with load_errors(info):
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise DeviceMemoryError(str(error)) from error
+    with load_errors(info), device_errors():
+        yield
 
 
 def _allocator(plan: PoolPlan, block_size: int, *, enable_prefix_caching: bool) -> SequenceAllocator:

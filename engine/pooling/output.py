@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +51,16 @@ class PoolerOutput:
             self._on_host = BatchOutputs.of(self.batch_size, blocks)
         return self._on_host
 
+    def begin_copy(self, to_host: Callable[[Sequence[Tensor]], list[Tensor]]) -> OutputCopy:
+        """Begins to copy the results to the host, with what the device says of whether they are finite.
+
+        Args:
+            to_host: Returns where copies of tensors will be; see DeviceStream.to_host.
+        """
+        values = [block.values for block in self.blocks]
+        copies = to_host([*values, *map(_is_finite, values)])
+        return OutputCopy(self, copies[: len(values)], copies[len(values) :])
+
     def to_numpy(self) -> list[Arrays]:
         """Returns the arrays of each sequence by name; see BatchOutputs.split."""
         return self.to_host().split()
@@ -65,6 +75,34 @@ class PoolerOutput:
         if "embedding" not in arrays:
             raise KeyError(f"sequence {idx} has no embedding; it has {', '.join(arrays) or 'no results yet'}")
         return arrays["embedding"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputCopy:
+    """The results of one batch on their way to the host.
+
+    Attributes:
+        output: On the device.
+        values: Those of its blocks, on the host; to be read when the device has come so far.
+        are_finite: Per block one bool, as `values`.
+    """
+
+    output: PoolerOutput
+    values: Sequence[Tensor]
+    are_finite: Sequence[Tensor]
+
+    def arrived(self) -> BatchOutputs:
+        """Returns the results, which have come. Views of the copies."""
+        pairs = zip(self.output.blocks, self.values, strict=True)
+        blocks = tuple(block.on_host(values.numpy()) for block, values in pairs)
+        if not all(is_finite.item() for is_finite in self.are_finite):
+            return BatchOutputs.of(self.output.batch_size, blocks)  # looks for the sequences
+        return BatchOutputs(self.output.batch_size, blocks, np.ones(self.output.batch_size, np.bool_))
+
+
+def _is_finite(values: Tensor) -> Tensor:
+    """Whether all values are finite, [] bool on their device: times 0, what is not becomes NaN, which a sum keeps."""
+    return values.mul(0.0).sum() == 0.0
 
 
 def _to_host(tensors: Sequence[Tensor]) -> list[NDArray[np.float32]]:

@@ -51,13 +51,12 @@ class ChunkMemory:
     def __init__(
         self, spec: CacheSpec, plan: PoolPlan, *, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._device = device
         self._num_slots = plan.num_slots
         self._kv = KvCache.allocate(spec, plan.num_blocks, block_size, dtype, device) if spec.kv_layers else None
         self._ssm = SsmStates.allocate(spec, 2 * plan.num_slots, dtype, device) if spec.ssm_layers else None
 
     def batch_cache(self, chunks: Sequence[Chunk]) -> BatchCache | None:
-        """Returns what a forward over `chunks` reads and writes; None where that is nothing.
+        """Returns what a forward over `chunks` reads and writes; None where that is nothing. The places on the host.
 
         Args:
             chunks: Those that begin a sequence before those that go on with one.
@@ -81,7 +80,7 @@ class ChunkMemory:
         )
 
     def advance(self, chunks: Sequence[Chunk]) -> None:
-        """Records that a forward over `chunks` has succeeded."""
+        """Records that a forward over `chunks` was begun without an error: whatever is begun later comes after it."""
         if self._ssm is None:
             return
         for chunk in chunks:
@@ -130,12 +129,11 @@ class ChunkMemory:
         places = np.repeat(first_blocks, lengths) + positions // block_size
         kept = np.flatnonzero(is_kept)
         slots = np.concatenate(blocks)[places[kept]] * block_size + positions[kept] % block_size
-        past_lens = torch.tensor([c.start for c in chunks[num_new:]], dtype=torch.int32)
         return {
-            "block_tables": torch.from_numpy(table).to(self._device, non_blocking=True),
-            "past_lens_on_device": past_lens.to(self._device, non_blocking=True),
-            "store_rows": None if len(kept) == len(positions) else self._indices(kept),
-            "store_slots": self._indices(slots),
+            "block_tables": torch.from_numpy(table),
+            "past_lens_on_device": torch.tensor([c.start for c in chunks[num_new:]], dtype=torch.int32),
+            "store_rows": None if len(kept) == len(positions) else _indices(kept),
+            "store_slots": _indices(slots),
         }
 
     def _state_places(self, chunks: Sequence[Chunk]) -> dict[str, Tensor | None]:
@@ -144,10 +142,10 @@ class ChunkMemory:
         saved = [(i, c, kept_of(c.sequence), a) for i, c, a in held if a is not None]
         loaded = [(i, kept, a) for i, c, kept, a in saved if c.start]
         return {
-            "load_indices": self._indices([i for i, *_ in loaded]),
-            "load_slots": self._indices([self._place(kept, a) for _, kept, a in loaded]),
-            "save_indices": self._indices([i for i, *_ in saved]),
-            "save_slots": self._indices([self._place(kept, a, is_next=True) for *_, kept, a in saved]),
+            "load_indices": _indices([i for i, *_ in loaded]),
+            "load_slots": _indices([self._place(kept, a) for _, kept, a in loaded]),
+            "save_indices": _indices([i for i, *_ in saved]),
+            "save_slots": _indices([self._place(kept, a, is_next=True) for *_, kept, a in saved]),
         }
 
     def _place(self, kept: Kept, allocation: Allocation, *, is_next: bool = False) -> int:
@@ -155,8 +153,9 @@ class ChunkMemory:
         assert allocation.state_slot is not None, "a model with SSM layers has a pool of slots"
         return allocation.state_slot + (kept.place ^ is_next) * self._num_slots
 
-    def _indices(self, values: Sequence[int] | np.ndarray) -> Tensor:
-        return torch.from_numpy(np.asarray(values, np.int64)).to(self._device, non_blocking=True)
+
+def _indices(values: Sequence[int] | np.ndarray) -> Tensor:
+    return torch.from_numpy(np.asarray(values, np.int64))
 
 
 def kept_of(sequence: QueuedSequence) -> Kept:

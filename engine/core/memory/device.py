@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,7 +12,8 @@ import torch
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ModelLoadError
 from ..host import available_memory
-from ..runner import ForwardTime
+from ..runner import DeviceLostError, DeviceMemoryError, ForwardTime
+from .device_stream import DeviceStream, Mark
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -64,6 +67,26 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Says in the words of the loop what torch raises of the device.
+
+    Raises:
+        DeviceLostError: The device is lost.
+        DeviceMemoryError: Memory was short. What torch keeps on CUDA for later use is given back.
+    """
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise DeviceLostError(str(error)) from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        raise DeviceMemoryError(str(error)) from error
 
 
 class DeviceMemory:
@@ -122,50 +145,31 @@ def _resident(field: str) -> int:
 
 
 class ForwardClock:
-    """Times one forward after the other, and lets at most one be under way.
-
-    On CUDA one may still run when the call that started it has returned.
+    """Times forwards by marks in the work of their device, of which several may be under way. Never waits for one.
 
     Args:
-        device: Where they run.
+        stream: Where they run.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._began_s = 0.0
-        self._began: torch.cuda.Event | None = None
-        self._under_way: tuple[torch.cuda.Event, torch.cuda.Event, int, int] | None = None
-        self._times: list[ForwardTime] = []
+    def __init__(self, stream: DeviceStream) -> None:
+        self._stream = stream
+        self._began = stream.mark()
+        self._under_way: deque[tuple[Mark, Mark, int, int]] = deque()
 
     def begin(self) -> None:
-        """Waits for the last forward and starts the time of the next."""
-        if self._is_cuda:
-            self._wait()
-            self._began = torch.cuda.Event(enable_timing=True)
-            self._began.record(torch.cuda.current_stream(self._device))
-        self._began_s = time.perf_counter()
+        """Starts the time of the next forward."""
+        self._began = self._stream.mark()
 
-    def end(self, chunk_tokens: int, whole_tokens: int) -> None:
-        """Says that everything of a forward has been asked of the device; see ForwardTime."""
-        if self._began is None:
-            self._times.append(ForwardTime(chunk_tokens, whole_tokens, time.perf_counter() - self._began_s))
-            return
-        ended = torch.cuda.Event(enable_timing=True)
-        ended.record(torch.cuda.current_stream(self._device))
-        self._under_way = (self._began, ended, chunk_tokens, whole_tokens)
+    def end(self, chunk_tokens: int, whole_tokens: int) -> Mark:
+        """Returns the end of a forward, of which everything has been asked for; see ForwardTime."""
+        ended = self._stream.mark()
+        self._under_way.append((self._began, ended, chunk_tokens, whole_tokens))
+        return ended
 
     def take(self) -> list[ForwardTime]:
         """Returns the forwards that were seen to end since the last call."""
-        if self._under_way is not None and self._under_way[1].query():
-            self._wait()
-        times, self._times = self._times, []
+        times = []
+        while self._under_way and self._under_way[0][1].is_reached:
+            began, ended, chunk_tokens, whole_tokens = self._under_way.popleft()
+            times.append(ForwardTime(chunk_tokens, whole_tokens, ended.at_ms(began) / 1000))
         return times
-
-    def _wait(self) -> None:
-        if self._under_way is None:
-            return
-        began, ended, chunk_tokens, whole_tokens = self._under_way
-        ended.synchronize()
-        self._times.append(ForwardTime(chunk_tokens, whole_tokens, began.elapsed_time(ended) / 1000))
-        self._under_way = None

@@ -44,7 +44,11 @@ from penstock.engine.sequence_pool import Allocation, PoolPlan, plan_pool
 from penstock.engine.sequence_pool.cache_spec import CacheSpec, SsmLayerSpec
 from penstock.kernels.native import Machine, NativeError
 
+<<<<<<< HEAD
 from ..steps import rows_of
+=======
+from .played_stream import PlayedStream
+>>>>>>> 0fd16a7 (On CUDA a batch is submitted in one copy, and collected when its event has come; results leave through pinned memory (tests of chunks to follow))
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,7 +96,9 @@ class Loaded:
     info: ModelInfo
     model: PackedModel
 
-    def runner(self, config: EngineConfig, pooling: PoolingType | None) -> ModelRunner:
+    def runner(
+        self, config: EngineConfig, pooling: PoolingType | None, stream: PlayedStream | None = None
+    ) -> ModelRunner:
         info = self.info if pooling is None else dataclasses.replace(self.info, sequence_pooling=(pooling,))
         return ModelRunner(
             info,
@@ -100,6 +106,7 @@ class Loaded:
             self.model,
             (),
             config,
+            stream=stream,
         )
 
 
@@ -144,6 +151,7 @@ class Client:
         budget: int = 32,
         chunk_size: int | None = None,
         max_num_seqs: int = 64,
+        stream: PlayedStream | None = None,
     ) -> None:
         config = EngineConfig(
             model="unused",
@@ -161,8 +169,11 @@ class Client:
         self._parts: dict[int, list[np.ndarray]] = {}
         self._unanswered: set[int] = set()
         self.on_message = self._receive
-        self.core = EngineCore(config, lambda m, f: self.on_message(m, f), lambda c: loaded.runner(c, pooling))
+        self.core = EngineCore(config, lambda m, f: self.on_message(m, f), lambda c: loaded.runner(c, pooling, stream))
         self.core.load()
+        self.most_under_way = 0
+        if stream is not None:
+            self.core._runner.ring(self.core._bell.fd)
         self.params = {
             task: PoolingParams(normalize=False if task is PoolingTask.EMBED else None).resolved(task, loaded.info)
             for task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
@@ -184,6 +195,7 @@ class Client:
         steps = 0
         while self._unanswered and steps != num_steps:
             self.core.step()
+            self.most_under_way = max(self.most_under_way, len(self.core._running))
             steps += 1
             assert steps < 2000
 
@@ -327,6 +339,37 @@ def test_preemption_in_the_middle_changes_nothing(
         assert not tight.failures
         assert tight.cache_use.chunks.preemptions == 1
         assert_same([tight.answers[i] for i in range(len(inputs))], expected)
+
+
+@pytest.mark.parametrize("pooling", [PoolingType.LAST, PoolingType.MEAN])
+@pytest.mark.parametrize("task", [PoolingTask.EMBED, PoolingTask.TOKEN_EMBED])
+def test_chunks_in_flight_change_nothing(
+    loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, task: PoolingTask
+) -> None:
+    """The next chunk is begun before the last one has ended; one of the prompts loses its memory meanwhile."""
+    inputs = texts([90, 85, *SHORT, 34])
+    expected = run(client(pooling, chunking=False), inputs, task)
+    stream = PlayedStream(delay_s=0.002)
+    tight = client(
+        pooling,
+        chunk_size=7,
+        kv_cache_memory=memory_for_one(loaded),
+        prefixes=True,
+        max_num_seqs=MAX_NUM_SEQS,
+        stream=stream,
+    )
+    tight.submit((0, inputs[0]), task=task, priority=1)
+    tight.run(num_steps=5)
+    tight.submit((1, inputs[1]), task=task, priority=0)
+    tight.submit(*enumerate(inputs[2:], 2), task=task)
+    tight.run()
+    tight.core._runner.ring(None)
+    stream.close()
+    assert not tight.failures
+    assert tight.cache_use.chunks.preemptions == 1
+    assert tight.cache_use.usage == 0
+    assert tight.most_under_way == 2
+    assert_same([tight.answers[i] for i in range(len(inputs))], expected)
 
 
 @pytest.mark.parametrize("pooling", [PoolingType.LAST, PoolingType.MEAN])

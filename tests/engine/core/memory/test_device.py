@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,13 +15,17 @@ from penstock.engine.core.memory import device
 from penstock.engine.core.memory.device import (
     DeviceMemory,
     ForwardClock,
+    device_errors,
     is_out_of_memory,
     multiply_exactly,
     resolve_device,
 )
-from penstock.engine.core.runner import ForwardTime
+from penstock.engine.core.memory.device_stream import HostMark, HostStream
+from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, ForwardTime
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
+
+from ..played_stream import PlayedStream
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -72,45 +77,42 @@ def test_a_gpu_counts_its_own_allocations(monkeypatch: pytest.MonkeyPatch) -> No
     assert memory.taken() == 70 * MIB
 
 
-class Event:
-    """An event of a stream that has reached it once `now_ms` is there."""
-
-    now_ms = 0.0
-
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
-        self.at_ms = 0.0
-
-    def record(self, stream: object) -> None:
-        self.at_ms = Event.now_ms + 100.0  # the device is behind
-
-    def query(self) -> bool:
-        return Event.now_ms >= self.at_ms
-
-    def synchronize(self) -> None:
-        Event.now_ms = max(Event.now_ms, self.at_ms)
-
-    def elapsed_time(self, end: Event) -> float:
-        return end.at_ms - self.at_ms
+@pytest.fixture
+def stream() -> Iterator[PlayedStream]:
+    stream = PlayedStream()
+    yield stream
+    stream.close()
 
 
-def test_a_gpu_is_timed_by_itself_and_has_one_forward_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(Event, "now_ms", 0.0)
-    clock = ForwardClock(torch.device("cuda"))
-    clock.begin()
-    Event.now_ms = 40.0
-    clock.end(3, 4)
-    assert clock.take() == []  # it runs
-    clock.begin()  # waits for it
-    assert Event.now_ms == 140.0
-    assert clock.take() == [ForwardTime(3, 4, 0.04)]
-    Event.now_ms = 150.0
-    clock.end(0, 5)
-    Event.now_ms = 250.0
-    assert clock.take() == [ForwardTime(0, 5, 0.01)]
+def test_a_device_is_timed_by_itself_and_may_have_several_forwards_under_way(stream: PlayedStream) -> None:
+    clock = ForwardClock(stream)
+    stream.gate.clear()
+    clock.begin()  # one that failed: it has no end
+    marks = []
+    for chunk_tokens in (3, 0):
+        clock.begin()
+        stream.delay_s = 0.02
+        stream.to_host([torch.zeros(1)])
+        marks.append(clock.end(chunk_tokens, 4))
+        assert clock.take() == []
+    stream.gate.set()
+    marks[1].wait()
+    times = clock.take()
+    assert [(time.chunk_tokens, time.whole_tokens) for time in times] == [(3, 4), (0, 4)]
+    assert all(0.02 <= time.seconds < 10 for time in times)
     assert clock.take() == []
+
+
+def test_the_clock_does_not_wait_for_the_forwards_behind(stream: PlayedStream) -> None:
+    clock = ForwardClock(stream)
+    clock.begin()
+    clock.end(1, 0).wait()
+    stream.gate.clear()
+    clock.begin()
+    clock.end(2, 0)
+    assert [time.chunk_tokens for time in clock.take()] == [1]
+    assert clock.take() == []
+    stream.gate.set()
 
 
 def test_products_on_cuda_are_added_up_in_float32() -> None:
@@ -140,10 +142,23 @@ def test_errors_of_memory_are_told_from_others() -> None:
     assert not is_out_of_memory(ValueError("DefaultCPUAllocator"))
 
 
-def test_the_clock_gives_each_forward_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_device_are_told_in_the_words_of_the_loop() -> None:
+    for error, expected in (
+        (torch.AcceleratorError("x"), DeviceLostError),
+        (torch.OutOfMemoryError("x"), DeviceMemoryError),
+        (MemoryError("x"), DeviceMemoryError),
+        (RuntimeError("x"), RuntimeError),
+        (ValueError("x"), ValueError),
+    ):
+        with pytest.raises(expected, match="x") as raised, device_errors():
+            raise error
+        assert type(raised.value) is expected
+
+
+def test_the_clock_of_a_cpu_gives_each_forward_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ForwardClock(HostStream())
     times = iter([1.0, 1.5, 4.0, 6.0, 8.0])
-    monkeypatch.setattr(device.time, "perf_counter", lambda: next(times))
-    clock = ForwardClock(CPU)
+    monkeypatch.setattr(HostStream, "mark", lambda stream: HostMark(next(times)))
     clock.begin()  # one that failed: it has no end
     clock.begin()
     clock.end(3, 4)

@@ -1,0 +1,129 @@
+"""Marks in the work of a device, copies on their way out of it, and the thread that rings when a mark is reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from penstock.engine.core.bell import Bell
+from penstock.engine.core.memory.device_stream import HostStream, MarkWatch, stream_of
+from penstock.engine.pooling.output import OutputBlock, PoolerOutput
+
+from ..played_stream import PlayedStream
+
+
+@pytest.fixture
+def stream() -> Iterator[PlayedStream]:
+    stream = PlayedStream()
+    yield stream
+    stream.close()
+
+
+def test_on_a_cpu_all_is_done_when_it_has_been_asked_for() -> None:
+    stream = stream_of(torch.device("cpu"))
+    assert isinstance(stream, HostStream)
+    first, second = stream.mark(), stream.mark()
+    assert first.is_reached
+    first.wait()
+    assert 0 <= second.at_ms(first) < 10_000
+    tensor = torch.ones(3)
+    assert stream.to_host([tensor])[0] is tensor
+
+
+def test_a_bell_rings_for_every_mark_once_it_is_reached(stream: PlayedStream) -> None:
+    bell, watch = Bell(), MarkWatch()
+    watch.add(stream.mark())  # nobody hears it
+    watch.ring(bell.fd)
+    stream.gate.clear()
+    marks = [stream.mark(), stream.mark()]
+    for mark in marks:
+        watch.add(mark)
+    assert not marks[0].is_reached
+    stream.gate.set()
+    while not all(mark.is_reached for mark in marks):
+        bell.wait()
+    watch.ring(None)
+    assert marks[1].at_ms(marks[0]) >= 0
+
+
+def test_a_watch_that_is_ended_writes_to_its_bell_no_more(stream: PlayedStream) -> None:
+    old, new, watch = Bell(), Bell(), MarkWatch()
+    watch.ring(old.fd)
+    watch.add(stream.mark())
+    watch.ring(new.fd)  # waits for what was added before
+    old.wait()
+    del old
+    watch.add(stream.mark())
+    new.wait()
+    watch.ring(None)
+
+
+def test_a_device_that_fails_wakes_the_loop_which_meets_the_error(stream: PlayedStream) -> None:
+    bell, watch = Bell(), MarkWatch()
+    mark = stream.mark()
+    stream.error = torch.AcceleratorError("gone")
+    watch.ring(bell.fd)
+    watch.add(mark)
+    bell.wait()
+    with pytest.raises(torch.AcceleratorError):
+        _ = mark.is_reached
+    watch.ring(None)
+
+
+@pytest.mark.parametrize("bad", [None, torch.nan, torch.inf, -torch.inf])
+def test_results_leave_a_device_with_what_is_finite_of_them(stream: PlayedStream, bad: float | None) -> None:
+    rows, tokens = torch.rand(3, 7), torch.rand(5, 4)
+    if bad is not None:
+        tokens[3, 2] = bad
+    blocks = [
+        OutputBlock(name="embedding", values=rows, indices=[0, 2, 3], widths=(7, 3, 7)),
+        OutputBlock(name="token_embeddings", values=tokens, indices=[1, 4, 5], row_lens=(2, 0, 3)),
+        OutputBlock(name="token_scores", values=torch.empty(0, 2), indices=[6], row_lens=(0,)),
+    ]
+    expected = PoolerOutput(7, blocks).to_host()
+    bits = [{name: array.tobytes() for name, array in arrays.items()} for arrays in expected.split()]
+    stream.gate.clear()
+    copy = PoolerOutput(7, blocks).begin_copy(stream.to_host)
+    mark = stream.mark()
+    for values in (rows, tokens):
+        values.fill_(9.0)  # comes later on the stream
+    stream.gate.set()
+    mark.wait()
+    found = copy.arrived()
+    assert found.is_finite.tolist() == [True] * 5 + [bad is None, True]
+    assert found.is_finite.tolist() == expected.is_finite.tolist()
+    assert [{name: array.tobytes() for name, array in arrays.items()} for arrays in found.split()] == bits
+
+
+@pytest.mark.gpu
+def test_a_gpu_copies_out_beside_the_host() -> None:
+    device = torch.device("cuda")
+    stream = stream_of(device)
+    a = torch.rand(4096, 4096, device=device)
+    values = [a, a[:, :5], torch.tensor(True, device=device), torch.empty(0, 3, device=device)]
+    stream.to_host(values)  # the first block of pinned memory is made by the driver, which waits
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        first = stream.mark()
+        for _ in range(50):
+            a = torch.nn.functional.normalize(a @ a)
+        values = [a, a[:, :5], *values[2:]]
+        copies = stream.to_host(values)
+        second = stream.mark()
+        assert not second.is_reached  # 50 products of 4096 take 10 ms and more
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    second.wait()
+    assert first.is_reached
+    assert second.at_ms(first) > 1
+    for copy, value in zip(copies, values, strict=True):
+        assert copy.is_pinned() or not copy.numel()
+        assert torch.equal(copy, value.cpu())
+    bell, watch = Bell(), MarkWatch()
+    watch.ring(bell.fd)
+    watch.add(stream.mark())
+    bell.wait()
+    watch.ring(None)
