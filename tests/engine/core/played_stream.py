@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Semaphore, Thread
 
 import torch
 from torch import Tensor
@@ -44,13 +44,15 @@ class PlayedStream:
     Attributes:
         delay_s: Seconds before a copy is made.
         gate: Closed, the device stands still.
+        permits: Where there are any, as many forwards leave the device as have been released.
         error: Raised to whoever asks, once it is there.
     """
 
     is_beside_host = True
 
-    def __init__(self, delay_s: float = 0.0) -> None:
+    def __init__(self, delay_s: float = 0.0, permits: Semaphore | None = None) -> None:
         self.delay_s = delay_s
+        self.permits = permits
         self.gate = Event()
         self.gate.set()
         self.error: Exception | None = None
@@ -84,6 +86,8 @@ class PlayedStream:
 
         def copy() -> None:
             time.sleep(self.delay_s)
+            if self.permits is not None:
+                self.permits.acquire()
             for place, source in zip(copies, sources, strict=True):
                 place.copy_(source)
 
