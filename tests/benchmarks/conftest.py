@@ -13,7 +13,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 for folder, names in (
-    (BENCHMARKS, ("compare_peers", "compare_servers", "conditions", "gpu.run", "processes", "summary")),
+    (BENCHMARKS, ("compare_peers", "compare_servers", "conditions", "overlap", "gpu.run", "processes", "summary")),
     (BENCHMARKS / "quality", ("compare_types",)),
 ):
     sys.path.insert(0, str(folder))

@@ -1,0 +1,264 @@
+"""How long a device has nothing to do, under the engine's own loop: a simulated device, whose forwards take 5 ms.
+
+    python benchmarks/overlap.py --output benchmarks/results/overlap-simulated.json
+    python benchmarks/overlap.py --clock wall
+
+The loop is EngineCore with its real scheduler, whose queue is deep all the while; only the runner is played. The host
+can be given work for every batch beside the loop's own, half while it begins one and half while it collects it. Loads
+are texts of 512 tokens, 16 in a batch, and chunks of long prompts, of which the next is begun while the last one runs.
+Under way are two forwards for the loop as it is, and one for a loop that collects a batch before it begins the next.
+
+By the clock of the processor, on which other work of the machine has little effect: the host's time is processor time
+of the loop and of what takes requests in, in one thread, and that of the work it is given; the device counts along. By
+the wall clock: the device is a process of its own, with its own times, the host's work holds the interpreter's lock,
+and a machine with two idle processors is needed. No GPU has a part in this: what it shows is the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Final
+
+import numpy as np
+from machine import machine
+from simulated_device import CountedDevice, WallDevice
+
+from penstock.engine.core.core import EngineCore
+from penstock.engine.core.runner import EndedForward, ForwardTime
+from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
+from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
+from penstock.engine.protocol.messages import Frame, FromCore, Rows, Submit, TokenizerSpec, Turn, pack_inputs
+from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.request import TokenizedInput
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.scheduling import Chunk, QueuedSequence
+from penstock.engine.sequence_pool import Allocation, Allocator, KvCachePool, SequenceAllocator, SequencePool
+
+WIDTH: Final = 384
+BUDGET: Final = 8192
+LOADS: Final = {"whole texts": (16, 512), "chunks": (1, 65_536)}
+"""Texts of a request, and tokens of each."""
+_QUEUED_TOKENS: Final = 6 * BUDGET
+_LEAST_REQUESTS: Final = 4
+_MOST_UNDER_WAY: Final = 2
+_WARM_S: Final = 0.5
+
+Row = dict[str, Any]
+
+
+class SimulatedForward:
+    """See Forward."""
+
+    def __init__(self, runner: SimulatedRunner, number: int, result: BatchOutputs) -> None:
+        self._runner, self._number, self._result = runner, number, result
+
+    @property
+    def is_done(self) -> bool:
+        """See Forward."""
+        return self._runner.device.num_ended() > self._number
+
+    def outputs(self) -> BatchOutputs:
+        """See Forward."""
+        self._runner.device.await_end(self._number)
+        self._runner.device.spend(self._runner.half_s)
+        return self._result
+
+
+class SimulatedRunner:
+    """See Runner.
+
+    Args:
+        device: Runs the forwards.
+        host_ms: What the host does for a batch beside the loop's own work.
+        num_under_way: Forwards that the device may have at once.
+    """
+
+    def __init__(self, device: WallDevice | CountedDevice, host_ms: float, num_under_way: int) -> None:
+        self.info = ModelInfo(
+            name="simulated", path="simulated", architecture="None", model_type="none", native=True,
+            kind=ModelKind.EMBEDDING, tasks=(PoolingTask.EMBED,), hidden_size=WIDTH, vocab_size=1000,
+            max_model_len=65_536, embedding_size=WIDTH, sequence_pooling=(PoolingType.MEAN,), device="cuda",
+        )  # fmt: skip
+        self.tokenizer = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False)
+        self.allocator: Allocator = SequenceAllocator(
+            SequencePool(kv=KvCachePool(65_536, 16), ssm=None), enable_prefix_caching=False
+        )
+        self.num_lanes = 1
+        self.keeps_order = True
+        self.device, self.half_s = device, host_ms / 2000
+        self._num_under_way = num_under_way
+        self._num_begun = 0
+
+    def ring(self, bell: int | None) -> None:
+        """See Runner."""
+
+    @property
+    def has_room(self) -> bool:
+        """See Runner."""
+        return self._num_begun - self.device.num_ended() < self._num_under_way
+
+    def begin(self, chunks: Sequence[Chunk]) -> SimulatedForward | EndedForward:
+        """See Runner."""
+        self.device.spend(self.half_s)
+        done = [index for index, chunk in enumerate(chunks) if chunk.is_last]
+        block = ArrayBlock(name="embedding", values=np.zeros((len(done), WIDTH), np.float32), indices=done)
+        self.device.submit()
+        self._num_begun += 1
+        forward = SimulatedForward(self, self._num_begun - 1, BatchOutputs.of(len(chunks), [block]))
+        return EndedForward(forward.outputs()) if self._num_under_way == 1 else forward
+
+    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
+        """See Runner."""
+        return self.begin(chunks).outputs()
+
+    def warm_up(self) -> None:
+        """See Runner."""
+
+    def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+        """See Runner."""
+
+    def free_tokens(self) -> None:
+        """See Runner."""
+
+    def take_times(self) -> list[ForwardTime]:
+        """See Runner. Nothing is learnt: batches are as large as they may be."""
+        return []
+
+
+class Load:
+    """A loop over a runner, with a queue that is deep: as many requests come as are answered.
+
+    Args:
+        runner: Of the device.
+        name: See LOADS.
+    """
+
+    def __init__(self, runner: SimulatedRunner, name: str) -> None:
+        self.num_texts, self.num_tokens = LOADS[name]
+        self.num_done = 0
+        self._answered: SimpleQueue[int] = SimpleQueue()
+        self._next_id = 0
+        self._params = PoolingParams(task=PoolingTask.EMBED).resolved(PoolingTask.EMBED, runner.info)
+        self._inputs = [TokenizedInput(np.ones(self.num_tokens, np.int32)) for _ in range(self.num_texts)]
+        config = EngineConfig(
+            model="simulated",
+            scheduler=SchedulerConfig(max_num_batched_tokens=BUDGET, chunk_size=BUDGET),
+            cache=CacheConfig(enable_prefix_caching=False),
+        )
+        self.core = EngineCore(config, self._take, lambda config: runner)
+        self.core.load()
+        self.submit(max(_QUEUED_TOKENS // (self.num_texts * self.num_tokens), _LEAST_REQUESTS))
+
+    def submit(self, count: int) -> None:
+        """Sends some requests."""
+        commands = [Submit(self._next_id + i, 0, self.num_texts, 0, None) for i in range(count)]
+        self._next_id += count
+        self.core.receive(Turn([*commands], [self._params]), pack_inputs(self._inputs * count))
+
+    def refill(self, timeout_s: float | None = None) -> None:
+        """Sends as many requests as were answered, and waits for some of these for a while."""
+        with contextlib.suppress(Empty):
+            if count := self._answered.get(timeout_s is not None, timeout_s):
+                self.submit(count)
+
+    def _take(self, message: FromCore, frames: list[Frame]) -> None:
+        if isinstance(message, Rows):
+            self.num_done += message.num_tokens
+            self._answered.put(len(message.ended))
+
+
+def measure_counted(device: CountedDevice, load: Load, seconds: float) -> dict[str, float]:
+    """Steps the loop for some seconds of the device; returns its times."""
+    load.core._bell.wait = device.sleep  # type: ignore[method-assign]
+    for part_s in (_WARM_S, seconds):
+        device.reset()
+        load.num_done = 0
+        end_s = device.now_s() + part_s
+        while device.now_s() < end_s:
+            load.core.step()
+            load.refill()
+    return device.close()
+
+
+def measure_wall(device: WallDevice, load: Load, seconds: float) -> dict[str, float]:
+    """Runs the loop in a thread for some seconds; returns the device's times."""
+    device.open(load.core._bell.fd)
+
+    def run() -> None:
+        while load.core.step():
+            pass
+
+    loop = threading.Thread(target=run)
+    loop.start()
+    for part_s in (_WARM_S, seconds):
+        device.reset()
+        load.num_done = 0
+        end_s = time.perf_counter() + part_s
+        while time.perf_counter() < end_s:
+            load.refill(timeout_s=0.1)
+    load.core.stop()
+    loop.join()
+    return device.close()
+
+
+def measure(name: str, host_ms: float, num_under_way: int, seconds: float, forward_ms: float, clock: str) -> Row:
+    """Returns the figures of one round."""
+    if clock == "wall":
+        wall = WallDevice(forward_ms)
+        runner = SimulatedRunner(wall, host_ms, num_under_way)
+        load = Load(runner, name)
+        times = measure_wall(wall, load, seconds)
+    else:
+        counted = CountedDevice(forward_ms)
+        runner = SimulatedRunner(counted, host_ms, num_under_way)
+        load = Load(runner, name)
+        times = measure_counted(counted, load, seconds)
+    return {
+        "idle_share": round(times["idle_s"] / (times["busy_s"] + times["idle_s"]), 4),
+        "forward_ms": round(1000 * times["busy_s"] / times["num_forwards"], 3),
+        "forwards": times["num_forwards"],
+        "tokens_per_s": round(load.num_done / seconds),
+    }
+
+
+def main() -> None:
+    """Parses the arguments, measures, prints the table and writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clock", choices=("processor", "wall"), default="processor")
+    parser.add_argument("--forward-ms", type=float, default=5.0)
+    parser.add_argument("--host-ms", type=float, nargs="+", default=[0.0, 4.0])
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    rows: list[Row] = []
+    print(f"{'load':12} {'host ms':>7} {'under way':>9} {'idle':>7} {'forward ms':>10} {'tokens/s':>10}")
+    for name, host_ms, num_under_way in itertools.product(LOADS, given.host_ms, (1, _MOST_UNDER_WAY)):
+        found = [
+            measure(name, host_ms, num_under_way, given.seconds, given.forward_ms, given.clock)
+            for _ in range(given.rounds)
+        ]
+        # The machine is shared: the round with the least noise, and the others beside it.
+        row = {"load": name, "host_ms": host_ms, "under_way": num_under_way}
+        row |= min(found, key=lambda figures: figures["idle_share"])
+        rows.append(row | {"idle_shares": [figures["idle_share"] for figures in found]})
+        print(
+            f"{name:12} {host_ms:7.1f} {num_under_way:9} {row['idle_share']:7.2%} "
+            f"{row['forward_ms']:10.2f} {row['tokens_per_s']:10,}"
+        )
+    if given.output is not None:
+        on = {"machine": machine(), "clock": given.clock, "forward_ms": given.forward_ms, "budget": BUDGET}
+        given.output.write_text(json.dumps({**on, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
