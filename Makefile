@@ -39,7 +39,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 
 .DEFAULT_GOAL := help
 .PHONY: help install native serve test test-all test-faults test-clients test-ray test-schema test-deploy test-image mutants \
-	test-wheel test-gpu gpu-packages bench-gpu check lint types imports format hooks bench bench-conditions bench-loop bench-peers wheel constraints clean
+	test-wheel test-gpu gpu-packages bench-gpu check lint types imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel constraints clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -254,6 +254,10 @@ bench-conditions: $(VENV)/.installed-test $(LIBRARY) ## Measure a server beside 
 bench-peers: $(VENV)/.installed-test $(LIBRARY) ## Measure penstock beside other servers and libraries, all on this machine.
 	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/compare_peers.py \
 		$(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(ARGS)
+
+# ARGS='--clock wall' measures in seconds, on a machine that does nothing else.
+bench-overlap: $(VENV)/.installed-test ## Measure how long a simulated device is idle under the engine's loop.
+	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/overlap.py $(ARGS)
 
 bench-loop: $(VENV)/.installed-test ## Measure the engine's loop without a model: ARGS='--against FOLDER' for another checkout.
 	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/engine_loop.py $(ARGS)

@@ -1,4 +1,4 @@
-"""What the loop leaves of a simulated device's time: by the processor's clock, with margins for a machine that is shared."""
+"""What the loop leaves of a simulated device's time, by the processor's clock: the machine is shared."""
 
 import pytest
 from overlap import LOADS, measure
