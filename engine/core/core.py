@@ -12,8 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-
-import numpy as np
+from itertools import chain
 
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
@@ -35,10 +34,11 @@ from ..protocol.messages import (
     Rows,
     Turn,
 )
-from ..protocol.rows import AnswerBlock, EndedRequests, pack_rows
+from ..protocol.rows import EndedRequests, pack_rows
 from ..protocol.turns import unpack_turn
 from ..scheduling import Batch, Chunk, QueuedSequence, Request, Scheduler
 from ..sequence_pool import Allocation
+from .answers import live_answers, not_finite
 from .bell import Bell
 from .figures import cache_use, step_load
 from .intake import Intake
@@ -310,7 +310,11 @@ class EngineCore:
         num_tokens = sum(chunk.end - chunk.start for chunks, _ in collected for chunk in chunks)
         num_seqs = sum(len(chunks) for chunks, _ in collected)
         with self._lock:
-            blocks = [block for chunks, outputs in collected for block in self._answers(chunks, outputs, started_s)]
+            for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in collected):
+                message = f"The model gave values that are not finite for input {sequence.index}."
+                self._cancel(sequence.request.request_id, forget=True)  # and with it its other sequences here
+                self._send_failure(sequence.request, ModelExecutionError(message))
+            blocks = [block for own, outputs in collected for block in live_answers(own, outputs, started_s)]
             ended = EndedRequests.of(
                 [
                     (r.request_id, r.started_s - r.arrival_s, ended_s - r.started_s)
@@ -327,26 +331,3 @@ class EngineCore:
         # Where batches overlap, each counts for the time since the last one ended: the sum is the time of the device.
         step_s, self._ended_s = ended_s - max(started_s, self._ended_s), ended_s
         self._send(Rows(heads, num_tokens, step_s, cache, load, len(ended.request_ids)), frames)
-
-    def _answers(self, chunks: list[Chunk], outputs: BatchOutputs, started_s: float) -> list[AnswerBlock]:
-        """Returns what live requests get of chunks that ran together. The caller holds the lock."""
-        for place in np.flatnonzero(~outputs.is_finite).tolist():
-            sequence, request = chunks[place].sequence, chunks[place].sequence.request
-            if sequence.is_under_way(chunks[place]):  # else cancelled meanwhile
-                message = f"The model gave values that are not finite for input {sequence.index}."
-                self._cancel(request.request_id, forget=True)
-                self._send_failure(request, ModelExecutionError(message))
-        is_live = np.array([chunk.sequence.is_under_way(chunk) for chunk in chunks], np.bool_)
-        requests = [chunk.sequence.request for chunk in chunks]
-        for request, is_own in zip(requests, is_live.tolist(), strict=True):
-            if is_own and request.started_s is None:
-                request.started_s = started_s
-        request_ids = np.array([request.request_id for request in requests], np.int64)
-        indices = np.array([chunk.sequence.index for chunk in chunks], np.int64)
-        is_last = np.array([chunk.end == chunk.sequence.num_tokens for chunk in chunks], np.int64)
-        blocks = []
-        for block in outputs.blocks:
-            places = np.arange(len(chunks)) if block.indices is None else np.array(block.indices, np.intp)
-            answers = AnswerBlock(block, request_ids[places], indices[places], is_last[places])
-            blocks.append(answers.pick(np.flatnonzero(is_live[places])))
-        return [answers for answers in blocks if len(answers.request_ids)]

@@ -1,0 +1,78 @@
+"""Whose the outputs of a batch are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.engine.core.answers import live_answers, not_finite
+from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.scheduling import Chunk, PrefillChunk, QueuedSequence, Request
+
+
+def chunk(request: Request, index: int = 0, *, num_tokens: int = 3, end: int = 3) -> Chunk:
+    """A chunk that is under way, from the first token."""
+    sequence = QueuedSequence(
+        request_id=(request.request_id, index), prompt=range(num_tokens), num_tokens=num_tokens, request=request,
+        index=index,
+    )  # fmt: skip
+    sequence.chunk = PrefillChunk(sequence, 0, end)
+    return sequence.chunk
+
+
+def rows(num_rows: int, *, indices: list[int] | None = None) -> ArrayBlock:
+    values = np.arange(2 * num_rows, dtype=np.float32).reshape(num_rows, 2)
+    return ArrayBlock(name="embedding", values=values, indices=indices)
+
+
+def test_every_row_is_told_whose_it_is() -> None:
+    first, second = Request(7, PoolingParams()), Request(9, PoolingParams())
+    chunks = [chunk(first, 0), chunk(second), chunk(first, 1, num_tokens=5)]
+    (answers,) = live_answers(chunks, BatchOutputs.of(3, [rows(3)]), 1.5)
+    assert answers.request_ids.tolist() == [7, 9, 7]
+    assert answers.indices.tolist() == [0, 0, 1]
+    assert answers.is_last.tolist() == [1, 1, 0]
+    assert (first.started_s, second.started_s) == (1.5, 1.5)
+
+
+def test_what_was_cancelled_meanwhile_is_left_out() -> None:
+    kept, gone = Request(1, PoolingParams()), Request(2, PoolingParams())
+    chunks = [chunk(gone), chunk(kept)]
+    chunks[0].sequence.chunk = None
+    (answers,) = live_answers(chunks, BatchOutputs.of(2, [rows(2)]), 1.0)
+    assert answers.request_ids.tolist() == [1]
+    assert answers.block.values.tolist() == [[2.0, 3.0]]
+    assert gone.started_s is None
+
+
+def test_blocks_have_the_sequences_that_they_name() -> None:
+    requests = [Request(i, PoolingParams()) for i in range(4)]
+    blocks = [rows(2, indices=[3, 1]), rows(1, indices=[0])]
+    found = live_answers([chunk(r) for r in requests], BatchOutputs.of(4, blocks), 1.0)
+    assert [answers.request_ids.tolist() for answers in found] == [[3, 1], [0]]
+
+
+def test_a_block_that_nobody_awaits_is_no_answer() -> None:
+    chunks = [chunk(Request(1, PoolingParams()))]
+    chunks[0].sequence.chunk = None
+    assert live_answers(chunks, BatchOutputs.of(1, [rows(1)]), 1.0) == []
+
+
+def test_a_start_is_taken_down_once() -> None:
+    request = Request(1, PoolingParams(), started_s=0.5)
+    live_answers([chunk(request)], BatchOutputs.of(1, [rows(1)]), 1.0)
+    assert request.started_s == 0.5
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_sequences_that_are_not_finite_are_found_while_they_count(value: float) -> None:
+    block = rows(3)
+    block.values[1:, 0] = value
+    chunks = [chunk(Request(i, PoolingParams())) for i in range(3)]
+    outputs = BatchOutputs.of(3, [block])
+    assert [s.request.request_id for s in not_finite(chunks, outputs)] == [1, 2]
+    found = not_finite(chunks, outputs)
+    assert next(found) is chunks[1].sequence
+    chunks[2].sequence.chunk = None  # cancelled together with the first one
+    assert list(found) == []
