@@ -32,14 +32,15 @@ from machine import machine
 from simulated_device import CountedDevice, WallDevice
 
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.runner import EndedForward, ForwardTime
+from penstock.engine.core.runner import DeviceLimits, EndedForward, ForwardTime
 from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.messages import Frame, FromCore, Rows, Submit, TokenizerSpec, Turn, pack_inputs
+from penstock.engine.protocol.messages import Frame, FromCore, Rows, TokenizerSpec
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.turns import Asked, Outgoing
 from penstock.engine.scheduling import Chunk, QueuedSequence
 from penstock.engine.sequence_pool import Allocation, Allocator, KvCachePool, SequenceAllocator, SequencePool
 
@@ -94,6 +95,7 @@ class SimulatedRunner:
         )
         self.num_lanes = 1
         self.keeps_order = True
+        self.limits = DeviceLimits()
         self.device, self.half_s = device, host_ms / 2000
         self._num_under_way = num_under_way
         self._num_begun = 0
@@ -160,9 +162,11 @@ class Load:
 
     def submit(self, count: int) -> None:
         """Sends some requests."""
-        commands = [Submit(self._next_id + i, 0, self.num_texts, 0, None) for i in range(count)]
-        self._next_id += count
-        self.core.receive(Turn([*commands], [self._params]), pack_inputs(self._inputs * count))
+        turn = Outgoing()
+        for _ in range(count):
+            turn.ask(Asked(self._next_id, self._params, self._inputs))
+            self._next_id += 1
+        self.core.receive(*turn.pack())
 
     def refill(self, timeout_s: float | None = None) -> None:
         """Sends as many requests as were answered, and waits for some of these for a while."""
@@ -173,7 +177,7 @@ class Load:
     def _take(self, message: FromCore, frames: list[Frame]) -> None:
         if isinstance(message, Rows):
             self.num_done += message.num_tokens
-            self._answered.put(len(message.ended))
+            self._answered.put(message.num_ended)
 
 
 def measure_counted(device: CountedDevice, load: Load, seconds: float) -> dict[str, float]:

@@ -148,7 +148,7 @@ def test_what_is_not_recorded_runs_as_it_is(save_folder: SaveFolder) -> None:
         graphs.forward(make_batch([129]))
         graphs.forward(make_batch([1] * 65))
         lengths, num_hidden = np.array([3, 5], np.int32), np.array([0, 2], np.int32)
-        graphs.forward(replace(batch, hidden=HiddenTokens.of(lengths, num_hidden, CPU)))
+        graphs.forward(replace(batch, hidden=HiddenTokens.of(lengths, num_hidden)))
         graphs.forward(replace(batch, cache=BatchCache(num_new_seqs=2, num_new_tokens=8, context_lens=(0, 0))))
         assert recorder.num_replays == before
         graphs.forward(batch)
