@@ -21,7 +21,7 @@ def grouped_linear_torch(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if not x.is_cuda:
         return _loop(x, weight, ends)
     # The same in torch 2.11 and 2.13; torch.nn.functional.grouped_mm is its public name.
-    out: Tensor = torch._grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
+    out: Tensor = torch.ops.aten._grouped_mm.default(x.contiguous(), weight.transpose(1, 2), ends)
     return out
 
 
