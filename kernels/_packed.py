@@ -34,6 +34,12 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+@cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; of a CPU, where triton interprets, the least that the kernels are for."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+
+
 def choose(backend: Backend | None, x: Tensor) -> Backend:
     """Returns the backend that is asked for; for None triton where `x` is on CUDA and it is installed, else torch.
 

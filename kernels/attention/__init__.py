@@ -10,9 +10,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .._packed import FLOAT_DTYPES, check_cu_seqlens, check_softcap, has_triton
+from .._packed import FLOAT_DTYPES, capability_of, check_cu_seqlens, check_softcap, has_triton
 from ._reference import attention_reference
 from ._sdpa import attention_sdpa
+from ._tiles import MAX_HEAD_SIZE
 from ._varlen import attention_varlen, takes_varlen
 from .cpu import (
     AttentionPlan,
@@ -67,11 +68,12 @@ def attention(
             rows and columns, which is right for any bias that depends on (i, j) alone. Fastest in the dtype of q.
         softcap: c > 0: the scaled scores s become c * tanh(s / c), before the bias (Gemma 2). None: they stay.
         plan: What `AttentionPlan.build` gave for the same `seq_lens`, heads, dtype and mask. Build it once per batch
-            and pass it to every layer; None builds one for this call. Only the "grouped" backend reads it.
+            and pass it to every layer; None builds one for this call. Only the "grouped" backend cuts the batch by it;
+            the others save looking at `seq_lens` anew, if it is the very tuple that the plan was built for.
         backend: None chooses by device and dtype. On CPU: "grouped" (batched products by the plan) for bfloat16, or
             with a bias or a cap; "blockwise" for float32 with a sequence of 256 tokens or more; else "sdpa". On CUDA:
-            "varlen" (flash attention) for 16 bits without bias and cap; "triton" with a cap and no bias; else "sdpa",
-            or "reference" with both.
+            "varlen" (flash attention) for 16 bits without bias and cap; else "triton", or without it (or Ampere, or
+            for heads of more than 256) "sdpa", "reference" with a cap. "triton" takes positive scales.
 
     Returns:
         [T, H, K], dtype and device of q, contiguous.
@@ -79,9 +81,12 @@ def attention(
     Raises:
         ValueError: Shapes, dtypes, lengths or the plan do not fit together; the message says which and how.
     """
-    _check(q, k, v, cu_seqlens, seq_lens, max_seqlen, relative_bias)
+    if plan is not None and plan.seq_lens is seq_lens:
+        num_tokens, longest = plan.num_tokens, plan.longest
+    else:
+        num_tokens, longest = sum(seq_lens), max(seq_lens, default=0)
+    _check(q, k, v, cu_seqlens, len(seq_lens), num_tokens, longest, max_seqlen, relative_bias)
     check_softcap(softcap)
-    longest = max(seq_lens, default=0)
     reach = reach_of(window, is_causal, longest)
     if backend is None:
         backend = _choose(q, longest, relative_bias, softcap)
@@ -104,11 +109,11 @@ def attention(
     if backend == "blockwise":
         return attention_blockwise(q, k, v, seq_lens, scale, reach, relative_bias, softcap)
     if backend == "triton":
-        if relative_bias is not None:
-            raise ValueError("the triton backend takes no relative_bias")
+        if scale <= 0:
+            raise ValueError(f"the triton backend takes a positive scale, got {scale}")
         from ._triton import attention_triton
 
-        return attention_triton(q, k, v, cu_seqlens, max(longest, 1), scale, reach, softcap)
+        return attention_triton(q, k, v, cu_seqlens, longest, scale, reach, softcap, relative_bias)
     if softcap is not None and backend in ("sdpa", "varlen"):
         raise ValueError(f"the {backend} backend knows no softcap")
     if backend == "sdpa":
@@ -125,9 +130,11 @@ def _choose(q: Tensor, longest: int, relative_bias: Tensor | None, softcap: floa
         return "grouped"
     if takes_blockwise(q, longest, relative_bias, softcap):
         return "blockwise"
-    if softcap is not None:
-        return "triton" if q.is_cuda and relative_bias is None and has_triton() else "reference"
-    return "varlen" if takes_varlen(q, relative_bias) else "sdpa"
+    if softcap is None and takes_varlen(q, relative_bias):
+        return "varlen"
+    if q.is_cuda and q.shape[2] <= MAX_HEAD_SIZE and capability_of(q.device) >= (8, 0) and has_triton():
+        return "triton"
+    return "sdpa" if softcap is None else "reference"
 
 
 def _check(
@@ -135,7 +142,9 @@ def _check(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    seq_lens: Sequence[int],
+    num_seqs: int,
+    num_tokens: int,
+    longest: int,
     max_seqlen: int,
     relative_bias: Tensor | None,
 ) -> None:
@@ -148,11 +157,11 @@ def _check(
         raise ValueError(f"the heads of q must be a multiple of those of k, got {q.shape[1]} and {k.shape[1]}")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOAT_DTYPES:
         raise ValueError(f"q, k and v must share float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}")
-    check_cu_seqlens(cu_seqlens, len(seq_lens))
-    if sum(seq_lens) != q.shape[0] or max(seq_lens, default=0) > max_seqlen:
+    check_cu_seqlens(cu_seqlens, num_seqs)
+    if num_tokens != q.shape[0] or longest > max_seqlen:
         raise ValueError(
             f"seq_lens must sum to the {q.shape[0]} rows of q and not pass max_seqlen {max_seqlen}, "
-            f"got a sum of {sum(seq_lens)} and a largest of {max(seq_lens, default=0)}"
+            f"got a sum of {num_tokens} and a largest of {longest}"
         )
     if relative_bias is not None:
         heads, rows, columns = relative_bias.shape

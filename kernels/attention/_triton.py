@@ -1,8 +1,9 @@
-"""Flash attention in triton: over a paged cache, or over packed rows where the scores are capped. CUDA.
+"""Flash attention in triton: over packed rows, or over a paged cache. CUDA.
 
 One program owns `BLOCK_M` rows of one sequence and one key head. The query heads that share the key head are rows too
 (row r is token r // GROUP_SIZE, head r % GROUP_SIZE), so that a chunk of a few tokens still fills a tile. It walks the
-keys that its rows see, `BLOCK_N` at a time, with the running maximum and sum of Dao, "FlashAttention-2" (2023).
+keys that its rows see, `BLOCK_N` at a time, with the running maximum and sum of Dao, "FlashAttention-2" (2023): first
+the tiles that all of its rows see whole, without masks, then those at a border.
 """
 
 import math
@@ -12,19 +13,117 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._packed import on_device
+from .._packed import capability_of, on_device
+from .._tiles_triton import find_tile
+from ._tiles import Tile, padded_head, tile_of
 
 LOG2_E = math.log2(math.e)
 
 
+@triton.jit
+def _add_tile(
+    q,
+    maximum,
+    total,
+    rows,
+    k_ptr,
+    v_ptr,
+    stride_k_row,
+    stride_v_row,
+    start,
+    table,
+    bias_rows,
+    position,
+    j0,
+    end,
+    left,
+    right,
+    scale,
+    cap,
+    IS_BORDER: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Adds the keys from j0 on to (maximum, total, rows) of the softmax; without IS_BORDER every row sees them all."""
+    j = j0 + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_K)
+    is_key = j < end
+    if IS_PAGED:
+        if IS_BORDER:
+            block = tl.load(table + j // BLOCK_SIZE, mask=is_key, other=0)
+        else:
+            block = tl.load(table + j // BLOCK_SIZE)
+        slot = block.to(tl.int64) * BLOCK_SIZE + j % BLOCK_SIZE
+    else:
+        slot = (start + j).to(tl.int64)
+    k_addresses = k_ptr + (slot * stride_k_row)[:, None] + d[None, :]
+    v_addresses = v_ptr + (slot * stride_v_row)[:, None] + d[None, :]
+    if IS_BORDER:
+        mask = is_key[:, None] & (d < HEAD_SIZE)[None, :]
+        k = tl.load(k_addresses, mask=mask, other=0.0)
+    elif HEAD_SIZE == BLOCK_K:
+        k = tl.load(k_addresses)
+    else:
+        k = tl.load(k_addresses, mask=(d < HEAD_SIZE)[None, :], other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    # With a cap or a bias the scores are made here; else the scale is part of the exponent.
+    factor = scale
+    if HAS_CAP:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1); scores arrive divided by the cap, times 2 log2(e).
+        scores = cap - 2.0 * cap / (tl.exp2(scores * scale) + 1.0)
+        factor = 1.0
+    if HAS_BIAS:
+        if IS_BORDER:
+            bias = tl.load(bias_rows[:, None] + j[None, :], mask=is_key[None, :], other=0.0)
+        else:
+            bias = tl.load(bias_rows[:, None] + j[None, :])
+        scores = scores * factor + bias.to(tl.float32) * LOG2_E
+        factor = 1.0
+    if IS_BORDER:
+        is_seen = is_key[None, :]
+        if HAS_LEFT:
+            is_seen = is_seen & (j[None, :] >= position[:, None] - left)
+        if HAS_RIGHT:
+            is_seen = is_seen & (j[None, :] <= position[:, None] + right)
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+    shift = new_maximum
+    if IS_BORDER or HAS_BIAS:
+        # A row that has seen nothing yet must not subtract infinities.
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = tl.exp2(scores * factor - shift[:, None])
+    shrink = tl.exp2(maximum - shift)
+    total = total * shrink + tl.sum(weights, 1)
+    if IS_BORDER:
+        v = tl.load(v_addresses, mask=is_key[:, None] & (d < HEAD_SIZE)[None, :], other=0.0)
+    elif HEAD_SIZE == BLOCK_K:
+        v = tl.load(v_addresses)
+    else:
+        v = tl.load(v_addresses, mask=(d < HEAD_SIZE)[None, :], other=0.0)
+    rows = tl.dot(weights.to(v.dtype), v, rows * shrink[:, None], input_precision="ieee")
+    return new_maximum, total, rows
+
+
 @triton.jit(
-    do_not_specialize=["cu_seqlens_ptr", "context_lens_ptr", "block_tables_ptr", "stride_table", "left", "right"]
+    do_not_specialize=[
+        *("cu_seqlens_ptr", "context_lens_ptr", "block_tables_ptr"),
+        *("stride_table", "num_seqs", "left", "right"),
+    ]
 )
 def _attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     out_ptr,
+    bias_ptr,
     cu_seqlens_ptr,
     context_lens_ptr,
     block_tables_ptr,
@@ -35,8 +134,11 @@ def _attention_kernel(
     stride_v_row,
     stride_v_head,
     stride_out_row,
+    stride_bias_head,
+    stride_bias_row,
     stride_table,
-    head_size,
+    num_seqs,
+    num_kv_heads,
     left,
     right,
     scale,
@@ -45,86 +147,134 @@ def _attention_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LOG2_E: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """out[rows] = softmax(scores) v. `scale` and `cap` are times log2(e); `left` and `right` are the reach."""
-    tile = tl.program_id(0)
-    n = tl.program_id(1)
-    kv_head = tl.program_id(2)
-    start = tl.load(cu_seqlens_ptr + n)
-    num_rows = (tl.load(cu_seqlens_ptr + n + 1) - start) * GROUP_SIZE
-    if tile * BLOCK_M < num_rows:
+    # Batches ascend in length, and the last rows of a causal sequence see most: what takes longest begins first.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = program // num_kv_heads
+    kv_head = program % num_kv_heads
+    n, first_row, tile_row, end_row = find_tile(cu_seqlens_ptr, tile, num_seqs, BLOCK_M, GROUP_SIZE)
+    if tile_row < end_row:
+        start = first_row // GROUP_SIZE
+        num_rows = end_row - first_row
+        offset = tile_row - first_row
         context_len = 0
+        table = block_tables_ptr
         if IS_PAGED:
             context_len = tl.load(context_lens_ptr + n)
+            table += n.to(tl.int64) * stride_table
         num_keys = context_len + num_rows // GROUP_SIZE
 
-        r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        r = offset + tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_K)
         is_row = r < num_rows
-        token = r // GROUP_SIZE
-        position = context_len + token
         # Rows past the end repeat the last, so that no row sees nothing.
-        position = tl.minimum(position, num_keys - 1)
+        token = tl.minimum(r, num_rows - 1) // GROUP_SIZE
+        position = context_len + token
         head = kv_head * GROUP_SIZE + r % GROUP_SIZE
         row = (start + token).to(tl.int64)
-        mask_q = is_row[:, None] & (d < head_size)[None, :]
+        mask_q = is_row[:, None] & (d < HEAD_SIZE)[None, :]
         q = tl.load(q_ptr + (row * stride_q_row + head * stride_q_head)[:, None] + d[None, :], mask=mask_q, other=0.0)
+        bias_rows = bias_ptr + head.to(tl.int64) * stride_bias_head + position.to(tl.int64) * stride_bias_row
+        k_head_ptr = k_ptr + kv_head * stride_k_head
+        v_head_ptr = v_ptr + kv_head * stride_v_head
 
-        # The keys that some row of the tile sees.
+        # Some row of the tile sees the keys from `first` to `end`; all rows see those from `whole` to `whole_end`.
+        first_position = context_len + offset // GROUP_SIZE
+        last_position = context_len + (tl.minimum(offset + BLOCK_M, num_rows) - 1) // GROUP_SIZE
         first = 0
+        whole = 0
         if HAS_LEFT:
-            first = tl.maximum(context_len + tile * BLOCK_M // GROUP_SIZE - left, 0)
+            first = tl.maximum(first_position - left, 0) // BLOCK_N * BLOCK_N
+            whole = tl.cdiv(tl.maximum(last_position - left, 0), BLOCK_N) * BLOCK_N
         end = num_keys
+        whole_end = num_keys // BLOCK_N * BLOCK_N
         if HAS_RIGHT:
-            last_token = tl.minimum(tile * BLOCK_M + BLOCK_M, num_rows) - 1
-            end = tl.minimum(context_len + last_token // GROUP_SIZE + right + 1, num_keys)
+            end = tl.minimum(last_position + right + 1, num_keys)
+            whole_end = tl.minimum(first_position + right + 1, num_keys) // BLOCK_N * BLOCK_N
+        whole_end = tl.maximum(whole, whole_end)
 
         maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         rows = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-        for j0 in range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
-            j = j0 + tl.arange(0, BLOCK_N)
-            is_key = j < end
-            if IS_PAGED:
-                table = block_tables_ptr + n.to(tl.int64) * stride_table
-                block = tl.load(table + j // BLOCK_SIZE, mask=is_key, other=0)
-                slot = block.to(tl.int64) * BLOCK_SIZE + j % BLOCK_SIZE
-            else:
-                slot = (start + j).to(tl.int64)
-            mask_k = is_key[:, None] & (d < head_size)[None, :]
-            k = tl.load(
-                k_ptr + (slot * stride_k_row + kv_head * stride_k_head)[:, None] + d[None, :], mask=mask_k, other=0.0
+        for j0 in range(whole, whole_end, BLOCK_N):
+            maximum, total, rows = _add_tile(
+                q,
+                maximum,
+                total,
+                rows,
+                k_head_ptr,
+                v_head_ptr,
+                stride_k_row,
+                stride_v_row,
+                start,
+                table,
+                bias_rows,
+                position,
+                j0,
+                end,
+                left,
+                right,
+                scale,
+                cap,
+                False,
+                IS_PAGED,
+                HAS_LEFT,
+                HAS_RIGHT,
+                HAS_CAP,
+                HAS_BIAS,
+                LOG2_E,
+                BLOCK_SIZE,
+                HEAD_SIZE,
+                BLOCK_N,
+                BLOCK_K,
             )
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if HAS_CAP:
-                # tanh(x) = 1 - 2 / (exp(2 x) + 1); scores arrive divided by the cap, times 2 log2(e).
-                scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)
-            is_seen = is_key[None, :]
-            if HAS_LEFT:
-                is_seen = is_seen & (j[None, :] >= position[:, None] - left)
-            if HAS_RIGHT:
-                is_seen = is_seen & (j[None, :] <= position[:, None] + right)
-            scores = tl.where(is_seen, scores, float("-inf"))
-
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-            # A row that has seen nothing yet must not subtract infinities.
-            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            weights = tl.exp2(scores - shift[:, None])
-            factor = tl.exp2(maximum - shift)
-            total = total * factor + tl.sum(weights, 1)
-            v = tl.load(
-                v_ptr + (slot * stride_v_row + kv_head * stride_v_head)[:, None] + d[None, :], mask=mask_k, other=0.0
+        num_left = (whole - first) // BLOCK_N
+        num_right = tl.cdiv(tl.maximum(end - whole_end, 0), BLOCK_N)
+        for t in range(num_left + num_right):
+            j0 = tl.where(t < num_left, first + t * BLOCK_N, whole_end + (t - num_left) * BLOCK_N)
+            maximum, total, rows = _add_tile(
+                q,
+                maximum,
+                total,
+                rows,
+                k_head_ptr,
+                v_head_ptr,
+                stride_k_row,
+                stride_v_row,
+                start,
+                table,
+                bias_rows,
+                position,
+                j0,
+                end,
+                left,
+                right,
+                scale,
+                cap,
+                True,
+                IS_PAGED,
+                HAS_LEFT,
+                HAS_RIGHT,
+                HAS_CAP,
+                HAS_BIAS,
+                LOG2_E,
+                BLOCK_SIZE,
+                HEAD_SIZE,
+                BLOCK_N,
+                BLOCK_K,
             )
-            rows = rows * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            maximum = new_maximum
 
         rows = rows / total[:, None]
-        address = out_ptr + (row * stride_out_row + head * head_size)[:, None] + d[None, :]
+        address = out_ptr + (row * stride_out_row + head * HEAD_SIZE)[:, None] + d[None, :]
         tl.store(address, rows.to(out_ptr.dtype.element_ty), mask=mask_q)
 
 
@@ -137,28 +287,39 @@ def attention_triton(
     scale: float,
     reach: tuple[int, int],
     softcap: float | None,
+    relative_bias: Tensor | None = None,
     block_tables: Tensor | None = None,
     context_lens: Tensor | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
-    """Same as `attention` without a bias; with `block_tables`, k and v are caches: same as `attention_paged`."""
+    """Same as `attention`; with `block_tables`, k and v are caches: same as `attention_paged`.
+
+    `tile` is that of the table unless given. The last axes of q, k, v and the bias are contiguous, the scale positive.
+    """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_rows, _, head_size = q.shape
     num_seqs = cu_seqlens.shape[0] - 1
-    head_size = q.shape[2]
     # [slots, Hkv, K], a view of a cache.
     k3, v3 = (x if block_tables is None else x.flatten(0, 1) for x in (k, v))
-    group_size = q.shape[1] // k3.shape[1]
-    options = tile_options(head_size, q.dtype)
-    # What a call without a cache passes is never read.
+    num_kv_heads = k3.shape[1]
+    group_size = q.shape[1] // num_kv_heads
+    if tile is None:
+        is_loaded = relative_bias is not None or softcap is not None
+        tile = tile_of(
+            q.dtype, head_size, capability_of(q.device), num_rows=max_seqlen * group_size, is_loaded=is_loaded
+        )
+    # What a call does not need is never read; any tensor stands in for it.
     tables = cu_seqlens if block_tables is None else block_tables
     contexts = cu_seqlens if context_lens is None else context_lens
+    bias = q if relative_bias is None else relative_bias
     factor = scale * LOG2_E if softcap is None else 2.0 * scale / softcap * LOG2_E
-    grid = (triton.cdiv(max_seqlen * group_size, options["BLOCK_M"]), num_seqs, k3.shape[1])
     with on_device(q):
-        _attention_kernel[grid](
+        _attention_kernel[((num_rows * group_size // tile.block_m + num_seqs) * num_kv_heads,)](
             q,
             k3,
             v3,
             out,
+            bias,
             cu_seqlens.contiguous(),
             contexts,
             tables,
@@ -169,31 +330,28 @@ def attention_triton(
             v3.stride(0),
             v3.stride(1),
             out.stride(0),
+            bias.stride(0),
+            bias.stride(1),
             tables.stride(0),
-            head_size,
+            num_seqs,
+            num_kv_heads,
             reach[0],
             reach[1],
             factor,
             0.0 if softcap is None else softcap * LOG2_E,
+            IS_PAGED=block_tables is not None,
             HAS_LEFT=reach[0] >= 0,
             HAS_RIGHT=reach[1] >= 0,
-            IS_PAGED=block_tables is not None,
             HAS_CAP=softcap is not None,
+            HAS_BIAS=relative_bias is not None,
+            LOG2_E=LOG2_E,
             GROUP_SIZE=group_size,
             BLOCK_SIZE=1 if block_tables is None else k.shape[1],
-            **options,
+            HEAD_SIZE=head_size,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=padded_head(head_size),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )
     return out
-
-
-def tile_options(head_size: int, dtype: torch.dtype) -> dict[str, int]:
-    """Launch options: tiles as large as registers hold without spilling (test_attention_compiled.py)."""
-    block_k = max(16, triton.next_power_of_2(head_size))
-    if dtype == torch.float32:
-        # Without tensor cores: small tiles.
-        block_m, block_n = (32, 32) if block_k <= 128 else (16, 16)
-    elif block_k <= 64:
-        block_m, block_n = 128, 64
-    else:
-        block_m, block_n = 64, 64 if block_k <= 128 else 32
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": 8, "num_stages": 2}

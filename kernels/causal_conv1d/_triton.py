@@ -9,30 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .._packed import on_device
+from .._tiles_triton import find_tile
 from ._reference import Convolution
 
 BLOCK_ROWS = 16
 BLOCK_CHANNELS = 128
-
-
-@triton.jit
-def find_tile(cu_seqlens_ptr, tile, num_seqs, SIZE: tl.constexpr):
-    """(Sequence n, its first row, first row of the tile, row after the sequence's last).
-
-    The tiles of sequence n begin at number cu_seqlens[n] // SIZE + n. No two sequences share a number, and
-    T // SIZE + N numbers are enough, so that the host need not know where sequences lie; a tile that begins past its
-    sequence's end belongs to nobody.
-    """
-    low = 0
-    high = num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        is_before = tl.load(cu_seqlens_ptr + middle) // SIZE + middle <= tile
-        low = tl.where(is_before, middle, low)
-        high = tl.where(is_before, high, middle - 1)
-    start = tl.load(cu_seqlens_ptr + low)
-    end = tl.load(cu_seqlens_ptr + low + 1)
-    return low, start, start + (tile - start // SIZE - low) * SIZE, end
 
 
 @triton.jit(do_not_specialize=["cu_seqlens_ptr", "num_seqs"])

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._packed import Recurrence, on_device
-from ..causal_conv1d._triton import find_tile
+from .._tiles_triton import find_tile
 
 # More rows need more registers than a thread has.
 MAX_CHUNK_SIZE = 64

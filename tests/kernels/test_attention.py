@@ -8,8 +8,9 @@ from hypothesis import given, settings, strategies as st
 
 from penstock.kernels import _scratch
 from penstock.kernels.attention import AttentionPlan, Backend, attention
-from penstock.kernels.attention._varlen import takes_varlen
-from penstock.kernels.attention.cpu import _blockwise, _groups, _plan
+from penstock.kernels.attention._tiles import Tile, candidate_tiles, tile_of
+from penstock.kernels.attention._varlen import has_flash_operator, takes_varlen
+from penstock.kernels.attention.cpu import _blockwise, _groups, _plan, reach_of
 
 from .assertions import assert_close
 from .cases import ATTENTION_CASES, AttentionCase, AttentionInputs, make_attention_inputs, make_cu_seqlens
@@ -46,8 +47,10 @@ def attend(case: AttentionCase, inputs: AttentionInputs, **options: Any) -> torc
         ("grouped", "cpu"),
         ("blockwise", "cpu"),
         ("sdpa", "cpu"),
+        pytest.param(("triton", "cpu"), marks=interpreted_only),
         pytest.param(("sdpa", "cuda"), marks=pytest.mark.gpu),
         pytest.param(("varlen", "cuda"), marks=pytest.mark.gpu),
+        pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
     ],
     ids="-".join,
 )
@@ -55,6 +58,14 @@ def place(request: pytest.FixtureRequest) -> tuple[Backend, torch.device]:
     """A backend and a device that it runs on."""
     backend, device = request.param
     return backend, torch.device(device)
+
+
+def skip_what_does_not_fit(backend: Backend, inputs: AttentionInputs) -> None:
+    """Ends a test whose case a backend does not know, or which takes the interpreter too long."""
+    if backend == "varlen" and not takes_varlen(inputs.q, None):
+        pytest.skip("flash attention does not know this dtype or head size")
+    if IS_INTERPRETED and (inputs.q[..., 0].numel() > 800 or inputs.q.dtype != torch.float32):
+        pytest.skip("too slow for the interpreter, which has no products in bfloat16")
 
 
 @dtypes
@@ -65,8 +76,7 @@ def test_backend_equals_reference(
 ) -> None:
     backend, device = place
     inputs = make_attention_inputs(case, dtype, device)
-    if backend == "varlen" and not takes_varlen(inputs.q, None):
-        pytest.skip("flash attention does not know this dtype or head size")
+    skip_what_does_not_fit(backend, inputs)
     expected = attend(case, inputs, backend="reference", **MASKS[mask])
     actual = attend(case, inputs, backend=backend, **MASKS[mask])
     assert actual.dtype == dtype
@@ -96,6 +106,7 @@ def test_relative_bias(place: tuple[Backend, torch.device], case: AttentionCase,
     if backend == "varlen":
         pytest.skip("flash attention takes no bias")
     inputs = make_attention_inputs(case, dtype, device)
+    skip_what_does_not_fit(backend, inputs)
     options = {"relative_bias": inputs.relative_bias} | MASKS[mask]
     expected = attend(case, inputs, backend="reference", **options)
     actual = attend(case, inputs, backend=backend, **options)
@@ -134,12 +145,58 @@ def test_softcap(
     assert_close("attended", expected, actual, tolerance, inputs.v.abs().max().item())
 
 
+@interpreted_only
+@pytest.mark.parametrize("mask", ["full", "left", "causal_local"])
+@pytest.mark.parametrize("tile", [Tile(16, 16, 4, 2), Tile(16, 32, 4, 2), Tile(32, 16, 4, 2)], ids=str)
+def test_triton_takes_any_tile(tile: Tile, mask: str) -> None:
+    """Tiles at every kind of border: of the causal limit, of the window, of the sequence, and between them."""
+    from penstock.kernels.attention._triton import attention_triton
+
+    case = AttentionCase("", (1, 0, 47, 48, 97), 1, 1, 16)
+    inputs = make_attention_inputs(case)
+    options = {"relative_bias": inputs.relative_bias, "softcap": 5.0}
+    expected = attend(case, inputs, backend="reference", **options, **MASKS[mask])
+    window, is_causal = MASKS[mask].get("window"), MASKS[mask].get("is_causal", False)
+    actual = attention_triton(
+        *(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, 97, 0.25, reach_of(window, is_causal, 97)),
+        softcap=5.0,
+        relative_bias=inputs.relative_bias,
+        tile=tile,
+    )
+    assert_close("attended", expected, actual, 1e-5, inputs.v.abs().max().item())
+
+
+@pytest.mark.parametrize("head_size", [8, 16, 33, 64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_table_of_tiles_and_its_candidates(dtype: torch.dtype, head_size: int) -> None:
+    candidates = list(candidate_tiles(dtype, head_size))
+    assert len(candidates) == len(set(candidates)) > 3
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        for num_rows in (1, 64, 65, 5000):
+            tile = tile_of(dtype, head_size, capability, num_rows=num_rows)
+            assert min(tile.block_m, tile.block_n) >= 16, "tl.dot takes no less"
+            assert dtype == torch.float32 or tile.block_m <= 64 or tile.num_warps == 8
+            assert tile in candidates or head_size > 128
+
+
+def test_plan_of_other_lengths_is_not_believed() -> None:
+    """A plan saves sums over the lengths only where it was built for the very tuple."""
+    case = AttentionCase("", (3, 4), 2, 2, 8)
+    inputs = make_attention_inputs(case)
+    plan = AttentionPlan.build((7,), num_heads=2)
+    with pytest.raises(ValueError, match="must sum to the 7 rows"):
+        attention(
+            inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, (3, 3), max_seqlen=4, scale=1.0, backend="sdpa", plan=plan
+        )
+    assert (plan.num_tokens, plan.longest) == (7, 7)
+
+
 def test_softcap_changes_scores_before_the_bias() -> None:
     case = AttentionCase("", (3, 5), 1, 1, 8)
     inputs = make_attention_inputs(case)
     scores = (inputs.q[:3, 0] @ inputs.k[:3, 0].T) / 2
     weights = torch.softmax(2 * torch.tanh(scores / 2) + inputs.relative_bias[0, :3, :3], -1)
-    for backend in (None, "reference"):
+    for backend in (None, "reference", *(["triton"] if IS_INTERPRETED else [])):
         actual = attend(case, inputs, scale=0.5, softcap=2.0, relative_bias=inputs.relative_bias, backend=backend)
         assert_close(str(backend), weights @ inputs.v[:3, 0], actual[:3, 0], 1e-5)
 
@@ -188,8 +245,7 @@ def test_sequence_is_the_same_alone_and_in_a_batch(
     backend, device = place
     case = AttentionCase("", (3, 9, 12, 12, 14, 40, 61, 150))
     inputs = make_attention_inputs(case, dtype, device)
-    if backend == "varlen" and not takes_varlen(inputs.q, None):
-        pytest.skip("flash attention does not know this dtype")
+    skip_what_does_not_fit(backend, inputs)
     together = attend(case, inputs, backend=backend, **MASKS[mask])
     tolerance = 1e-6 if dtype == torch.float32 else TOLERANCE[dtype]
     start = 0
@@ -211,6 +267,7 @@ def test_sequence_is_the_same_alone_and_in_a_batch(
         start += length
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which interprets triton, tells of every NaN
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @dtypes
 @masks
@@ -218,10 +275,9 @@ def test_poisoned_sequence_touches_no_other(
     place: tuple[Backend, torch.device], mask: str, dtype: torch.dtype, poison: float
 ) -> None:
     backend, device = place
-    case = AttentionCase("", (5, 11, 12, 12, 13, 70, 75, 6))
+    case = AttentionCase("", (5, 11, 12, 12, 13, 70, 75, 6), *((1, 1) if IS_INTERPRETED else (12, 12)))
     inputs = make_attention_inputs(case, dtype, device)
-    if backend == "varlen" and not takes_varlen(inputs.q, None):
-        pytest.skip("flash attention does not know this dtype")
+    skip_what_does_not_fit(backend, inputs)
     expected = attend(case, inputs, backend="reference", **MASKS[mask])
     bounds = inputs.cu_seqlens.tolist()
     is_clean = torch.ones(bounds[-1], dtype=torch.bool, device=device)
@@ -360,6 +416,7 @@ def test_empty_batch(device: torch.device) -> None:
         ({"backend": "flash"}, "backend must be one of"),
         ({"softcap": -1.0}, "softcap must be positive"),
         ({"softcap": 1.0, "backend": "sdpa"}, "sdpa backend knows no softcap"),
+        ({"scale": 0.0, "backend": "triton"}, "takes a positive scale"),
         ({"plan": AttentionPlan.build((3, 2), num_heads=4), "backend": "grouped"}, "plan was built for other"),
     ],
 )
@@ -376,6 +433,10 @@ def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> 
     }
     with pytest.raises(ValueError, match=message):
         attention(**(arguments | changes))
+
+
+def test_torch_has_the_operator_of_flash_attention() -> None:
+    assert has_flash_operator(), torch.ops.aten._flash_attention_forward.default._schema
 
 
 @pytest.mark.gpu

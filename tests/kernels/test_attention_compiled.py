@@ -42,46 +42,58 @@ def compile_kernel(
     return ptx, ptxas_report(ptx, capability, folder)
 
 
+def attention_cases() -> list[Any]:
+    """dtype, head size, query heads of a key head, features; one of them is quick enough for every run."""
+    bias, paged = ("HAS_BIAS",), ("IS_PAGED", "HAS_LEFT", "HAS_RIGHT")
+    cases = [
+        ("bf16", 64, 1, bias),
+        *(("bf16", size, 1, ()) for size in (32, 64, 80, 128, 256)),
+        *(("bf16", size, 1, bias) for size in (32, 80)),
+        *(("bf16", size, 4, paged) for size in (64, 80, 128)),
+        ("bf16", 256, 4, (*paged, "HAS_CAP")),
+        ("fp16", 256, 2, ("HAS_CAP", "HAS_LEFT", "HAS_RIGHT")),
+        *(("fp32", size, 1, bias) for size in (32, 64, 128, 256)),
+        *(("fp32", size, 4, paged) for size in (64, 128)),
+        ("fp32", 256, 4, (*paged, "HAS_CAP")),
+    ]
+    return [cases[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[1:])]
+
+
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
-@pytest.mark.parametrize(
-    ("dtype", "head_size", "is_paged", "has_cap", "group_size"),
-    [
-        ("bf16", 64, True, False, 4),
-        pytest.param("bf16", 128, True, False, 2, marks=pytest.mark.slow),
-        pytest.param("bf16", 80, True, False, 1, marks=pytest.mark.slow),
-        pytest.param("bf16", 256, True, True, 2, marks=pytest.mark.slow),
-        pytest.param("fp16", 256, False, True, 2, marks=pytest.mark.slow),
-        pytest.param("fp32", 64, True, False, 1, marks=pytest.mark.slow),
-        pytest.param("fp32", 128, True, False, 4, marks=pytest.mark.slow),
-        pytest.param("fp32", 256, True, True, 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("num_rows", [40, 4096])
+@pytest.mark.parametrize(("dtype", "head_size", "group_size", "features"), attention_cases())
 def test_attention_compiles_without_spills(
     dtype: str,
     head_size: int,
-    is_paged: bool,
-    has_cap: bool,
     group_size: int,
+    features: tuple[str, ...],
+    num_rows: int,
     capability: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    from penstock.kernels.attention import _triton
+    from penstock.kernels.attention import _tiles, _triton
 
-    options = _triton.tile_options(head_size, DTYPES[dtype])
-    constants = {
-        "IS_PAGED": is_paged,
-        "HAS_LEFT": True,
-        "HAS_RIGHT": True,
-        "HAS_CAP": has_cap,
+    is_loaded = "HAS_BIAS" in features or "HAS_CAP" in features
+    device = (capability // 10, capability % 10)
+    tile = _tiles.tile_of(DTYPES[dtype], head_size, device, num_rows=num_rows, is_loaded=is_loaded)
+    flags = ("IS_PAGED", "HAS_LEFT", "HAS_RIGHT", "HAS_CAP", "HAS_BIAS")
+    constants = {flag: flag in features for flag in flags} | {
+        "LOG2_E": _triton.LOG2_E,
         "GROUP_SIZE": group_size,
         "BLOCK_SIZE": 16,
-    } | {name: options.pop(name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")}
+        "HEAD_SIZE": head_size,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": _tiles.padded_head(head_size),
+    }
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     ptx, report = compile_kernel(_triton._attention_kernel, dtype, constants, options, capability, tmp_path)
     assert "0 bytes spill stores, 0 bytes spill loads" in report, report
     if dtype != "fp32":
-        assert "mma" in ptx, "products do not run on tensor cores"
+        wanted = "wgmma.mma_async" if capability == 90 else "mma.sync"
+        assert wanted in ptx, "products do not run on the tensor cores of this device"
 
 
 @pytest.mark.parametrize("capability", [80, 90])

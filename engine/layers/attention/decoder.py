@@ -131,10 +131,11 @@ class DecoderAttention:
         batch, spec = rows.batch, self.spec
         num_new_seqs = len(batch.seq_lens) if batch.cache is None else batch.cache.num_new_seqs
         seq_lens, cu_seqlens = batch.seq_lens, batch.cu_seqlens
+        new_seq_lens = seq_lens[:num_new_seqs]
         plan = None
         if num_new_seqs:
             plan = AttentionPlan.build(
-                seq_lens[:num_new_seqs],
+                new_seq_lens,
                 num_heads=spec.num_heads,
                 num_kv_heads=spec.num_kv_heads,
                 dtype=self.qkv.dtype,
@@ -147,7 +148,7 @@ class DecoderAttention:
             new=plan,
             num_new_tokens=batch.cache.num_new_tokens if batch.cache is not None else batch.num_tokens,
             new_cu_seqlens=cu_seqlens[: num_new_seqs + 1],
-            new_seq_lens=seq_lens[:num_new_seqs],
+            new_seq_lens=new_seq_lens,
             past_cu_seqlens=cu_seqlens[num_new_seqs:] - cu_seqlens[num_new_seqs] if has_past else None,
             past_seq_lens=seq_lens[num_new_seqs:],
         )

@@ -75,7 +75,7 @@ class AttentionPlan:
             dtype: Of q, k and v.
             is_causal: As in `attention`.
             window: As in `attention`. Layers that differ in it need a plan each.
-            device: Of q, k and v. Only the CPU's backend uses a plan; on others it stays empty.
+            device: Of q, k and v. Only the CPU's backend cuts batches by a plan.
 
         Returns:
             The plan.
@@ -83,6 +83,21 @@ class AttentionPlan:
         del device
         reach = reach_of(window, is_causal, max(seq_lens, default=0))
         return cls((tuple(seq_lens), num_heads, num_kv_heads or num_heads, dtype, reach))
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """The lengths that it was built for."""
+        return self.key[0]
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(self.seq_lens)
+
+    @cached_property
+    def longest(self) -> int:
+        """The longest sequence."""
+        return max(self.seq_lens, default=0)
 
     @property
     def reach(self) -> tuple[int, int]:

@@ -74,7 +74,7 @@ def attention_paged(
             context_lens_on_device = torch.tensor(context_lens, dtype=torch.int32).to(q.device)
         tables = block_tables.to(q.device)
         return attention_triton(
-            q, k_cache, v_cache, cu_seqlens, longest, scale, (left, 0), softcap, tables, context_lens_on_device
+            q, k_cache, v_cache, cu_seqlens, longest, scale, (left, 0), softcap, None, tables, context_lens_on_device
         )
     arguments = (q, k_cache, v_cache, block_tables, seq_lens, context_lens, scale, left, softcap)
     if backend == "blockwise":
