@@ -126,7 +126,10 @@ class PretendCuda(TorchFunctionMode):
         if name == "to":
             tensors = tensors[:1]
         is_on = any(isinstance(x, OnCuda) for x in tensors)
+        if name == "copy_" and is_on and not isinstance(args[0], OnCuda):
+            return self._copy_to_host(func, args, kwargs)
         target = self._target(name, args, kwargs)
+        is_pinned = bool(kwargs.pop("pin_memory", False))
         if target is None:
             goes_on, leaves = is_on, False
         else:
@@ -145,6 +148,8 @@ class PretendCuda(TorchFunctionMode):
             result = func(*args, **kwargs)
         if name in ("pin_memory", "is_pinned"):
             return result
+        if is_pinned or (not goes_on and not leaves and _is_view_of_pinned(result, tensors)):
+            return tree_map_only(Tensor, _pinned, result)
         if goes_on:
             if target is not None and any(result is x for x in tensors) and not is_on:
                 result = result.clone()  # a copy on the device is another tensor
@@ -152,6 +157,15 @@ class PretendCuda(TorchFunctionMode):
         if leaves:
             result = result.clone() if any(result is x for x in tensors) else result
         return tree_map_only(Tensor, _off, result)
+
+    def _copy_to_host(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Copies from the device into a tensor of the host."""
+        is_free = isinstance(args[0], Pinned) and bool(kwargs.get("non_blocking"))
+        if self._is_watched and not is_free:
+            raise HiddenSyncError("copy_ waits for the device: say non_blocking, into pinned memory")
+        with torch._C.DisableTorchFunction():
+            result: Tensor = func(*args, **kwargs)
+        return result
 
     def _attribute(self, func: Callable[..., Any], tensor: Tensor) -> Any:
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -221,6 +235,19 @@ def _on(tensor: Tensor) -> Tensor:
 def _off(tensor: Tensor) -> Tensor:
     with torch._C.DisableTorchFunction():
         return tensor.as_subclass(Tensor) if isinstance(tensor, OnCuda) else tensor
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return tensor.as_subclass(Pinned)
+
+
+def _is_view_of_pinned(result: Any, tensors: list[Tensor]) -> bool:
+    with torch._C.DisableTorchFunction():
+        pinned = [x for x in tensors if isinstance(x, Pinned)]
+        if not pinned or not isinstance(result, Tensor):
+            return False
+        return result.untyped_storage().data_ptr() == pinned[0].untyped_storage().data_ptr()
 
 
 def _has_host_index(index: Any) -> bool:

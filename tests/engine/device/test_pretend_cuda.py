@@ -54,6 +54,9 @@ WAITS: dict[str, Callable[[Tensor], object]] = {
     "to_type_and_cuda": lambda x: torch.zeros(2).to(DEVICE, torch.int32),
     "cuda": lambda x: torch.zeros(2).cuda(),
     "to_like": lambda x: torch.zeros(2).to(x),
+    "copy_out": lambda x: torch.zeros(3, 4).copy_(x),
+    "copy_out_not_pinned": lambda x: torch.zeros(3, 4).copy_(x, non_blocking=True),
+    "copy_out_pinned": lambda x: torch.empty(3, 4, pin_memory=True).copy_(x),
     "not_pinned": lambda x: torch.zeros(2).to(x.device, non_blocking=True),
 }
 RUNS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -103,6 +106,17 @@ def test_what_does_not_wait_gives_the_result_of_the_cpu(name: str) -> None:
         result = result.cpu()
         assert result.device.type == "cpu"
     assert torch.equal(result, expected)
+
+
+def test_pinned_buffers_take_copies_in_both_directions() -> None:
+    with pretend_cuda() as mode, mode.watched():
+        buffer = torch.empty(40, pin_memory=True)
+        buffer[4:16].view(3, 4).copy_(rows())
+        x = buffer[4:16].view(3, 4).to(DEVICE, non_blocking=True) + 1
+        out = buffer[20:32].view(3, 4)
+        out.copy_(x, non_blocking=True)
+        assert out.device.type == "cpu"
+        assert out.tolist() == (rows() + 1).tolist()
 
 
 def test_the_same_calls_pass_on_the_host() -> None:

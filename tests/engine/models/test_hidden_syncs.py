@@ -1,4 +1,4 @@
-"""Forward and pooling never wait for the device, for any kind of model; what they give is what the CPU gives.
+"""Packing, forward, pooling and the begun copy out never wait for the device; what they give is what the CPU gives.
 
 Here on the device that is not there (see device/pretend_cuda.py), which needs triton's interpreter for kernels and so
 runs in a process of its own (test_hidden_syncs_interpreted.py); on a machine with a GPU under torch's own watch.
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from penstock.engine.core.loading.weights_loader import load_model
+from penstock.engine.core.memory.device_stream import stream_of
 from penstock.engine.models.base import PackedModel
 from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates, TokenMaps, sparse
@@ -79,6 +80,9 @@ class Device(contextlib.AbstractContextManager["Device"]):
         assert self._mode is not None
         return self._mode.unwatched()
 
+    def wait(self) -> None:
+        """Until the device has done what it was asked."""
+
 
 class RealDevice(Device):
     """A GPU, watched by torch."""
@@ -93,6 +97,9 @@ class RealDevice(Device):
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         return _sync_mode("default")
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
@@ -146,15 +153,19 @@ def answers(
     inputs: Sequence[TokenizedInput] | None = None,
     queries: Sequence[Any] | None = None,
 ) -> list[dict[str, np.ndarray]]:
-    """The arrays of each input; on a device, forward and pooling are watched."""
+    """The arrays of each input; on a device packing, forward, pooling and the begun copy of the answers are watched."""
     inputs = inputs_of() if inputs is None else inputs
-    batch = PackedBatch.build(inputs, torch.device(served.info.device))
     with torch.inference_mode(), contextlib.nullcontext() if device is None else device.watched():
+        batch = PackedBatch.build(inputs, torch.device(served.info.device))
         metadata = PoolingMetadata.for_batch(batch, params)
         metadata.queries = queries
         output = served.model.forward(batch, need_attention=served.pooler.needs_attention(params))
         pooled = served.pooler.pool(output, metadata)
-    return [dict(arrays) for arrays in pooled.to_numpy()]
+        stream = stream_of(torch.device(served.info.device))
+        copies = pooled.begin_copy(stream.to_host)
+    if device is not None:
+        device.wait()
+    return [dict(arrays) for arrays in copies.arrived().split()]
 
 
 def check(
