@@ -387,3 +387,54 @@ PAGED_BENCH_CASES = (
     AttentionCase("8k", (8192,), 8, 2, 64),
     AttentionCase("32k", (32768,), 8, 2, 64),
 )
+
+
+@dataclass(frozen=True)
+class RotaryCase:
+    """Tokens whose heads of q and k turn."""
+
+    name: str
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    num_pairs: int
+    block_size: int = 4
+
+
+@dataclass(frozen=True)
+class RotaryInputs:
+    """Q, k and v in rows of a wider tensor; caches hold NaN; every third token is not stored."""
+
+    qkv: Tensor
+    cos: Tensor
+    sin: Tensor
+    weight: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+
+
+def make_rotary_inputs(
+    case: RotaryCase, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> RotaryInputs:
+    """The same numbers at every call."""
+    generator = torch.Generator().manual_seed(case.num_tokens * 1000 + case.head_size)
+    num_turned = case.num_heads + case.num_kv_heads
+    num_all = num_turned + case.num_kv_heads
+    wide = torch.randn(case.num_tokens, num_all * case.head_size + 16, generator=generator).to(dtype).to(device)
+    angles = 100 * torch.rand(case.num_tokens, case.num_pairs, generator=generator)
+    num_blocks = -(-2 * case.num_tokens // case.block_size)
+    slots = torch.randperm(num_blocks * case.block_size, generator=generator)[: case.num_tokens]
+    slots[2::3] = -1
+    shape = (num_blocks, case.block_size, case.num_kv_heads, case.head_size)
+    k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2))
+    return RotaryInputs(
+        wide[:, : num_all * case.head_size].unflatten(1, (num_all, case.head_size)),
+        angles.cos().to(device),
+        angles.sin().to(device),
+        torch.randn(num_turned, case.head_size, generator=generator).to(device),
+        k_cache,
+        v_cache,
+        slots.to(device),
+    )

@@ -1,4 +1,4 @@
-"""The triton kernels of attention and kv_store compiled ahead of time for GPUs that this machine need not have."""
+"""The triton kernels of attention, rotary and kv_store compiled ahead of time for GPUs that this machine need not have."""
 
 import os
 from importlib.util import find_spec
@@ -28,6 +28,7 @@ def compile_kernel(
 
     types = {"cu_seqlens_ptr": "*i32", "context_lens_ptr": "*i32", "block_tables_ptr": "*i32"}
     types |= {"rows_ptr": "*i64", "slots_ptr": "*i64", "scale": "fp32", "cap": "fp32"}
+    types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "weight_ptr": "*fp32", "eps": "fp32"}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     signature = {
         name: "constexpr" if name in constants else types.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
@@ -110,3 +111,29 @@ def test_kv_store_compiles_to_wide_copies(
     assert "0 bytes spill stores, 0 bytes spill loads" in report, report
     if dtype == "fp32":
         assert ".v4.b32" in ptx, "rows are not copied 16 bytes at a time"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "num_pairs", "has_norm"),
+    [("bf16", 64, 32, False), ("bf16", 128, 64, True), ("bf16", 80, 16, True), ("fp32", 256, 128, True)],
+)
+def test_rotary_compiles_to_wide_copies(
+    dtype: str,
+    head_size: int,
+    num_pairs: int,
+    has_norm: bool,
+    capability: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    from penstock.kernels.rotary import _triton
+
+    tile = _triton.tile_options(24, head_size, num_pairs)
+    options = {"num_warps": tile.pop("num_warps")}
+    constants = {"HAS_NORM": has_norm, "HAS_STORE": True, "HEAD_SIZE": head_size, "NUM_PAIRS": num_pairs} | tile
+    ptx, report = compile_kernel(_triton._rotary_kernel, dtype, constants, options, capability, tmp_path)
+    assert "0 bytes spill stores, 0 bytes spill loads" in report, report
+    assert "ld.global.v4.b32" in ptx, "heads are not read 16 bytes at a time"
+    assert "st.global.v4.b32" in ptx, "heads are not written 16 bytes at a time"

@@ -1,4 +1,4 @@
-"""The triton kernels of norms and gates on a machine without a GPU, through triton's interpreter.
+"""The triton kernels of norms, gates and rotations on a machine without a GPU, through triton's interpreter.
 
 In a process of its own, because triton reads TRITON_INTERPRET when a kernel is defined and stays with what it found.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-FILES = ("test_norm.py", "test_gated.py")
+FILES = ("test_norm.py", "test_gated.py", "test_rotary.py")
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")

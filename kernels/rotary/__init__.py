@@ -1,0 +1,98 @@
+"""What decoders do between the product that gives q, k and v and attention: norm and rotation of heads, stored rows.
+
+Knows nothing about frequencies: the angles come as cosines and sines. Halves turn together, as in GPT-NeoX.
+Sources: Su et al., RoFormer (arXiv 2104.09864), equation 34; Zhang and Sennrich, Root Mean Square Layer Normalization
+(arXiv 1910.07467).
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from .._packed import FLOAT_DTYPES, check_tensor, describe, has_triton
+from ._reference import HeadNorm, KvSlots, rotary_reference
+
+Backend = Literal["triton", "reference"]
+
+__all__ = ["Backend", "HeadNorm", "KvSlots", "rotary"]
+
+
+def rotary(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_turned: int,
+    *,
+    norm: HeadNorm | None = None,
+    store: KvSlots | None = None,
+    backend: Backend | None = None,
+) -> None:
+    """Normalises and rotates the first heads of every row in place, and stores keys and values, in one pass over memory.
+
+    A head x of the first `num_turned` becomes x / sqrt(mean(x^2) + eps) * weight where there is a norm. Then, of its
+    columns, a = x[:J] and b = x[J : 2 J] become a cos - b sin and b cos + a sin; the others stay. The arithmetic is
+    float32, and what is written is rounded once. Every backend is held to the reference within 1e-5 of the largest
+    value for float32, and 1e-2 otherwise.
+
+    Args:
+        qkv: [T, U, K], float32/bfloat16/float16, last two axes contiguous: heads of q, then of k, then of v. The first
+            `num_turned` are written in place, the others only read.
+        cos: [T, J], float32, last axis contiguous, 2 J <= K.
+        sin: As `cos`, with the same strides.
+        num_turned: Heads of q and k together.
+        norm: Norm of these heads before the rotation; None has none.
+        store: Slots of the cache that keys and values are copied to; None stores nothing.
+        backend: None takes "triton" for CUDA tensors where it is installed, else "reference": layers on other devices
+            call what they have for each step instead.
+
+    Raises:
+        ValueError: Shapes, dtypes or strides do not fit together; the message says which.
+    """
+    _check(qkv, cos, sin, num_turned, norm, store)
+    if backend is None:
+        backend = "triton" if qkv.is_cuda and has_triton() else "reference"
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
+    if backend == "reference":
+        rotary_reference(qkv, cos, sin, num_turned, norm, store)
+    elif qkv.shape[0]:
+        from ._triton import rotary_triton
+
+        rotary_triton(qkv, cos, sin, num_turned, norm, store)
+
+
+def _check(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_turned: int, norm: HeadNorm | None, store: KvSlots | None
+) -> None:
+    """Checks what the host knows, in a few microseconds: this runs once a layer."""
+    if qkv.dim() != 3 or qkv.dtype not in FLOAT_DTYPES or qkv.stride()[1:] != (qkv.shape[2], 1):
+        raise ValueError(
+            f"qkv must be [T, U, K] float32, bfloat16 or float16 with its last two axes contiguous, got {describe(qkv)} "
+            f"with strides {qkv.stride()}"
+        )
+    num_rows, num_heads, head_size = qkv.shape
+    if not 0 < num_turned <= num_heads:
+        raise ValueError(f"num_turned must be from 1 to {num_heads}, got {num_turned}")
+    if cos.dim() != 2 or cos.dtype != torch.float32 or cos.shape[0] != num_rows or 2 * cos.shape[1] > head_size:
+        raise ValueError(f"cos must be float32 [{num_rows}, J] with 2 J <= {head_size}, got {describe(cos)}")
+    if cos.shape[1] == 0 or cos.stride(1) != 1 or cos.stride() != sin.stride():
+        raise ValueError("cos and sin must have columns that are contiguous, and the same strides")
+    check_tensor("sin", sin, tuple(cos.shape), torch.float32, qkv.device)
+    if norm is not None:
+        check_tensor("norm.weight", norm.weight, (num_turned, head_size), torch.float32, qkv.device)
+        if not norm.weight.is_contiguous():
+            raise ValueError("norm.weight must be contiguous")
+    if store is None:
+        return
+    check_tensor("store.slots", store.slots, (num_rows,), torch.int64, qkv.device)
+    num_kv_heads = num_heads - num_turned
+    for name, cache in (("k_cache", store.k_cache), ("v_cache", store.v_cache)):
+        if cache.dim() != 4 or cache.shape[2:] != (num_kv_heads, head_size) or cache.dtype != qkv.dtype:
+            raise ValueError(
+                f"store.{name} must be {qkv.dtype} [P, block_size, {num_kv_heads}, {head_size}], got {describe(cache)}"
+            )
+        if cache.device != qkv.device or not cache.is_contiguous():
+            raise ValueError(f"store.{name} must be contiguous, on {qkv.device} like qkv")
+    if num_turned < 2 * num_kv_heads:
+        raise ValueError(f"{num_turned} heads of q and k are too few for {num_kv_heads} of v")
