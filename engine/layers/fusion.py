@@ -15,7 +15,7 @@ class Fusion(Enum):
         NONE: Every operation is a kernel of torch's by itself.
         EPILOGUE: GELU is part of the product before it, in 16 bits.
         FUSED: So it is, and sums are part of the norms that follow, look-ups of embeddings of theirs, and the
-            activation of a gate of its product.
+            activation of a gate of its product; heads are normed, turned and stored at once.
     """
 
     NONE = "none"

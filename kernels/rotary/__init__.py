@@ -28,7 +28,7 @@ def rotary(
     store: KvSlots | None = None,
     backend: Backend | None = None,
 ) -> None:
-    """Normalises and rotates the first heads of every row in place, and stores keys and values, in one pass over memory.
+    """Normalises and rotates the first heads of every row in place, and stores keys and values, in one pass.
 
     A head x of the first `num_turned` becomes x / sqrt(mean(x^2) + eps) * weight where there is a norm. Then, of its
     columns, a = x[:J] and b = x[J : 2 J] become a cos - b sin and b cos + a sin; the others stay. The arithmetic is
@@ -68,8 +68,8 @@ def _check(
     """Checks what the host knows, in a few microseconds: this runs once a layer."""
     if qkv.dim() != 3 or qkv.dtype not in FLOAT_DTYPES or qkv.stride()[1:] != (qkv.shape[2], 1):
         raise ValueError(
-            f"qkv must be [T, U, K] float32, bfloat16 or float16 with its last two axes contiguous, got {describe(qkv)} "
-            f"with strides {qkv.stride()}"
+            f"qkv must be [T, U, K] float32, bfloat16 or float16 with its last two axes contiguous, "
+            f"got {describe(qkv)} with strides {qkv.stride()}"
         )
     num_rows, num_heads, head_size = qkv.shape
     if not 0 < num_turned <= num_heads:

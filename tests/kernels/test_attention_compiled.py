@@ -1,4 +1,4 @@
-"""The triton kernels of attention, rotary and kv_store compiled ahead of time for GPUs that this machine need not have."""
+"""The triton kernels of attention, rotary and kv_store compiled for GPUs that this machine need not have."""
 
 import os
 from importlib.util import find_spec

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan, attention, attention_paged
 from penstock.kernels.kv_store import kv_store
+from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
 
 from ...packed_batch import BatchCache, KvCache
 from ...sequence_pool.cache_spec import KvLayerSpec
+from ..fusion import Fusion
 from ..linear import Linear
 from ..norm import RmsNorm
 from ..rows import Rows
@@ -69,6 +71,7 @@ class DecoderPlan:
         new_seq_lens: Their lengths.
         past_cu_seqlens: Prefix sums of the lengths of the latter, from 0; None where there are none.
         past_seq_lens: Their lengths.
+        slots: [T] int64, the slot of the cache for every token, -1 for none; None where kv_store stores.
     """
 
     new: AttentionPlan | None
@@ -77,6 +80,7 @@ class DecoderPlan:
     new_seq_lens: tuple[int, ...]
     past_cu_seqlens: Tensor | None
     past_seq_lens: tuple[int, ...]
+    slots: Tensor | None = None
 
 
 class DecoderAttention:
@@ -87,9 +91,20 @@ class DecoderAttention:
         spec: The shape.
         kv_index: Number of this layer among the attention layers, which is its number in the cache.
         qk_norm: Norm of every head of q and k before the rotation, weight [H + G, K]; None has none.
+        fusion: With FUSED, kernels/rotary norms, turns and stores at once.
     """
 
-    def __init__(self, qkv: Linear, spec: AttentionSpec, kv_index: int, *, qk_norm: RmsNorm | None = None) -> None:
+    def __init__(
+        self,
+        qkv: Linear,
+        spec: AttentionSpec,
+        kv_index: int,
+        *,
+        qk_norm: RmsNorm | None = None,
+        fusion: Fusion = Fusion.NONE,
+    ) -> None:
+        self._is_fused = fusion is Fusion.FUSED
+        self._head_norm = None if qk_norm is None else HeadNorm(qk_norm.norm.weight, qk_norm.norm.eps)
         self.qkv = qkv
         self.spec = spec
         self.kv_index = kv_index
@@ -124,7 +139,7 @@ class DecoderAttention:
         parts = list(zip(names, widths, strict=True))
         weight = torch.cat([weights.tensor(f"{name}.weight", width, size) for name, width in parts])
         bias_O = torch.cat([weights.tensor(f"{name}.bias", width) for name, width in parts]) if bias else None
-        return cls(Linear(weight, bias_O), spec, kv_index, qk_norm=qk_norm)
+        return cls(Linear(weight, bias_O), spec, kv_index, qk_norm=qk_norm, fusion=weights.fusion)
 
     def plan(self, rows: Rows) -> DecoderPlan:
         """Returns how the kernels walk this batch; layers of one window share it."""
@@ -151,6 +166,7 @@ class DecoderAttention:
             new_seq_lens=new_seq_lens,
             past_cu_seqlens=cu_seqlens[num_new_seqs:] - cu_seqlens[num_new_seqs] if has_past else None,
             past_seq_lens=seq_lens[num_new_seqs:],
+            slots=_slots_of_tokens(rows) if self._is_fused else None,
         )
 
     def __call__(self, hidden_RD: Tensor, rows: Rows, plan: DecoderPlan, rotation: Rotation | None = None) -> Tensor:
@@ -162,10 +178,13 @@ class DecoderAttention:
             plan: What `plan` of a layer with the same shape gave.
             rotation: Rotary position embedding of q and k; None has none.
         """
-        q_THK, k_TGK, v_TGK = self._project(hidden_RD, rows, rotation)
         cache = rows.batch.cache
+        store = None
+        if rotation is not None and plan.slots is not None and cache is not None and cache.kv is not None:
+            store = KvSlots(cache.kv.k[self.kv_index], cache.kv.v[self.kv_index], plan.slots)
+        q_THK, k_TGK, v_TGK = self._project(hidden_RD, rows, rotation, store)
         parts = []
-        if cache is not None:
+        if cache is not None and store is None:
             self._store(k_TGK, v_TGK, cache)
         if plan.new is not None:
             new = slice(plan.num_new_tokens)
@@ -227,12 +246,17 @@ class DecoderAttention:
             plan=plan.new,
         )
 
-    def _project(self, hidden_RD: Tensor, rows: Rows, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q [T, H, K], k and v [T, G, K]."""
+    def _project(
+        self, hidden_RD: Tensor, rows: Rows, rotation: Rotation | None, store: KvSlots | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q [T, H, K], k and v [T, G, K]; with a rotation, k and v are in the slots of `store` too."""
         spec = self.spec
         num_qk = spec.num_heads + spec.num_kv_heads
         qkv_TUK = rows.trim(self.qkv(hidden_RD)).unflatten(1, (-1, spec.head_size))
         qk_TUK, v_TGK = qkv_TUK[:, :num_qk], qkv_TUK[:, num_qk:]
+        if rotation is not None and self._is_fused:
+            rotary(qkv_TUK, *rotation.angles, num_qk, norm=self._head_norm, store=store, backend="triton")
+            return qk_TUK[:, : spec.num_heads], qk_TUK[:, spec.num_heads :], v_TGK
         if self.qk_norm is not None:
             qk_TUK = self.qk_norm(qk_TUK)
         if rotation is not None:
@@ -265,6 +289,16 @@ class DecoderAttention:
             elif not spec.is_causal and 0 <= right < length - 1:
                 scores_LH[right + 1 :] = float("-inf")
         return scores_LH.softmax(0)
+
+
+def _slots_of_tokens(rows: Rows) -> Tensor | None:
+    """Returns [T] int64, the slot of every token, -1 for those that nothing will look at; None where there are none."""
+    cache = rows.batch.cache
+    if cache is None or cache.store_slots is None or not len(cache.store_slots):
+        return None
+    if cache.store_rows is None:
+        return cache.store_slots
+    return cache.store_slots.new_full((rows.num_tokens,), -1).index_copy_(0, cache.store_rows, cache.store_slots)
 
 
 def _paged(cache: BatchCache) -> tuple[KvCache, Tensor]:

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan, attention
+from penstock.kernels.rotary import rotary
 
+from ..fusion import Fusion
 from ..linear import Linear
 from ..rows import Rows
 from ..weights import Weights
@@ -30,9 +32,18 @@ class SelfAttention:
         qkv: Product that gives q, k and v side by side, [T, 3 * H * K], the scale of the scores already in q.
         num_heads: H.
         window: (left, right) tokens that a query sees beside its own; None sees all.
+        fusion: With FUSED, kernels/rotary turns q and k.
     """
 
-    def __init__(self, qkv: Linear, num_heads: int, *, window: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        qkv: Linear,
+        num_heads: int,
+        *,
+        window: tuple[int, int] | None = None,
+        fusion: Fusion = Fusion.NONE,
+    ) -> None:
+        self._is_fused = fusion is Fusion.FUSED
         self.qkv = qkv
         self.num_heads = num_heads
         self.head_size = qkv.out_features // (3 * num_heads)
@@ -62,7 +73,7 @@ class SelfAttention:
         weight, bias_O = _fused_qkv(weights, names, size, num_heads, bias=bias)
         # Cast last: the scale must not cost a second rounding.
         qkv = Linear(weight.to(weights.dtype), None if bias_O is None else bias_O.to(weights.dtype))
-        return cls(qkv, num_heads, window=window)
+        return cls(qkv, num_heads, window=window, fusion=weights.fusion)
 
     def plan(self, rows: Rows) -> AttentionPlan:
         """Returns how the kernel walks this batch; layers of one window share it."""
@@ -135,7 +146,9 @@ class SelfAttention:
     def _project(self, hidden_RD: Tensor, rows: Rows, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v, each [T, H, K], as views of one buffer."""
         qkv_T3HK = rows.trim(self.qkv(hidden_RD)).view(-1, 3, self.num_heads, self.head_size)
-        if rotation is not None:
+        if rotation is not None and self._is_fused:
+            rotary(qkv_T3HK.flatten(1, 2), *rotation.angles, 2 * self.num_heads, backend="triton")
+        elif rotation is not None:
             rotation.apply_(qkv_T3HK[:, :2])
         q_THK, k_THK, v_THK = qkv_T3HK.unbind(1)
         return q_THK, k_THK, v_THK

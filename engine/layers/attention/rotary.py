@@ -33,6 +33,11 @@ class Rotation:
     cos: Tensor
     sin: Tensor
 
+    @property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """The cosines and the sines, [T, J] each: what kernels/rotary takes."""
+        return self.cos[:, 0, 0], self.sin[:, 0, 0]
+
     def apply_(self, x_TCHK: Tensor) -> None:
         """Rotates the first 2 * J columns of [T, C, H, K] in place; the arithmetic is float32.
 
