@@ -39,9 +39,9 @@ from penstock.engine.frontend.dispatcher import Dispatcher
 from penstock.engine.frontend.replicas.replica import Replica
 from penstock.engine.frontend.supervisor import CoreSupervisor
 from penstock.engine.native.packed_arrays import PackedArrays
-from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
-from penstock.engine.protocol.messages import TokenizerSpec
+from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
+from penstock.engine.protocol.ipc.messages import TokenizerSpec
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import DEFAULT_OPTIONS, TokenizedInput

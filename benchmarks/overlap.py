@@ -33,14 +33,14 @@ from simulated_device import CountedDevice, WallDevice
 
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import DeviceLimits, EndedForward, ForwardTime
-from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.messages import Frame, FromCore, Rows, TokenizerSpec
+from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
+from penstock.engine.protocol.ipc.messages import Frame, FromCore, Rows, TokenizerSpec
+from penstock.engine.protocol.ipc.turns import Asked, Outgoing
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.turns import Asked, Outgoing
 from penstock.engine.scheduling import Chunk, QueuedSequence
 from penstock.engine.sequence_pool import Allocation, Allocator, KvCachePool, SequenceAllocator, SequencePool
 

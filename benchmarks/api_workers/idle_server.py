@@ -21,8 +21,8 @@ from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.runner import ForwardTime, OneByOne
 from penstock.engine.frontend import engine_process
 from penstock.engine.model_files.resolve import resolve_model, with_device
-from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.scheduling import Chunk, QueuedSequence
 from penstock.engine.sequence_pool import Allocation, NullAllocator
 from penstock.server.commands.cli import main

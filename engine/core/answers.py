@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..protocol.batch_outputs import BatchOutputs
-from ..protocol.rows import AnswerBlock
+from ..protocol.ipc.batch_outputs import BatchOutputs
+from ..protocol.ipc.rows import AnswerBlock
 from ..scheduling import Chunk, QueuedSequence
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain
 
-from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.errors import (
     DeadlineExceededError,
@@ -23,8 +22,9 @@ from ..protocol.errors import (
     ModelExecutionError,
     ModelLoadError,
 )
-from ..protocol.frontends import frontend_of
-from ..protocol.messages import (
+from ..protocol.ipc.batch_outputs import BatchOutputs
+from ..protocol.ipc.frontends import frontend_of
+from ..protocol.ipc.messages import (
     Failed,
     Frame,
     FromCore,
@@ -34,8 +34,8 @@ from ..protocol.messages import (
     Rows,
     Turn,
 )
-from ..protocol.rows import EndedRequests, pack_rows
-from ..protocol.turns import unpack_turn
+from ..protocol.ipc.rows import EndedRequests, pack_rows
+from ..protocol.ipc.turns import unpack_turn
 from ..scheduling import Batch, Chunk, QueuedSequence, Request, Scheduler
 from ..sequence_pool import Allocation
 from .answers import live_answers, not_finite

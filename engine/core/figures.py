@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..protocol.messages import CacheUse, StepLoad
+from ..protocol.ipc.messages import CacheUse, StepLoad
 from ..scheduling import Batch, Scheduler
 from ..sequence_pool import Allocator, SequenceAllocator
 

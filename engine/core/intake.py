@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..protocol.ipc.turns import Asked
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.request import TokenizedInput
 from ..protocol.tasks import PoolingTask, PoolingType
-from ..protocol.turns import Asked
 from ..scheduling import QueuedSequence, Request
 from ..sequence_pool import block_keys
 

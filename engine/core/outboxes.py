@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import zmq
 
-from ..protocol.frontends import frontend_of, frontends_of
-from ..protocol.messages import Failed, Frame, FromCore, PrefixesCleared, Rows, Turn, encode
-from ..protocol.rows import pack_rows, unpack_rows
+from ..protocol.ipc.frontends import frontend_of, frontends_of
+from ..protocol.ipc.messages import Failed, Frame, FromCore, PrefixesCleared, Rows, Turn, encode
+from ..protocol.ipc.rows import pack_rows, unpack_rows
 
 _Part = tuple[FromCore, list[Frame]]
 

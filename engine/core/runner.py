@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ..protocol.batch_outputs import BatchOutputs
-from ..protocol.messages import TokenizerSpec
+from ..protocol.ipc.batch_outputs import BatchOutputs
+from ..protocol.ipc.messages import TokenizerSpec
 from ..protocol.model_info import ModelInfo
 from ..scheduling import Chunk, QueuedSequence
 from ..sequence_pool import Allocation, Allocator

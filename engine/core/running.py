@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..protocol.batch_outputs import BatchOutputs
+from ..protocol.ipc.batch_outputs import BatchOutputs
 from ..scheduling import Batch, Scheduler
 from .runner import DeviceLostError, EndedForward, Forward, Runner
 

@@ -23,8 +23,8 @@ from typing import Final
 import zmq
 
 from ..logs import configure_logging
-from ..protocol.frontends import Attach, Detach
-from ..protocol.messages import Ping, Pong, Start, Stop, ToCore, Turn, decode_to_core
+from ..protocol.ipc.frontends import Attach, Detach
+from ..protocol.ipc.messages import Ping, Pong, Start, Stop, ToCore, Turn, decode_to_core
 from .core import EngineCore
 from .load_runner import load_runner
 from .outboxes import Outboxes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from ..protocol.config import EngineConfig
-from ..protocol.messages import Ready
+from ..protocol.ipc.messages import Ready
 from ..protocol.model_info import ModelInfo
 from ..tokenization.jobs import CharAdmission
 from ..tokenization.tokenizer import TokenizerPool

@@ -10,8 +10,8 @@ from typing import Final
 
 import zmq
 
-from ..protocol.frontends import Detach
-from ..protocol.messages import (
+from ..protocol.ipc.frontends import Detach
+from ..protocol.ipc.messages import (
     Frame,
     FromCore,
     Ping,

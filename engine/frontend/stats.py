@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..protocol.messages import CacheUse, Rows
+from ..protocol.ipc.messages import CacheUse, Rows
 
 _STEP_TOKENS: Final = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _STEP_SEQS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -16,7 +16,7 @@ import zmq
 from ..protocol import errors
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
-from ..protocol.messages import Failed, Frame, FromCore, LoadFailed, PrefixesCleared, Ready, Rows, Start
+from ..protocol.ipc.messages import Failed, Frame, FromCore, LoadFailed, PrefixesCleared, Ready, Rows, Start
 from ..protocol.model_info import ModelInfo
 from .engine_process import EngineProcess
 from .process_core import ProcessCore

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ..protocol.errors import ModelLoadError
-from ..protocol.messages import Frame, FromCore, Start, Turn
+from ..protocol.ipc.messages import Frame, FromCore, Start, Turn
 from .process_core import OnExit, OnMessage
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 from penstock.kernels.native import Pooling
 
 from ..checkpoint.views import Floats
-from ..protocol.batch_outputs import ArrayBlock, BatchOutputs
+from ..protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
 from ..protocol.model_info import ModelInfo
 from ..protocol.output_groups import OutputGroup, by_group, distinct
 from ..protocol.params import PoolingParams

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..protocol.batch_outputs import ArrayBlock, Arrays, BatchOutputs
+from ..protocol.ipc.batch_outputs import ArrayBlock, Arrays, BatchOutputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,1 +1,1 @@
-"""What the frontend and the core say to each other: parameters, model, messages, results, errors. Without torch."""
+"""What the frontend and the core have in common: parameters, model, requests, results, errors. Without torch."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from ..protocol.errors import InvalidRequestError, RequestCancelledError
-from ..protocol.messages import TokenizerSpec
+from ..protocol.ipc.messages import TokenizerSpec
 from ..protocol.request import Text, TokenizedInput
 from ..protocol.results import TokenizedText
 from ..protocol.templates import ChatOptions, Conversation

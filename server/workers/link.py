@@ -17,8 +17,8 @@ from penstock.engine.frontend.shared.attached_core import AttachedCore, CoreNews
 from penstock.engine.frontend.shared.load_board import LoadBoard, LoadPlace
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.errors import EngineUnavailableError
-from penstock.engine.protocol.frontends import first_request_id
-from penstock.engine.protocol.messages import Ready
+from penstock.engine.protocol.ipc.frontends import first_request_id
+from penstock.engine.protocol.ipc.messages import Ready
 
 from .channel import Channel
 from .figures import to_families, to_metrics

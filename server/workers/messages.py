@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from penstock.engine.frontend.shared.attached_core import CoreNews
-from penstock.engine.protocol.messages import Ready
+from penstock.engine.protocol.ipc.messages import Ready
 
 
 class Serving(msgspec.Struct, tag=True, frozen=True):

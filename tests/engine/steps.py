@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.engine.protocol.batch_outputs import ArrayBlock
-from penstock.engine.protocol.messages import Frame, Rows
-from penstock.engine.protocol.rows import AnswerBlock, EndedRequests, pack_rows, unpack_rows
+from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock
+from penstock.engine.protocol.ipc.messages import Frame, Rows
+from penstock.engine.protocol.ipc.rows import AnswerBlock, EndedRequests, pack_rows, unpack_rows
 
 
 class Row(NamedTuple):

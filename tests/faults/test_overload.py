@@ -13,14 +13,14 @@ import numpy as np
 
 from penstock.engine.frontend.dispatcher import Dispatcher
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.engine.protocol.messages import (
+from penstock.engine.protocol.ipc.messages import (
     Frame,
     StepLoad,
     Turn,
 )
+from penstock.engine.protocol.ipc.turns import unpack_turn
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
-from penstock.engine.protocol.turns import unpack_turn
 
 from ..engine.steps import Row, step_of
 

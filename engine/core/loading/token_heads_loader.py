@@ -10,7 +10,7 @@ from ...checkpoint.files import Checkpoint
 from ...layers.linear import Linear
 from ...layers.weights import Weights
 from ...pooling import TokenMaps
-from ...protocol.messages import TokenizerSpec
+from ...protocol.ipc.messages import TokenizerSpec
 from ...protocol.model_info import ModelInfo
 from .weights_loader import open_tensors
 

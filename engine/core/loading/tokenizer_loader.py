@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...model_files.json_files import one_line, read_object
 from ...protocol.errors import UnsupportedModelError
-from ...protocol.messages import TokenizerSpec
+from ...protocol.ipc.messages import TokenizerSpec
 from ...protocol.model_info import ModelInfo, ModelKind
 from ...protocol.templates import ScoreTemplate, chat_template_of
 from ...tokenization.long_text import LongText

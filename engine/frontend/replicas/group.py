@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ...protocol.config import EngineConfig
-from ...protocol.messages import Ready
+from ...protocol.ipc.messages import Ready
 from ...protocol.model_info import ModelInfo
 from ..dispatcher import Dispatcher
 from ..engine_process import EngineProcess

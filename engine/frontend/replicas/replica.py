@@ -18,12 +18,12 @@ from ...protocol.errors import (
     InvalidRequestError,
     ModelExecutionError,
 )
-from ...protocol.messages import Failed, Frame, PrefixesCleared, Rows, Turn
+from ...protocol.ipc.messages import Failed, Frame, PrefixesCleared, Rows, Turn
+from ...protocol.ipc.rows import unpack_rows
+from ...protocol.ipc.turns import Asked, Outgoing
 from ...protocol.params import PoolingParams
 from ...protocol.request import RequestOptions, TokenizedInput
-from ...protocol.rows import unpack_rows
 from ...protocol.stage_times import STAGE_TIMES
-from ...protocol.turns import Asked, Outgoing
 from ..stats import DispatcherStats
 from .drain_rate import DrainRate
 from .under_way import Arrays, Run, Timing

@@ -12,8 +12,8 @@ from typing import Final
 import msgspec
 import zmq
 
-from ...protocol.frontends import Attach
-from ...protocol.messages import Failed, Frame, FromCore, PrefixesCleared, Rows
+from ...protocol.ipc.frontends import Attach
+from ...protocol.ipc.messages import Failed, Frame, FromCore, PrefixesCleared, Rows
 from ..dispatcher import Dispatcher
 from ..process_core import CoreSockets
 from ..replicas.group import CLOSED_BECAUSE, ReplicaFigures

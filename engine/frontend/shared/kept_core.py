@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from ...protocol.config import EngineConfig
-from ...protocol.messages import Failed, Frame, PrefixesCleared, Ready, Rows
+from ...protocol.ipc.messages import Failed, Frame, PrefixesCleared, Ready, Rows
 from ...protocol.model_info import ModelInfo
 from ..engine_process import EngineProcess
 from ..replicas.drain_rate import DrainRate

@@ -9,9 +9,9 @@ import numpy as np
 
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import ForwardTime, OneByOne
-from penstock.engine.protocol.batch_outputs import ArrayBlock, Arrays, BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.messages import (
+from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, Arrays, BatchOutputs
+from penstock.engine.protocol.ipc.messages import (
     CacheUse,
     Failed,
     Frame,
@@ -19,11 +19,11 @@ from penstock.engine.protocol.messages import (
     Rows,
     TokenizerSpec,
 )
+from penstock.engine.protocol.ipc.turns import Asked, Outgoing
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.turns import Asked, Outgoing
 from penstock.engine.scheduling import Chunk, QueuedSequence
 from penstock.engine.sequence_pool import (
     Allocation,

@@ -27,7 +27,7 @@ from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.models.base import ModelOutput, PackedModel
 from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.messages import (
+from penstock.engine.protocol.ipc.messages import (
     CacheUse,
     Failed,
     Frame,
@@ -35,11 +35,11 @@ from penstock.engine.protocol.messages import (
     Rows,
     TokenizerSpec,
 )
+from penstock.engine.protocol.ipc.turns import Asked, Outgoing
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.turns import Asked, Outgoing
 from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
 from penstock.engine.sequence_pool import Allocation, PoolPlan, plan_pool
 from penstock.engine.sequence_pool.cache_spec import CacheSpec, SsmLayerSpec

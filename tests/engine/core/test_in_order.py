@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
-from penstock.engine.protocol.messages import Rows
+from penstock.engine.protocol.ipc.messages import Rows
 from penstock.engine.scheduling import Chunk
 from penstock.engine.sequence_pool import SequenceAllocator
 

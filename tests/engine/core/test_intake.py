@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from penstock.engine.core.intake import Intake
+from penstock.engine.protocol.ipc.turns import Asked
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.turns import Asked
 from penstock.engine.scheduling import Status
 from penstock.engine.sequence_pool import block_keys
 

@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from penstock.engine.core.outboxes import Outboxes, split
-from penstock.engine.protocol.frontends import first_request_id, frontend_of
-from penstock.engine.protocol.messages import (
+from penstock.engine.protocol.ipc.frontends import first_request_id, frontend_of
+from penstock.engine.protocol.ipc.messages import (
     Failed,
     Frame,
     FromCore,

@@ -20,7 +20,7 @@ from penstock.engine.frontend import process_core
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Frame, LoadFailed, Rows, Start, decode_from_core, encode
+from penstock.engine.protocol.ipc.messages import Frame, LoadFailed, Rows, Start, decode_from_core, encode
 from penstock.engine.protocol.params import PoolingParams
 
 PARAMS = PoolingParams()

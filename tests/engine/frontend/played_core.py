@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.frontend.dispatcher import Dispatcher
-from penstock.engine.protocol.messages import (
+from penstock.engine.protocol.ipc.messages import (
     Frame,
     TokenizerSpec,
     Turn,
 )
+from penstock.engine.protocol.ipc.turns import Asked, unpack_turn
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.turns import Asked, unpack_turn
 from penstock.engine.protocol.vectors import TokenMarks
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zmq
 
-from penstock.engine.protocol.messages import Failed, Start, Stop, Turn, decode_to_core, encode
+from penstock.engine.protocol.ipc.messages import Failed, Start, Stop, Turn, decode_to_core, encode
 
 
 def main() -> None:

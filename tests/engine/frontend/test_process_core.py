@@ -17,7 +17,7 @@ import pytest
 from penstock.engine.frontend import engine_process, process_core
 from penstock.engine.frontend.process_core import Heartbeat
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Failed, Pong, Ready, Start, Turn
+from penstock.engine.protocol.ipc.messages import Failed, Pong, Ready, Start, Turn
 
 Run = Callable[..., process_core.ProcessCore]
 

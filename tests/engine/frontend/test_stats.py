@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from penstock.engine.frontend.stats import DispatcherStats, StepHistogram
-from penstock.engine.protocol.messages import CacheUse, Rows, StepLoad
+from penstock.engine.protocol.ipc.messages import CacheUse, Rows, StepLoad
 
 
 def test_nothing_is_counted_before_the_first_step() -> None:

@@ -17,7 +17,7 @@ from penstock.engine.frontend.replicas.group import ReplicaGroup
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Failed, Frame, LoadFailed, Ready, Start, Turn
+from penstock.engine.protocol.ipc.messages import Failed, Frame, LoadFailed, Ready, Start, Turn
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 

@@ -13,7 +13,7 @@ from penstock.engine.core import core as engine_core
 from penstock.engine.frontend.thread_core import ThreadCore
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.engine.protocol.messages import Failed, Frame, FromCore, Start, Turn
+from penstock.engine.protocol.ipc.messages import Failed, Frame, FromCore, Start, Turn
 
 
 class Core:

@@ -13,7 +13,7 @@ from penstock.engine.model_files.reranker_recipes import QWEN3_RERANKER, RECIPES
 from penstock.engine.model_files.resolve import resolve_model, resolved_table
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
-from penstock.engine.protocol.messages import Ready, TokenizerSpec, decode_from_core, encode
+from penstock.engine.protocol.ipc.messages import Ready, TokenizerSpec, decode_from_core, encode
 from penstock.engine.protocol.model_info import Activation, ClassifierMethod, ModelInfo, ModelKind, PairChat
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 

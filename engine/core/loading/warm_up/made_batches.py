@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from ....protocol.messages import TokenizerSpec
+from ....protocol.ipc.messages import TokenizerSpec
 from ....protocol.model_info import ModelInfo
 from ....protocol.params import PoolingParams
 from ....protocol.request import TokenizedInput

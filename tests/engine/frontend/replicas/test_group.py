@@ -18,7 +18,7 @@ from penstock.engine.frontend.replicas.group import ReplicaGroup
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import (
+from penstock.engine.protocol.ipc.messages import (
     Frame,
     LoadFailed,
     Ready,
@@ -26,9 +26,9 @@ from penstock.engine.protocol.messages import (
     TokenizerSpec,
     Turn,
 )
+from penstock.engine.protocol.ipc.turns import unpack_turn
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
-from penstock.engine.protocol.turns import unpack_turn
 
 from ...steps import Row, step_of
 from ..played_core import info

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from penstock.engine.frontend.dispatcher import Arrays, Dispatcher
 from penstock.engine.frontend.replicas.router import even_shares
 from penstock.engine.protocol import errors
-from penstock.engine.protocol.messages import (
+from penstock.engine.protocol.ipc.messages import (
     Failed,
     Frame,
     PrefixesCleared,
@@ -19,10 +19,10 @@ from penstock.engine.protocol.messages import (
     StepLoad,
     Turn,
 )
+from penstock.engine.protocol.ipc.turns import unpack_turn
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
-from penstock.engine.protocol.turns import unpack_turn
 
 from ...steps import Row, step_of
 

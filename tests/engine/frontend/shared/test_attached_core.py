@@ -20,8 +20,8 @@ from penstock.engine.frontend.shared.kept_core import KeptCore
 from penstock.engine.frontend.shared.load_board import LoadBoard, LoadPlace
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol import errors
-from penstock.engine.protocol.frontends import first_request_id, frontend_of
-from penstock.engine.protocol.messages import Pong
+from penstock.engine.protocol.ipc.frontends import first_request_id, frontend_of
+from penstock.engine.protocol.ipc.messages import Pong
 
 NUM_FRONTENDS = 3
 PARAMS = PoolingParams()

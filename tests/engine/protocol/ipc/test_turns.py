@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.protocol.frontends import first_request_id
-from penstock.engine.protocol.messages import Turn
+from penstock.engine.protocol.ipc.frontends import first_request_id
+from penstock.engine.protocol.ipc.messages import Turn
+from penstock.engine.protocol.ipc.turns import Asked, Outgoing, unpack_turn
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.protocol.turns import Asked, Outgoing, unpack_turn
 
 PARAMS = [PoolingParams(task=task) for task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.EMBED)]
 IDS = st.integers(0, first_request_id(2**20))

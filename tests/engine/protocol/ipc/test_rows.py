@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.engine.protocol.batch_outputs import ArrayBlock
-from penstock.engine.protocol.messages import Rows
-from penstock.engine.protocol.rows import AnswerBlock, EndedRequests, pack_rows, unpack_rows
+from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock
+from penstock.engine.protocol.ipc.messages import Rows
+from penstock.engine.protocol.ipc.rows import AnswerBlock, EndedRequests, pack_rows, unpack_rows
 
-from ..steps import Row, ended_of, rows_of, step_of
+from ...steps import Row, ended_of, rows_of, step_of
 
 BLOCKS = [
     ArrayBlock(name="embedding", values=np.arange(12, dtype=np.float32).reshape(4, 3), widths=[3, 1, 2, 3]),

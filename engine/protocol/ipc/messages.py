@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import msgspec
 
-from .config import EngineConfig
+from ..config import EngineConfig
+from ..model_info import ModelInfo
+from ..params import PoolingParams
+from ..templates import ChatTemplate, ScoreTemplate
+from ..vectors import TokenMarks
 from .frontends import Attach, Detach
-from .model_info import ModelInfo
-from .params import PoolingParams
-from .templates import ChatTemplate, ScoreTemplate
-from .vectors import TokenMarks
 
 Frame = bytes | bytearray | memoryview
 

@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..params import PoolingParams
+from ..request import TokenizedInput
 from .frontends import frontend_of
 from .messages import Frame, Turn
-from .params import PoolingParams
-from .request import TokenizedInput
 
 _HEAD: Final = 4
 _COLUMNS: Final = 6
