@@ -144,7 +144,9 @@ def test_fused_models_are_as_exact_as_the_others_in_16_bits(
     plain, epilogue, fused = (
         output.hidden_states for output in forwards(folder, resolve, pack, device, dtype, sequences)
     )
-    limit = 1.25 * unit_error(plain, exact) + TANH_ERROR
+    # The interpreter cuts a float32 to bfloat16, where a GPU rounds it.
+    factor = 2.5 if dtype == "bfloat16" and device == "cpu" else 1.25
+    limit = factor * unit_error(plain, exact) + TANH_ERROR
     assert unit_error(epilogue, exact) <= limit
     assert unit_error(fused, exact) <= limit
 
@@ -155,6 +157,26 @@ def test_fused_models_give_attention_weights(family, config, save_model, resolve
     folder, _ = save_model(f"{family}Model", **config)
     plain, _, fused = forwards(folder, resolve, pack, device, "float32", sequences, need_attention=True)
     assert_close(fused.attention_weights, plain.attention_weights)
+
+
+@devices
+@pytest.mark.parametrize(("family", "config"), [DECODERS[2], *DECODERS[5:]])
+def test_fused_decoders_keep_what_chunks_need(family, config, save_model, resolve, sequences, chunked_run, device):
+    """Chunks that begin, go on and end in one batch; some of their tokens are stored and some are not."""
+    folder, _ = save_model(f"{family}Model", **config)
+    info = with_device(resolve(folder, "float32"), device, "float32")
+    runs = []
+    for fusion in (Fusion.NONE, Fusion.FUSED):
+        run = chunked_run(load_model(info, fusion=fusion), sequences, device=device)
+        run.step([(n, 0, min(9, len(s))) for n, s in enumerate(sequences[1:], 1)])
+        run.step([(0, 0, len(sequences[0])), *((n, 9, len(s)) for n, s in enumerate(sequences) if n and len(s) > 9)])
+        runs.append(run)
+    plain, fused = runs
+    for expected, actual in zip(plain.rows, fused.rows, strict=True):
+        assert_close(torch.cat(actual), torch.cat(expected))
+    for name in ("k", "v"):
+        for expected, actual in zip(getattr(plain.kv, name), getattr(fused.kv, name), strict=True):
+            assert torch.equal(expected.isnan(), actual.isnan()), "other slots are written"
 
 
 @devices
