@@ -1,21 +1,26 @@
 """The gate of gated linear units (SwiGLU, GeGLU): activation(gate) * up, from one product that holds both.
 
-Source: Shazeer, GLU Variants Improve Transformer (arXiv 2002.05202).
+Also the gate of Mamba-2, which a norm of groups follows.
+Sources: Shazeer, GLU Variants Improve Transformer (arXiv 2002.05202); Dao and Gu, Transformers are SSMs (2405.21060).
 """
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
-from .._packed import FLOAT_DTYPES, Backend, choose, describe
-from ._reference import gated_reference
-from ._torch import gated_torch
+from .._packed import FLOAT_DTYPES, Backend, check_tensor, choose, describe
+from ._reference import gated_norm_reference, gated_reference
+from ._torch import gated_norm_torch, gated_torch
 
 GateActivation = Literal["silu", "gelu", "gelu_tanh"]
 
 GATE_ACTIVATIONS: tuple[GateActivation, ...] = get_args(GateActivation)
 
-__all__ = ["GATE_ACTIVATIONS", "Backend", "GateActivation", "gated"]
+__all__ = ["GATE_ACTIVATIONS", "MAX_GROUP_WIDTH", "Backend", "GateActivation", "gated", "gated_norm"]
+
+# One program of the triton backend holds a whole group.
+MAX_GROUP_WIDTH = 8192
 
 
 def gated(x: Tensor, activation: GateActivation, *, backend: Backend | None = None) -> Tensor:
@@ -51,3 +56,47 @@ def gated(x: Tensor, activation: GateActivation, *, backend: Backend | None = No
 
         return gated_triton(x, activation)
     return gated_torch(x, activation) if backend == "torch" else gated_reference(x, activation)
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float, *, backend: Backend | None = None
+) -> Tensor:
+    """Returns the RMSNorm of x * silu(gate) over each group of columns, computed in float32 and rounded once.
+
+    With s = x * silu(gate), a group of columns becomes s / sqrt(mean(s^2) + eps) * weight. Every backend is held to the
+    reference within 1e-5 of the largest value for float32, and 1e-2 otherwise.
+
+    Args:
+        x: [T, C], float32/bfloat16/float16, last axis contiguous. Not modified.
+        gate: As `x`.
+        weight: [C], float32, contiguous.
+        num_groups: Neighbouring groups of equal width that C is cut into.
+        eps: Added to the mean square.
+        backend: None takes "triton" for CUDA tensors where it is installed (and groups are at most 8192 wide), else
+            "torch".
+
+    Returns:
+        [T, C], type of gate, contiguous.
+
+    Raises:
+        ValueError: Shapes, types or strides do not fit together; the message says which.
+    """
+    if x.dim() != 2 or x.shape != gate.shape or x.dtype not in FLOAT_DTYPES or gate.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"x and gate must be [T, C] float32, bfloat16 or float16, got {describe(x)} and {describe(gate)}"
+        )
+    if x.stride(1) != 1 or gate.stride(1) != 1:
+        raise ValueError("the last axis of x and gate must be contiguous")
+    width = x.shape[1]
+    check_tensor("weight", weight, (width,), torch.float32, x.device)
+    if num_groups < 1 or width % num_groups:
+        raise ValueError(f"num_groups must divide {width}, got {num_groups}")
+    if backend is None and width // num_groups > MAX_GROUP_WIDTH:
+        backend = "torch"
+    backend = choose(backend, x)
+    if backend == "triton":
+        from ._triton import gated_norm_triton
+
+        return gated_norm_triton(x, gate, weight, num_groups, eps)
+    run = gated_norm_torch if backend == "torch" else gated_norm_reference
+    return run(x, gate, weight, num_groups, eps)

@@ -35,6 +35,9 @@ TYPES = {"place_ptr": "*fp32", "ids_ptr": "*i64", "positions_ptr": "*i64", "type
         ("_gated_kernel", "bf16", 1152, {"ACTIVATION": "gelu"}),
         ("_gated_kernel", "bf16", 3072, {"ACTIVATION": "silu"}),
         ("_gated_kernel", "fp32", 63, {"ACTIVATION": "gelu_tanh"}),
+        ("_gated_norm_kernel", "bf16", 1536, {}),
+        ("_gated_norm_kernel", "bf16", 5120, {}),
+        ("_gated_norm_kernel", "fp32", 8192, {}),
     ],
 )
 def test_compiles_without_spills(
@@ -51,9 +54,9 @@ def test_compiles_without_spills(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module = import_module(f"penstock.kernels.{'gated' if kernel == '_gated_kernel' else 'norm'}._triton")
+    module = import_module(f"penstock.kernels.{'gated' if kernel.startswith('_gated') else 'norm'}._triton")
     function = getattr(module, kernel)
-    tile = module.tile_options(width)
+    tile = module.norm_tile_options(width) if kernel == "_gated_norm_kernel" else module.tile_options(width)
     launch = {"num_warps": tile.pop("num_warps")}
     has = [name for name in function.arg_names if name.startswith(("HAS_", "STORES_"))]
     constants = {"IS_RMS": False} | dict.fromkeys(has, True) | tile | options
@@ -63,6 +66,8 @@ def test_compiles_without_spills(
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
 
     def type_of(name: str) -> str:
+        if (kernel, name) == ("_gated_norm_kernel", "weight_ptr"):
+            return "*fp32"
         return TYPES.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
 
     signature = {name: "constexpr" if name in constants else type_of(name) for name in function.arg_names}
@@ -71,7 +76,9 @@ def test_compiles_without_spills(
     free = {parameter.name for parameter in function.params if parameter.do_not_specialize}
     aligned = [name for name in function.arg_names if name.endswith("_ptr") and name not in free]
     if width % 16 == 0:
-        aligned += [name for name in function.arg_names if name.startswith("stride") or name == "width"]
+        aligned += [
+            name for name in function.arg_names if name.startswith("stride") or name in ("width", "group_width")
+        ]
     attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
 
     source = ASTSource(function, signature, constexprs=constants, attrs=attributes)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.gated import GATE_ACTIVATIONS, Backend, GateActivation, gated
+from penstock.kernels.gated import GATE_ACTIVATIONS, Backend, GateActivation, gated, gated_norm
 
 from .assertions import assert_close
 from .marks import dtypes
@@ -55,6 +55,54 @@ def test_large_gates_and_rows_with_nan(place: tuple[Backend, torch.device], acti
 def test_no_rows(place: tuple[Backend, torch.device]) -> None:
     backend, device = place
     assert gated(torch.ones(0, 10, device=device), "silu", backend=backend).shape == (0, 5)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("num_rows", "width", "num_groups"), [(1, 1, 1), (5, 63, 3), (33, 80, 1), (7, 1536, 2), (3, 3000, 1), (17, 64, 64)]
+)
+def test_gated_norm_equals_reference(
+    place: tuple[Backend, torch.device], num_rows: int, width: int, num_groups: int, dtype: torch.dtype
+) -> None:
+    """The gate is columns of a wider product, as a mixer's projection gives it."""
+    backend, device = place
+    generator = torch.Generator().manual_seed(width)
+    gate = (3 * torch.randn(num_rows, 2 * width + 16, generator=generator)).to(dtype).to(device)[:, :width]
+    x = torch.randn(num_rows, width, generator=generator).to(dtype).to(device)
+    weight = torch.randn(width, generator=generator).to(device)
+    actual = gated_norm(x, gate, weight, num_groups, 1e-5, backend=backend)
+    assert actual.dtype == dtype
+    assert actual.is_contiguous()
+    expected = gated_norm(x, gate, weight, num_groups, 1e-5, backend="reference")
+    assert_close("normed", expected, actual, TOLERANCE[dtype])
+
+
+def test_gated_norm_keeps_a_nan_in_its_group(place: tuple[Backend, torch.device]) -> None:
+    backend, device = place
+    x, weight = torch.ones(3, 40, device=device), torch.ones(40, device=device)
+    expected = gated_norm(x, x, weight, 4, 1e-5, backend=backend)
+    poisoned = x.clone()
+    poisoned[1, 15] = float("nan")
+    actual = gated_norm(poisoned, x, weight, 4, 1e-5, backend=backend)
+    assert actual[1, 10:20].isnan().all()
+    actual[1, 10:20] = expected[1, 10:20]
+    assert torch.equal(actual, expected)
+    assert gated_norm(x[:0], x[:0], weight, 4, 1e-5, backend=backend).shape == (0, 40)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate": torch.ones(3, 7)}, "x and gate must be"),
+        ({"x": torch.ones(8, 3).T}, "last axis of x and gate"),
+        ({"weight": torch.ones(7)}, "weight must be"),
+        ({"num_groups": 3}, "num_groups must divide 8"),
+    ],
+)
+def test_wrong_arguments_of_gated_norm_are_named(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"x": torch.ones(3, 8), "gate": torch.ones(3, 8), "weight": torch.ones(8)}
+    with pytest.raises(ValueError, match=message):
+        gated_norm(**({**arguments, "num_groups": 2, "eps": 1e-5} | changes))
 
 
 @pytest.mark.gpu

@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.gated import MAX_GROUP_WIDTH, Backend, gated_norm
 from penstock.kernels.selective_scan import selective_scan
 from penstock.kernels.ssd import ssd
 
 from ...sequence_pool.cache_spec import SsmLayerSpec
+from ..fusion import Fusion
 from ..linear import Linear
 from ..norm import RmsNorm
 from ..rows import Rows
@@ -185,21 +187,21 @@ class GatedGroupNorm:
         weight_C: [C] float32.
         num_groups: G.
         eps: Added to the mean square.
+        fusion: With FUSED, one kernel does it.
     """
 
-    __slots__ = ("_eps", "_num_groups", "_weight_C")
+    __slots__ = ("_backend", "_eps", "_num_groups", "_weight_C")
 
-    def __init__(self, weight_C: Tensor, num_groups: int, eps: float) -> None:
+    def __init__(self, weight_C: Tensor, num_groups: int, eps: float, *, fusion: Fusion = Fusion.NONE) -> None:
+        is_fused = fusion is Fusion.FUSED and len(weight_C) // num_groups <= MAX_GROUP_WIDTH
+        self._backend: Backend = "triton" if is_fused else "torch"
         self._weight_C = weight_C
         self._num_groups = num_groups
         self._eps = eps
 
     def __call__(self, x_RC: Tensor, gate_RC: Tensor) -> Tensor:
         """Returns [R, C] in the type of the gate."""
-        gated_RGc = (x_RC * F.silu(gate_RC.float())).unflatten(1, (self._num_groups, -1))
-        inverse_RG1 = torch.rsqrt(gated_RGc.square().mean(-1, keepdim=True).add_(self._eps))
-        normed_RC: Tensor = gated_RGc.mul_(inverse_RG1).flatten(1)
-        return normed_RC.mul_(self._weight_C).to(gate_RC.dtype)
+        return gated_norm(x_RC, gate_RC, self._weight_C, self._num_groups, self._eps, backend=self._backend)
 
 
 class Mamba2Mixer:
@@ -217,7 +219,8 @@ class Mamba2Mixer:
         self.dt_bias_H = weights.tensor("dt_bias", H, dtype=torch.float32)
         self.a_H = -torch.exp(weights.tensor("A_log", H, dtype=torch.float32))
         self.d_H = weights.tensor("D", H, dtype=torch.float32)
-        self.norm = GatedGroupNorm(weights.tensor("norm.weight", C, dtype=torch.float32), sizes.num_groups, sizes.eps)
+        weight_C = weights.tensor("norm.weight", C, dtype=torch.float32)
+        self.norm = GatedGroupNorm(weight_C, sizes.num_groups, sizes.eps, fusion=weights.fusion)
         self.out_proj = Linear.load(weights, "out_proj", C, D, bias=sizes.bias)
 
     def __call__(self, x_RD: Tensor, rows: Rows, *, add: Tensor | None = None) -> Tensor:
