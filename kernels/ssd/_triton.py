@@ -15,8 +15,9 @@ from torch import Tensor
 from .._packed import Recurrence, on_device
 from .._tiles_triton import find_tile
 
-# More rows need more registers than a thread has.
-MAX_CHUNK_SIZE = 64
+# More rows need more registers than a thread has; without tensor cores, half as many do.
+MAX_CHUNK_SIZE = 128
+MAX_EXACT_CHUNK_SIZE = 64
 BLOCK_STATES = 1024
 
 
@@ -212,7 +213,7 @@ def _rows_kernel(
         tl.store(y_addresses, y.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_p[None, :])
 
 
-def ssd_triton(scan: Recurrence, chunk_size: int) -> tuple[Tensor, Tensor | None]:
+def ssd_triton(scan: Recurrence, chunk_size: int | None) -> tuple[Tensor, Tensor | None]:
     """Same as `ssd`. Does not synchronise host and device."""
     x, dt, a, b, c, cu_seqlens, seq_lens, d, initial_states, return_final_states = scan
     num_rows, num_heads, head_size = x.shape
@@ -227,10 +228,14 @@ def ssd_triton(scan: Recurrence, chunk_size: int) -> tuple[Tensor, Tensor | None
         final = torch.empty(num_seqs, num_heads, head_size, state_size, device=x.device)
     if num_seqs == 0 or y.shape[1] * head_size * state_size == 0:
         return y, final
+    longest = max(seq_lens, default=0)
+    if chunk_size is None:
+        # Chunks of 128 move half as many states; a sequence of 64 rows or less would fill half of one.
+        chunk_size = MAX_CHUNK_SIZE if longest > MAX_EXACT_CHUNK_SIZE else MAX_EXACT_CHUNK_SIZE
     tile = tile_options(x.dtype, head_size, state_size, chunk_size)
     size: int = tile["SIZE"]
     num_chunks = num_rows // size + num_seqs
-    has_states = initial_states is not None or max(seq_lens, default=0) > size
+    has_states = initial_states is not None or longest > size
     sizes = (num_seqs, num_heads, num_heads // num_groups, head_size, state_size)
     strides = (x.stride(0), x.stride(1), dt.stride(0), b.stride(0), b.stride(1))
     # Pointers that a call does not need are never read; any tensor stands in for them.
@@ -285,11 +290,13 @@ def tile_options(dtype: torch.dtype, head_size: int, state_size: int, chunk_size
     """
     precision = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "bf16"}[dtype]
     is_exact = precision == "ieee"
+    size = min(chunk_size, MAX_EXACT_CHUNK_SIZE if is_exact else MAX_CHUNK_SIZE)
+    is_large = size > MAX_EXACT_CHUNK_SIZE
     return {
         "LOG2_E": math.log2(math.e),
         "PRECISION": precision,
-        "SIZE": min(chunk_size, MAX_CHUNK_SIZE),
+        "SIZE": size,
         "BLOCK_P": min(32 if is_exact else 64, max(16, triton.next_power_of_2(head_size))),
-        "BLOCK_S": min(32 if is_exact else 64, max(16, triton.next_power_of_2(state_size))),
-        "num_warps": 8 if is_exact else 4,
+        "BLOCK_S": min(32 if is_exact or is_large else 64, max(16, triton.next_power_of_2(state_size))),
+        "num_warps": 8 if is_exact or is_large else 4,
     }

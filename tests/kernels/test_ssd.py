@@ -70,6 +70,19 @@ def test_reference_equals_selective_scan() -> None:
         assert_close("final", expected_final, final[:, head], 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+def test_chunks_of_the_size_that_long_sequences_take(place: tuple[Backend, torch.device], dtype: torch.dtype) -> None:
+    backend, device = place
+    if IS_INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter has no products in bfloat16")
+    case = SsdCase("", (129, 3, 0, 128, 65), 2, 8, 1, 16)
+    inputs = make_ssd_inputs(case, dtype, device)
+    expected = run_ssd(case, inputs, True, backend="reference")
+    actual = run_ssd(case, inputs, True, backend=backend, chunk_size=None)
+    for name, one, other in zip(("y", "final"), expected, actual, strict=True):
+        assert_close(name, one, other, TOLERANCE[dtype])
+
+
 @states
 @dtypes
 @cases
