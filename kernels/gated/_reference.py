@@ -22,5 +22,5 @@ def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, num_groups: in
     """Same as `gated_norm`."""
     gates = gate.float()
     groups = (x.float() * gates / (1 + torch.exp(-gates))).unflatten(1, (num_groups, -1))
-    normed = groups / torch.sqrt((groups**2).mean(-1, keepdim=True) + eps)
+    normed: Tensor = groups / torch.sqrt((groups**2).mean(-1, keepdim=True) + eps)
     return (normed.flatten(1) * weight).to(gate.dtype)
