@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.protocol.ipc import messages as m
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
+from penstock.engine.protocol.ipc import messages as m
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.pooler_config import PoolerConfig
