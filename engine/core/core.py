@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from traceback import clear_frames
 
 from ..protocol.config import EngineConfig
 from ..protocol.errors import (
@@ -208,7 +209,7 @@ class EngineCore:
         """Begins a batch; the next chunks of its prompts may follow while it runs."""
         for sequence, allocation in batch.preempted:
             self._preempt(sequence, allocation)
-        running = Running.begin(self._runner, batch, time.monotonic())
+        running = Running.begin(self._runner, batch, time.monotonic(), is_beside=bool(self._running))
         self._running.append(running)
         if batch.num_long and not running.forward.is_done:
             with self._lock:
@@ -220,7 +221,7 @@ class EngineCore:
             self._finish(self._running[0])
         self._running.remove(running)
         self._found_nothing &= not running.batch.chunks
-        finished = self._collect(running.batch.chunks, running.forward.outputs)
+        finished = self._collect(running.batch.chunks, running.forward.outputs, is_beside=running.is_beside)
         self._deliver(running.batch, finished, running.started_s, time.monotonic())
 
     def _submit(self, request: Request) -> None:
@@ -252,13 +253,19 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             self._fail(sequence, error)
 
-    def _collect(self, chunks: list[Chunk], outputs_of: Callable[[], BatchOutputs]) -> list[Collected]:
-        """Returns what a batch gives; on an error runs its halves, so that only the sequences at fault fail."""
+    def _collect(
+        self, chunks: list[Chunk], outputs_of: Callable[[], BatchOutputs], *, is_beside: bool = False
+    ) -> list[Collected]:
+        """Returns what a batch gives; on an error runs its halves, so that only the sequences at fault fail.
+
+        Where memory was short while others ran (`is_beside`), it runs again alone first.
+        """
         try:
             outputs = outputs_of()
         except DeviceLostError:
             raise  # for all requests: the process ends and another takes over
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
+            clear_frames(error.__traceback__)  # what the forward had come to is in the way of those that follow
             failure = error
         else:
             return [(chunks, outputs)]
@@ -269,7 +276,7 @@ class EngineCore:
             chunks = [chunk for chunk in chunks if chunk not in gone_on]
             return self._run_again(chunks)
         if isinstance(failure, DeviceMemoryError):
-            if self._running:  # others have the memory: when they have ended, this may succeed
+            if is_beside:  # others had the memory: when they have ended, this may succeed
                 while self._running:
                     self._finish(self._running[0])
                 return self._run_again(chunks)
@@ -288,7 +295,9 @@ class EngineCore:
         return []
 
     def _run_again(self, chunks: list[Chunk]) -> list[Collected]:
-        """Runs a part of a batch that failed; see `_collect`."""
+        """Runs what still counts of a batch that failed, or of a part of it; see `_collect`."""
+        with self._lock:
+            chunks = [chunk for chunk in chunks if chunk.sequence.is_under_way(chunk)]
         return self._collect(chunks, partial(self._runner.execute, chunks)) if chunks else []
 
     def _fail(self, sequence: QueuedSequence, error: Exception) -> None:
@@ -329,5 +338,7 @@ class EngineCore:
             self._has_released = False
         heads, frames = pack_rows(blocks, ended)
         # Where batches overlap, each counts for the time since the last one ended: the sum is the time of the device.
-        step_s, self._ended_s = ended_s - max(started_s, self._ended_s), ended_s
+        step_s = 0.0
+        if num_tokens:  # else it was none, and others run on
+            step_s, self._ended_s = ended_s - max(started_s, self._ended_s), ended_s
         self._send(Rows(heads, num_tokens, step_s, cache, load, len(ended.request_ids)), frames)

@@ -209,6 +209,8 @@ class ModelRunner:
         params = [sequence.request.params for sequence in sequences]
         cache = None
         if self._memory is not None:
+            if any(c.sequence.is_long and c.sequence.allocation is None for c in chunks):
+                raise ValueError("a chunk lost its memory before it ran")  # cancelled meanwhile: the others run again
             self._memory.restore(chunks)
             cache = self._memory.batch_cache(chunks)
         if cache is None:

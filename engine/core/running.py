@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import Final
 
 from ..protocol.ipc.batch_outputs import BatchOutputs
@@ -23,15 +24,17 @@ class Running:
         forward: Of its chunks.
         started_s: Seconds, of time.monotonic.
         num_tokens: Of the chunks.
+        is_beside: Whether others ran when it was begun.
     """
 
     batch: Batch
     forward: Forward
     started_s: float
     num_tokens: int
+    is_beside: bool
 
     @classmethod
-    def begin(cls, runner: Runner, batch: Batch, started_s: float) -> Running:
+    def begin(cls, runner: Runner, batch: Batch, started_s: float, *, is_beside: bool) -> Running:
         """Begins a batch. An error is told by the outputs of its forward: it belongs to some of the requests.
 
         Raises:
@@ -42,8 +45,9 @@ class Running:
         except DeviceLostError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
+            clear_frames(error.__traceback__)  # they hold what the forward had come to, until it is collected
             forward = EndedForward(error)
-        return cls(batch, forward, started_s, sum(chunk.num_tokens for chunk in batch.chunks))
+        return cls(batch, forward, started_s, sum(chunk.end - chunk.start for chunk in batch.chunks), is_beside)
 
 
 def has_room(runner: Runner, scheduler: Scheduler, running: Sequence[Running]) -> bool:

@@ -13,7 +13,8 @@ from ..protocol.config import ChunkedPrefillConfig
 _BUSY_STEP_S: Final = 0.15
 """Seconds. Time of the long prompts' share of a forward while others wait."""
 _IDLE_STEP_S: Final = 1.0
-"""Seconds. The same while nothing else waits: what comes next waits for half of it on average."""
+"""Seconds. The same while nothing else waits: what comes next waits for half of it on average; on a device that has the
+next forward before it has ended one, for that one too."""
 _OLD_SHARE: Final = 0.5
 """Share of the old value in the running means."""
 _BUSY_MIN_TOKENS: Final = 128

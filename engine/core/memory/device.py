@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import clear_frames
 
 import torch
 
@@ -63,7 +64,9 @@ def multiply_exactly() -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory was short; on a CPU torch says so in words alone."""
+    """Whether an error says that memory was short; on a CPU, and of pinned memory, torch says so in words alone."""
+    if isinstance(error, torch.AcceleratorError):  # the device goes on: the host has no more memory to pin
+        return "out of memory" in str(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
@@ -79,11 +82,12 @@ def device_errors() -> Iterator[None]:
     """
     try:
         yield
-    except torch.AcceleratorError as error:
-        raise DeviceLostError(str(error)) from error
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
+            if isinstance(error, torch.AcceleratorError):
+                raise DeviceLostError(str(error)) from error
             raise
+        clear_frames(error.__traceback__)  # they hold all that the forward had come to
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         raise DeviceMemoryError(str(error)) from error

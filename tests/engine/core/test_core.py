@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -226,6 +227,30 @@ def test_what_has_been_answered_or_cancelled_is_freed_without_the_collector() ->
             steps.cancel(request_id)
             steps.run_all()
         assert records() <= before + 5  # those of the last step may be held yet
+    finally:
+        gc.enable()
+
+
+def test_a_forward_that_failed_holds_nothing_while_it_is_tried_again() -> None:
+    held: list[weakref.ref[np.ndarray]] = []
+    alive = []
+
+    def hook(chunks: Sequence[Chunk]) -> None:
+        activations = np.zeros(1000)
+        alive.append(sum(each() is not None for each in held))
+        held.append(weakref.ref(activations))
+        if len(chunks) > 1:
+            raise DeviceMemoryError("too many")
+
+    steps = Steps(FakeRunner())
+    steps.runner.hook = hook
+    gc.disable()
+    try:
+        steps.submit(1, 5, 6, 7, 8)
+        steps.run_all()
+        assert steps.answers == {1: {i: [tokens * 1.0] for i, tokens in enumerate((5, 6, 7, 8))}}
+        assert alive == [0] * 7
+        assert all(each() is None for each in held)
     finally:
         gc.enable()
 

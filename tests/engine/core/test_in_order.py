@@ -314,8 +314,8 @@ def test_the_chunk_behind_another_comes_back_smaller_where_memory_is_short() -> 
             raise DeviceMemoryError("too many")
 
     steps.runner.hook = above_32
-    steps.run()  # the first chunk is waited for; the second comes back half as long
-    assert steps.runner.batches == [[(1, 0, 0, 64)], [(1, 0, 64, 128)]]
+    steps.run()  # the first chunk is waited for; the second is tried alone, then comes back half as long
+    assert steps.runner.batches == [[(1, 0, 0, 64)], [(1, 0, 64, 128)], [(1, 0, 64, 128)]]
     assert not steps.core._running
     assert steps.core._scheduler.token_budget == 32
     run_all(steps)
@@ -337,6 +337,56 @@ def test_whole_sequences_that_lack_memory_beside_a_batch_run_when_it_has_ended()
     steps.run()
     assert set(steps.answers) == {1, 2}
     assert steps.core._scheduler.token_budget == 64
+
+
+def test_a_batch_with_a_chunk_that_lacks_memory_beside_another_runs_alone_first() -> None:
+    steps = made(chunk_size=32)
+    steps.submit(1, 90)
+    steps.run()
+
+    def beside(chunks: Sequence[Chunk]) -> None:
+        if stream(steps).queue:
+            raise DeviceMemoryError("the other has it")
+
+    steps.runner.hook = beside
+    steps.submit(2, 9)
+    run_all(steps)
+    assert steps.answers == {1: {0: [90.0]}, 2: {0: [9.0]}}
+    assert steps.core._scheduler.token_budget == 64
+    assert steps.runner.batches[1] == steps.runner.batches[2]
+
+
+def test_what_was_cancelled_meanwhile_does_not_run_again() -> None:
+    steps = made(chunk_size=32)
+    steps.submit(1, 90)
+    steps.submit(2, 9)
+
+    def gone(chunks: Sequence[Chunk]) -> None:
+        if 1 in steps.core._scheduler.requests:
+            steps.cancel(1)
+            raise ValueError("it broke on the way")
+
+    steps.runner.hook = gone
+    run_all(steps)
+    assert steps.answers == {2: {0: [9.0]}}
+    assert not steps.failures
+    assert [(2, 0, 0, 9)] in steps.runner.batches
+    assert sum(chunk[0] == 1 for batch in steps.runner.batches for chunk in batch) == 1
+
+
+def test_a_request_that_goes_while_a_batch_runs_does_not_shorten_its_time() -> None:
+    steps = made()
+    steps.submit(1, 60)
+    steps.run()
+    started_s = steps.core._running[0].started_s
+    steps.submit(2, 50)
+    steps.cancel(2)
+    steps.run()  # a message of the memory alone
+    stream(steps).end()
+    steps.run()
+    forward = next(m for m in steps.messages if isinstance(m, Rows) and m.num_tokens == 60)
+    assert steps.core._ended_s - started_s == pytest.approx(forward.step_s)
+    assert [m.step_s for m in steps.messages if isinstance(m, Rows) and not m.num_tokens] == [0.0, 0.0]
 
 
 def test_a_chunk_on_which_others_have_built_cannot_run_again() -> None:

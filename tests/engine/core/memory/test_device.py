@@ -144,6 +144,7 @@ def test_errors_of_memory_are_told_from_others() -> None:
 
 def test_errors_of_a_device_are_told_in_the_words_of_the_loop() -> None:
     for error, expected in (
+        (torch.AcceleratorError("x: out of memory"), DeviceMemoryError),  # pinned memory of the host
         (torch.AcceleratorError("x"), DeviceLostError),
         (torch.OutOfMemoryError("x"), DeviceMemoryError),
         (MemoryError("x"), DeviceMemoryError),
