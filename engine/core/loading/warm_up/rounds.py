@@ -80,8 +80,8 @@ def _batches(
         if fitting:
             for params in made.params():
                 yield made.batch(fitting, [params])
-            yield made.batch(fitting * 2 if sum(fitting) * 2 <= token_budget else fitting, made.params())
-    yield from _with_past(made, allocator, token_budget, longest)
+            yield made.batch(_fit(fitting * 2, token_budget, max_num_seqs), made.params())
+    yield from _with_past(made, allocator, token_budget, longest, max_num_seqs)
     num_tokens = 1
     while num_tokens <= token_budget:  # products of every size, once with long sequences and once with short ones
         for length in (min(longest, num_tokens), min(_SHORT, longest, num_tokens)):
@@ -101,8 +101,10 @@ def _fit(lengths: Sequence[int], token_budget: int, max_num_seqs: int) -> list[i
     return taken
 
 
-def _with_past(made: MadeBatches, allocator: Allocator, token_budget: int, longest: int) -> Iterator[list[Chunk]]:
-    """Three chunks of one sequence for every task, the second beside a whole sequence."""
+def _with_past(
+    made: MadeBatches, allocator: Allocator, token_budget: int, longest: int, max_num_seqs: int
+) -> Iterator[list[Chunk]]:
+    """Three chunks of one sequence for every task, the second beside a whole sequence where two may run."""
     size = min(_CHUNK, token_budget // 2, longest // 3)
     if size < 1 or not allocator.can_hold(3 * size):
         return
@@ -115,7 +117,7 @@ def _with_past(made: MadeBatches, allocator: Allocator, token_budget: int, longe
         first, second, third = (PrefillChunk(sequence, i * size, (i + 1) * size, i) for i in range(3))
         try:
             yield [first]
-            yield [*made.batch([min(_SHORT, size)], [params]), second]
+            yield [*made.batch([min(_SHORT, size)][: max_num_seqs - 1], [params]), second]
             yield [third]
         finally:
             allocator.release(sequence.allocation, forget=True)

@@ -116,6 +116,22 @@ def test_every_kind_of_batch_runs_once_and_nothing_is_held_afterwards(caplog: py
     assert any(starts[0] == 0 for starts in with_past), "a chunk runs beside a whole sequence"
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 5, 30])
+def test_no_batch_has_more_sequences_or_tokens_than_a_forward(max_num_seqs: int) -> None:
+    allocator = pool(100)
+    runner = FakeRunner(allocator)
+    ran: list[int] = []
+
+    def run(chunks: Sequence[Chunk]) -> None:
+        assert sum(chunk.num_tokens for chunk in chunks) <= 2048
+        ran.append(len(chunks))
+        runner.execute(chunks)
+
+    made = MadeBatches(model(), TOKENIZER)
+    run_rounds(made, run, allocator, token_budget=2048, longest=600, max_num_seqs=max_num_seqs)
+    assert max(ran) == max_num_seqs
+
+
 def test_a_batch_that_finds_no_memory_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     def run(chunks: Sequence[Chunk]) -> None:
         if sum(chunk.num_tokens for chunk in chunks) == 1024:
