@@ -2,8 +2,9 @@
 
 A recorded forward has as many rows as its bucket, and attention has programs for as many sequences of the bucket's
 longest: what a batch does not fill is work for nothing. Rows past the last token are less than half of all, but for
-the smallest bucket. Programs of sequences that are not there end at once, yet many of them take time: the more
-sequences a bucket has, the shorter its longest.
+the smallest bucket, and for many short texts: the buckets of as few tokens have too few sequences for them, and they
+take one of the next two sizes. Programs of sequences that are not there end at once, yet many of them take time: the
+more sequences a bucket has, the shorter its longest.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ _SPREAD: Final = 16
 """The longest sequence of a bucket has so many times the tokens of the average one."""
 _LEAST_LONGEST: Final = 128
 """Tokens: a tile of attention, below which nothing is saved."""
+_SIZES_TRIED: Final = 3
+"""The smallest that has the tokens of a batch, and those above it that may have the sequences, too."""
 
 
 class Bucket(NamedTuple):
@@ -61,13 +64,12 @@ class Buckets:
         return [bucket for size in reversed(self._sizes) for bucket in reversed(self._of_size[size])]
 
     def find(self, num_tokens: int, num_seqs: int, max_seqlen: int) -> Bucket | None:
-        """Returns the smallest that a batch fits in; None where there is none."""
+        """Returns the smallest that a batch fits in; None where there is none, or all have far more tokens."""
         place = bisect_left(self._sizes, num_tokens)
-        if place == len(self._sizes):
-            return None
-        for bucket in self._of_size[self._sizes[place]]:
-            if num_seqs <= bucket.num_seqs:
-                return bucket if max_seqlen <= bucket.max_seqlen else None
+        for size in self._sizes[place : place + _SIZES_TRIED]:
+            for bucket in self._of_size[size]:
+                if num_seqs <= bucket.num_seqs:
+                    return bucket if max_seqlen <= bucket.max_seqlen else None
         return None
 
 

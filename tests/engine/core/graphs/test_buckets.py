@@ -30,23 +30,48 @@ def test_a_device_without_room_for_the_smallest_has_none() -> None:
     assert buckets.find(1, 1, 1) is None
 
 
-@given(st.lists(st.integers(1, 512), min_size=1, max_size=600))
+@given(st.lists(st.integers(1, 512), min_size=1, max_size=600) | st.lists(st.integers(1, 9), min_size=1, max_size=600))
 def test_a_batch_finds_the_smallest_that_it_fits_in(lengths: list[int]) -> None:
     buckets = Buckets(4096, 512, 2048)
+    sizes = sorted({b.num_tokens for b in buckets.all()})
     size = sum(lengths), len(lengths), max(lengths)
     bucket = buckets.find(*size)
     fitting = [
         b for b in buckets.all() if all(of_batch <= of_bucket for of_batch, of_bucket in zip(size, b, strict=True))
     ]
     if bucket is None:
-        # Too many tokens, or sequences so unlike in length that attention would have too much for nothing.
-        as_small = [b for b in fitting if b.num_tokens == min(f.num_tokens for f in fitting)] if fitting else []
-        assert sum(lengths) > 4096 or not as_small or max(lengths) > 128 or len(lengths) > sum(lengths) // 4
+        # Too many tokens, sequences so unlike in length that attention would have too much for nothing, or so short
+        # that the buckets that have as many of them have far more tokens.
+        near = [num_tokens for num_tokens in sizes if num_tokens >= size[0]][:3]
+        assert max(lengths) > 128 or all(b.num_tokens not in near for b in fitting)
         return
     assert bucket in fitting
     assert bucket.num_tokens == min(b.num_tokens for b in fitting)
-    assert bucket.num_tokens < 2 * size[0] or bucket.num_tokens == 64
+    # Those that are smaller, and have as many tokens, have too few sequences.
+    nearest = next(num_tokens for num_tokens in sizes if num_tokens >= size[0])
+    assert nearest < 2 * size[0] or nearest == 64
+    assert nearest <= bucket.num_tokens <= 4 * nearest
+    assert bucket.num_tokens == nearest or all(
+        b.num_seqs < size[1] for b in buckets.all() if nearest <= b.num_tokens < bucket.num_tokens
+    )
     assert bucket.num_seqs <= 4 * size[1] or bucket.num_seqs == 8
+
+
+@pytest.mark.parametrize(
+    ("size", "bucket"),
+    [
+        ((64, 10, 6), Bucket(128, 32, 128)),
+        ((20, 10, 3), Bucket(128, 32, 128)),
+        ((200, 60, 5), Bucket(512, 128, 128)),
+        ((129, 33, 6), Bucket(512, 128, 128)),
+        ((900, 200, 6), Bucket(2048, 512, 128)),
+        ((120, 40, 3), None),  # four times as many tokens as the nearest size
+        ((700, 200, 4), None),
+        ((64, 10, 55), Bucket(128, 32, 128)),
+    ],
+)
+def test_many_short_texts_take_a_bucket_of_more_tokens(size: tuple[int, int, int], bucket: Bucket | None) -> None:
+    assert Buckets(4096, 512, 2048).find(*size) == bucket
 
 
 def test_many_sequences_have_a_short_longest() -> None:
