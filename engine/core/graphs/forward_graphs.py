@@ -67,6 +67,9 @@ class ForwardGraphs:
 
         Returns:
             How many there are.
+
+        Raises:
+            torch.AcceleratorError: The device is lost.
         """
         began_s = time.monotonic()
         try:
@@ -76,6 +79,10 @@ class ForwardGraphs:
                     raise RuntimeError(f"a replay of {bucket.num_tokens} tokens differs from the forward")
         except RuntimeError as error:
             self._graphs.clear()
+            # torch raises the same kind of error for what must not be recorded and for a device that is lost. A device
+            # that is lost runs nothing else either.
+            self._model.forward(make_batch([1]))
+            self._recorder.wait()
             logger.warning("small batches run without CUDA graphs: %s", str(error).partition("\n")[0])
             return 0
         seconds = time.monotonic() - began_s

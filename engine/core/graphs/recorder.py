@@ -22,8 +22,13 @@ class Recorder(Protocol):
             A function that does the same again, on what those tensors hold then, and the tensor that it writes.
 
         Raises:
-            RuntimeError: It cannot be recorded, because it waits for the device, or there is too little memory.
+            RuntimeError: It cannot be recorded, because it waits for the device, or there is too little memory; or the
+                device is lost.
         """
+        ...
+
+    def wait(self) -> None:
+        """Sleeps until the device has done all that it was asked. torch.AcceleratorError where it is lost."""
         ...
 
 
@@ -54,3 +59,7 @@ class CudaRecorder:
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     out = run()
         return graph.replay, out
+
+    def wait(self) -> None:
+        """See Recorder."""
+        torch.cuda.synchronize(self._device)

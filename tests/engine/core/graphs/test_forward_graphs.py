@@ -66,6 +66,9 @@ class Again:
 
         return replay, out
 
+    def wait(self) -> None:
+        """All is done."""
+
 
 def by_borders(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seq_lens: Any, **options: Any) -> Tensor:
     """Attention as CUDA's kernels see a batch: they know the borders, and an upper bound of the lengths."""
@@ -168,21 +171,48 @@ def test_a_forward_that_takes_lengths_from_the_host_is_found_out(
         torch.testing.assert_close(graphs.forward(batch).hidden_states, made.forward(batch).hidden_states)
 
 
-def test_a_forward_that_cannot_be_recorded_runs_as_it_is(
-    save_folder: SaveFolder, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Refusing(Again):
-        def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+class Refusing(Again):
+    """A Recorder that records nothing, on a device that may be lost."""
 
+    def __init__(self, error: RuntimeError, *, is_lost: bool = False) -> None:
+        super().__init__()
+        self.error, self.is_lost = error, is_lost
+        self.num_waits = 0
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        raise self.error
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        if self.is_lost:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError])
+def test_a_forward_that_cannot_be_recorded_runs_as_it_is(
+    kind: type[RuntimeError], save_folder: SaveFolder, caplog: pytest.LogCaptureFixture
+) -> None:
     _, info = saved(save_folder, "BertModel")
     made = load_model(info)
-    graphs = ForwardGraphs(made, Refusing(), Buckets(512, info.max_model_len, 64), CPU)
+    recorder = Refusing(kind("operation not permitted when stream is capturing\nmore"))
+    graphs = ForwardGraphs(made, recorder, Buckets(512, info.max_model_len, 64), CPU)
     assert graphs.record(make_batch) == 0
+    assert recorder.num_waits == 1
     assert "operation not permitted when stream is capturing" in caplog.text
     assert "more" not in caplog.messages[-1]
     with torch.inference_mode():
         assert graphs.forward(make_batch([3, 5])).hidden_states.shape == (8, 16)
+
+
+def test_a_device_that_is_lost_while_recording_ends_the_start(
+    save_folder: SaveFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, info = saved(save_folder, "BertModel")
+    recorder = Refusing(torch.AcceleratorError("CUDA error: unspecified launch failure"), is_lost=True)
+    graphs = ForwardGraphs(load_model(info), recorder, Buckets(512, info.max_model_len, 64), CPU)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        graphs.record(make_batch)
+    assert "without CUDA graphs" not in caplog.text
 
 
 def chunks(info: ModelInfo) -> list[PrefillChunk[QueuedSequence]]:
