@@ -254,6 +254,7 @@ class ModelRunner:
         config = self._config
         keeps = config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching
         spec = self._model.cache_spec if keeps else None
+        is_whole = spec is None or not config.scheduler.enable_chunked_prefill
         given = config.cache.kv_cache_memory
         if spec is not None and given is not None:
             self._make_pool(spec, config, given)
@@ -261,12 +262,14 @@ class ModelRunner:
             gauge = memory
         num_taken = 0
         if gauge is not None:
-            self._start = GpuStart(self.info, self._made, self.execute, config.scheduler, memory.total())
-            self.limits, num_taken = self._start.find_limits(gauge, is_whole=spec is None)
-            self.take_times()
+            self._start = GpuStart(self.info, self._made, self.begin, config.scheduler, gauge, memory.total())
+            self.limits, num_taken = self._start.find_limits(is_whole=is_whole)
         if spec is not None and given is None:
             num_free = max((gauge or memory).available() - num_taken, 0)
             self._make_pool(spec, config, int(num_free * config.cache.memory_fraction / config.num_engines))
+            if self._start is not None and self._memory is None and not is_whole:
+                self.limits, _ = self._start.find_limits(is_whole=True)
+        self.take_times()
 
     def _make_pool(self, spec: CacheSpec, config: EngineConfig, memory: int) -> None:
         """Reserves the memory of sequences in chunks, so many Bytes, where they are enough for any.

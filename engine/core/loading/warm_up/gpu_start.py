@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ....protocol.config import SchedulerConfig
+from ....protocol.ipc.batch_outputs import BatchOutputs
 from ....protocol.model_info import ModelInfo
 from ....scheduling import Chunk
 from ....sequence_pool import Allocator
 from ...memory.memory_meter import MemoryGauge
-from ...runner import DeviceLimits
+from ...runner import DeviceLimits, Forward
 from .largest_batch import LargestBatch, largest_batch
 from .made_batches import MadeBatches
 from .rounds import run_rounds
@@ -24,8 +25,9 @@ class GpuStart:
     Args:
         info: The model, on its device.
         made: Makes batches for it.
-        execute: Runs one.
+        begin: Begins one.
         config: What the operator says of batches.
+        gauge: Of the device.
         memory: Bytes that the device has; None where that is not known.
     """
 
@@ -33,21 +35,22 @@ class GpuStart:
         self,
         info: ModelInfo,
         made: MadeBatches,
-        execute: Callable[[Sequence[Chunk]], object],
+        begin: Callable[[Sequence[Chunk]], Forward],
         config: SchedulerConfig,
+        gauge: MemoryGauge,
         memory: int | None,
     ) -> None:
         self._info = info
         self._made = made
-        self._execute = execute
+        self._begin = begin
         self._config = config
+        self._gauge = gauge
         self._memory = memory
 
-    def find_limits(self, gauge: MemoryGauge, *, is_whole: bool) -> tuple[DeviceLimits, int]:
+    def find_limits(self, *, is_whole: bool) -> tuple[DeviceLimits, int]:
         """Runs the largest forward; returns the limits, and the Bytes that it takes.
 
         Args:
-            gauge: Of the device.
             is_whole: Whether every input runs whole, however long.
 
         Raises:
@@ -56,7 +59,7 @@ class GpuStart:
         budget = self._config.token_budget(self._info.device, self._memory)
         if is_whole:
             budget = max(budget, self._info.max_model_len)
-        largest = self._largest(gauge, budget)
+        largest = self._largest(budget)
         logger.info(
             "a forward of %d tokens takes %d MiB beside the weights", largest.num_tokens, largest.num_bytes >> 20
         )
@@ -79,14 +82,17 @@ class GpuStart:
             max_num_seqs=self._config.seqs(self._info.device),
         )
 
-    def _largest(self, gauge: MemoryGauge, num_tokens: int) -> LargestBatch:
-        def run(lengths: Sequence[int]) -> None:
-            for params in self._made.plain():
-                self._execute(self._made.batch(lengths, [params]))
+    def _execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
+        return self._begin(chunks).outputs()
 
+    def _run_plain(self, lengths: Sequence[int]) -> None:
+        for params in self._made.plain():
+            self._execute(self._made.batch(lengths, [params]))
+
+    def _largest(self, num_tokens: int) -> LargestBatch:
         return largest_batch(
-            run,
-            gauge,
+            self._run_plain,
+            self._gauge,
             num_tokens=num_tokens,
             longest=self._info.max_model_len,
             max_num_seqs=self._config.seqs(self._info.device),

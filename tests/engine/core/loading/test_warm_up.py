@@ -11,6 +11,7 @@ import pytest
 
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.loading.warm_up import LargestBatch, MadeBatches, largest_batch, run_rounds
+from penstock.engine.core.make_scheduler import make_scheduler
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceMemoryError
 from penstock.engine.model_files.resolve import resolve_model
@@ -165,16 +166,26 @@ def test_made_batches_have_token_types_and_prompts_where_the_model_has(
     assert prompt.num_prompt_tokens == (0 if include_prompt else 1)
 
 
-def runner_of(save_folder: SaveFolder, gauge: Gauge, class_name: str, **cache: object) -> ModelRunner:
+def runner_of(
+    save_folder: SaveFolder,
+    gauge: Gauge,
+    class_name: str,
+    *,
+    chunked: bool = True,
+    positions: int | None = None,
+    **cache: object,
+) -> ModelRunner:
     """A runner of a tiny model that a gauge watches as if it ran on a GPU."""
     from penstock.engine.core.loading.weights_loader import load_model
 
     sizes = {"num_key_value_heads": 2} if class_name == "Qwen2Model" else {}
+    if positions is not None:
+        sizes["max_position_embeddings"] = positions
     config = EngineConfig(
         model=str(save_folder(class_name, **sizes)),
         device="cpu",
         cpu_kernels="torch",
-        scheduler=SchedulerConfig(max_num_batched_tokens=300, max_num_seqs=16),
+        scheduler=SchedulerConfig(max_num_batched_tokens=300, max_num_seqs=16, enable_chunked_prefill=chunked),
         cache=CacheConfig(**cache),  # type: ignore[arg-type]
     )
     info = replace(resolve_model(config), device="cpu", dtype="float32")
@@ -212,6 +223,31 @@ def test_a_pool_of_a_given_size_is_there_before_the_largest_forward_runs(save_fo
     assert isinstance(runner.allocator, SequenceAllocator)
     assert runner.limits.max_tokens == 75  # 300, 150, 75
     runner.warm_up()
+
+
+@pytest.mark.parametrize(
+    ("chunked", "cached", "free", "budget"),
+    [
+        (True, True, 100 * MIB, 300),
+        (True, False, 100 * MIB, 300),
+        (False, True, 100 * MIB, 4096),
+        (False, False, 100 * MIB, 4096),
+        (True, True, 0, 4096),  # no block of keys and values finds room
+        (False, True, 0, 4096),
+    ],
+)
+def test_a_decoder_whose_inputs_run_whole_takes_as_long_ones_as_it_has_positions(
+    chunked: bool, cached: bool, free: int, budget: int, save_folder: SaveFolder
+) -> None:
+    gauge = Gauge(free=free)
+    runner = runner_of(save_folder, gauge, "Qwen2Model", chunked=chunked, positions=4096, enable_prefix_caching=cached)
+    assert isinstance(runner.allocator, SequenceAllocator) is (free > 0 and (chunked or cached))
+    assert runner.limits.max_tokens == max(map(sum, gauge.runs)) == budget
+    assert runner.take_times() == []
+    limits = SchedulerConfig(max_num_batched_tokens=300, max_num_seqs=16, enable_chunked_prefill=chunked)
+    config = EngineConfig(model="m", scheduler=limits)
+    scheduler, info = make_scheduler(config, runner.info, runner.allocator, device=runner.limits)
+    assert (scheduler.token_budget, info.max_model_len) == (budget, 4096)
 
 
 def test_an_encoder_finds_out_how_long_an_input_may_be(save_folder: SaveFolder) -> None:
