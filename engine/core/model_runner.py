@@ -55,7 +55,6 @@ from .runner import DeviceLimits, EndedForward, ForwardTime
 
 logger = logging.getLogger("penstock.engine")
 
-
 _MOST_UNDER_WAY: Final = 2
 """Forwards: one that runs, and the next."""
 
@@ -199,9 +198,12 @@ class ModelRunner:
             warm_up(self.info, self.tokenizer, self.execute)
             if self._start is not None:
                 self._start.compile(self.allocator, self.limits)
-                self.take_times()  # most of it went into compiling: nobody must learn from that
             if self._config.cuda_graphs:
                 self._graphs = record_forwards(self._model, self.info, self._made, self._device, self._config.scheduler)
+                if self._start is not None and self._model.is_recordable:
+                    self._start.refill(self.limits)
+            if self._start is not None:
+                self.take_times()  # most of it went into compiling: nobody must learn from that
 
     @torch.inference_mode()
     def _begin(self, chunks: Sequence[Chunk]) -> EndedForward | DeviceForward:

@@ -1,9 +1,10 @@
-"""What a runner on a GPU does before the first request, beside the first batch: finds its limits, and compiles."""
+"""What a runner on a GPU does before the first request: finds its limits, compiles, and fills what torch keeps."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from ....protocol.config import SchedulerConfig
 from ....protocol.ipc.batch_outputs import BatchOutputs
@@ -11,12 +12,15 @@ from ....protocol.model_info import ModelInfo
 from ....scheduling import Chunk
 from ....sequence_pool import Allocator
 from ...memory.memory_meter import MemoryGauge
-from ...runner import DeviceLimits, Forward
-from .largest_batch import LargestBatch, largest_batch
+from ...runner import DeviceLimits, DeviceMemoryError, Forward
+from .largest_batch import LargestBatch, largest_batch, largest_shapes
 from .made_batches import MadeBatches
 from .rounds import run_rounds
 
 logger = logging.getLogger("penstock.engine")
+
+_SMALL: Final = 64
+"""Tokens of a batch that a recorded forward answers where there is one."""
 
 
 class GpuStart:
@@ -81,6 +85,26 @@ class GpuStart:
             longest=self._info.max_model_len,
             max_num_seqs=self._config.seqs(self._info.device),
         )
+
+    def refill(self, limits: DeviceLimits) -> None:
+        """Runs the largest batches, and two small ones at once, for the memory that torch keeps once they have run.
+
+        torch gives it back to the driver before it records a CUDA graph, pinned memory too, and traffic would wait
+        while it is taken again.
+
+        Args:
+            limits: What `find_limits` found.
+        """
+        assert limits.max_tokens is not None, "the limits were found"
+        max_num_seqs = self._config.seqs(self._info.device)
+        for lengths in largest_shapes(limits.max_tokens, self._info.max_model_len, max_num_seqs):
+            try:
+                self._run_plain(lengths)
+            except DeviceMemoryError as error:  # traffic lowers the budget where it finds the same
+                logger.warning("out of memory beside CUDA graphs with %d tokens: %s", sum(lengths), error)
+        small = [min(_SMALL, self._info.max_model_len, limits.max_tokens)]
+        for forward in [self._begin(self._made.batch(small, self._made.plain()[:1])) for _ in range(2)]:
+            forward.outputs()
 
     def _execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
         return self._begin(chunks).outputs()

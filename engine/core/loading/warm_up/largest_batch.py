@@ -44,7 +44,9 @@ def largest_batch(
     """
     while True:
         try:
-            num_bytes = max(_taken(run, gauge, lengths) for lengths in _shapes(num_tokens, longest, max_num_seqs))
+            num_bytes = max(
+                _taken(run, gauge, lengths) for lengths in largest_shapes(num_tokens, longest, max_num_seqs)
+            )
         except DeviceMemoryError:
             if num_tokens <= _LEAST:
                 raise
@@ -55,17 +57,17 @@ def largest_batch(
             return LargestBatch(num_tokens, num_bytes)
 
 
-def _taken(run: Callable[[Sequence[int]], object], gauge: MemoryGauge, lengths: Sequence[int]) -> int:
-    gauge.begin()
-    run(lengths)
-    return gauge.taken() or 0
-
-
-def _shapes(num_tokens: int, longest: int, max_num_seqs: int) -> list[list[int]]:
-    """Lengths that add up to so many tokens: the longest sequences, and as many as there may be."""
+def largest_shapes(num_tokens: int, longest: int, max_num_seqs: int) -> list[list[int]]:
+    """Returns lengths that add up to so many tokens: the longest sequences, and as many as there may be."""
     longest = min(longest, num_tokens)
     num_long, rest = divmod(num_tokens, longest)
     num_short = min(num_tokens, max_num_seqs)
     each, more = divmod(num_tokens, num_short)
     many = [min(each + (i < more), longest) for i in range(num_short)]
     return [[longest] * min(num_long, max_num_seqs) + [rest] * (rest > 0 and num_long < max_num_seqs), many]
+
+
+def _taken(run: Callable[[Sequence[int]], object], gauge: MemoryGauge, lengths: Sequence[int]) -> int:
+    gauge.begin()
+    run(lengths)
+    return gauge.taken() or 0

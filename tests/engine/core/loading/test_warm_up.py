@@ -9,14 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from penstock.engine.core import model_runner
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
-from penstock.engine.core.loading.warm_up import LargestBatch, MadeBatches, largest_batch, run_rounds
+from penstock.engine.core.loading.warm_up import GpuStart, LargestBatch, MadeBatches, largest_batch, run_rounds
 from penstock.engine.core.make_scheduler import make_scheduler
 from penstock.engine.core.model_runner import ModelRunner
-from penstock.engine.core.runner import DeviceMemoryError
+from penstock.engine.core.runner import DeviceLimits, DeviceMemoryError, EndedForward
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.ipc.batch_outputs import BatchOutputs
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import Chunk
 from penstock.engine.sequence_pool import NullAllocator, SequenceAllocator
@@ -173,6 +175,7 @@ def runner_of(
     *,
     chunked: bool = True,
     positions: int | None = None,
+    cuda_graphs: bool = True,
     **cache: object,
 ) -> ModelRunner:
     """A runner of a tiny model that a gauge watches as if it ran on a GPU."""
@@ -186,6 +189,7 @@ def runner_of(
         device="cpu",
         cpu_kernels="torch",
         scheduler=SchedulerConfig(max_num_batched_tokens=300, max_num_seqs=16, enable_chunked_prefill=chunked),
+        cuda_graphs=cuda_graphs,
         cache=CacheConfig(**cache),  # type: ignore[arg-type]
     )
     info = replace(resolve_model(config), device="cpu", dtype="float32")
@@ -254,6 +258,55 @@ def test_an_encoder_finds_out_how_long_an_input_may_be(save_folder: SaveFolder) 
     runner = runner_of(save_folder, Gauge(most=299), "BertModel")
     assert runner.limits.max_tokens == 150
     runner.warm_up()
+
+
+@pytest.mark.parametrize("class_name", ["BertModel", "Qwen2Model"])
+@pytest.mark.parametrize("wants", [True, False])
+def test_what_recording_empties_is_filled_again_before_traffic(
+    class_name: str, wants: bool, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch gives what it keeps of memory back to the driver before each recording."""
+    gauge, recorded_at = Gauge(), []
+    runner = runner_of(save_folder, gauge, class_name, positions=100, cuda_graphs=wants)
+    monkeypatch.setattr(model_runner, "record_forwards", lambda *args: recorded_at.append(len(gauge.runs)))
+    runner.warm_up()
+    assert len(recorded_at) == wants
+    after = gauge.runs[recorded_at[0] :] if wants else []
+    if wants and class_name == "BertModel":
+        assert [100, 100, 100] in after
+        assert max(map(len, after)) == 16
+        assert after[-2:] == [[64]] * 2
+    else:
+        assert after == []  # a decoder is not recorded
+    assert runner.take_times() == []
+
+
+def test_two_small_batches_run_at_once_after_recording_and_large_ones_alone(caplog: pytest.LogCaptureFixture) -> None:
+    events: list[tuple[str, int]] = []
+
+    class Ended(EndedForward):
+        def __init__(self, num_tokens: int) -> None:
+            super().__init__(BatchOutputs.of(1, []))
+            self.num_tokens = num_tokens
+
+        def outputs(self) -> BatchOutputs:
+            events.append(("end", self.num_tokens))
+            return super().outputs()
+
+    def begin(chunks: Sequence[Chunk]) -> EndedForward:
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        if len(chunks) == 4:
+            raise DeviceMemoryError("the graphs have it")
+        events.append(("begin", num_tokens))
+        return Ended(num_tokens)
+
+    info = model()
+    limits = SchedulerConfig(max_num_seqs=4)
+    start = GpuStart(info, MadeBatches(info, TOKENIZER), begin, limits, Gauge(), None)
+    start.refill(DeviceLimits(max_tokens=1000))
+    large = [("begin", 1000), ("end", 1000)] * len(MadeBatches(info, TOKENIZER).plain())
+    assert events == [*large, ("begin", 64), ("begin", 64), ("end", 64), ("end", 64)]
+    assert "out of memory beside CUDA graphs with 1000 tokens: the graphs have it" in caplog.text
 
 
 def test_a_device_without_memory_for_any_forward_is_said_so(save_folder: SaveFolder) -> None:
