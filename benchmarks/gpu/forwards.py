@@ -19,15 +19,13 @@ from penstock.kernels.pooling import pool
 
 from .made_models import load_made, pack
 from .phases import NEEDS_CUDA, Bench, Row, attempt
-from .shapes import SHAPES, TINY_SHAPES, USUAL_LENGTH, Shape, equal_lengths, mixed_lengths
+from .shapes import OWN_VARIANTS, SHAPES, TINY_SHAPES, USUAL_LENGTH, Shape, equal_lengths, mixed_lengths
 
 Forward = Callable[[], Tensor]
 Prepare = Callable[[], Forward]
 
 _TOKENS: Final = (16_384, 4_096, 65_536, 1_024)
 """The most telling ones first, as the phase may run out of time."""
-_OWN_VARIANTS: Final = ("fused", "epilogue", "none")
-"""Values of Fusion."""
 _MAX_GRAPH_TOKENS: Final = 4_096
 _LENGTHS_COMPARED: Final = [128, 40, 1]
 _KERNELS_SHOWN: Final = 12
@@ -35,7 +33,7 @@ _KERNELS_SHOWN: Final = 12
 
 def measure(bench: Bench) -> Iterator[Row]:
     """Yields cosines, rates by shape, variant, mix of lengths and number of tokens, and tables of kernels."""
-    for names in (_OWN_VARIANTS, ("compile",)):  # torch's compiler may take all the time that is left
+    for names in (OWN_VARIANTS, ("compile",)):  # torch's compiler may take all the time that is left
         for shape in bench.pick(SHAPES, TINY_SHAPES):
             exact = None
             for name in names:

@@ -56,6 +56,9 @@ TINY_SHAPES: Final = tuple(
 )
 """What stands for each of SHAPES where only the code is tried, and no figure counts."""
 
+OWN_VARIANTS: Final = ("fused", "epilogue", "none")
+"""The ways in which a server runs them: values of Fusion."""
+
 USUAL_LENGTH: Final = {"MiniLM-L6": 128, "bge-base": 512, "bge-large": 512}
 """Tokens of the texts that the goals are stated for."""
 

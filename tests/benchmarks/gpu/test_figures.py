@@ -1,13 +1,15 @@
 """Figures of a run: lengths, operations, time, the share of it in which nothing runs, and the goals."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from gpu.clock import HostClock
 from gpu.engine import idle_share, stage_times
+from gpu.kernel_table import KERNELS
 from gpu.report import GOALS, as_markdown, as_text, judged
-from gpu.shapes import BASE, LARGE, MINILM, SHAREGPT_LENGTHS, equal_lengths, mixed_lengths, sharegpt_lengths
+from gpu.shapes import BASE, LARGE, MINILM, SHAPES, SHAREGPT_LENGTHS, equal_lengths, mixed_lengths, sharegpt_lengths
 
 
 def test_operations_are_those_of_the_published_shapes() -> None:
@@ -97,10 +99,18 @@ def report() -> dict[str, Any]:
                 },
                 {"name": "matmul", "size": 8192, "tflop_per_s": 100.0},
             ),
-            "kernels": phase({"name": "pooling mean", "dtype": "bfloat16", "is_equal": True}, *timed),
+            "kernels": phase(
+                *({"name": name, "dtype": "bfloat16", "is_equal": True} for name in KERNELS),
+                *timed,
+                *({"name": name, "dtype": "float32", "is_equal": True} for name in KERNELS),
+            ),
             "forwards": phase(
-                {"name": "cosine", "cosine": 0.9995},
-                {"name": "cosine", "cosine": 0.9991},
+                *(
+                    {"name": "cosine", "shape": shape.name, "variant": variant, "cosine": cosine}
+                    for shape in SHAPES
+                    for variant, cosine in (("fused", 0.9995), ("epilogue", 0.9991), ("none", 0.9993))
+                ),
+                {"name": "cosine", "shape": "bge-base", "variant": "compile", "error": "none of ours"},
                 forward | {"variant": "none", "tflop_per_s": 30.0},
                 forward | {"variant": "fused", "tflop_per_s": 36.0},
                 forward | {"variant": "compile", "error": "it | broke"},
@@ -139,11 +149,44 @@ def test_goals_are_judged_by_the_best_setting_against_the_measured_ceilings(repo
 
 def test_a_kernel_that_fails_or_was_not_timed_is_no_success(report: dict[str, Any]) -> None:
     rows = report["phases"]["kernels"]["rows"]
-    rows.append({"name": "ssd", "dtype": "bfloat16", "error": "CompilationError"})
-    rows.remove(next(row for row in rows if row["name"] == "sum and RMS norm"))
+    row = next(row for row in rows if row["name"] == "ssd" and "dtype" in row)
+    del row["is_equal"]
+    row["error"] = "CompilationError"
+    rows.remove(next(row for row in rows if row["name"] == "sum and RMS norm" and "us" in row))
     equal, _, copied = judged(report)[:3]
-    assert (equal["found"], equal["is_met"]) == (0.5, False)
+    assert (equal["found"], equal["is_met"]) == (1 - 1 / (2 * len(KERNELS)), False)
     assert (copied["found"], copied["is_met"]) == (None, None)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, -1])
+def test_kernels_in_part_are_not_measured_unless_one_fails(num_rows: int, report: dict[str, Any]) -> None:
+    kernels = report["phases"]["kernels"]
+    kernels["rows"] = kernels["rows"][:num_rows]
+    assert judged(report)[0]["is_met"] is None
+    kernels["rows"].append({"name": "ssd", "dtype": "bfloat16", "is_equal": False})
+    assert judged(report)[0]["is_met"] is False
+
+
+def test_kernels_of_a_phase_that_was_cut_off_are_not_measured(report: dict[str, Any]) -> None:
+    report["phases"]["kernels"]["error"] = "ended after 90 s, its limit"
+    assert judged(report)[0]["is_met"] is None
+    del report["phases"]["kernels"]
+    assert judged(report)[0]["is_met"] is None
+
+
+def test_cosines_of_some_shapes_are_not_measured_unless_one_is_too_small(report: dict[str, Any]) -> None:
+    forwards = report["phases"]["forwards"]
+    forwards["rows"] = [row for row in forwards["rows"] if row["shape"] != "bge-large"]
+    assert judged(report)[1]["is_met"] is None
+    forwards["rows"].append({"name": "cosine", "shape": "bge-large", "variant": "none", "cosine": 0.998})
+    assert (judged(report)[1]["found"], judged(report)[1]["is_met"]) == (0.998, False)
+
+
+@pytest.mark.parametrize("row", [{"cosine": math.nan}, {"error": "CompilationError"}])
+def test_a_forward_that_fails_or_gives_nan_is_no_success(row: dict[str, Any], report: dict[str, Any]) -> None:
+    rows = report["phases"]["forwards"]["rows"]
+    rows[1] = {"name": "cosine", "shape": rows[1]["shape"], "variant": rows[1]["variant"], **row}
+    assert (judged(report)[1]["found"], judged(report)[1]["is_met"]) == (0.0, False)
 
 
 def test_tiny_sizes_meet_no_goal(report: dict[str, Any]) -> None:
