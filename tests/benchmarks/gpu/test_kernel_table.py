@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.kernel_table import KERNELS, Inputs
+from gpu.kernel_table import KERNELS, Inputs, Kernel, Work
+from gpu.kernels import compare
+from gpu.phases import Bench
 
 ROOMS = sorted(path.parent.name for path in (Path(__file__).parents[3] / "kernels").glob("*/_triton.py"))
 
@@ -43,3 +45,20 @@ def test_what_makes_another_kernel_of_a_call_is_in_the_table(option: str) -> Non
     given = [call.keywords.get(option) is not None for call in calls()]
     assert any(given)
     assert not all(given)
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1.1])
+def test_a_kernel_that_gives_no_number_does_not_equal_its_reference(wrong: int, number: float) -> None:
+    """In whichever of its results."""
+
+    def run(backend: str | None = None) -> tuple[torch.Tensor, ...]:
+        results = torch.ones(2, 3).unbind()
+        if backend is None:
+            results[wrong][1] = number
+        return results
+
+    kernel = Kernel(lambda inputs, size: Work(run, 0), None, None, None)
+    row = compare(kernel, torch.float32, 1e-2, Bench(torch.device("cpu"), is_tiny=True, folder=Path()))
+    assert row["is_equal"] is False
+    assert not row["largest_error"] <= 1e-2
