@@ -10,12 +10,14 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.kernels.attention import Backend, attention
+from penstock.kernels import attention as kernel
+from penstock.kernels.attention import Backend, _varlen, attention
 from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 
 from .assertions import assert_close
@@ -45,10 +47,28 @@ def rows(num_columns: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return x.to(device)
 
 
+def bias(dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Of the scores of two heads, as MPNet has it: for the longest sequence that was recorded."""
+    return torch.randn(2, RECORDED[0], RECORDED[0], generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+
 @places
-@pytest.mark.parametrize("options", [{"softcap": 20.0}, {"softcap": 20.0, "window": (8, 8)}], ids=["whole", "window"])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 20.0}, {"softcap": 20.0, "window": (8, 8)}], ids=["plain", "capped", "window"]
+)
 def test_attention_of_triton_looks_at_borders_alone(device: str, options: dict[str, Any]) -> None:
     check_attention("triton", device, torch.float32, 2e-6, options)
+
+
+@places
+def test_biased_attention_of_triton_looks_at_borders_alone(device: str) -> None:
+    check_attention("triton", device, torch.float32, 2e-6, {"relative_bias": bias(torch.float32, device)})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_biased_attention_in_16_bits_looks_at_borders_alone(dtype: torch.dtype) -> None:
+    check_attention("triton", "cuda", dtype, 3e-2, {"relative_bias": bias(dtype, "cuda")})
 
 
 @pytest.mark.gpu
@@ -77,6 +97,38 @@ def check_attention(
     assert_close("attended", expected, found[:NUM_TOKENS], tolerance, v[:NUM_TOKENS].abs().max().item())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("capability", "head_size", "has_triton", "is_recordable"),
+    [
+        ((8, 0), 32, True, True),
+        ((9, 0), 256, True, True),
+        ((7, 5), 64, True, False),
+        ((9, 0), 264, True, False),
+        ((9, 0), 64, False, None),
+    ],
+)
+def test_attention_on_cuda_reads_lengths_on_the_device(
+    capability: tuple[int, int],
+    head_size: int,
+    has_triton: bool,
+    is_recordable: bool | None,
+    has_bias: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From Ampere on, with heads of up to 256: in every type, with and without a bias; see docs/operating.md."""
+    monkeypatch.setattr(kernel, "capability_of", lambda device: capability)
+    monkeypatch.setattr(_varlen, "capability_of", lambda device: capability)
+    monkeypatch.setattr(kernel, "has_triton", lambda: has_triton)
+    if is_recordable is None:  # what is left without triton is flash attention
+        is_recordable = dtype != torch.float32 and not has_bias
+    q: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=dtype, shape=(9, 2, head_size))
+    chosen = kernel._choose(q, 9, torch.ones(2, 9, 9) if has_bias else None, None)
+    assert (chosen in ("varlen", "triton")) is is_recordable
+
+
 @places
 @pytest.mark.parametrize("kind", [kind for kind in POOLING_KINDS if kind != "weighted"])
 def test_pooling_of_triton_leaves_rows_of_no_sequence_alone(device: str, kind: PoolingKind) -> None:
@@ -101,4 +153,4 @@ def test_all_of_it_through_the_interpreter() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    assert "8 passed" in run.stdout, run.stdout[-500:]
+    assert "40 passed" in run.stdout, run.stdout[-500:]

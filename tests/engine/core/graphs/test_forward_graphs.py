@@ -266,8 +266,8 @@ def test_a_runner_answers_from_recordings_as_without(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("class_name", FAMILIES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_cuda_graphs_equal_forwards(class_name: str, dtype: str, save_folder: SaveFolder) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 1e-2), ("float16", 1e-2), ("float32", 1e-4)])
+def test_cuda_graphs_equal_forwards(class_name: str, dtype: str, tolerance: float, save_folder: SaveFolder) -> None:
     _, info = saved(save_folder, class_name)
     device = torch.device("cuda")
     info = replace(info, device="cuda", dtype=dtype)
@@ -277,14 +277,12 @@ def test_cuda_graphs_equal_forwards(class_name: str, dtype: str, save_folder: Sa
         return moved(make_batch(lengths), device)
 
     graphs = ForwardGraphs(made, CudaRecorder(device), Buckets(512, info.max_model_len, 64), device)
-    num_graphs = graphs.record(on_device)
-    if class_name != "MPNetModel":  # the bias may send attention to a path that takes lengths from the host
-        assert num_graphs == len(Buckets(512, info.max_model_len, 64).all())
+    assert graphs.record(on_device) == len(Buckets(512, info.max_model_len, 64).all())
     with torch.inference_mode():
         for batch in [moved(batch, device) for batch in batches()]:
             expected = made.forward(batch).hidden_states.float()
             found = graphs.forward(batch).hidden_states.float()
-            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item())
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
 
 
 @pytest.mark.gpu
