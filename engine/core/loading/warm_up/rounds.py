@@ -25,8 +25,9 @@ _SPLIT: Final = 256
 """Rows from which on pooling shares a sequence out: batches whose longest has more run other kernels."""
 _SHORT: Final = 8
 """Tokens of a short text."""
-_CHUNK: Final = 64
-"""Tokens of a chunk; smaller where the budget or the pool is."""
+_CHUNKS: Final = (_SHORT, 64, 320)
+"""Tokens of chunks, smaller where the budget or the longest sequence is: tiles of attention follow from them, and from
+`_SPLIT` on how chunks are pooled."""
 _PROGRESS_S: Final = 5.0
 """Seconds between two lines of the log."""
 
@@ -55,7 +56,7 @@ def run_rounds(
     """
     began_s = told_s = time.monotonic()
     num_run = 0
-    for batch in _batches(made, allocator, token_budget, min(longest, token_budget), max_num_seqs):
+    for batch in _batches(made, allocator, token_budget, longest, max_num_seqs):
         num_tokens = sum(chunk.num_tokens for chunk in batch)
         try:
             run(batch)
@@ -73,6 +74,8 @@ def run_rounds(
 def _batches(
     made: MadeBatches, allocator: Allocator, token_budget: int, longest: int, max_num_seqs: int
 ) -> Iterator[list[Chunk]]:
+    yield from _with_past(made, allocator, token_budget, longest, max_num_seqs)
+    longest = min(longest, token_budget)
     edges = [edge + beside for edge in _TILES for beside in (-1, 0, 1)]
     kinds = [[1], [1, 2, 3, *(n for n in edges if n <= _SPLIT)], [n for n in edges if n > _SPLIT], [longest]]
     for lengths in kinds:
@@ -81,7 +84,6 @@ def _batches(
             for params in made.params():
                 yield made.batch(fitting, [params])
             yield made.batch(_fit(fitting * 2, token_budget, max_num_seqs), made.params())
-    yield from _with_past(made, allocator, token_budget, longest, max_num_seqs)
     num_tokens = 1
     while num_tokens <= token_budget:  # products of every size, once with long sequences and once with short ones
         for length in (min(longest, num_tokens), min(_SHORT, longest, num_tokens)):
@@ -104,20 +106,20 @@ def _fit(lengths: Sequence[int], token_budget: int, max_num_seqs: int) -> list[i
 def _with_past(
     made: MadeBatches, allocator: Allocator, token_budget: int, longest: int, max_num_seqs: int
 ) -> Iterator[list[Chunk]]:
-    """Three chunks of one sequence for every task, the second beside a whole sequence where two may run."""
-    size = min(_CHUNK, token_budget // 2, longest // 3)
-    if size < 1 or not allocator.can_hold(3 * size):
-        return
-    for params in made.params():
-        sequence = made.sequence(-1, 3 * size, params)
-        sequence.is_long = True
-        sequence.allocation = allocator.allocate(sequence.request_id, 3 * size)
-        if sequence.allocation is None:
-            return
-        first, second, third = (PrefillChunk(sequence, i * size, (i + 1) * size, i) for i in range(3))
-        try:
-            yield [first]
-            yield [*made.batch([min(_SHORT, size)][: max_num_seqs - 1], [params]), second]
-            yield [third]
-        finally:
-            allocator.release(sequence.allocation, forget=True)
+    """Three chunks of a sequence for every task and size of a chunk, the second beside a whole one where two may run."""
+    for size in sorted({min(size, max(token_budget - _SHORT, token_budget // 2), longest // 3) for size in _CHUNKS}):
+        if size < 1 or not allocator.can_hold(3 * size):
+            continue
+        for params in made.params():
+            sequence = made.sequence(-1, 3 * size, params)
+            sequence.is_long = True
+            sequence.allocation = allocator.allocate(sequence.request_id, 3 * size)
+            if sequence.allocation is None:
+                return
+            first, second, third = (PrefillChunk(sequence, i * size, (i + 1) * size, i) for i in range(3))
+            try:
+                yield [first]
+                yield [*made.batch([min(_SHORT, size)][: max_num_seqs - 1], [params]), second]
+                yield [third]
+            finally:
+                allocator.release(sequence.allocation, forget=True)

@@ -99,14 +99,14 @@ def test_every_kind_of_batch_runs_once_and_nothing_is_held_afterwards(caplog: py
 
     made = MadeBatches(info, TOKENIZER)
     with caplog.at_level(logging.INFO, "penstock.engine"):
-        num_run = run_rounds(made, run, allocator, token_budget=2048, longest=600, max_num_seqs=100)
+        num_run = run_rounds(made, run, allocator, token_budget=2048, longest=1000, max_num_seqs=100)
     assert num_run == len(ran)
     assert f"warmed up: {num_run} batches of up to 2048 tokens in " in caplog.text
     assert allocator.num_allocations == 0
     assert allocator.usage == 0.0
 
     longest = {max(lengths) for lengths, _ in ran}
-    assert {1, 513, 600} <= longest  # one token; shared out; the longest
+    assert {1, 513, 1000} <= longest  # one token; shared out; the longest
     lengths = {n for found, _ in ran for n in found}
     assert {15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513} <= lengths
     assert {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048} <= {sum(found) for found, _ in ran}
@@ -115,7 +115,10 @@ def test_every_kind_of_batch_runs_once_and_nothing_is_held_afterwards(caplog: py
     assert {p.normalize for p in params} == {True, False}
     assert {p.dimensions for p in params} == {None, 4}
     with_past = [starts for _, starts in ran if any(starts)]
-    assert len(with_past) == 2 * len(params)
+    assert len(with_past) == 3 * 2 * len(params)
+    chunks = [n for lengths, starts in ran for n, start in zip(lengths, starts, strict=True) if start]
+    assert min(chunks) <= 8, "no chunk with a past takes the tile of few rows"
+    assert max(chunks) > 256, "no chunk with a past is shared out by pooling"
     assert any(starts[0] == 0 for starts in with_past), "a chunk runs beside a whole sequence"
 
 
