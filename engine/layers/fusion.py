@@ -24,7 +24,8 @@ class Fusion(Enum):
 
     @classmethod
     def of_device(cls, device: torch.device) -> Fusion:
-        """Returns what models take on this device."""
+        """Returns what models take on this device. The kernels are made for compute capability 8.0 and later."""
         if device.type != "cuda":
             return cls.NONE
-        return cls.FUSED if find_spec("triton") is not None else cls.EPILOGUE
+        is_made_for = find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+        return cls.FUSED if is_made_for else cls.EPILOGUE

@@ -220,6 +220,9 @@ def test_fused_norms_equal_the_sum_and_the_norm(make, device):
 def test_the_device_says_how_far_models_are_fused(monkeypatch):
     assert Fusion.of_device(torch.device("cpu")) is Fusion.NONE
     cuda = torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {cuda: (7, 5)}.__getitem__)
+    assert Fusion.of_device(cuda) is Fusion.EPILOGUE
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {cuda: (8, 0)}.__getitem__)
     assert Fusion.of_device(cuda) is (Fusion.FUSED if find_spec("triton") else Fusion.EPILOGUE)
     monkeypatch.setattr("penstock.engine.layers.fusion.find_spec", lambda _: None)
     assert Fusion.of_device(cuda) is Fusion.EPILOGUE
