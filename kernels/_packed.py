@@ -40,6 +40,11 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
+def takes_tensor_cores(device: torch.device) -> bool:
+    """Whether the triton kernels that are made for Ampere and later can run: on CUDA, where triton is installed."""
+    return device.type == "cuda" and has_triton() and capability_of(device) >= (8, 0)
+
+
 def choose(backend: Backend | None, x: Tensor) -> Backend:
     """Returns the backend that is asked for; for None triton where `x` is on CUDA and it is installed, else torch.
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .._packed import FLOAT_DTYPES, capability_of, check_cu_seqlens, check_softcap, has_triton
+from .._packed import FLOAT_DTYPES, check_cu_seqlens, check_softcap, takes_tensor_cores
 from ._reference import attention_reference
 from ._sdpa import attention_sdpa
 from ._tiles import MAX_HEAD_SIZE
@@ -132,7 +132,7 @@ def _choose(q: Tensor, longest: int, relative_bias: Tensor | None, softcap: floa
         return "blockwise"
     if softcap is None and takes_varlen(q, relative_bias):
         return "varlen"
-    if q.is_cuda and q.shape[2] <= MAX_HEAD_SIZE and capability_of(q.device) >= (8, 0) and has_triton():
+    if q.shape[2] <= MAX_HEAD_SIZE and takes_tensor_cores(q.device):
         return "triton"
     return "sdpa" if softcap is None else "reference"
 

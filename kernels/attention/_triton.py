@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._packed import capability_of, on_device
 from .._tiles_triton import find_tile
-from ._tiles import Tile, padded_head, tile_of
+from ._tiles import MAX_HEAD_SIZE, Tile, padded_head, tile_of
 
 LOG2_E = math.log2(math.e)
 
@@ -296,8 +296,10 @@ def attention_triton(
 
     `tile` is that of the table unless given. The last axes of q, k, v and the bias are contiguous, the scale positive.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_rows, _, head_size = q.shape
+    if head_size > MAX_HEAD_SIZE:
+        raise ValueError(f"the triton backend takes heads of at most {MAX_HEAD_SIZE}, got {head_size}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_seqs = cu_seqlens.shape[0] - 1
     # [slots, Hkv, K], a view of a cache.
     k3, v3 = (x if block_tables is None else x.flatten(0, 1) for x in (k, v))

@@ -1,12 +1,15 @@
 """attention_paged: every backend against the reference, chunks against the whole, and memory that must not be read."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.kernels.attention import PagedBackend, attention, attention_paged
+from penstock.kernels._packed import capability_of
+from penstock.kernels.attention import PagedBackend, attention, attention_paged, paged
 from penstock.kernels.kv_store import kv_store
 
 from .assertions import assert_close
@@ -156,6 +159,46 @@ def test_table_on_the_device_and_no_chunks(device: torch.device) -> None:
     none = torch.empty(0, 0, dtype=torch.int32)
     cache = inputs.k_cache.new_zeros(1, 4, 2, 32)
     assert attention_paged(q, cache, cache, none, make_cu_seqlens((), device), (), (), scale=1.0).shape == (0, 4, 32)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize(
+    ("head_size", "capability", "expected"),
+    [
+        (64, (8, 0), "triton"),
+        (256, (9, 0), "triton"),
+        (257, (9, 0), "reference"),
+        (320, (9, 0), "reference"),
+        (64, (7, 5), "reference"),
+    ],
+)
+def test_wide_heads_and_old_devices_take_the_reference(
+    head_size: int, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.kernels.attention import _triton
+
+    taken: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(paged, "attention_paged_reference", lambda *_: taken.append("reference"))
+    monkeypatch.setattr(_triton, "attention_triton", lambda *_: taken.append("triton"))
+    capability_of.cache_clear()
+    with FakeTensorMode():
+        q = torch.empty(3, 4, head_size, device="cuda")
+        cache = torch.empty(5, 4, 2, head_size, device="cuda")
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        cu_seqlens = torch.zeros(2, dtype=torch.int32, device="cuda")
+        attention_paged(q, cache, cache, table, cu_seqlens, (3,), (0,), scale=1.0)
+    capability_of.cache_clear()
+    assert taken == [expected]
+
+
+def test_heads_wider_than_the_kernel_knows(device: torch.device) -> None:
+    inputs = make_paged_inputs(case := PagedCase("", ((5, 3), (0, 9)), 4, 2, 320), torch.float32, device)
+    expected = attend(case, inputs, backend="reference")
+    assert_close("attended", expected, attend(case, inputs), 4e-6, inputs.v_cache.nan_to_num().abs().max().item())
+    if find_spec("triton") is not None:
+        with pytest.raises(ValueError, match="heads of at most 256, got 320"):
+            attend(case, inputs, backend="triton")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..._packed import FLOAT_DTYPES, check_cu_seqlens, check_softcap, describe, has_triton
+from ..._packed import FLOAT_DTYPES, check_cu_seqlens, check_softcap, describe, takes_tensor_cores
+from .._tiles import MAX_HEAD_SIZE
 from ._cpu import attention_paged_cpu
 from ._reference import attention_paged_reference
 
@@ -52,7 +53,8 @@ def attention_paged(
         softcap: c > 0: the scaled scores s become c * tanh(s / c) (Gemma 2). None: they stay.
         context_lens_on_device: [N], int32, `context_lens` on the device of q, so that not every layer copies them.
             Read by "triton" alone.
-        backend: None takes "blockwise" on CPU, "triton" for CUDA tensors where it is installed, else "reference".
+        backend: None takes "blockwise" on CPU, "triton" on CUDA from compute capability 8.0 on where it is installed
+            and K <= 256, else "reference".
 
     Returns:
         [T, H, K], dtype and device of q, contiguous.
@@ -63,7 +65,7 @@ def attention_paged(
     _check(q, k_cache, v_cache, block_tables, cu_seqlens, seq_lens, context_lens, softcap)
     left = -1 if window is None or window[0] < 0 else window[0]
     if backend is None:
-        backend = "blockwise" if q.device.type == "cpu" else "triton" if has_triton() else "reference"
+        backend = _choose(q)
     if backend == "triton":
         from .._triton import attention_triton
 
@@ -82,6 +84,12 @@ def attention_paged(
     if backend == "reference":
         return attention_paged_reference(*arguments)
     raise ValueError(f"backend must be one of {get_args(PagedBackend)}, got {backend!r}")
+
+
+def _choose(q: Tensor) -> PagedBackend:
+    if q.device.type == "cpu":
+        return "blockwise"
+    return "triton" if q.shape[2] <= MAX_HEAD_SIZE and takes_tensor_cores(q.device) else "reference"
 
 
 def _check(
