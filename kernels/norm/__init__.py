@@ -23,11 +23,10 @@ def add_norm(
     norm: Norm,
     *,
     residual: Tensor | None = None,
-    x_bias: Tensor | None = None,
     return_sum: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Normalises the rows of s = x + x_bias + residual in one pass over memory.
+    """Normalises the rows of s = x + residual in one pass over memory.
 
         layer   (s - mean(s)) / sqrt(var(s) + eps) * weight + bias
         rms     s / sqrt(mean(s^2) + eps) * weight + bias
@@ -39,7 +38,6 @@ def add_norm(
         x: [T, D], float32/bfloat16/float16, last axis contiguous. Not modified.
         norm: Kind, weight and bias; see there.
         residual: [T, D], any of these types, last axis contiguous; may be wider than `x`. Not modified. None for 0.
-        x_bias: [D], any of these types: that of the product which gave x, where it was left out. None for 0.
         return_sum: Whether the sum is wanted too.
         backend: None takes "triton" for CUDA tensors where it is installed (and D <= 8192), else "torch".
 
@@ -54,8 +52,6 @@ def add_norm(
         raise ValueError(f"x must be [T, {width}] float32, bfloat16 or float16, got {describe(x)}")
     if residual is not None and (residual.shape != x.shape or residual.dtype not in FLOAT_DTYPES):
         raise ValueError(f"residual must be {list(x.shape)} float32, bfloat16 or float16, got {describe(residual)}")
-    if x_bias is not None and x_bias.shape != (width,):
-        raise ValueError(f"x_bias must be [{width}], got {describe(x_bias)}")
     if x.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
         raise ValueError("the last axis of x and residual must be contiguous")
     if backend is None and width > MAX_TRITON_WIDTH:
@@ -64,9 +60,9 @@ def add_norm(
     if backend == "triton":
         from ._triton import norm_triton
 
-        return norm_triton(x, norm, residual, x_bias, return_sum)
+        return norm_triton(x, norm, residual, return_sum)
     run = norm_torch if backend == "torch" else norm_reference
-    return run(x, norm, residual, x_bias, return_sum)
+    return run(x, norm, residual, return_sum)
 
 
 def embed_norm(

@@ -47,14 +47,11 @@ def normalise_reference(sum_TD: Tensor, norm: Norm) -> Tensor:
     return normed_TD if bias is None else normed_TD + bias.float()
 
 
-def norm_reference(
-    x: Tensor, norm: Norm, residual: Tensor | None, x_bias: Tensor | None, return_sum: bool
-) -> tuple[Tensor, Tensor | None]:
+def norm_reference(x: Tensor, norm: Norm, residual: Tensor | None, return_sum: bool) -> tuple[Tensor, Tensor | None]:
     """Same as `add_norm`."""
     sum_TD = x.float()
-    for term in (x_bias, residual):
-        if term is not None:
-            sum_TD = sum_TD + term.float()
+    if residual is not None:
+        sum_TD = sum_TD + residual.float()
     normed_TD = normalise_reference(sum_TD, norm).to(x.dtype)
     return normed_TD, sum_TD.to(x.dtype if residual is None else residual.dtype) if return_sum else None
 

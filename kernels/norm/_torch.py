@@ -7,13 +7,9 @@ from torch import Tensor
 from ._reference import Embeddings, Norm
 
 
-def norm_torch(
-    x: Tensor, norm: Norm, residual: Tensor | None, x_bias: Tensor | None, return_sum: bool
-) -> tuple[Tensor, Tensor | None]:
+def norm_torch(x: Tensor, norm: Norm, residual: Tensor | None, return_sum: bool) -> tuple[Tensor, Tensor | None]:
     """Same as `add_norm`."""
     sum_TD = x.float()
-    if x_bias is not None:
-        sum_TD = sum_TD + x_bias
     if residual is not None:
         sum_TD = sum_TD + residual
     normed_TD = _normalise(sum_TD, norm).to(x.dtype)

@@ -33,7 +33,6 @@ def _normalise(s, weight_ptr, bias_ptr, columns, width, eps, IS_RMS: tl.constexp
 def _norm_kernel(
     x_ptr,
     residual_ptr,
-    x_bias_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
@@ -45,19 +44,16 @@ def _norm_kernel(
     eps,
     IS_RMS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    HAS_X_BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     STORES_SUM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The rows norm(x + x_bias + residual), BLOCK_ROWS of them."""
+    """The rows norm(x + residual), BLOCK_ROWS of them."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK_D)
     mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
     s = tl.load(x_ptr + rows[:, None] * stride_x + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_X_BIAS:
-        s += tl.load(x_bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
     if HAS_RESIDUAL:
         addresses = residual_ptr + rows[:, None] * stride_residual + columns[None, :]
         s += tl.load(addresses, mask=mask, other=0.0).to(tl.float32)
@@ -105,9 +101,7 @@ def _embed_norm_kernel(
     tl.store(out_ptr + rows[:, None] * width + columns[None, :], normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def norm_triton(
-    x: Tensor, norm: Norm, residual: Tensor | None, x_bias: Tensor | None, return_sum: bool
-) -> tuple[Tensor, Tensor | None]:
+def norm_triton(x: Tensor, norm: Norm, residual: Tensor | None, return_sum: bool) -> tuple[Tensor, Tensor | None]:
     """Same as `add_norm`. Does not synchronise host and device.
 
     Raises:
@@ -127,7 +121,6 @@ def norm_triton(
             x,
             # Pointers that a call does not need are never read or written; any tensor stands in for them.
             x if residual is None else residual,
-            weight if x_bias is None else x_bias,
             weight,
             weight if bias is None else bias,
             out,
@@ -139,7 +132,6 @@ def norm_triton(
             eps,
             IS_RMS=kind == "rms",
             HAS_RESIDUAL=residual is not None,
-            HAS_X_BIAS=x_bias is not None,
             HAS_BIAS=bias is not None,
             STORES_SUM=return_sum,
             **tile,
