@@ -106,7 +106,7 @@ def _fit(lengths: Sequence[int], token_budget: int, max_num_seqs: int) -> list[i
 def _with_past(
     made: MadeBatches, allocator: Allocator, token_budget: int, longest: int, max_num_seqs: int
 ) -> Iterator[list[Chunk]]:
-    """Three chunks of a sequence for every task and size of a chunk, the second beside a whole one where two may run."""
+    """Three chunks of a sequence for every task and size; the second beside a whole one where two may run."""
     for size in sorted({min(size, max(token_budget - _SHORT, token_budget // 2), longest // 3) for size in _CHUNKS}):
         if size < 1 or not allocator.can_hold(3 * size):
             continue
