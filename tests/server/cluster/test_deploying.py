@@ -77,8 +77,10 @@ def ray_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Put the handlers of the tests back."""
+    """Put the handlers of the tests back. None is ignored meanwhile, as nohup has it."""
     before = {number: signal.getsignal(number) for number in STOPS}
+    for number, handler in before.items():
+        signal.signal(number, signal.SIG_DFL if handler is signal.SIG_IGN else handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
