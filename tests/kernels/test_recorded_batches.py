@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kernels import _packed
-from penstock.kernels import attention as kernel
+from penstock.kernels import _packed, attention as kernel
 from penstock.kernels.attention import Backend, _varlen, attention
 from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 
