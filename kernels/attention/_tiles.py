@@ -1,10 +1,10 @@
 """Tiles of the triton attention: a table instead of trials in traffic. Unmeasured: no GPU has run them yet.
 
 A warp group of Hopper (4 warps) multiplies 64 rows at once, so 64 rows want 4 warps and 128 rows 8. Larger tiles read
-keys and values less often and need more registers; nothing in the table spills (test_attention_compiled.py).
+keys and values less often and need more registers: none spills in what test_attention_compiled.py lists, and README.md
+names the cases that may, a little, on sm_80.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -80,17 +80,3 @@ def tile_of(
     if width == MAX_HEAD_SIZE:
         return _HALF[width]
     return Tile(SHORT_ROWS, 32 if is_loaded else tile.block_n, 4, tile.num_stages)
-
-
-def candidate_tiles(dtype: torch.dtype, head_size: int) -> Iterator[Tile]:
-    """Yields the tiles that are worth a trial on a device, for benchmarks; some may not fit a small device."""
-    width = padded_head(head_size)
-    if dtype == torch.float32:
-        sizes = [(16, 16), (16, 32), (32, 16), (32, 32), (64, 32)]
-        yield from (Tile(m, n, warps, 2) for m, n in sizes if m * width <= 4096 for warps in (4, 8))
-        return
-    for block_m, num_warps in ((64, 4), (64, 8), (128, 4), (128, 8)):
-        for block_n in (32, 64, 128):
-            for num_stages in (2, 3, 4):
-                if num_stages * block_n * width <= 32768 and (block_m, num_warps) != (64, 8 if width < 128 else 0):
-                    yield Tile(block_m, block_n, num_warps, num_stages)
