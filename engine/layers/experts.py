@@ -74,7 +74,7 @@ class SparseExperts:
         if router_XD.device.type == "cpu":
             self._experts = OneByOneExperts(experts, activation)
         else:
-            self._experts = SortedExperts(experts, activation, fusion=fusion)
+            self._experts = SortedExperts(experts, num_experts, activation, fusion=fusion)
         self._top_k = top_k
         self._renormalise = renormalise
 
@@ -124,10 +124,14 @@ class SortedExperts:
     """
 
     def __init__(
-        self, experts: Iterable[tuple[Tensor, Tensor]], activation: str, *, fusion: Fusion = Fusion.NONE
+        self,
+        experts: Iterable[tuple[Tensor, Tensor]],
+        num_experts: int,
+        activation: str,
+        *,
+        fusion: Fusion = Fusion.NONE,
     ) -> None:
-        both, down = zip(*experts, strict=True)
-        self._both_X2ID, self._down_XDI = torch.stack(both), torch.stack(down)
+        self._both_X2ID, self._down_XDI = _stacked(experts, num_experts)
         self._gate = Gate(activation, fusion)
 
     def add_to(self, sum_RD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
@@ -141,6 +145,21 @@ class SortedExperts:
         sum_TD = sum_RD[: len(x_TD)]
         for place_T, weight_T in zip(place_TK.unbind(1), weight_TK.unbind(1), strict=True):
             sum_TD.addcmul_(out_AD[place_T].float(), weight_T[:, None])
+
+
+def _stacked(experts: Iterable[tuple[Tensor, Tensor]], num_experts: int) -> list[Tensor]:
+    """Returns [X, 2 * I, D] and [X, D, I], each expert copied in as it comes, so that those read one by one are never held twice.
+
+    Raises:
+        ValueError: There are more or fewer experts.
+    """
+    stacked: list[Tensor] = []
+    for index, tensors in zip(range(num_experts), experts, strict=True):
+        if not stacked:
+            stacked = [tensor.new_empty(num_experts, *tensor.shape) for tensor in tensors]
+        for whole, tensor in zip(stacked, tensors, strict=True):
+            whole[index].copy_(tensor)
+    return stacked
 
 
 def _run(expert: GatedMlp, x_TD: Tensor, token_M: Tensor) -> Tensor:

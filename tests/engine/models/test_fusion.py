@@ -202,7 +202,7 @@ def test_fused_gates_of_experts_equal_the_others(device):
     expert = torch.tensor([[0, 2], [2, 1], [1, 0]], device=device).repeat(3, 1)
     sums = [torch.zeros(9, 16, device=device) for _ in range(2)]
     for sum_, fusion in zip(sums, (Fusion.NONE, Fusion.FUSED), strict=True):
-        experts = SortedExperts(zip(both, down, strict=True), "silu", fusion=fusion)
+        experts = SortedExperts(zip(both, down, strict=True), 3, "silu", fusion=fusion)
         experts.add_to(sum_, x, expert, torch.ones(9, 2, device=device))
     assert_close(sums[1], sums[0])
 
