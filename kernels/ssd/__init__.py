@@ -57,8 +57,7 @@ def ssd(
         initial_states: [N, H, P, S], float32. Not modified.
         return_final_states: Whether the state after the last row of each sequence is wanted.
         chunk_size: Rows that are computed at once, a power of two from 16 to 256; a matter of speed alone. None takes
-            64, and on the triton backend 128 for 16-bit x with longer sequences. That backend takes 128 at most, and
-            64 for float32.
+            64, and 128 on the triton backend for 16-bit x. That backend takes 128 at most, and 64 for float32.
         backend: "triton", "torch" or "reference"; None takes triton for CUDA tensors where it is installed, else torch.
 
     Returns:

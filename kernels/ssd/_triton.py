@@ -228,14 +228,11 @@ def ssd_triton(scan: Recurrence, chunk_size: int | None) -> tuple[Tensor, Tensor
         final = torch.empty(num_seqs, num_heads, head_size, state_size, device=x.device)
     if num_seqs == 0 or y.shape[1] * head_size * state_size == 0:
         return y, final
-    longest = max(seq_lens, default=0)
-    if chunk_size is None:
-        # Chunks of 128 move half as many states; a sequence of 64 rows or less would fill half of one.
-        chunk_size = MAX_CHUNK_SIZE if longest > MAX_EXACT_CHUNK_SIZE else MAX_EXACT_CHUNK_SIZE
-    tile = tile_options(x.dtype, head_size, state_size, chunk_size)
+    # By the type alone: were it by the lengths too, a sequence's last bits would depend on its batch.
+    tile = tile_options(x.dtype, head_size, state_size, chunk_size or MAX_CHUNK_SIZE)
     size: int = tile["SIZE"]
     num_chunks = num_rows // size + num_seqs
-    has_states = initial_states is not None or longest > size
+    has_states = initial_states is not None or max(seq_lens, default=0) > size
     sizes = (num_seqs, num_heads, num_heads // num_groups, head_size, state_size)
     strides = (x.stride(0), x.stride(1), dt.stride(0), b.stride(0), b.stride(1))
     # Pointers that a call does not need are never read; any tensor stands in for them.

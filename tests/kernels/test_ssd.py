@@ -83,6 +83,35 @@ def test_chunks_of_the_size_that_long_sequences_take(place: tuple[Backend, torch
         assert_close(name, one, other, TOLERANCE[dtype])
 
 
+@dtypes
+def test_rows_do_not_depend_on_the_lengths_beside_them(
+    place: tuple[Backend, torch.device], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, device = place
+    if backend != "triton":
+        pytest.skip("products of the CPU are summed by their shapes")
+    if IS_INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter has no products in bfloat16")
+    from penstock.kernels.ssd import _triton
+
+    sizes: list[int] = []
+    make_options = _triton.tile_options
+
+    def seen(*sizes_given: Any) -> dict[str, Any]:
+        options = make_options(*sizes_given)
+        sizes.append(options["SIZE"])
+        return options
+
+    monkeypatch.setattr(_triton, "tile_options", seen)
+    case = SsdCase("", (64, 150), 2, 8, 1, 16)
+    inputs = make_ssd_inputs(case, dtype, device)
+    together, _ = run_ssd(case, inputs, False, backend=backend, chunk_size=None)
+    given = (inputs.x[:64], inputs.dt[:64], inputs.a, inputs.b[:64], inputs.c[:64], inputs.cu_seqlens[:2], (64,))
+    alone, _ = ssd(*given, d=inputs.d, backend=backend)
+    assert sizes == [64 if dtype == torch.float32 else 128] * 2, "chunks follow from the lengths of the batch"
+    assert torch.equal(together[:64], alone)
+
+
 @states
 @dtypes
 @cases
