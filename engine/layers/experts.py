@@ -148,7 +148,9 @@ class SortedExperts:
 
 
 def _stacked(experts: Iterable[tuple[Tensor, Tensor]], num_experts: int) -> list[Tensor]:
-    """Returns [X, 2 * I, D] and [X, D, I], each expert copied in as it comes, so that those read one by one are never held twice.
+    """Returns [X, 2 * I, D] and [X, D, I], each expert copied in as it comes.
+
+    So experts that are read one by one are never all held twice.
 
     Raises:
         ValueError: There are more or fewer experts.
