@@ -22,7 +22,7 @@ from penstock.engine.protocol.errors import (
     InvalidRequestError,
     ModelExecutionError,
 )
-from penstock.engine.protocol.messages import Failed
+from penstock.engine.protocol.ipc.messages import Failed
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
