@@ -27,7 +27,7 @@ OTHERS_FLAGS = {
     "ray start": {"--head"},
     "benchmarks": {
         *("--cache", "--data", "--expect", "--help", "--model", "--output", "--peers", "--rounds", "--seconds"),
-        *("--against", "--device", "--only", "--phases", "--server", "--tiny"),
+        *("--against", "--clock", "--device", "--only", "--phases", "--server", "--tiny"),
     },
     "mypy": {"--strict"},
 }
