@@ -172,13 +172,13 @@ GPU_PLATFORM ?= x86_64
 GPU_WORKERS ?= 12
 GPU_REPORT ?= build/test-gpu.xml
 GPU_PACKAGES := fastapi fastapi-swagger httptools httpx hypothesis msgspec orjson prometheus-client pydantic \
-	pydantic-settings pytest pytest-asyncio pytest-timeout python-multipart pyzmq uvicorn uvloop
+	pydantic-settings pytest pytest-asyncio pytest-timeout python-multipart uvicorn uvloop
 
 define GPU_PREFLIGHT
 import importlib.util, sys
 
 needed = """torch triton transformers tokenizers safetensors numpy huggingface_hub tqdm jinja2 fastapi fastapi_swagger
-uvicorn uvloop httptools orjson pydantic pydantic_settings python_multipart zmq msgspec prometheus_client pytest
+uvicorn uvloop httptools orjson pydantic pydantic_settings python_multipart msgspec prometheus_client pytest
 pytest_asyncio pytest_timeout hypothesis httpx"""
 missing = [name for name in needed.split() if importlib.util.find_spec(name) is None]
 if missing:

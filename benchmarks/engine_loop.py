@@ -8,8 +8,8 @@ runner packs its inputs as arrays, sleeps for as long as a forward would take, a
 is deep all the while. Two loads: requests of one text, of which as many come in one turn of the event loop as were
 answered in one batch, and requests of 32. Texts have 8 to 128 tokens.
 
-Seconds are processor time: `receive` on the engine's inbox thread, `schedule`, `pack` and `deliver` on its device
-thread; the rest is sockets, decoding and the loop. `--against` runs the same script, in turn, on the package that
+Seconds are processor time of the engine's device thread: `receive`, `schedule`, `pack` and `deliver`; the rest is
+sockets, decoding and the loop. `--against` runs the same script, in turn, on the package that
 another checkout has installed in its .venv.
 """
 

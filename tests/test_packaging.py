@@ -77,8 +77,7 @@ def test_a_gpu_machine_has_every_dependency() -> None:
     for package in tuple(brought):
         brought |= {name_of(line) for line in importlib.metadata.requires(package) or [] if "extra ==" not in line}
     assert not dependencies - brought - set(fetched[1].split())
-    modules = {"pyzmq": "zmq"}
-    assert not {modules.get(name, name.replace("-", "_")) for name in dependencies} - set(needed[1].split())
+    assert not {name.replace("-", "_") for name in dependencies} - set(needed[1].split())
 
 
 def name_of(requirement: str) -> str:

@@ -1,17 +1,29 @@
-"""A bell between threads: one sleeps until somebody rings."""
+"""A bell: one thread sleeps until another rings, or until a socket has something to say."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from typing import Final
+import selectors
+from collections.abc import Callable
+from typing import Final, Protocol
 
 _MOST: Final = 1 << 16
 """Bytes of a pipe."""
 
 
+class HasDescriptor(Protocol):
+    """A file, a socket, a connection."""
+
+    def fileno(self) -> int:
+        """Returns its descriptor."""
+        ...
+
+
 class Bell:
     """Rings are kept until somebody waits, and many count as one. Code outside of Python rings by writing to `fd`.
+
+    All but `ring` belongs to the thread that waits.
 
     Attributes:
         fd: Descriptor to write to; it never blocks.
@@ -21,16 +33,45 @@ class Bell:
         self._fds: tuple[int, ...] = ()
         self._fds = self._waiting_fd, self.fd = os.pipe()
         os.set_blocking(self.fd, False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._waiting_fd, selectors.EVENT_READ)
 
     def __del__(self) -> None:
         for fd in self._fds:
             os.close(fd)
+        if self._fds:
+            self._selector.close()
 
     def ring(self) -> None:
         """Wakes whoever waits, or will."""
         with contextlib.suppress(BlockingIOError):  # it has rung as often as a pipe can keep
             os.write(self.fd, b"\0")
 
-    def wait(self) -> None:
-        """Sleeps until it has rung since the last call."""
-        os.read(self._waiting_fd, _MOST)
+    def watch(self, file: HasDescriptor, hear: Callable[[], None]) -> None:
+        """Lets whatever there is to read wake who waits, too; `hear` reads it."""
+        self._selector.register(file, selectors.EVENT_READ, hear)
+
+    def ignore(self, file: HasDescriptor) -> None:
+        """Ends `watch`, before the file is closed."""
+        self._selector.unregister(file)
+
+    def wait(self) -> list[Callable[[], None]]:
+        """Sleeps until it has rung since the last call, or a file that it watches can be read.
+
+        Returns:
+            What reads the files that can be read: for the caller to call.
+        """
+        return self._heard(None)
+
+    def look(self) -> list[Callable[[], None]]:
+        """Does not sleep, else as `wait`."""
+        return self._heard(0)
+
+    def _heard(self, timeout_s: float | None) -> list[Callable[[], None]]:
+        heard = []
+        for key, _ in self._selector.select(timeout_s):
+            if key.fd == self._waiting_fd:
+                os.read(self._waiting_fd, _MOST)
+            else:
+                heard.append(key.data)
+        return heard

@@ -64,6 +64,7 @@ class EngineCore:
         send: Called on the device thread with each message for the frontend.
         load_runner: Loads the model, on the device thread.
         on_ready: Called on the device thread when the model is loaded, before the frontend is told.
+        bell: What the device thread sleeps on; it may watch sockets, whose messages are then taken in on that thread.
     """
 
     def __init__(
@@ -72,13 +73,14 @@ class EngineCore:
         send: Send,
         load_runner: Callable[[EngineConfig], Runner],
         on_ready: Callable[[], None] = lambda: None,
+        bell: Bell | None = None,
     ) -> None:
         self._config = config
         self._send = send
         self._on_ready = on_ready
         self._load_runner = load_runner
         self._lock = threading.Lock()  # of the scheduler, and of what follows
-        self._bell = Bell()
+        self._bell = bell or Bell()
         self._scheduler: Scheduler
         self._runner: Runner
         self._intake: Intake
@@ -178,14 +180,18 @@ class EngineCore:
         self._bell.ring()
 
     def _wait(self) -> None:
-        """Sleeps until there is something to do."""
+        """Takes in what has come, and sleeps until there is something to do."""
+        heard = self._bell.look()
         while True:
+            for hear in heard:
+                hear()
             with self._lock:
                 if self._stopping or self._can_begin() or any(running.forward.is_done for running in self._running):
-                    self._wants_work = False
                     return
                 self._wants_work = self._has_room()
-            self._bell.wait()
+            heard = self._bell.wait()
+            with self._lock:
+                self._wants_work = False
 
     def _can_begin(self) -> bool:
         """Whether there is work, and room for it. The caller holds the lock."""

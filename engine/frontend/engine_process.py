@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import subprocess
 import sys
 import threading
@@ -15,18 +16,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from .socket_folder import socket_folder
+from .socket_folder import SOCKET, socket_folder
 
 _KILLED_S: Final = 1.0
 """Seconds that a killed process gets to be gone."""
+_MOST_WAITING: Final = 1024
+"""Connections that the process has not accepted yet."""
 
 
 class EngineProcess:
     """A process that runs worker.py and waits for Start. As a context manager it leaves none behind.
 
     Attributes:
-        inbox: The ZeroMQ endpoint that it will bind.
-        outbox: The one that it will connect to.
+        address: Path of the Unix socket where frontends connect, at once: they are accepted when it has started.
+        lifeline: A socket. The process sends back whatever it gets there, from a thread of its own; its end tells the
+            process that this one has gone.
         pid: Its number.
 
     Raises:
@@ -36,13 +40,20 @@ class EngineProcess:
     def __init__(self) -> None:
         with contextlib.ExitStack() as resources:
             folder = resources.enter_context(socket_folder())
-            self.inbox, self.outbox = (f"ipc://{folder.path}/{name}" for name in ("inbox", "outbox"))
-            self._process = subprocess.Popen(  # noqa: S603 - nothing of it comes from outside
-                (sys.executable, "-P", "-m", "penstock.engine.core.worker", self.inbox, self.outbox),
-                stdin=subprocess.PIPE,  # its end tells the process that this one has gone
-                pass_fds=folder.descriptors,
-                start_new_session=True,  # Ctrl-C in a terminal is for the server, which then stops the core
-            )
+            self.address = f"{folder.path}/{SOCKET}"
+            self.lifeline, other_end = socket.socketpair()
+            resources.callback(self.lifeline.close)
+            self.lifeline.setblocking(False)
+            with other_end, socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(self.address)
+                listener.listen(_MOST_WAITING)
+                descriptor = listener.fileno()
+                self._process = subprocess.Popen(  # noqa: S603 - nothing of it comes from outside
+                    (sys.executable, "-P", "-m", "penstock.engine.core.worker", self.address, str(descriptor)),
+                    stdin=other_end.fileno(),
+                    pass_fds=(descriptor, *folder.descriptors),
+                    start_new_session=True,  # Ctrl-C in a terminal is for the server, which then stops the core
+                )
             self.pid = self._process.pid
             self._resources = resources.pop_all()
         self._ended: asyncio.Future[int] | None = None
@@ -78,8 +89,6 @@ class EngineProcess:
         """Kills it where it runs and removes its folder. Does not wait. May be called twice."""
         self.kill()
         self._resources.close()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
 
     def __enter__(self) -> Self:
         return self

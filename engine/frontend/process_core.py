@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Callable
 from typing import Final
 
-import zmq
-
-from ..protocol.ipc.frontends import Detach
+from ..protocol.ipc.connection import Connection
 from ..protocol.ipc.messages import (
     Frame,
     FromCore,
-    Ping,
-    Pong,
     Ready,
     Start,
     Stop,
@@ -70,53 +67,47 @@ class Heartbeat:
         self._num_unanswered = 0
 
 
-class CoreSockets:
-    """The two sockets between a frontend and a core in another process. Belongs to one event loop.
+class CoreLink:
+    """The connection of a frontend to a core in another process. Belongs to one event loop.
 
     Args:
-        inbox: Endpoint where the core takes what it is told.
-        outbox: Endpoint where this frontend awaits what the core says; bound here.
+        address: Where the core takes connections.
         on_message: Called for every message of the core.
-        on_unreadable: Called when a message cannot be read; the log says why.
+        on_unreadable: Called once when a message cannot be read; the log says why.
+
+    Raises:
+        OSError: The core has gone.
     """
 
-    def __init__(self, inbox: str, outbox: str, on_message: OnMessage, on_unreadable: Callable[[], None]) -> None:
+    def __init__(self, address: str, on_message: OnMessage, on_unreadable: Callable[[], None]) -> None:
         self._on_message = on_message
         self._on_unreadable = on_unreadable
-        with contextlib.ExitStack() as resources:
-            context = zmq.Context()
-            resources.callback(context.destroy, linger=0)
-            self._inbox = context.socket(zmq.PUSH)
-            self._outbox = context.socket(zmq.PULL)
-            for socket in (self._inbox, self._outbox):
-                socket.set_hwm(0)  # admission bounds what is under way; a socket must never block or drop
-            self._inbox.connect(inbox)  # a connected PUSH socket queues at once; a bound one waits for its peer
-            self._outbox.bind(outbox)
-            loop, descriptor = asyncio.get_running_loop(), self._outbox.fileno()
-            loop.add_reader(descriptor, self._receive)
-            resources.callback(loop.remove_reader, descriptor)
-            self._resources = resources.pop_all()
+        self._connection = Connection.open(address)
+        self._loop, self._descriptor = asyncio.get_running_loop(), self._connection.fileno()
+        self._loop.add_reader(self._descriptor, self.hear)
 
     def send(self, message: ToCore, *frames: Frame) -> None:
-        """Sends a message without blocking."""
-        self._inbox.send_multipart((encode(message), *frames), flags=zmq.NOBLOCK)
+        """Sends a message without blocking; nobody gets it where the core has gone."""
+        self._connection.send(encode(message), frames)
 
-    def close(self) -> None:
-        """Closes both; what has not left is thrown away. May be called twice."""
-        self._resources.close()
-
-    def _receive(self) -> None:
-        """Takes all messages that have come: the descriptor tells of those that come to an empty socket alone."""
+    def hear(self) -> None:
+        """Takes all messages that have come."""
         try:
-            while not self._outbox.closed:
-                try:
-                    first, *frames = self._outbox.recv_multipart(flags=zmq.NOBLOCK, copy=False)
-                except zmq.Again:
-                    return
-                self._on_message(decode_from_core(first.buffer), [f.buffer for f in frames])
+            for message, frames in self._connection.receive():
+                if self._connection.fileno() >= 0:  # else closed by whoever heard the last one
+                    self._on_message(decode_from_core(message), frames)
+        except EOFError:  # whoever watches the process tells
+            self._loop.remove_reader(self._descriptor)
         except Exception:
             logger.exception("the engine's messages cannot be read")
+            self._loop.remove_reader(self._descriptor)
             self._on_unreadable()
+
+    def close(self) -> None:
+        """Closes it. May be called twice."""
+        if self._connection.fileno() >= 0:
+            self._loop.remove_reader(self._descriptor)
+            self._connection.close()
 
 
 class ProcessCore:
@@ -140,29 +131,28 @@ class ProcessCore:
         self._resources = contextlib.ExitStack()
         self._closing = False
         self._has_ended = False
-        self._heartbeat = Heartbeat(start.config.hang_timeout_s, self._ping, self._give_up)
+        self._heartbeat = Heartbeat(start.config.hang_timeout_s, self._ask, self._give_up)
 
     async def start(self) -> None:
         """Starts the core; Ready or LoadFailed follows as a message. Raises OSError if no process can be started."""
         process = self._process = self._process or EngineProcess()
         self._resources.callback(process.close)
-        self._sockets = CoreSockets(process.inbox, process.outbox, self._take, self._end_unreadable)
-        self._resources.callback(self._sockets.close)
-        self._sockets.send(self._start)
+        self._link = CoreLink(process.address, self._take, self._end_unreadable)
+        self._resources.callback(self._link.close)
+        self._link.send(self._start)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(process.lifeline, self._hear_lifeline, process.lifeline)
+        self._resources.callback(loop.remove_reader, process.lifeline)
         self._tasks = [asyncio.create_task(self._watch(process))]
 
     @property
-    def inbox(self) -> str | None:
-        """Where other frontends may tell the core something; None before there is a process."""
-        return None if self._process is None else self._process.inbox
+    def address(self) -> str | None:
+        """Where other frontends may connect; None before there is a process."""
+        return None if self._process is None else self._process.address
 
     def send(self, turn: Turn, frame: Frame) -> None:
         """Sends what a turn of the event loop has to say, without blocking."""
-        self._sockets.send(turn, frame)
-
-    def detach(self, frontend: int) -> None:
-        """Tells the core that another frontend has gone."""
-        self._sockets.send(Detach(frontend))
+        self._link.send(turn, frame)
 
     def host_bytes(self) -> int:
         """Returns the Bytes of memory that the process holds for itself; 0 where the system does not say."""
@@ -186,7 +176,7 @@ class ProcessCore:
             self._resources.close()
 
     async def _end(self, process: EngineProcess) -> None:
-        self._sockets.send(Stop())
+        self._link.send(Stop())
         try:
             await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
         except TimeoutError:
@@ -196,8 +186,17 @@ class ProcessCore:
             except TimeoutError:
                 logger.critical("the engine process %d was killed and does not end; it is left behind.", process.pid)
 
-    def _ping(self) -> None:
-        self._sockets.send(Ping())
+    def _ask(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(BlockingIOError, ConnectionError):  # an unanswered question, too
+                self._process.lifeline.send(b"\0")
+
+    def _hear_lifeline(self, lifeline: socket.socket) -> None:
+        with contextlib.suppress(ConnectionError):
+            if lifeline.recv(_NUM_BEATS):
+                self._heartbeat.heard()
+                return
+        asyncio.get_running_loop().remove_reader(lifeline)  # the process ends
 
     def _end_unreadable(self) -> None:
         """Ends a process whose messages cannot be read, so that another takes over."""
@@ -205,9 +204,6 @@ class ProcessCore:
             self._process.kill()
 
     def _take(self, message: FromCore, frames: list[Frame]) -> None:
-        if isinstance(message, Pong):
-            self._heartbeat.heard()
-            return
         if isinstance(message, Ready) and self._start.config.hang_timeout_s:
             self._tasks.append(asyncio.create_task(self._heartbeat.run()))  # loading may hold the interpreter
         self._on_message(message, frames)
@@ -215,7 +211,7 @@ class ProcessCore:
     async def _watch(self, process: EngineProcess) -> None:
         code = await process.wait()
         if not self._closing:
-            await asyncio.sleep(0.05)  # its last messages, such as LoadFailed, may still be on the way
+            self._link.hear()  # its last messages, such as LoadFailed
             reason = f"signal {-code}" if code < 0 else f"exit code {code}"
             self._report_end(f"the engine process {process.pid} ended with {reason}")
 

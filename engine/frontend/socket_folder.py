@@ -1,4 +1,4 @@
-"""A folder of its own for the sockets of one engine process, under a name that the kernel takes."""
+"""A folder of its own for the socket of one engine process, under a name that the kernel takes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import Final, NamedTuple
 _MAX_PATH: Final = 103
 """Bytes of a socket's path: 107 on Linux, 103 elsewhere."""
 _DESCRIPTORS: Final = Path("/proc/self/fd")
-_ROOM: Final = len("/outbox")
+SOCKET: Final = "engine"
+"""Name of the socket."""
+_ROOM: Final = len(f"/{SOCKET}")
 
 
 class SocketFolder(NamedTuple):
-    """Where sockets are.
+    """Where the socket is.
 
     Attributes:
         path: Of the folder, in this process and in one that gets the descriptors.

@@ -11,7 +11,6 @@ from enum import StrEnum
 from typing import Protocol
 
 import msgspec
-import zmq
 
 from ..protocol import errors
 from ..protocol.config import EngineConfig
@@ -138,14 +137,9 @@ class CoreSupervisor:
             self._enter(EngineState.DRAINING)
 
     @property
-    def inbox(self) -> str | None:
+    def address(self) -> str | None:
         """Where other frontends reach the core; None where there is none, or it runs in this process."""
-        return self._core.inbox if isinstance(self._core, ProcessCore) else None
-
-    def detach(self, frontend: int) -> None:
-        """Tells a core that is connected that another frontend has gone."""
-        if isinstance(self._core, ProcessCore):
-            self._core.detach(frontend)
+        return self._core.address if isinstance(self._core, ProcessCore) else None
 
     async def close(self) -> None:
         """Stops the core and fails what is under way. May be called twice."""
@@ -206,7 +200,7 @@ class CoreSupervisor:
             await asyncio.sleep(min(2.0**attempt - 1, _MAX_PAUSE_S))
             try:
                 await self.start()
-            except (ModelLoadError, OSError, zmq.ZMQError) as error:
+            except (ModelLoadError, OSError) as error:
                 logger.error("the engine could not be started again: %s", error)
             else:
                 self.num_restarts += 1

@@ -38,7 +38,7 @@ class HttpProcess:
         plan_of: Returns the plan of the next process at a place.
         acceptor: Hands connections over to it.
         on_message: Called with this and each message of the process that is not for this class.
-        on_end: Called with this and the frontend number of a process that has ended.
+        on_end: Called with this when the process has ended.
         hang_timeout_s: Seconds without a sign of life after which a process is killed; 0: never.
 
     Attributes:
@@ -54,7 +54,7 @@ class HttpProcess:
         plan_of: Callable[[int], WorkerPlan],
         acceptor: Acceptor,
         on_message: Callable[[HttpProcess, FromWorker], None],
-        on_end: Callable[[HttpProcess, int], None],
+        on_end: Callable[[HttpProcess], None],
         hang_timeout_s: float,
     ) -> None:
         self.place = place
@@ -137,7 +137,7 @@ class HttpProcess:
         try:
             process, end, connections = await self._start(plan)
         except OSError as error:  # the machine has no process or file left for it now
-            self._end(plan.frontend)
+            self._end()
             return f"the error {error}"
         self._process = process
         with contextlib.suppress(OSError):  # it has ended already: that is seen below
@@ -162,7 +162,7 @@ class HttpProcess:
                 if not answer.done():  # whoever waits goes on with the last figures
                     answer.set_result(None)
             self._questions.clear()
-            self._end(plan.frontend)
+            self._end()
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     async def _start(self, plan: WorkerPlan) -> tuple[asyncio.subprocess.Process, socket.socket, socket.socket]:
@@ -184,9 +184,9 @@ class HttpProcess:
             ours.pop_all()
             return process, end, connections
 
-    def _end(self, frontend: int) -> None:
+    def _end(self) -> None:
         self.has_failed = not self.has_served
-        self._on_end(self, frontend)
+        self._on_end(self)
 
     def _take(self, message: FromWorker) -> None:
         match message:

@@ -81,13 +81,10 @@ class KeptModels:
         kind = type(error).__name__ if isinstance(error, EngineError) else ModelLoadError.__name__
         tell(NotLoaded(number, kind, str(error)))
 
-    def forget(self, place: int, frontend: int) -> None:
-        """Cancels and strikes out what a process has under way that has ended."""
+    def forget(self, place: int) -> None:
+        """Strikes out what a process had under way that has ended; the cores have seen it go."""
         for board in self._boards:
             board.clear(place)
-        for core in self._cores:
-            if core is not None:
-                core.detach(frontend)
 
     def close(self) -> None:
         """Lets go of what was shared, when all processes have ended."""

@@ -167,10 +167,10 @@ class WorkerSupervisor:
             case _:
                 raise TypeError(f"{type(message).__name__} is not for the supervisor")
 
-    def _forget(self, worker: HttpProcess, frontend: int) -> None:
+    def _forget(self, worker: HttpProcess) -> None:
         self._gone = summed([self._gone, lasting(worker.figures)])
         worker.figures = []
-        self._models.forget(worker.place, frontend)
+        self._models.forget(worker.place)
         if not self._is_stopping.is_set() and all(each.has_failed for each in self._workers):
             self._fail(NothingServedError())
 

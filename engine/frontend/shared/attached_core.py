@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Final
 
 import msgspec
-import zmq
 
 from ...protocol.ipc.frontends import Attach
 from ...protocol.ipc.messages import Failed, Frame, FromCore, PrefixesCleared, Rows
 from ..dispatcher import Dispatcher
-from ..process_core import CoreSockets
+from ..process_core import CoreLink
 from ..replicas.group import CLOSED_BECAUSE, ReplicaFigures
 from ..supervisor import EngineState
 
 logger = logging.getLogger("penstock.engine")
-
-_IPC: Final = "ipc://"
 
 
 class CoreNews(msgspec.Struct, tag=True, frozen=True):
@@ -29,12 +22,12 @@ class CoreNews(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         state: Where the engine is in its life.
-        inbox: Endpoint where the core takes what it is told; None while there is none.
+        address: Where the core takes connections; None while there is none.
         reason: Why there is none.
     """
 
     state: EngineState
-    inbox: str | None = None
+    address: str | None = None
     reason: str = ""
 
 
@@ -61,16 +54,16 @@ class AttachedCore:
         self._frontend = frontend
         self._dispatcher = dispatcher
         self._on_unreadable = on_unreadable
-        self._inbox: str | None = None
-        self._sockets: CoreSockets | None = None
+        self._address: str | None = None
+        self._link: CoreLink | None = None
         self._enter(EngineState.STARTING)
 
     def hear(self, news: CoreNews) -> None:
         """Takes news of the core: goes to one that has come, and fails what was under way in one that has gone."""
-        if news.inbox != self._inbox:
-            if self._inbox is not None:
+        if news.address != self._address:
+            if self._address is not None:
                 self._leave(news.reason)
-            if news.inbox is not None and not self._join(news.inbox):
+            if news.address is not None and not self._join(news.address):
                 self._enter(EngineState.STARTING)  # until the news come that it has gone
                 return
         self._enter(news.state)
@@ -87,39 +80,32 @@ class AttachedCore:
     async def close(self) -> None:
         """Leaves the core, and fails what is under way. May be called twice."""
         self._enter(EngineState.DEAD)
-        if self._inbox is not None:
+        if self._address is not None:
             self._leave("the server is shutting down")
 
     def _enter(self, state: EngineState) -> None:
         self.state = state
         self._dispatcher.admission.closed_because = CLOSED_BECAUSE[state]
 
-    def _join(self, inbox: str) -> bool:
-        """Goes to a core. Returns False where it has gone meanwhile, and the folder of its sockets with it."""
-        outbox = f"{inbox.rpartition('/')[0]}/{self._frontend}"
+    def _join(self, address: str) -> bool:
+        """Goes to a core. Returns False where it has gone meanwhile, and its socket with it."""
         try:
-            sockets = CoreSockets(inbox, outbox, self._receive, self._on_unreadable)
-        except zmq.ZMQError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                raise
+            link = CoreLink(address, self._receive, self._on_unreadable)
+        except (FileNotFoundError, NotADirectoryError, ConnectionError) as error:
             logger.warning("the engine has gone before this process could reach it: %s", error)
             return False
-        self._inbox, self._sockets = inbox, sockets
-        sockets.send(Attach(self._frontend, outbox))
-        self._dispatcher.replicas[0].connect(sockets.send)
+        self._address, self._link = address, link
+        link.send(Attach(self._frontend))
+        self._dispatcher.replicas[0].connect(link.send)
         self.num_restarts += self._has_joined
         self._has_joined = True
         return True
 
     def _leave(self, reason: str) -> None:
-        folder = Path((self._inbox or "").removeprefix(_IPC)).parent
-        self._inbox = None
+        self._address = None
         self._dispatcher.replicas[0].disconnect(reason)
-        if self._sockets is not None:
-            self._sockets.close()
-        with contextlib.suppress(OSError):  # its maker has removed the folder, or will: others have their sockets there
-            (folder / str(self._frontend)).unlink(missing_ok=True)
-            folder.rmdir()
+        if self._link is not None:
+            self._link.close()
 
     def _receive(self, message: FromCore, frames: list[Frame]) -> None:
         match message:

@@ -98,11 +98,6 @@ class KeptCore:
         self.ready = await self._supervisor.start()
         return self.ready
 
-    def detach(self, frontend: int) -> None:
-        """Tells the core that a frontend has gone: what it asked for is cancelled."""
-        if self._is_connected:  # a core that comes later has never known it
-            self._supervisor.detach(frontend)
-
     def host_bytes(self) -> int:
         """Returns the Bytes of memory that the core's process holds; see EngineLife.host_bytes."""
         return self._supervisor.host_bytes()
@@ -148,10 +143,10 @@ class KeptCore:
         # One that has just gone is about to be started again.
         is_lost = self.state is EngineState.READY and not self._is_connected
         state = EngineState.STARTING if is_lost else self.state
-        inbox = self._supervisor.inbox if self._is_connected else None
+        address = self._supervisor.address if self._is_connected else None
         # A path through an open file of this process: another one reaches it by this one's number.
-        shown = inbox and inbox.replace("/proc/self/", f"/proc/{os.getpid()}/")
-        news = CoreNews(state, shown, "" if inbox else self._reason)
+        shown = address and address.replace("/proc/self/", f"/proc/{os.getpid()}/")
+        news = CoreNews(state, shown, "" if address else self._reason)
         if news != self.news:
             self.news = news
             self._on_news(news)

@@ -16,14 +16,7 @@ _COUNTED_BITS: Final = 40
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to core, before all that it asks: its number, and the endpoint where it awaits the answers."""
-
-    frontend: int
-    outbox: str
-
-
-class Detach(msgspec.Struct, tag=True, frozen=True):
-    """Frontend 0 to core: that frontend has gone, and nobody awaits what it asked for."""
+    """Frontend to core, before all that it asks: its number. What it asked for is cancelled when its socket closes."""
 
     frontend: int
 

@@ -17,7 +17,7 @@ from ..model_info import ModelInfo
 from ..params import PoolingParams
 from ..templates import ChatTemplate, ScoreTemplate
 from ..vectors import TokenMarks
-from .frontends import Attach, Detach
+from .frontends import Attach
 
 Frame = bytes | bytearray | memoryview
 
@@ -77,14 +77,6 @@ class Turn(msgspec.Struct, tag=True, frozen=True):
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """Frontend to core: finish the step that runs, then end."""
-
-
-class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to core: answer with Pong at once, whatever runs."""
-
-
-class Pong(msgspec.Struct, tag=True, frozen=True):
-    """Core to frontend: the process lives."""
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -219,8 +211,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-ToCore = Start | Attach | Detach | Turn | Stop | Ping
-FromCore = Ready | LoadFailed | Rows | PrefixesCleared | Failed | Pong
+ToCore = Start | Attach | Turn | Stop
+FromCore = Ready | LoadFailed | Rows | PrefixesCleared | Failed
 
 encode: Final[Callable[[ToCore | FromCore], bytes]] = msgspec.msgpack.Encoder().encode
 """Returns the first frame of a message."""

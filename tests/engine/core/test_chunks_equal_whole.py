@@ -175,11 +175,11 @@ class Client:
         if stream is not None:
             wait = self.core._bell.wait
 
-            def let_one_end() -> None:
+            def let_one_end() -> list[Callable[[], None]]:
                 assert stream is not None
                 assert stream.permits is not None
                 stream.permits.release()
-                wait()
+                return wait()
 
             self.core._bell.wait = let_one_end  # type: ignore[method-assign]
         self.params = {

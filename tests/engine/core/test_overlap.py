@@ -1,13 +1,11 @@
 """Batches that overlap: the device gets the next one as soon as a part of it is free, and answers leave as they end."""
 
-import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 
 from penstock.engine.core import core as core_module
-from penstock.engine.core.bell import Bell
 from penstock.engine.core.runner import DeviceMemoryError, EndedForward
 from penstock.engine.protocol.ipc.batch_outputs import BatchOutputs
 from penstock.engine.scheduling import Chunk
@@ -247,22 +245,3 @@ def test_an_arrival_wakes_a_device_with_room_and_not_a_full_one(lanes: tuple[Lan
     sleep()  # none is
     steps.submit(3, 40)
     assert rings == ["ring"] * 2
-
-
-def test_a_bell_keeps_its_rings_and_never_blocks_who_rings() -> None:
-    bell = Bell()
-    for _ in range(200_000):
-        bell.ring()
-    bell.wait()  # all of them at once
-    woken = threading.Event()
-
-    def sleep() -> None:
-        bell.wait()
-        woken.set()
-
-    thread = threading.Thread(target=sleep, daemon=True)
-    thread.start()
-    assert not woken.wait(0.1)
-    bell.ring()
-    assert woken.wait(5)
-    thread.join()

@@ -10,17 +10,17 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import zmq
 
 from penstock.engine import AsyncEngine
-from penstock.engine.frontend import process_core
+from penstock.engine.frontend import engine_process, process_core
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.ipc.messages import Frame, LoadFailed, Rows, Start, decode_from_core, encode
+from penstock.engine.protocol.ipc.messages import Frame, LoadFailed, Rows, Start
 from penstock.engine.protocol.params import PoolingParams
 
 PARAMS = PoolingParams()
@@ -76,7 +76,7 @@ async def test_closing_leaves_no_process_behind(minilm_folder: Path) -> None:
 
 @pytest.mark.parametrize("place", ["t", "t" * 119])
 async def test_the_worker_ends_when_its_parent_is_killed(place: str, minilm_folder: Path, tmp_path: Path) -> None:
-    """Wherever its sockets are, it takes them along."""
+    """Wherever its socket is, it takes it along."""
     folder = tmp_path / place
     folder.mkdir()
     script = textwrap.dedent("""
@@ -96,7 +96,7 @@ async def test_the_worker_ends_when_its_parent_is_killed(place: str, minilm_fold
         assert parent.stdout is not None
         assert await asyncio.to_thread(parent.stdout.readline) == b"ready\n"
         (worker,) = children(parent.pid)
-        assert [len(list(made.iterdir())) for made in folder.iterdir()] == [2]
+        assert [len(list(made.iterdir())) for made in folder.iterdir()] == [1]
     finally:
         parent.kill()
         parent.wait()
@@ -149,41 +149,32 @@ async def test_a_process_that_a_kill_does_not_end_holds_nobody_up(
         monkeypatch.setattr(process_core, name, 0.01)
     process = Mock(pid=7, returncode=None, wait=asyncio.Event().wait)
     core = process_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), Mock())
-    core._process, core._sockets = process, Mock()
+    core._process, core._link = process, Mock()
     await asyncio.wait_for(core.close(), 10)
     process.kill.assert_called_once()
     assert "7 was killed and does not end" in caplog.text
 
 
-def test_no_thread_that_knows_the_core_outlives_main(tmp_path: Path) -> None:
+async def test_no_thread_that_knows_the_core_outlives_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What such a thread frees while the interpreter ends, tensors above all, aborts the process."""
     script = textwrap.dedent("""
-        import sys, threading, time
+        import sys, threading
         from penstock.engine.core import worker
 
-        receive = worker._receive
-
-        def let_go_slowly(*arguments):
-            receive(*arguments)
-            time.sleep(0.5)
-
-        worker._receive = let_go_slowly
         worker.main()
-        print(*sorted(thread.name for thread in threading.enumerate()))
+        print(*sorted(thread.name for thread in threading.enumerate()), file=open(sys.argv[-1], "w"))
     """)
-    endpoints = [f"ipc://{tmp_path}/{name}" for name in ("in", "out")]
-    context = zmq.Context()
-    inbox, outbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    try:
-        inbox.connect(endpoints[0])
-        outbox.bind(endpoints[1])
-        inbox.send(encode(Start(EngineConfig(model=str(tmp_path)))))
-        command = [sys.executable, "-P", "-c", script, *endpoints]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            left = process.stdout.readline().split()
-        assert isinstance(decode_from_core(outbox.recv()), LoadFailed)
-    finally:
-        context.destroy(linger=0)
-    assert left == ["MainThread", "parent-watch"]
-    assert process.returncode == 0
+    create, left = subprocess.Popen, tmp_path / "left"
+
+    def created(arguments: tuple[str, ...], **named: Any) -> subprocess.Popen[bytes]:
+        return create((sys.executable, "-P", "-c", script, *arguments[-2:], str(left)), **named)
+
+    monkeypatch.setattr(engine_process.subprocess, "Popen", created)
+    on_message, on_exit = Mock(), Mock()
+    core = process_core.ProcessCore(Start(EngineConfig(model=str(tmp_path))), on_message, on_exit)
+    await core.start()
+    await until(lambda: on_exit.called)
+    await core.close()
+    assert isinstance(on_message.call_args.args[0], LoadFailed)
+    assert "exit code 0" in on_exit.call_args.args[0]
+    assert left.read_text().split() == ["MainThread", "lifeline"]

@@ -1,50 +1,63 @@
-"""A worker without a model, run as a process: `played_worker.py INBOX OUTBOX`. The model's name says what it does.
+"""A worker without a model, as a process: `played_worker.py ADDRESS DESCRIPTOR`. The model's name says what it does.
 
 Its answer to Start and to a Turn is a Failed message that tells what came. "stays" ends at Stop, "ends" at once with
-exit code 3, "garbage" sends what is no message, "deaf" does not heed Stop.
+exit code 3, "garbage" sends what is no message, "deaf" does not heed Stop. All send back what standard input says.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
+import socket
 import stat
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-import zmq
-
+from penstock.engine.protocol.ipc.connection import Connection, Message
 from penstock.engine.protocol.ipc.messages import Failed, Start, Stop, Turn, decode_to_core, encode
 
 
+def messages_of(connection: Connection) -> Iterator[Message]:
+    while True:
+        select.select([connection], [], [])
+        yield from connection.receive()
+
+
+def answer_parent() -> None:
+    while questions := os.read(0, 64):
+        os.write(0, questions)
+
+
 def main() -> None:
-    context = zmq.Context()
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    inbox.bind(sys.argv[1])
-    outbox.connect(sys.argv[2])
-    start = decode_to_core(inbox.recv())
+    threading.Thread(target=answer_parent, daemon=True).start()
+    with socket.socket(fileno=int(sys.argv[2])) as listener:
+        connection = Connection(listener.accept()[0])
+    messages = messages_of(connection)
+    start = decode_to_core(next(messages)[0])
     assert isinstance(start, Start)
     model = start.config.model
     surroundings = {
         "model": model,
         "leads_session": os.getsid(0) == os.getpid(),
-        "has_pipe": stat.S_ISFIFO(os.fstat(0).st_mode) or stat.S_ISSOCK(os.fstat(0).st_mode),
-        "folder_mode": stat.S_IMODE(Path(sys.argv[1].removeprefix("ipc://")).parent.stat().st_mode),
+        "has_lifeline": stat.S_ISSOCK(os.fstat(0).st_mode),
+        "folder_mode": stat.S_IMODE(Path(sys.argv[1]).parent.stat().st_mode),
     }
-    outbox.send(encode(Failed(0, "Start", json.dumps(surroundings))))
+    connection.send(encode(Failed(0, "Start", json.dumps(surroundings))))
     if model == "garbage":
-        outbox.send(b"no message")
-    while model != "ends":
-        first, *frames = inbox.recv_multipart()
+        connection.send(b"no message")
+    for first, frames in messages if model != "ends" else ():
         message = decode_to_core(first)
         if isinstance(message, Turn):
-            outbox.send(encode(Failed(message.frontend, "Turn", b"".join(frames).decode())))
+            connection.send(encode(Failed(message.frontend, "Turn", b"".join(frames).decode())))
         elif isinstance(message, Stop):
             if model == "deaf":
                 time.sleep(600)
             break
-    context.destroy(linger=2000)
+    connection.close(linger_s=2)
     sys.exit(3 if model == "ends" else 0)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +19,7 @@ import pytest
 from penstock.engine.frontend import engine_process, process_core
 from penstock.engine.frontend.process_core import Heartbeat
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.ipc.messages import Failed, Pong, Ready, Start, Turn
+from penstock.engine.protocol.ipc.messages import Failed, Ready, Start, Turn
 
 Run = Callable[..., process_core.ProcessCore]
 
@@ -84,16 +86,34 @@ def test_an_end_is_told_once_and_only_where_nobody_asked_for_it() -> None:
     on_exit.assert_not_called()
 
 
-def test_a_sign_of_life_is_for_the_heartbeat_alone() -> None:
-    on_message = Mock()
-    core = process_core.ProcessCore(Start(EngineConfig(model="any")), on_message, Mock())
+async def test_a_process_answers_on_its_lifeline_from_the_first_question_on(run: Run) -> None:
+    core = run("stays", hang_timeout_s=0.5)
+    await core.start()
     core._heartbeat = Mock()
-    core._take(Pong(), [])
-    core._heartbeat.heard.assert_called_once()
-    on_message.assert_not_called()
-    failed = Failed(1, "ModelExecutionError", "why")
-    core._take(failed, [])
-    on_message.assert_called_once_with(failed, [])
+    core._ask()
+    core._ask()
+    await heard(core._heartbeat.heard)
+    core._on_message.reset_mock()
+    core._process.kill()
+    await heard(core._on_exit)
+    for _ in range(3):
+        core._ask()  # nobody is there any more
+    await core.close()
+    core._on_message.assert_not_called()
+
+
+async def test_a_process_that_is_stopped_is_given_up(run: Run) -> None:
+    core = run("stays", hang_timeout_s=0.5)
+    await core.start()
+    await heard(core._on_message)
+    nothing: Any = None  # of what it tells about the model
+    core._take(Ready(nothing, nothing), [])
+    await asyncio.sleep(0.8)
+    core._on_exit.assert_not_called()
+    os.kill(core._process.pid, signal.SIGSTOP)
+    await heard(core._on_exit)
+    core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} has not answered for 0.5 s")
+    await core.close()
 
 
 async def test_who_answers_lives() -> None:
@@ -130,11 +150,11 @@ async def test_a_process_is_told_what_to_serve_and_its_messages_come_once(run: R
     ((told, frames),) = [call.args for call in core._on_message.call_args_list]
     assert (told.kind, frames) == ("Start", [])
     surroundings = json.loads(told.message)
-    assert surroundings == {"model": "stays", "leads_session": True, "has_pipe": True, "folder_mode": 0o700}
+    assert surroundings == {"model": "stays", "leads_session": True, "has_lifeline": True, "folder_mode": 0o700}
     core.send(Turn(5, [], [], []), b"its frame")
     await heard(core._on_message, 2)
     assert core._on_message.call_args.args == (Failed(5, "Turn", "its frame"), [])
-    folder = Path(core._sockets._outbox.LAST_ENDPOINT.decode().removeprefix("ipc://")).parent
+    folder = Path(core.address).parent
     assert folder.name.startswith("penstock-")
     await core.close()
     await core.close()
@@ -165,8 +185,7 @@ async def test_the_end_of_a_process_has_a_reason(run: Run, model: str, reason: s
     await heard(core._on_exit)
     core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} ended with {reason}")
     assert core._on_message.call_count == 1  # what it said before
-    endpoint = core._sockets._outbox.LAST_ENDPOINT.decode()
-    shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent)  # as a worker may do itself
+    shutil.rmtree(Path(core.address).parent)  # as a worker may do itself
     await core.close()
 
 

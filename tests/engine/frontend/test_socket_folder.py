@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-import zmq
 
 from penstock.engine.frontend import socket_folder as module
-from penstock.engine.frontend.socket_folder import socket_folder
+from penstock.engine.frontend.socket_folder import SOCKET, socket_folder
 
 ANSWER = """
-import sys, zmq
-context = zmq.Context()
-inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-inbox.bind(sys.argv[1])
-outbox.connect(sys.argv[2])
-outbox.send(inbox.recv())
-outbox.close(linger=2000)
-inbox.close()
-context.term()
+import socket, sys
+with socket.socket(socket.AF_UNIX) as asking:
+    asking.connect(sys.argv[1])
+    asking.sendall(b"hello")
 """
 
 
@@ -31,24 +26,19 @@ def test_processes_meet_in_it(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     place = tmp_path / name
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
-    context = zmq.Context()
-    try:
-        with socket_folder() as folder:
-            assert len(f"{folder.path}/outbox") <= 107
-            (made,) = place.iterdir()
-            assert made.stat().st_mode & 0o777 == 0o700
-            inbox, outbox = (f"ipc://{folder.path}/{name}" for name in ("inbox", "outbox"))
-            asking, hearing = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-            asking.connect(inbox)
-            hearing.bind(outbox)
-            asking.send(b"hello")
-            command = [sys.executable, "-P", "-c", ANSWER, inbox, outbox]
-            with subprocess.Popen(command, pass_fds=folder.descriptors):
-                assert hearing.poll(20_000)
-                assert hearing.recv() == b"hello"
-            assert (made / "outbox").exists()
-    finally:
-        context.destroy(linger=0)
+    with socket_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
+        address = f"{folder.path}/{SOCKET}"
+        assert len(address) <= 107
+        (made,) = place.iterdir()
+        assert made.stat().st_mode & 0o777 == 0o700
+        listener.bind(address)
+        listener.listen()
+        with subprocess.Popen([sys.executable, "-P", "-c", ANSWER, address], pass_fds=folder.descriptors):
+            listener.settimeout(20)
+            stream, _ = listener.accept()
+            with stream:
+                assert stream.recv(10) == b"hello"
+        assert (made / SOCKET).exists()
     assert not list(place.iterdir())
 
 

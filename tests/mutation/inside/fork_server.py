@@ -20,7 +20,7 @@ from typing import Any
 
 PRELOADED = (
     *("numpy", "torch", "transformers", "transformers.models.auto", "sentence_transformers", "safetensors.torch"),
-    *("tokenizers", "msgspec", "zmq.asyncio", "orjson", "fastapi", "httpx", "uvicorn", "prometheus_client", "uvloop"),
+    *("tokenizers", "msgspec", "orjson", "fastapi", "httpx", "uvicorn", "prometheus_client", "uvloop"),
     *("pytest", "hypothesis.stateful", "hypothesis.strategies", "opentelemetry.sdk.trace"),
 )
 """Never a module of penstock: those are what is changed."""

@@ -31,7 +31,7 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> Lives:
             await self._stopping.wait()
             return "exit code 0"
         lives.append(self.place)
-        self._end(len(lives))
+        self._end()
         return "signal 9"
 
     async def pause(self: HttpProcess, seconds: float) -> None:

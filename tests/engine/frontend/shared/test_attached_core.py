@@ -21,7 +21,7 @@ from penstock.engine.frontend.shared.load_board import LoadBoard, LoadPlace
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.ipc.frontends import first_request_id, frontend_of
-from penstock.engine.protocol.ipc.messages import Pong
+from penstock.engine.protocol.ipc.messages import LoadFailed
 
 NUM_FRONTENDS = 3
 PARAMS = PoolingParams()
@@ -106,10 +106,9 @@ async def test_one_that_goes_takes_its_own_requests_alone(shared: Shared) -> Non
     await until(lambda: shared.kept.stats().num_steps_total > 1)
     lost.cancel()  # as its process was killed: no Cancel leaves it
     goes._dispatcher.replicas[0]._send = None
-    shared.cores.pop(1)._sockets.close()  # type: ignore[union-attr]
+    shared.cores.pop(1)._link.close()  # type: ignore[union-attr]
     with contextlib.suppress(asyncio.CancelledError):
         await lost
-    shared.kept.detach(1)
     shared.board.clear(0)
     assert (await kept).embeddings.shape == (len(LONG), 384)
     num_tokens = shared.kept.stats().num_batched_tokens_total
@@ -163,11 +162,11 @@ async def test_what_waits_in_all_is_refused_by_all(minilm_folder: Path) -> None:
 async def test_a_message_that_is_for_somebody_else_ends_the_frontend_and_not_the_engine(shared: Shared) -> None:
     engine = shared.attach(1, 0)
     core = shared.cores[1]
-    with pytest.raises(TypeError, match="Pong"):
-        core._receive(Pong(), [])
-    sockets = core._sockets
-    assert sockets is not None
-    sockets._on_message = lambda message, frames: 1 / 0  # type: ignore[assignment, return-value]
+    with pytest.raises(TypeError, match="LoadFailed"):
+        core._receive(LoadFailed("E", "why"), [])
+    link = core._link
+    assert link is not None
+    link._on_message = lambda message, frames: 1 / 0  # type: ignore[assignment, return-value]
     asking = asyncio.create_task(engine.embed(["hello"], PARAMS))
     await until(lambda: shared.unreadable == [1])
     asking.cancel()
@@ -179,7 +178,7 @@ async def test_a_core_that_has_gone_before_it_could_be_reached_is_waited_for(
 ) -> None:
     engine, core = shared.attach(1, 0), shared.cores[1]
     core.hear(CoreNews(EngineState.STARTING, None, "signal 9"))
-    core.hear(CoreNews(EngineState.READY, f"ipc://{tmp_path}/gone/inbox"))  # its folder has gone with it
+    core.hear(CoreNews(EngineState.READY, f"{tmp_path}/gone/engine"))  # its folder has gone with it
     assert engine.state is EngineState.STARTING
     assert "gone before" in caplog.text
     core.hear(CoreNews(EngineState.STARTING, None, "signal 9"))
@@ -188,12 +187,12 @@ async def test_a_core_that_has_gone_before_it_could_be_reached_is_waited_for(
     assert (await engine.embed(["hello"], PARAMS)).embeddings.shape == (1, 384)
 
 
-async def test_its_sockets_go_with_it(shared: Shared) -> None:
+async def test_the_socket_goes_with_the_engine(shared: Shared) -> None:
     shared.attach(1, 0)
-    assert shared.kept.news.inbox is not None
-    folder = Path(shared.kept.news.inbox.removeprefix("ipc://")).parent
-    assert {path.name for path in folder.iterdir()} == {"inbox", "outbox", "1"}
+    assert shared.kept.news.address is not None
+    folder = Path(shared.kept.news.address).parent
+    assert [path.name for path in folder.iterdir()] == ["engine"]
     await shared.cores.pop(1).close()
-    assert {path.name for path in folder.iterdir()} == {"inbox", "outbox"}
+    assert [path.name for path in folder.iterdir()] == ["engine"]
     await shared.kept.close()
     assert not folder.exists()

@@ -1,0 +1,192 @@
+"""One end of a Unix socket between a frontend and a core: messages in their order, each with its frames.
+
+Who waits for a message waits on the socket itself, and who sends one writes to it: no thread stands in between, as
+waking one costs more than most messages do. Where the other end does not keep up, a thread sends what is left over, so
+that a sender never waits.
+
+A message is a row of 64-bit sizes, of its parts and before these how many there are, and then the parts, each padded so
+that the next one begins at a multiple of 8 Bytes: arrays in frames lie where numpy wants them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Sequence
+from struct import Struct
+from typing import Final
+
+from .messages import Frame
+
+_SIZE: Final = Struct("<q")
+_ALIGNMENT: Final = 8
+_PADDING: Final = tuple(bytes(-size % _ALIGNMENT) for size in range(_ALIGNMENT))
+_BUFFER_BYTES: Final = 1 << 16
+"""A message that is larger gets a buffer of its own, and keeps it."""
+_MOST_PARTS: Final = 256
+"""Of one call to the system; it takes at least 1,024."""
+
+Message = tuple[memoryview, list[Frame]]
+"""What `encode` of messages.py gave, and the frames."""
+
+
+class Connection:
+    """Sends and receives. `send` and `close` are thread-safe; `receive` belongs to one thread.
+
+    Args:
+        stream: A connected stream socket, which belongs to the connection from now on.
+    """
+
+    def __init__(self, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        self._socket = stream
+        self._lock = threading.Lock()  # of what is sent
+        self._unsent: list[memoryview] = []
+        self._sender: threading.Thread | None = None  # while something is unsent
+        self._is_closed = False
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._num_held = 0  # Bytes in it: messages that have come in part
+
+    @classmethod
+    def open(cls, address: str) -> Connection:
+        """Connects to who listens at a path.
+
+        Raises:
+            OSError: Nobody does.
+        """
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            stream.connect(address)
+        except OSError:
+            stream.close()
+            raise
+        return cls(stream)
+
+    def fileno(self) -> int:
+        """Returns the descriptor that becomes readable when messages come; -1 after `close`."""
+        return self._socket.fileno()
+
+    def send(self, first: bytes, frames: Sequence[Frame] = ()) -> None:
+        """Sends a message without waiting; nothing where the other end has gone.
+
+        The frames may be read for long after: nobody may write to them.
+        """
+        parts = [first, *frames]
+        whole = [memoryview(Struct(f"<{len(parts) + 1}q").pack(len(parts), *map(len, parts)))]
+        for part in parts:
+            whole += (memoryview(part), memoryview(_PADDING[len(part) % _ALIGNMENT]))
+        with self._lock:
+            if self._is_closed:
+                return
+            if self._sender is not None:
+                self._unsent += whole
+                return
+            self._unsent = self._push(whole)
+            if self._unsent:
+                self._sender = threading.Thread(target=self._send_the_rest, name="sender", daemon=True)
+                self._sender.start()
+
+    def receive(self) -> list[Message]:
+        """Returns the messages that have come since the last call, without waiting.
+
+        Raises:
+            EOFError: The other end has gone, and all that it has sent has been received.
+        """
+        messages: list[Message] = []
+        while not self._is_closed:
+            room = memoryview(self._buffer)[self._num_held :]
+            try:
+                num_bytes = self._socket.recv_into(room)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                num_bytes = 0
+            if not num_bytes:
+                if not messages:
+                    raise EOFError("the other end of the connection has gone")
+                break  # the socket stays readable: the next call tells
+            self._num_held += num_bytes
+            self._take_whole(messages)
+            if num_bytes < len(room):  # there was no more; what comes from now on makes the socket readable again
+                break
+        return messages
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Closes it; what has been sent gets so many seconds to leave. May be called twice."""
+        if (sender := self._sender) is not None and linger_s:
+            sender.join(linger_s)
+        with self._lock:
+            self._is_closed = True
+            self._unsent = []
+            with contextlib.suppress(OSError):  # it has gone, at this end or the other
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes a sender that waits
+            self._socket.close()
+
+    def _take_whole(self, messages: list[Message]) -> None:
+        """Adds the whole messages of the buffer; what follows them stays, in a buffer that will hold all of it."""
+        data, begin, end = memoryview(self._buffer), 0, self._num_held
+        while (num_bytes := message_bytes(data[begin:end])) <= end - begin:
+            if num_bytes > _BUFFER_BYTES:  # nothing else is in its buffer
+                self._buffer, self._num_held = bytearray(_BUFFER_BYTES), 0
+                messages.append(parse(data))
+                return
+            messages.append(parse(memoryview(bytes(data[begin : begin + num_bytes]))))
+            begin += num_bytes
+        if num_bytes > len(data):
+            self._buffer = bytearray(num_bytes)
+        self._num_held = end - begin
+        self._buffer[: end - begin] = bytes(data[begin:end])
+
+    def _push(self, parts: list[memoryview]) -> list[memoryview]:
+        """Sends what the socket takes now; returns the rest. The caller holds the lock."""
+        while parts:
+            try:
+                num_bytes = self._socket.sendmsg(parts[:_MOST_PARTS])
+            except BlockingIOError:
+                return parts
+            except ConnectionError:  # nobody hears it; whoever receives here is told
+                return []
+            num_sent = 0
+            while num_sent < len(parts) and num_bytes >= len(parts[num_sent]):
+                num_bytes -= len(parts[num_sent])
+                num_sent += 1
+            parts = parts[num_sent:]
+            if num_bytes:
+                parts[0] = parts[0][num_bytes:]
+        return parts
+
+    def _send_the_rest(self) -> None:
+        """Sends until nothing is left over; runs in a thread."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLOUT)
+        while True:
+            with self._lock:
+                self._unsent = self._push(self._unsent)
+                if not self._unsent:
+                    self._sender = None
+                    return
+            poll.poll()
+
+
+def message_bytes(data: memoryview) -> int:
+    """Returns the Bytes of the message that begins there; of one whose sizes have not come, those up to their end."""
+    if len(data) < _SIZE.size:
+        return _SIZE.size
+    (num_parts,) = _SIZE.unpack_from(data)
+    num_bytes: int = (1 + num_parts) * _SIZE.size
+    if len(data) < num_bytes:
+        return num_bytes
+    sizes: tuple[int, ...] = Struct(f"<{num_parts}q").unpack_from(data, _SIZE.size)
+    return num_bytes + sum(size + -size % _ALIGNMENT for size in sizes)
+
+
+def parse(data: memoryview) -> Message:
+    """Returns the parts of one whole message; they share its memory."""
+    (num_parts,) = _SIZE.unpack_from(data)
+    begin, parts = (1 + num_parts) * _SIZE.size, []
+    for size in Struct(f"<{num_parts}q").unpack_from(data, _SIZE.size):
+        parts.append(data[begin : begin + size])
+        begin += size + -size % _ALIGNMENT
+    return parts[0], list(parts[1:])

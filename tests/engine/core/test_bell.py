@@ -1,0 +1,56 @@
+"""The bell of a device thread."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from penstock.engine.core.bell import Bell
+
+
+def test_it_keeps_its_rings_and_never_blocks_who_rings() -> None:
+    bell = Bell()
+    for _ in range(200_000):
+        bell.ring()
+    assert bell.wait() == []  # all of them at once
+    woken = threading.Event()
+
+    def sleep() -> None:
+        bell.wait()
+        woken.set()
+
+    thread = threading.Thread(target=sleep, daemon=True)
+    thread.start()
+    assert not woken.wait(0.1)
+    bell.ring()
+    assert woken.wait(5)
+    thread.join()
+
+
+def test_what_it_watches_wakes_it_until_it_was_read() -> None:
+    bell = Bell()
+    one, other = socket.socketpair()
+    with one, other:
+
+        def hear() -> None:
+            one.recv(10)
+
+        bell.watch(one, hear)
+        assert bell.look() == []
+        other.sendall(b"!")
+        bell.ring()
+        assert bell.wait() == [hear]
+        assert bell.look() == [hear]
+        hear()
+        assert bell.look() == []
+        other.sendall(b"!")
+        bell.ignore(one)
+        assert bell.look() == []
+
+
+def test_a_look_hears_what_has_rung() -> None:
+    bell = Bell()
+    bell.ring()
+    assert bell.look() == []
+    bell.ring()
+    bell.wait()

@@ -1,0 +1,199 @@
+"""Each frontend of a core gets what is its own, and no more."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from penstock.engine.core.bell import Bell
+from penstock.engine.core.frontends import Frontends, split
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.ipc.connection import Connection
+from penstock.engine.protocol.ipc.frontends import Attach, first_request_id, frontend_of
+from penstock.engine.protocol.ipc.messages import (
+    Failed,
+    Frame,
+    FromCore,
+    PrefixesCleared,
+    Rows,
+    Start,
+    StepLoad,
+    Stop,
+    ToCore,
+    Turn,
+    decode_from_core,
+    encode,
+)
+
+from ..steps import Row, ended_of, rows_of, step_of
+
+LOAD = StepLoad(3, 100, 0, 0, 0)
+
+
+START = Start(EngineConfig(model="any"))
+
+
+class Frontend:
+    """Says something to a core, and hears what that says."""
+
+    def __init__(self, address: str) -> None:
+        self._connection = Connection.open(address)
+        self.close = self._connection.close
+
+    def say(self, *messages: ToCore, frame: bytes | None = None) -> None:
+        for message in messages:
+            self._connection.send(encode(message), () if frame is None else (frame,))
+
+    def heard(self, wait_s: float = 20.0) -> FromCore | None:
+        if not select.select([self._connection], [], [], wait_s)[0]:
+            return None
+        ((first, _),) = self._connection.receive()
+        return decode_from_core(first)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return str(tmp_path / "engine")
+
+
+@pytest.fixture
+def bell() -> Bell:
+    return Bell()
+
+
+@pytest.fixture
+def frontends(address: str, bell: Bell) -> Iterator[Frontends]:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    frontends = Frontends(listener, bell)
+    yield frontends
+    frontends.close(0.0)
+
+
+def take_in(bell: Bell) -> None:
+    """Does what a device thread does when the bell wakes it."""
+    for hear in bell.wait():
+        hear()
+
+
+def of(frontend: int, request: int) -> int:
+    return first_request_id(frontend) + request
+
+
+@pytest.mark.parametrize("frontend", [0, 1, 2, 1_000_000])
+def test_an_id_says_whose_it_is(frontend: int) -> None:
+    assert frontend_of(first_request_id(frontend)) == frontend
+    assert frontend_of(first_request_id(frontend + 1) - 1) == frontend
+    assert first_request_id(frontend) < 2**63
+
+
+def step(*rows: tuple[int, int, np.ndarray], ended: tuple[int, ...] = ()) -> tuple[Rows, list[Frame]]:
+    told = [Row(request, index, "embedding", array) for request, index, array in rows]
+    return step_of(told, 30, 0.5, ended=[(request, 0.1, 0.2) for request in ended], load=LOAD)
+
+
+def test_the_rows_of_a_step_go_to_those_who_asked_and_its_figures_to_the_first() -> None:
+    arrays = [np.full((2,), 1.0, np.float32), np.full((3, 2), 2.0, np.float32), np.full((4,), 3.0, np.float32)]
+    message, frames = step(
+        (of(1, 7), 0, arrays[0]), (of(2, 7), 0, arrays[1]), (of(1, 8), 1, arrays[2]), ended=(of(1, 7), of(2, 7))
+    )
+    parts = split(message, frames)
+    assert set(parts) == {0, 1, 2}
+    figures, _ = parts[0]
+    assert figures == Rows([], 30, 0.5, load=LOAD)
+    told = {}
+    for frontend in (1, 2):
+        part, part_frames = parts[frontend]
+        assert isinstance(part, Rows)
+        assert (part.num_tokens, part.step_s, part.load) == (0, 0.0, None)
+        told |= {(row.request_id, row.index): row.array for row in rows_of(part, part_frames)}
+        assert ended_of(part, part_frames) == {of(frontend, 7): (0.1, 0.2)}
+    for key, array in zip([(of(1, 7), 0), (of(2, 7), 0), (of(1, 8), 1)], arrays, strict=True):
+        np.testing.assert_array_equal(told[key], array)
+
+
+def test_the_rows_of_one_frontend_are_not_copied() -> None:
+    message, frames = step((of(3, 1), 0, np.ones(4, np.float32)), (of(3, 2), 0, np.ones(4, np.float32)))
+    part, part_frames = split(message, frames)[3]
+    assert isinstance(part, Rows)
+    assert np.shares_memory(rows_of(part, part_frames)[1].array, np.frombuffer(frames[1], np.float32))
+
+
+@pytest.mark.parametrize("message", [Failed(of(2, 5), "E", "why"), PrefixesCleared(of(2, 5), 1)])
+def test_what_concerns_a_request_goes_to_who_sent_it(message: FromCore) -> None:
+    assert list(split(message, [])) == [2]
+
+
+def test_the_first_says_what_to_serve_and_what_it_says_next_is_not_lost(
+    frontends: Frontends, address: str, bell: Bell
+) -> None:
+    first, core = Frontend(address), Mock()
+    first.say(START, Stop())
+    assert frontends.await_start() == START
+    frontends.serve(core)
+    core.stop.assert_called_once_with()
+    assert bell.look() == []
+    first.say(Turn(0, [], [], []), frame=b"arrays")
+    take_in(bell)
+    assert core.receive.call_args.args == (Turn(0, [], [], []), b"arrays")
+    first.say(START)
+    with pytest.raises(TypeError, match="Start cannot come now"):
+        take_in(bell)
+    first.close()
+
+
+def test_another_first_word_is_an_error(frontends: Frontends, address: str) -> None:
+    first = Frontend(address)
+    first.say(Stop())
+    with pytest.raises(TypeError, match="must be Start, not Stop"):
+        frontends.await_start()
+    first.close()
+
+
+def test_frontends_come_and_go(frontends: Frontends, address: str, bell: Bell) -> None:
+    first, core = Frontend(address), Mock()
+    first.say(START)
+    frontends.await_start()
+    frontends.serve(core)
+    told = Failed(of(0, 1), "E", "for the first")
+    frontends.send(told, [])
+    assert first.heard() == told
+    other = Frontend(address)
+    other.say(Attach(4), Turn(4, [], [], []), frame=b"")
+    take_in(bell)  # its connection
+    take_in(bell)  # its words
+    core.receive.assert_called_once()
+    told = Failed(of(4, 0), "E", "for the other")
+    frontends.send(told, [])
+    assert other.heard() == told
+    other.say(Turn(4, [], [], []), frame=b"last words")
+    other.close()
+    take_in(bell)
+    assert core.receive.call_args.args[1] == b"last words"
+    core.forget.assert_not_called()
+    take_in(bell)
+    core.forget.assert_called_once_with(4)
+    frontends.send(Failed(of(4, 1), "E", "for nobody"), [])
+    assert first.heard(0.1) is None  # nor is it for the first
+    first.close()
+    take_in(bell)
+    assert core.forget.call_args.args == (0,)
+
+
+def test_one_that_goes_before_it_is_accepted_is_nobody(frontends: Frontends, address: str, bell: Bell) -> None:
+    first, core = Frontend(address), Mock()
+    first.say(START)
+    frontends.await_start()
+    frontends.serve(core)
+    Frontend(address).close()
+    take_in(bell)
+    take_in(bell)
+    core.forget.assert_not_called()
+    first.close()

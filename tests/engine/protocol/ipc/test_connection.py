@@ -1,0 +1,178 @@
+"""Messages between two processes: whole, in their order, whatever their size and whoever is slow."""
+
+from __future__ import annotations
+
+import random
+import select
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from penstock.engine.protocol.ipc.connection import Connection, message_bytes
+
+Told = tuple[bytes, list[bytes]]
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, Connection]]:
+    one, other = map(Connection, socket.socketpair())
+    yield one, other
+    one.close()
+    other.close()
+
+
+def heard(connection: Connection, number: int, timeout_s: float = 20.0) -> list[Told]:
+    """Waits for so many messages."""
+    told: list[Told] = []
+    while len(told) < number:
+        assert select.select([connection], [], [], timeout_s)[0], f"{len(told)} of {number} messages came"
+        told += [(bytes(first), [bytes(frame) for frame in frames]) for first, frames in connection.receive()]
+    return told
+
+
+def made(rng: random.Random, most_bytes: int) -> Told:
+    sizes = [rng.choice((0, 1, 7, 8, 9, rng.randrange(most_bytes))) for _ in range(rng.randrange(4))]
+    return rng.randbytes(rng.randrange(1, 100)), [rng.randbytes(size) for size in sizes]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_messages_come_whole_and_in_order(ends: tuple[Connection, Connection], seed: int) -> None:
+    one, other = ends
+    rng = random.Random(seed)
+    sent = [made(rng, 200_000 if seed % 2 else 300) for _ in range(200)]
+
+    def send() -> None:
+        for first, frames in sent:
+            one.send(first, frames)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    assert heard(other, len(sent)) == sent
+    sending.join()
+
+
+@pytest.mark.parametrize("step", [1, 3, 8, 65_536, 65_537])
+def test_a_message_may_come_in_any_pieces(step: int) -> None:
+    rng = random.Random(step)
+    most = 40 if step < 8 else 150_000
+    sent = [made(rng, most) for _ in range(12)]
+    writer, reader = socket.socketpair()
+    recorded, stream = map(Connection, socket.socketpair())
+    other = Connection(reader)
+    for first, frames in sent:
+        recorded.send(first, frames)
+    data = bytearray()
+    while select.select([stream], [], [], 0.1)[0]:
+        data += stream._socket.recv(1 << 20)
+    told = []
+    for begin in range(0, len(data), step):
+        writer.sendall(data[begin : begin + step])
+        told += [(bytes(first), [bytes(frame) for frame in frames]) for first, frames in other.receive()]
+    assert told == sent
+    for end in (writer, recorded, stream, other):
+        end.close()
+
+
+def test_arrays_lie_where_numpy_wants_them(ends: tuple[Connection, Connection]) -> None:
+    one, other = ends
+    array = np.arange(5, dtype=np.float64)
+    for first in (b"a", b"abcdefg", b"12345678"):
+        one.send(first, [b"odd", memoryview(array).cast("B")])
+        select.select([other], [], [], 20)
+        ((_, (_, frame)),) = other.receive()
+        view = np.frombuffer(frame, np.float64)
+        assert view.flags.aligned
+        np.testing.assert_array_equal(view, array)
+
+
+def test_a_message_does_not_hold_those_that_came_with_it(ends: tuple[Connection, Connection]) -> None:
+    one, other = ends
+    for _ in range(10):
+        one.send(b"first", [bytes(4000)])
+    select.select([other], [], [], 20)
+    messages = other.receive()
+    assert len(messages) == 10
+    assert all(frame.obj is not messages[0][1][0].obj for _, (frame,) in messages[1:])  # type: ignore[union-attr]
+    assert len(messages[0][1][0].obj) < 4100  # type: ignore[union-attr, arg-type]
+
+
+def test_who_sends_never_waits_for_who_does_not_read(ends: tuple[Connection, Connection]) -> None:
+    one, other = ends
+    sent = [(b"%d" % i, [bytes([i % 256]) * 100_000]) for i in range(60)]
+    for first, frames in sent:
+        one.send(first, frames)  # 6 MB; a socket holds a fraction of one
+    assert [thread.name for thread in threading.enumerate()].count("sender") == 1
+    assert heard(other, len(sent)) == sent
+    one.send(b"last")
+    assert heard(other, 1) == [(b"last", [])]
+    for thread in threading.enumerate():
+        if thread.name == "sender":
+            thread.join(20)
+    assert "sender" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_what_was_sent_comes_before_the_end(ends: tuple[Connection, Connection]) -> None:
+    one, other = ends
+    one.send(b"last words", [bytes(50)])
+    one.close()
+    one.close()
+    one.send(b"nobody hears it")
+    assert other.receive()[0][0] == b"last words"
+    with pytest.raises(EOFError):
+        other.receive()
+    with pytest.raises(EOFError):
+        other.receive()
+    other.send(b"nobody hears it")
+
+
+def test_a_close_that_lingers_lets_all_leave(ends: tuple[Connection, Connection]) -> None:
+    one, other = ends
+    sent = [(b"%d" % i, [bytes(100_000)]) for i in range(30)]
+    for first, frames in sent:
+        one.send(first, frames)
+    closing = threading.Thread(target=one.close, args=(20.0,))
+    closing.start()
+    assert heard(other, len(sent)) == sent
+    closing.join()
+    assert one.fileno() == -1
+
+
+def test_a_close_that_does_not_linger_waits_for_nobody(ends: tuple[Connection, Connection]) -> None:
+    one, other = ends
+    for _ in range(30):
+        one.send(b"first", [bytes(100_000)])
+    one.close()
+    for thread in threading.enumerate():
+        if thread.name == "sender":
+            thread.join(20)
+    assert "sender" not in [thread.name for thread in threading.enumerate()]
+    assert len(other.receive()) < 30
+
+
+def test_an_end_with_unread_words_is_an_end() -> None:
+    one, other = map(Connection, socket.socketpair())
+    one.send(b"unread")
+    other.close()
+    with pytest.raises(EOFError):
+        one.receive()
+    one.close()
+
+
+@pytest.mark.parametrize("data", [b"\xff" * 8, b"no message here.", b"\x00" * 8])
+def test_what_is_no_message_is_an_error_and_not_waited_for(data: bytes) -> None:
+    writer, reader = socket.socketpair()
+    connection = Connection(reader)
+    writer.sendall(data)
+    with pytest.raises(Exception, match=r".") as caught:
+        connection.receive()
+    assert not isinstance(caught.value, EOFError)
+    writer.close()
+    connection.close()
+
+
+def test_sizes_are_known_as_soon_as_they_have_come() -> None:
+    whole = memoryview(np.array([2, 3, 9], np.int64).tobytes() + bytes(24))
+    assert [message_bytes(whole[:end]) for end in (0, 7, 8, 23, 24, 48)] == [8, 8, 24, 24, 48, 48]
