@@ -25,6 +25,8 @@ _ALIGNMENT: Final = 8
 _PADDING: Final = tuple(bytes(-size % _ALIGNMENT) for size in range(_ALIGNMENT))
 _BUFFER_BYTES: Final = 1 << 16
 """A message that is larger gets a buffer of its own, and keeps it."""
+_UNREAD_BYTES: Final = 1 << 22
+"""What a socket holds until it is read, or less where the system allows less: the rows of a large batch."""
 _MOST_PARTS: Final = 256
 """Of one call to the system; it takes at least 1,024."""
 
@@ -41,6 +43,7 @@ class Connection:
 
     def __init__(self, stream: socket.socket) -> None:
         stream.setblocking(False)
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
         self._socket = stream
         self._lock = threading.Lock()  # of what is sent
         self._unsent: list[memoryview] = []
