@@ -62,10 +62,10 @@ def has_room(runner: Runner, scheduler: Scheduler, running: Sequence[Running]) -
     """
     if not running:
         return True
+    if not runner.has_room or (scheduler.has_long and (not runner.keeps_order or scheduler.awaits_quiet)):
+        return False
     num_tokens = sum(batch.num_tokens for batch in running if not batch.forward.is_done)
-    is_bounded = num_tokens < _BUDGETS_UNDER_WAY * scheduler.token_budget
-    is_in_order = not scheduler.has_long or (runner.keeps_order and not scheduler.awaits_quiet)
-    return is_bounded and runner.has_room and is_in_order
+    return num_tokens < _BUDGETS_UNDER_WAY * scheduler.token_budget
 
 
 def has_use(runner: Runner, scheduler: Scheduler, running: Sequence[Running]) -> bool:

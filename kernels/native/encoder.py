@@ -53,6 +53,7 @@ class NativeForward:
         self._handle: int | None = handle
         self._outputs = hidden_TD, weights_TH
         self._inputs = inputs
+        self._is_done = False
 
     def __del__(self) -> None:
         if self._handle is not None:  # lanes may still write into the arrays
@@ -62,7 +63,9 @@ class NativeForward:
     @property
     def is_done(self) -> bool:
         """Whether `result` would return at once."""
-        return self._handle is None or self._machine.is_done(self._handle)
+        if not self._is_done and self._handle is not None:
+            self._is_done = self._machine.is_done(self._handle)
+        return self._is_done
 
     def result(self) -> tuple[Floats, Floats | None]:
         """Waits for the end.
@@ -75,7 +78,7 @@ class NativeForward:
             MemoryError: Memory was short.
         """
         if self._handle is not None:
-            handle, self._handle = self._handle, None
+            handle, self._handle, self._is_done = self._handle, None, True
             self._machine.end(handle)
         return self._outputs
 
