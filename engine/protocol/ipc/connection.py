@@ -162,15 +162,15 @@ class Connection:
 
     def _send_the_rest(self) -> None:
         """Sends until nothing is left over; runs in a thread."""
-        poll = select.poll()
-        poll.register(self.fileno(), select.POLLOUT)
         while True:
             with self._lock:
                 self._unsent = self._push(self._unsent)
                 if not self._unsent:
                     self._sender = None
                     return
-            poll.poll()
+                room = select.poll()
+                room.register(self._socket, select.POLLOUT)
+            room.poll()
 
 
 def message_bytes(data: memoryview) -> int:
