@@ -1,12 +1,10 @@
 """Where the tests of kernels with a triton path run."""
 
-import os
-
 import pytest
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from ..interpreter import IS_INTERPRETED
 
-# triton without a GPU only where its interpreter is on: see test_ssm_interpreted.
+# triton without a GPU only where its interpreter is on: see interpreter.py.
 interpreted_only = pytest.mark.skipif(not IS_INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1 from the start")
 
 PLACES = (

@@ -12,9 +12,10 @@ from penstock.kernels.attention._tiles import Tile, tile_of
 from penstock.kernels.attention._varlen import has_flash_operator, takes_varlen
 from penstock.kernels.attention.cpu import _blockwise, _groups, _plan, reach_of
 
+from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .cases import ATTENTION_CASES, AttentionCase, AttentionInputs, make_attention_inputs, make_cu_seqlens
-from .places import IS_INTERPRETED, interpreted_only
+from .places import interpreted_only
 
 # Of the largest absolute value of v: what attention averages.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

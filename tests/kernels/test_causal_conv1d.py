@@ -9,10 +9,10 @@ from torch import Tensor
 
 from penstock.kernels.causal_conv1d import Backend, causal_conv1d
 
+from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .cases import CONV_CASES, ConvCase, ConvInputs, make_conv_inputs, make_cu_seqlens
 from .marks import dtypes, states
-from .places import IS_INTERPRETED
 
 # float32: sums in another order. Else one unit in the last place.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}

@@ -7,9 +7,7 @@ second in the middle of traffic for what a batch brings.
 
 import importlib
 import inspect
-import os
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,11 @@ import torch
 
 import penstock.kernels
 
+from ..interpreter import IS_INTERPRETED, needs_triton
+
 pytestmark = [
-    pytest.mark.skipif(find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels have no compile keys"),
+    needs_triton,
+    pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels have no compile keys"),
 ]
 
 ROOT = Path(penstock.kernels.__file__).parent

@@ -1,18 +1,17 @@
 """The triton kernels of norms and gates compiled ahead of time for GPUs that this machine need not have."""
 
-import os
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ..interpreter import IS_INTERPRETED, needs_triton
 from .ptxas import ptxas_report
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile"),
+    needs_triton,
+    pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels do not compile"),
 ]
 
 # Tensors in the dtype of the model; places are float32, and what is looked up int64.

@@ -1,16 +1,15 @@
 """The triton kernel of maxsim compiled ahead of time for GPUs that this machine need not have."""
 
-import os
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from ..interpreter import IS_INTERPRETED, needs_triton
 from .ptxas import ptxas_report
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile"),
+    needs_triton,
+    pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels do not compile"),
 ]
 
 

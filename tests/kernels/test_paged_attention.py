@@ -12,9 +12,10 @@ from penstock.kernels._packed import capability_of
 from penstock.kernels.attention import PagedBackend, attention, attention_paged, paged
 from penstock.kernels.kv_store import kv_store
 
+from ..interpreter import IS_INTERPRETED, needs_triton
 from .assertions import assert_close
 from .cases import PAGED_CASES, PagedCase, PagedInputs, make_block_table, make_cu_seqlens, make_paged_inputs
-from .places import IS_INTERPRETED, interpreted_only
+from .places import interpreted_only
 
 # Of the largest absolute value of v: what attention averages.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -161,7 +162,7 @@ def test_table_on_the_device_and_no_chunks(device: torch.device) -> None:
     assert attention_paged(q, cache, cache, none, make_cu_seqlens((), device), (), (), scale=1.0).shape == (0, 4, 32)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@needs_triton
 @pytest.mark.parametrize(
     ("head_size", "capability", "expected"),
     [

@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,10 +13,11 @@ from torch import Tensor
 from penstock.kernels.native import Machine, NativeError
 from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, PoolingState, finish, pool, pool_partial
 
+from ..interpreter import IS_INTERPRETED, needs_triton
 from .assertions import assert_close
 from .cases import POOLING_CASES, PoolingCase, PoolingInputs, make_cu_seqlens, make_pooling_inputs
 from .marks import dtypes
-from .places import IS_INTERPRETED, PLACES
+from .places import PLACES
 
 # float32: sums in another order. Else one unit in the last place.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -253,7 +253,7 @@ def test_no_sequences(device: torch.device) -> None:
     assert pool(hidden, make_cu_seqlens((), device), "mean", dimensions=4).shape == (0, 4)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@needs_triton
 @pytest.mark.gpu
 def test_cuda_takes_triton_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.kernels.pooling import _triton

@@ -1,14 +1,9 @@
 """Kernels on a batch as a recorded forward sees it: rows of no sequence, which may hold NaN, and empty sequences.
 
 The host knows the lengths that were recorded, which are others than those of the batch: kernels take the borders from
-the device alone. Without a GPU the triton kernels run in their interpreter, in a process of its own, because triton
-reads TRITON_INTERPRET when a kernel is defined.
+the device alone. Without a GPU the triton kernels run in their interpreter, in a process of its own.
 """
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +15,9 @@ from penstock.kernels import _packed, attention as kernel
 from penstock.kernels.attention import Backend, _varlen, attention
 from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 
+from ..interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
 from .assertions import assert_close
-from .places import IS_INTERPRETED, interpreted_only
+from .places import interpreted_only
 
 LENGTHS = (5, 1, 0, 23, 300)
 """Of the batch; the longest is one that pooling shares out."""
@@ -140,17 +136,7 @@ def test_pooling_of_triton_leaves_rows_of_no_sequence_alone(device: str, kind: P
     assert not found[len(LENGTHS) :].any(), "an empty sequence has a row of zeros"
 
 
-@pytest.mark.skipif(IS_INTERPRETED or find_spec("triton") is None, reason="needs triton, and starts its interpreter")
+@needs_triton
+@pytest.mark.skipif(IS_INTERPRETED, reason="this is the process that it starts")
 def test_all_of_it_through_the_interpreter() -> None:
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "not gpu", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        command,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    assert "40 passed" in run.stdout, run.stdout[-500:]
+    assert num_passed_interpreted(Path(__file__)) == 40

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from penstock.kernels.selective_scan import Backend, selective_scan
 
+from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .cases import SCAN_CASES, ScanCase, SsmInputs, make_cu_seqlens, make_scan_inputs
 from .marks import dtypes, states
-from .places import IS_INTERPRETED
 
 # float32: sums in another order. Else one unit in the last place.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}

@@ -10,10 +10,10 @@ from torch import Tensor
 from penstock.kernels.selective_scan import selective_scan
 from penstock.kernels.ssd import Backend, ssd
 
+from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .cases import SSD_CASES, SsdCase, SsmInputs, make_cu_seqlens, make_ssd_inputs
 from .marks import dtypes, states
-from .places import IS_INTERPRETED
 
 # float32: sums in another order. bfloat16: weights and states are rounded before products.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}

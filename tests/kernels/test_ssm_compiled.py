@@ -1,19 +1,18 @@
 """The triton kernels of state space models compiled ahead of time for GPUs that this machine need not have."""
 
-import os
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ..interpreter import IS_INTERPRETED, needs_triton
 from .ptxas import ptxas_report
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile"),
+    needs_triton,
+    pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels do not compile"),
 ]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,7 +17,6 @@ on a real device run under torch.cuda.set_sync_debug_mode, which sees other thin
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Final
@@ -28,6 +27,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ...interpreter import IS_INTERPRETED
 
 DEVICE: Final = torch.device("cuda", 0)
 _CPU: Final = torch.device("cpu")
@@ -274,7 +275,7 @@ def pretend_cuda() -> Iterator[PretendCuda]:
         patch.setattr(
             torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=132)
         )
-        if os.environ.get("TRITON_INTERPRET") == "1":
+        if IS_INTERPRETED:
             from triton.runtime.interpreter import GridExecutor
 
             launch = GridExecutor.__call__

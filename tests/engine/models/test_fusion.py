@@ -3,10 +3,6 @@
 The rest is of what needs no kernel: GELU inside the product, what torch.compile takes, and who decides.
 """
 
-import os
-import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,10 +22,10 @@ from penstock.engine.models.decoders.decoder import DecoderLayer
 from penstock.engine.models.encoders.encoder import PostNormBlock
 from penstock.engine.models.encoders.modernbert import ModernBertLayer
 
+from ...interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
 from .conftest import DISTILBERT_SIZES, SIZES
 from .parity import assert_close, unit_error
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not IS_INTERPRETED, reason="needs a GPU, or triton's interpreter")),
     pytest.param("cuda", marks=pytest.mark.gpu),
@@ -77,7 +73,7 @@ TANH_ERROR = 5e-4
 devices = pytest.mark.parametrize("device", DEVICES)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@needs_triton
 @pytest.mark.skipif(IS_INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.parametrize(
     ("chosen", "least"),
@@ -87,21 +83,7 @@ devices = pytest.mark.parametrize("device", DEVICES)
     ],
 )
 def test_fused_models_through_the_interpreter(chosen: str, least: int) -> None:
-    file = Path(__file__)
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "not gpu", "-k", chosen, "-p", "no:cacheprovider"]
-    run = subprocess.run(
-        [*command, str(file)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=file.parent,
-        capture_output=True,
-        text=True,
-        timeout=1100,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", run.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= least, run.stdout[-500:]
+    assert num_passed_interpreted(Path(__file__), chosen=chosen, timeout_s=1100) >= least
 
 
 def forwards(folder, resolve, pack, device, dtype, sequences, *, need_attention=False):

@@ -7,7 +7,6 @@ runs in a process of its own (test_hidden_syncs_interpreted.py); on a machine wi
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,11 +26,10 @@ from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling
 
+from ...interpreter import IS_INTERPRETED
 from ..device.pretend_cuda import PretendCuda, pretend_cuda
 
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 from the start"
-)
+interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1 from the start")
 SIZES = {
     "vocab_size": 120,
     "hidden_size": 32,
