@@ -33,7 +33,7 @@ from machine import machine
 
 from penstock.engine.core import worker
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.runner import ForwardTime, OneByOne
+from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
 from penstock.engine.frontend import engine_process
 from penstock.engine.frontend.dispatcher import Dispatcher
 from penstock.engine.frontend.replicas.replica import Replica
@@ -58,12 +58,14 @@ _FRONTEND_STAGES: Final = ("submit", "answer")
 Row = dict[str, Any]
 
 
-class PackingRunner(OneByOne):
+class PackingRunner(Runner):
     """A Runner that reads its inputs as a model would, and knows no model.
 
     Args:
         forward_s: Seconds that a forward sleeps.
     """
+
+    has_room = True
 
     def __init__(self, forward_s: float) -> None:
         self.info = ModelInfo(
@@ -88,13 +90,16 @@ class PackingRunner(OneByOne):
     def warm_up(self) -> None:
         """See Runner."""
 
-    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
+    def begin(self, chunks: Sequence[Chunk]) -> EndedForward:
         """See Runner."""
         batch = PackedArrays.build([chunk.sequence.prompt for chunk in chunks])
         time.sleep(self._forward_s)
         self._times.append(ForwardTime(0, batch.num_tokens, self._forward_s))
         values = np.full((len(chunks), WIDTH), WIDTH**-0.5, np.float32)
-        return BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)])
+        return EndedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)]))
+
+    def ring(self, bell: int | None) -> None:
+        """See Runner. Nothing is ever waited for."""
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """See Runner. Nothing runs in chunks."""

@@ -32,7 +32,7 @@ from machine import machine
 from simulated_device import CountedDevice, WallDevice
 
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.runner import DeviceLimits, EndedForward, ForwardTime
+from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.ipc.messages import Frame, FromCore, Rows, TokenizerSpec
@@ -74,7 +74,7 @@ class SimulatedForward:
         return self._result
 
 
-class SimulatedRunner:
+class SimulatedRunner(Runner):
     """See Runner.
 
     Args:
@@ -93,9 +93,6 @@ class SimulatedRunner:
         self.allocator: Allocator = SequenceAllocator(
             SequencePool(kv=KvCachePool(65_536, 16), ssm=None), enable_prefix_caching=False
         )
-        self.num_lanes = 1
-        self.keeps_order = True
-        self.limits = DeviceLimits()
         self.device, self.half_s = device, host_ms / 2000
         self._num_under_way = num_under_way
         self._num_begun = 0
@@ -117,10 +114,6 @@ class SimulatedRunner:
         self._num_begun += 1
         forward = SimulatedForward(self, self._num_begun - 1, BatchOutputs.of(len(chunks), [block]))
         return EndedForward(forward.outputs()) if self._num_under_way == 1 else forward
-
-    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
-        """See Runner."""
-        return self.begin(chunks).outputs()
 
     def warm_up(self) -> None:
         """See Runner."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.engine.core import worker
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
-from penstock.engine.core.runner import ForwardTime, OneByOne
+from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
 from penstock.engine.frontend import engine_process
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import EngineConfig
@@ -31,8 +31,10 @@ _AS_ENGINE: Final = "engine-process"
 _WORKER: Final = "penstock.engine.core.worker"
 
 
-class IdleRunner(OneByOne):
+class IdleRunner(Runner):
     """A Runner that knows its model's files, and none of its weights."""
+
+    has_room = True
 
     def __init__(self, config: EngineConfig) -> None:
         self.info = with_device(resolve_model(config), "cpu", "float32")
@@ -44,10 +46,13 @@ class IdleRunner(OneByOne):
     def warm_up(self) -> None:
         """See Runner."""
 
-    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
+    def begin(self, chunks: Sequence[Chunk]) -> EndedForward:
         """See Runner."""
         values = np.repeat(self._row, len(chunks), axis=0)
-        return BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)])
+        return EndedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)]))
+
+    def ring(self, bell: int | None) -> None:
+        """See Runner. Nothing is ever waited for."""
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """See Runner. Nothing runs in chunks."""

@@ -23,7 +23,7 @@ from .loading.array_model import load_array_encoder
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.warm_up import warm_up
-from .runner import DeviceLimits, DeviceMemoryError, ForwardTime
+from .runner import DeviceMemoryError, ForwardTime, Runner
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ class ArrayForward:
         return self.runner.finish(self)
 
 
-class ArrayRunner:
+class ArrayRunner(Runner):
     """A Runner of an encoder on a CPU. `load` makes one of a model that runs as arrays.
 
     Args:
@@ -63,8 +63,6 @@ class ArrayRunner:
         encoder: With its weights.
         dense: The Dense modules that follow the pooling.
     """
-
-    limits = DeviceLimits()
 
     def __init__(
         self, info: ModelInfo, tokenizer: TokenizerSpec, encoder: ArrayEncoder, dense: Sequence[ArrayHead] = ()
@@ -116,10 +114,6 @@ class ArrayRunner:
         except MemoryError as error:
             raise DeviceMemoryError(str(error)) from error
         return ArrayForward(self, running, batch, params, began_s)
-
-    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
-        """See Runner."""
-        return self.begin(chunks).outputs()
 
     def finish(self, forward: ArrayForward) -> BatchOutputs:
         """Waits for a forward and pools it; see Forward.outputs."""

@@ -51,7 +51,7 @@ from .memory.describe_pool import describe_pool
 from .memory.device import DeviceMemory, ForwardClock, device_errors, multiply_exactly, resolve_device
 from .memory.device_stream import DeviceStream, Mark, MarkWatch, stream_of
 from .memory.memory_meter import MemoryGauge, MemoryMeter
-from .runner import DeviceLimits, EndedForward, ForwardTime
+from .runner import EndedForward, ForwardTime, Runner
 
 logger = logging.getLogger("penstock.engine")
 
@@ -84,7 +84,7 @@ class DeviceForward:
         return self.copy.arrived()
 
 
-class ModelRunner:
+class ModelRunner(Runner):
     """A Runner on torch. `load` makes one from an EngineConfig.
 
     Args:
@@ -113,8 +113,6 @@ class ModelRunner:
         self.info = info
         self.tokenizer = tokenizer
         self.allocator: Allocator = NullAllocator()
-        self.num_lanes = 1
-        self.keeps_order = True
         self._device = torch.device(info.device)
         self._model = model
         self._pooler = ModelPooler(info, model, dense, maps or TokenMaps())
@@ -124,7 +122,6 @@ class ModelRunner:
         self._watch = MarkWatch()
         self._under_way: deque[Mark] = deque()  # ends of forwards
         self._meter = MemoryMeter(DeviceMemory(self._device), _token_bytes(info))
-        self.limits = DeviceLimits()
         self._made = MadeBatches(info, tokenizer)
         self._start: GpuStart | None = None
         self._graphs: ForwardGraphs | None = None
@@ -173,10 +170,6 @@ class ModelRunner:
         """See Runner. On CUDA the batch is packed, and all that it needs asked for, while others may run."""
         with device_errors():
             return self._begin(chunks)
-
-    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
-        """See Runner."""
-        return self.begin(chunks).outputs()
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """See Runner."""

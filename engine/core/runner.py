@@ -60,7 +60,7 @@ class Forward(Protocol):
 
 
 class Runner(Protocol):
-    """One model on one device. Used by one thread at a time.
+    """One model on one device. Used by one thread at a time. Unless it says otherwise, one lane that keeps the order.
 
     Attributes:
         info: The model, on its device.
@@ -75,9 +75,9 @@ class Runner(Protocol):
     info: ModelInfo
     tokenizer: TokenizerSpec
     allocator: Allocator
-    num_lanes: int
-    keeps_order: bool
-    limits: DeviceLimits
+    num_lanes: int = 1
+    keeps_order: bool = True
+    limits: DeviceLimits = DeviceLimits()
 
     def warm_up(self) -> None:
         """Runs one small batch, on a GPU one of every kind, so that no request pays for what happens once.
@@ -121,7 +121,7 @@ class Runner(Protocol):
             DeviceMemoryError: Memory was short.
             DeviceLostError: The device is lost for all requests.
         """
-        ...
+        return self.begin(chunks).outputs()
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """Saves what would be lost of a sequence whose memory others get. Raises as `execute` does."""
@@ -151,23 +151,3 @@ class EndedForward:
         if isinstance(self._result, Exception):
             raise self._result
         return self._result
-
-
-class OneByOne:
-    """What a Runner says whose forwards run one after another, each while it is begun."""
-
-    has_room = True
-    num_lanes: int = 1
-    keeps_order: bool = True
-    limits = DeviceLimits()
-
-    def ring(self, bell: int | None) -> None:
-        """See Runner. Nothing is ever waited for."""
-
-    def begin(self, chunks: Sequence[Chunk]) -> EndedForward:
-        """See Runner."""
-        return EndedForward(self.execute(chunks))
-
-    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
-        """See Runner."""
-        raise NotImplementedError

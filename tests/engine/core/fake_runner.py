@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.runner import ForwardTime, OneByOne
+from penstock.engine.core.runner import EndedForward, Forward, ForwardTime, Runner
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, Arrays, BatchOutputs
 from penstock.engine.protocol.ipc.messages import (
@@ -72,8 +72,8 @@ def joined(outputs: Sequence[Arrays]) -> BatchOutputs:
     return BatchOutputs.of(len(outputs), blocks)
 
 
-class FakeRunner(OneByOne):
-    """See Runner.
+class FakeRunner(Runner):
+    """See Runner. A forward runs while it is begun.
 
     Attributes:
         batches: Every batch that was asked for, also one that failed: request, input, first token, end.
@@ -82,6 +82,8 @@ class FakeRunner(OneByOne):
         times: To be taken once.
         saved: Sequences that lost their memory.
     """
+
+    has_room = True
 
     def __init__(self, allocator: Allocator | None = None, max_model_len: int = 4096) -> None:
         self.info = model(max_model_len)
@@ -99,6 +101,12 @@ class FakeRunner(OneByOne):
 
     def warm_up(self) -> None:
         self.is_warm = True
+
+    def ring(self, bell: int | None) -> None:
+        """Nothing is ever waited for."""
+
+    def begin(self, chunks: Sequence[Chunk]) -> Forward:
+        return EndedForward(self.execute(chunks))
 
     def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
         order = [(c.start > 0, c.num_tokens) for c in chunks]
@@ -171,7 +179,7 @@ class StreamRunner(FakeRunner):
     def has_room(self) -> bool:  # type: ignore[override]
         return len(self.queue) < 2
 
-    def begin(self, chunks: Sequence[Chunk]) -> QueuedForward:  # type: ignore[override]
+    def begin(self, chunks: Sequence[Chunk]) -> QueuedForward:
         self.queue.append(QueuedForward(self, super().execute(chunks)))
         return self.queue[-1]
 

@@ -43,7 +43,7 @@ class LaneRunner(FakeRunner):
     def ring(self, bell: int | None) -> None:
         self.bell = bell
 
-    def begin(self, chunks: Sequence[Chunk]) -> SlowForward | EndedForward:  # type: ignore[override]
+    def begin(self, chunks: Sequence[Chunk]) -> SlowForward | EndedForward:
         self.began.append([chunk.sequence.request.request_id for chunk in chunks])
         self.running.append(SlowForward(self, chunks))
         return self.running[-1]

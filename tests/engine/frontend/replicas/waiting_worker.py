@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.engine.core import worker
 from penstock.engine.core.host import pin
-from penstock.engine.core.runner import ForwardTime, OneByOne, Runner
+from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.ipc.messages import TokenizerSpec
@@ -24,8 +24,10 @@ from penstock.engine.sequence_pool import Allocation, Allocator, NullAllocator
 FORWARD_S = 0.05
 
 
-class WaitingRunner(OneByOne):
+class WaitingRunner(Runner):
     """See Runner."""
+
+    has_room = True
 
     def __init__(self) -> None:
         self.info = ModelInfo(
@@ -49,10 +51,13 @@ class WaitingRunner(OneByOne):
     def warm_up(self) -> None:
         """Needs none."""
 
-    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
+    def begin(self, chunks: Sequence[Chunk]) -> EndedForward:
         time.sleep(FORWARD_S)
         sums = np.array([[chunk.sequence.prompt.token_ids.sum()] for chunk in chunks], np.float32)
-        return BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=sums)])
+        return EndedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=sums)]))
+
+    def ring(self, bell: int | None) -> None:
+        """Nothing is ever waited for."""
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """Has nothing to lose."""
