@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
+from penstock.engine.protocol.errors import ConflictError
+
 
 class Status(StrEnum):
     """Where a batch stands. The last four are ends."""
@@ -140,6 +142,11 @@ class Batch(msgspec.Struct, kw_only=True):
         """Lines with an answer or an error."""
         return self.num_completed + self.num_failed
 
+    @property
+    def written(self) -> tuple[tuple[str, str, int], ...]:
+        """Name, id and bytes that count of each file that it writes."""
+        return ("output", self.output_id, self.num_output_bytes), ("error", self.error_id, self.num_error_bytes)
+
     def become(self, status: Status, now: int) -> None:
         """Changes its status, and notes when."""
         self.status = status
@@ -178,6 +185,11 @@ class Batch(msgspec.Struct, kw_only=True):
             },
             "metadata": self.metadata,
         }
+
+
+def ended(batch: Batch) -> ConflictError:
+    """Returns the error of a batch that cannot be cancelled any more."""
+    return ConflictError(f"The batch is {batch.status}; it cannot be cancelled any more.", param="batch_id")
 
 
 def new_file_id() -> str:

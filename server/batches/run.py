@@ -19,13 +19,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from penstock.engine.protocol.errors import ConflictError, StorageError
+from penstock.engine.protocol.errors import StorageError
 
 from .files import Files
 from .input_lines import Checked, InputFile, InputLine
 from .journal import RETRY_S, Answer, Journal
 from .output_lines import answered, unanswered
-from .records import Batch, LineError, Status
+from .records import Batch, LineError, Status, ended
 from .routes_inside import RouteAnswer
 from .store import Store
 from .window import Window
@@ -276,15 +276,11 @@ class BatchRun:
     async def _end(self, status: Status) -> None:
         """Stores how it ended, with the files that it made."""
         batch, files = self.batch, self._around.files
-        made = []
-        for file_id, num_bytes, name in (
-            (batch.output_id, batch.num_output_bytes, "output"),
-            (batch.error_id, batch.num_error_bytes, "error"),
-        ):
-            if num_bytes:
-                made.append(
-                    files.made(file_id, batch.owner, f"{batch.id}_{name}.jsonl", num_bytes, batch.output_expires_s)
-                )
+        made = [
+            files.made(file_id, batch.owner, f"{batch.id}_{name}.jsonl", num_bytes, batch.output_expires_s)
+            for name, file_id, num_bytes in batch.written
+            if num_bytes
+        ]
         await self._insist(self._cut)
         self._become(status)
         await self._insist(lambda: self._around.store.end(batch, made))
@@ -292,9 +288,8 @@ class BatchRun:
         logger.info("%s is %s: %d lines, %d answered, %d with an error", batch.id, status, *counts)
 
     async def _cut(self) -> None:
-        batch, files = self.batch, self._around.files
-        await asyncio.to_thread(files.cut, batch.output_id, batch.num_output_bytes)
-        await asyncio.to_thread(files.cut, batch.error_id, batch.num_error_bytes)
+        for _, file_id, num_bytes in self.batch.written:
+            await asyncio.to_thread(self._around.files.cut, file_id, num_bytes)
 
     async def _keep(self) -> None:
         await self._insist(self._journal.keep_batch)
@@ -319,8 +314,3 @@ class BatchRun:
 
 class _KeyLostError(Exception):
     """The owner of a batch has no valid key any more."""
-
-
-def ended(batch: Batch) -> ConflictError:
-    """Returns the error of a batch that cannot be cancelled any more."""
-    return ConflictError(f"The batch is {batch.status}; it cannot be cancelled any more.", param="batch_id")

@@ -25,9 +25,9 @@ from .data_dir import DataDir
 from .files import Files
 from .input_lines import InputFile
 from .journal import RETRY_S
-from .records import Batch, StoredFile, new_batch_id, new_file_id
+from .records import Batch, StoredFile, ended, new_batch_id, new_file_id
 from .routes_inside import RoutesInside
-from .run import BatchRun, Surroundings, ended
+from .run import BatchRun, Surroundings
 from .store import Page, Store
 from .uploads import OVERHEAD_BYTES
 from .window import LiveTraffic, Window
