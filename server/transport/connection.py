@@ -9,9 +9,8 @@ answered in HTTP/1.1 (RFC 9110, section 7.8: a server may ignore the offer).
 from __future__ import annotations
 
 import asyncio
-from enum import StrEnum
 from functools import partial
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import httptools
 from fastapi import Response
@@ -23,6 +22,7 @@ from .half_close import ASK_AFTER_S, INTERIM, HalfClose
 from .kernel_buffer import num_unacknowledged
 from .last_answer import AnswerWriter
 from .load_shedding import LoadShedder, Refusal
+from .owed import Owed, Part
 from .reading import PIECE_BYTES, ReadAhead
 
 MAX_OVERHEAD_BYTES: Final = 64 * 1024
@@ -31,28 +31,6 @@ SHEDDER: Final = "load_shedder"
 """Where the state of the application's lifespan has its LoadShedder, if it has one."""
 _UPGRADE_HEADERS: Final = (b"connection", b"upgrade", b"http2-settings")
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-
-
-class Part(StrEnum):
-    """What a connection waits for its client to send or to take."""
-
-    HEAD = "head"
-    BODY = "body"
-    ANSWER = "answer"
-
-
-class Owed(NamedTuple):
-    """What a client owes.
-
-    Attributes:
-        part: Which part of an exchange.
-        request: Of which request; compared by identity.
-        progress: Changes whenever the client does something about it.
-    """
-
-    part: Part
-    request: object
-    progress: int
 
 
 class Connection(HttpToolsProtocol):

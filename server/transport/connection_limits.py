@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-from .connection import Connection, Owed, Part
+from .connection import Connection
+from .owed import Owed, Part
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ from fastapi import HTTPException
 
 from penstock.server.middleware.exchange import BodyLimitMiddleware
 from penstock.server.transport import last_answer
-from penstock.server.transport.connection import MAX_OVERHEAD_BYTES, Owed, Part
+from penstock.server.transport.connection import MAX_OVERHEAD_BYTES
 from penstock.server.transport.connection_limits import HEAD_S, STALL_S, ConnectionLimits
+from penstock.server.transport.owed import Owed, Part
 
 from .sockets import exchange, running
 
