@@ -20,6 +20,7 @@ from ..protocol.config import ChunkedPrefillConfig, SchedulerConfig
 from ..sequence_pool import Allocation, Allocator, NullAllocator
 from .chunked_prefill import ChunkedPrefillManager
 from .pace import ChunkPace
+from .preemption import victims_of
 from .sequence import Batch, Chunk, PrefillBudget, PrefillChunk, QueuedSequence, Request, Status
 from .waiting import WaitingQueue, in_running_order
 
@@ -277,23 +278,12 @@ class Scheduler:
         return True
 
     def _preempt_for(self, sequence: QueuedSequence, batch: Batch) -> bool:
-        """Takes memory from long sequences whose turn is later, the last first; none where that were not enough.
+        """Takes memory from long sequences whose turn is later; none while a chunk of theirs runs, then `awaits_quiet`.
 
-        None either while a chunk of theirs runs: what it gives must count first. Then `awaits_quiet`.
-
-        Later for both clients, and in the one order of all turns: else three could take it in a circle, for ever.
-        What was pooled counts; keys and values stay in the prefix cache till the blocks are needed, else run again.
+        What such a chunk gives must count first. What was pooled counts; keys and values stay in the prefix cache till
+        the blocks are needed, else run again.
         """
-        client, running = sequence.request.client, self.prefill.requests.values()
-        later = sorted((s for s in running if s.turn_s > sequence.turn_s), key=lambda s: (s.turn_s, s.order))
-        later = [s for s in later if s.turn_for(client) > sequence.turn_for(s.request.client)]
-        victims: list[tuple[QueuedSequence, Allocation]] = []
-        while not self._allocator.has_room(sequence.num_tokens, after=[held for _, held in victims]):
-            if not later:
-                return False
-            victim = later.pop()
-            assert victim.allocation is not None, "a long sequence that runs holds memory"
-            victims.append((victim, victim.allocation))
+        victims = victims_of(sequence, self.prefill.requests.values(), self._allocator)
         self.awaits_quiet = any(victim.begun for victim, _ in victims)
         if self.awaits_quiet:
             return False
@@ -301,7 +291,7 @@ class Scheduler:
             self.prefill.preempt(victim.request_id)
             self._wait_again(victim)
         batch.preempted += victims
-        return True
+        return bool(victims)
 
     def _add_whole(self, window: list[QueuedSequence], batch: Batch, budget: PrefillBudget, now_s: float) -> None:
         """Adds the whole sequences that run."""
