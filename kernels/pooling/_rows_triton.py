@@ -37,6 +37,16 @@ def read_mask(columns, limit, width, is_row):
 
 
 @triton.jit
+def total_of_none(POOLING: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What rows are added to: the maximum, or the sum, of no row."""
+    if POOLING == "max":
+        total = tl.full((BLOCK_D,), float("-inf"), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_D,), tl.float32)
+    return total
+
+
+@triton.jit
 def reduce_block(
     hidden_ptr,
     weights_ptr,
@@ -55,10 +65,7 @@ def reduce_block(
 
     UNROLL loads are in flight at a time; rows past the end add nothing.
     """
-    if POOLING == "max":
-        total = tl.full((BLOCK_D,), float("-inf"), tl.float32)
-    else:
-        total = tl.zeros((BLOCK_D,), tl.float32)
+    total = total_of_none(POOLING, BLOCK_D)
     weight = tl.full((), 0.0, tl.float32)
     for i in range(row, end, UNROLL):
         for u in tl.static_range(UNROLL):

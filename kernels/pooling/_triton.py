@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._packed import on_device
 from ._reference import Pooling
-from ._rows_triton import bounds, columns_kept, finish, read_mask, reduce_block
+from ._rows_triton import bounds, columns_kept, finish, read_mask, reduce_block, total_of_none
 
 BLOCK_ROWS = 256
 # Empty programs cost little, but not nothing: past this many, each sequence stays with one program.
@@ -54,10 +54,7 @@ def _pool_kernel(
         mask = read_mask(columns, limit, width, first < end)
         total = tl.load(hidden_ptr + r.to(tl.int64) * stride_row + columns, mask=mask, other=0.0).to(tl.float32)
     else:
-        if POOLING == "max":
-            total = tl.full((BLOCK_D,), float("-inf"), tl.float32)
-        else:
-            total = tl.zeros((BLOCK_D,), tl.float32)
+        total = total_of_none(POOLING, BLOCK_D)
         for row in range(first, end, BLOCK_ROWS):
             block_end = tl.minimum(row + BLOCK_ROWS, end)
             block_total, block_weight = reduce_block(
@@ -144,10 +141,7 @@ def _combine_kernel(
     limit = columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS)
     columns = tl.arange(0, BLOCK_D)
     weight = tl.full((), 0.0, tl.float32)
-    if POOLING == "max":
-        total = tl.full((BLOCK_D,), float("-inf"), tl.float32)
-    else:
-        total = tl.zeros((BLOCK_D,), tl.float32)
+    total = total_of_none(POOLING, BLOCK_D)
     for block in range(tl.cdiv(end - first, BLOCK_ROWS)):
         index = n.to(tl.int64) * num_blocks + block
         block_total = tl.load(
