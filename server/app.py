@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.engine.frontend.vector_cache.cache import VectorCache
 
@@ -23,7 +24,6 @@ from .middleware.auth import ApiKeys, AuthMiddleware
 from .middleware.exchange import (
     BodyLimitMiddleware,
     ExchangeMiddleware,
-    PacedRefusalsMiddleware,
     UnexpectedErrorMiddleware,
 )
 from .middleware.live_traffic import LiveTrafficMiddleware
@@ -88,7 +88,7 @@ def create_app(
     on_ready: Callable[[], None] = lambda: None,
     on_failure: Callable[[Exception], None] = lambda error: None,
     common: Common | None = None,
-) -> FastAPI:
+) -> Application:
     """Builds the application. Its lifespan starts the engines, behind the open port, and stops them.
 
     Args:
@@ -154,7 +154,7 @@ def create_app(
         async with observers.running(), startup.running(), offline:
             yield {SHEDDER: shedder}
 
-    app = DocumentedApp(
+    app = Application(
         names=[name for model in models for name in model.names],
         needs_key=keys.are_required,
         title="penstock",
@@ -179,19 +179,42 @@ def create_app(
         app.include_router(module.router)
     app.include_router(batch_router)
     install_error_handlers(app)
-    # The last one added sees a request first.
-    app.add_middleware(JsonPaths, **paths)
+    # FastAPI's net for unexpected errors answers in plain text: what its routes raise never comes to it.
+    app.add_middleware(UnexpectedErrorMiddleware)
+    # The last one sees a request first.
+    exchange: ASGIApp = JsonPaths(app.own_layers, **paths)
     if batches is not None:
         app.state.batches = batches
         context.metrics.register(BatchFigures(batches))
-        app.add_middleware(LiveTrafficMiddleware, traffic=batches.traffic)
+        exchange = LiveTrafficMiddleware(exchange, batches.traffic)
     unlimited = () if batches is None else (batch_routes.FILES,)
-    app.add_middleware(BodyLimitMiddleware, max_body_bytes=settings.max_body_bytes, unlimited=unlimited)
-    app.add_middleware(UnexpectedErrorMiddleware)
+    exchange = UnexpectedErrorMiddleware(BodyLimitMiddleware(exchange, settings.max_body_bytes, unlimited))
     if keys.are_required or admin_keys.are_required:
-        app.add_middleware(AuthMiddleware, keys=keys, admin_keys=admin_keys)
+        exchange = AuthMiddleware(exchange, keys, admin_keys)
     if settings.cors_origins:
-        app.add_middleware(CORSMiddleware, **cors)
-    app.add_middleware(PacedRefusalsMiddleware, pace=pace)
-    app.add_middleware(ExchangeMiddleware, observers=observers.all)
+        exchange = CORSMiddleware(exchange, **cors)
+    app.exchange = ExchangeMiddleware(exchange, observers.all, pace)
     return app
+
+
+class Application(DocumentedApp):
+    """FastAPI behind what every exchange passes: its own layers only see what is left to them.
+
+    Attributes:
+        exchange: Answers HTTP requests, some of them with `own_layers`.
+    """
+
+    exchange: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request; FastAPI begins and ends the lifespan."""
+        if scope["type"] != "http":
+            await self.own_layers(scope, receive, send)
+            return
+        scope["app"] = self
+        await self.exchange(scope, receive, send)
+
+    @property
+    def own_layers(self) -> ASGIApp:
+        """What FastAPI does with a request."""
+        return super().__call__

@@ -9,7 +9,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
@@ -58,21 +58,19 @@ class AuthMiddleware:
         self.keys = keys
         self.admin_keys = admin_keys
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Answers 401 to requests for data without a key."""
-        if scope["type"] != "http" or is_open(scope["method"], scope["path"]):
-            await self.app(scope, receive, send)
-            return
+        if is_open(scope["method"], scope["path"]):
+            return self.app(scope, receive, send)
         keys = self.admin_keys if scope["path"] in ADMIN_PATHS else self.keys
         owner = keys.owner_of(offered_keys(scope["headers"])) if keys.are_required else ""
         if owner is not None:
             scope["api_client"], scope["api_owner"] = keys.client_name(owner), owner
             scope["api_namespace"] = keys.namespace_of(owner)
-            await self.app(scope, receive, send)
-            return
+            return self.app(scope, receive, send)
         message = "The API key is missing or wrong; send it as the header 'Authorization: Bearer KEY'."
         response = refusal(scope["path"], 401, message, {"www-authenticate": "Bearer"})
-        await response(scope, receive, send)
+        return response(scope, receive, send)
 
 
 def is_open(method: str, path: str) -> bool:

@@ -10,7 +10,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Sequence
 from typing import Final
 from urllib.parse import quote
 
@@ -68,52 +68,81 @@ def canonical_path(path: str) -> str:
 
 
 class ExchangeMiddleware:
-    """Begins and ends every exchange: serves aliases of paths, names the request, and times it.
+    """Begins and ends every exchange: serves aliases of paths, names the request, times it, and paces refusals.
 
     Aliases are served in place, because clients do not follow a redirect of a POST. The name is x-request-id of the
     client or one of our own; it is kept in the scope, where the body may replace it, and sent back. The times of the
-    stages go out in Server-Timing; then the observers are told, in their order.
+    stages go out in Server-Timing; then the observers are told, in their order. An answer whose status is 429 waits for
+    its turn, when the application has let go of what it held for the request.
 
     Args:
         app: What comes next.
         observers: Are told of every request when its answer has gone.
+        pace: When refusals go out.
     """
 
-    def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
+    def __init__(self, app: ASGIApp, observers: Sequence[Observer], pace: RefusalPace) -> None:
         self.app = app
         self.observers = tuple(observers)
+        self.pace = pace
         self._ids = RequestIds()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on with a record of its own."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
         scope["path"] = canonical_path(scope["path"])
         scope["request_id"] = self._ids.of(scope["headers"]).decode("ascii")
         request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
+        held: list[Message] = []
 
-        async def send_with_head(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                record.begin_answer(message["status"])
-                name = scope["request_id"].encode("ascii")
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
-                if record.stage_seconds:
-                    message["headers"].append((b"server-timing", server_timing(record.stage_seconds)))
+        async def send_or_hold(message: Message) -> None:
+            is_head = message["type"] == "http.response.start"
+            record.has_begun = True
+            if held or (is_head and message["status"] == 429):
+                held.append(message)
+            elif is_head:
+                await send(_begun(message, record))
             elif len(message.get("body", b"")) > PIECE_BYTES:
                 await _send_pieces(message, send)
-                return
-            await send(message)
+            else:
+                await send(message)
 
         try:
-            await self.app(scope, receive, send_with_head)
+            await self.app(scope, receive, send_or_hold)
+            if held:
+                await self._turn(scope)
+                head, *body = held
+                await send(_begun(head, record))
+                for message in body:
+                    await send(message)
         finally:
             STAGE_TIMES.reset(stages_token)
             REQUEST.reset(request_token)
             record.end()
             for observe in self.observers:
                 observe(record)
+
+    async def _turn(self, scope: Scope) -> None:
+        """Waits until a refusal may go out."""
+        try:
+            within_s = longest_wait_s(scope)
+        except InvalidRequestError:  # on a route that does not look at the header
+            within_s = LONGEST_S
+        try:
+            await self.pace.turn(within_s=within_s)
+        except asyncio.CancelledError:
+            # Only uvicorn cancels a request: its time to finish is over. The answer still goes out.
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+
+
+def _begun(head: Message, record: RequestRecord) -> Message:
+    """Notes that an answer goes out, and returns its head with the request's name and times."""
+    record.begin_answer(head["status"])
+    own = [(b"x-request-id", record.scope["request_id"].encode("ascii"))]
+    if record.stage_seconds:
+        own.append((b"server-timing", server_timing(record.stage_seconds)))
+    return {**head, "headers": [*head.get("headers", ()), *own]}
 
 
 async def _send_pieces(message: Message, send: Send) -> None:
@@ -125,45 +154,6 @@ async def _send_pieces(message: Message, send: Send) -> None:
         await send({"type": "http.response.body", "body": body[start:end], "more_body": is_followed})
 
 
-class PacedRefusalsMiddleware:
-    """Lets the refusals of the application go out at the same pace, when it has let go of what it holds for them.
-
-    Args:
-        app: What comes next.
-        pace: When they go out.
-    """
-
-    def __init__(self, app: ASGIApp, pace: RefusalPace) -> None:
-        self.app = app
-        self.pace = pace
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Holds an answer back whose status is 429."""
-        held: list[Message] = []
-
-        async def send_or_hold(message: Message) -> None:
-            if held or (message["type"] == "http.response.start" and message["status"] == 429):
-                held.append(message)
-            else:
-                await send(message)
-
-        await self.app(scope, receive, send_or_hold)
-        if not held:
-            return
-        try:
-            within_s = longest_wait_s(scope)
-        except InvalidRequestError:  # on a route that does not look at the header
-            within_s = LONGEST_S
-        try:
-            await self.pace.turn(within_s=within_s)
-        except asyncio.CancelledError:
-            # Only uvicorn cancels a request: its time to finish is over. The answer still goes out.
-            if (task := asyncio.current_task()) is not None:
-                task.uncancel()
-        for message in held:
-            await send(message)
-
-
 class UnexpectedErrorMiddleware:
     """Answers what no handler foresaw: the log gets the traceback, the client a request id."""
 
@@ -172,21 +162,11 @@ class UnexpectedErrorMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends a 500, or a 503 where the server ends first, unless the response has already begun."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        has_begun = False
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
         try:
-            await self.app(scope, receive, send_and_note)
+            await self.app(scope, receive, send)
         except asyncio.CancelledError:
             # Only uvicorn cancels a request: its time to finish is over. The answer still goes out.
-            if has_begun:
+            if _has_begun():
                 raise
             if (task := asyncio.current_task()) is not None:
                 task.uncancel()
@@ -195,10 +175,16 @@ class UnexpectedErrorMiddleware:
             await engine_refusal(scope["path"], error, scope["request_id"])(scope, receive, send)
         except Exception:
             logger.exception("request %s failed unexpectedly", scope["request_id"])
-            if has_begun:
+            if _has_begun():
                 raise
             response = refusal(scope["path"], 500, f"{HIDDEN_MESSAGE} ({scope['request_id']})")
             await response(scope, receive, send)
+
+
+def _has_begun() -> bool:
+    """Whether the answer to the request of the current task has begun."""
+    record = REQUEST.get()
+    return record is not None and record.has_begun
 
 
 class BodyLimitMiddleware:
@@ -218,25 +204,23 @@ class BodyLimitMiddleware:
         self.unlimited = unlimited
         self._num_held = self._num_beyond = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Checks the length that was announced, and counts what arrives."""
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD") or scope["path"] in self.unlimited:
-            await self.app(scope, receive, send)
-            return
+        if scope["method"] in ("GET", "HEAD") or scope["path"] in self.unlimited:
+            return self.app(scope, receive, send)
         announced: bytes | None = None
         for name, value in scope["headers"]:
             if name == b"content-length":
                 announced = value
                 break
         if announced is None:
-            await self._run_held(scope, receive, send)
-        elif not announced.isdigit() or int(announced) > self.max_body_bytes:
+            return self._run_held(scope, receive, send)
+        if not announced.isdigit() or int(announced) > self.max_body_bytes:
             response = refusal(scope["path"], 413, self._too_large(), {"connection": "close"})
-            await response(scope, receive, send)
-        elif int(announced) > SMALL_BYTES:
-            await self._run_held(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+            return response(scope, receive, send)
+        if int(announced) > SMALL_BYTES:
+            return self._run_held(scope, receive, send)
+        return self.app(scope, receive, send)
 
     async def _run_held(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Counts the bytes of the body, and holds room for them and for the values that they become."""

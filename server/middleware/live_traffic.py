@@ -24,7 +24,7 @@ class LiveTrafficMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].startswith(BATCH_PATHS):
+        if scope["method"] != "POST" or scope["path"].startswith(BATCH_PATHS):
             await self.app(scope, receive, send)
             return
         with self.traffic.request():

@@ -28,7 +28,8 @@ class RequestRecord:
         stages: Where its time went.
         route: The route that answered it, as in the OpenAPI schema. Unknown paths are one, so that they cost no memory.
         model: Shown name of the model that it went to; "" where it named none that is served, or came to no model.
-        status: HTTP status; 500 until an answer has begun.
+        has_begun: Whether there is an answer, or the beginning of one; a refusal may still wait for its turn.
+        status: HTTP status; 500 until an answer goes out.
         seconds: Seconds to the end of the answer.
         stage_seconds: Sums of `stages`.
         task: What the engine did; None where it did nothing or failed.
@@ -43,6 +44,7 @@ class RequestRecord:
     stages: StageTimes = field(default_factory=StageTimes)
     route: str = UNKNOWN_ROUTE
     model: str = ""
+    has_begun: bool = False
     status: int = 500
     seconds: float = 0.0
     stage_seconds: Mapping[Stage, float] = field(default_factory=dict)

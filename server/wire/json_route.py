@@ -1,7 +1,7 @@
 """Routes whose body is JSON: read by orjson, checked by pydantic, documented by FastAPI, and found by their path.
 
 FastAPI finds a route by trying the patterns of all, and then looks for what else its function may depend on. Ours are
-fixed paths whose functions take a body and the request: one lookup and one check do, before FastAPI's own middleware.
+fixed paths whose functions take a body and the request: one lookup and one check do, before all layers of FastAPI.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class JsonPaths:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, or passes it on."""
-        found = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        found = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
         if found is None:
             try:
                 await self.app(scope, receive, send)
