@@ -18,9 +18,9 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ..calls.context import CONNECTION_LOST
+from .answer_writer import AnswerWriter
 from .half_close import ASK_AFTER_S, INTERIM, HalfClose
 from .kernel_buffer import num_unacknowledged
-from .last_answer import AnswerWriter
 from .load_shedding import LoadShedder, Refusal
 from .owed import Owed, Part
 from .reading import PIECE_BYTES, ReadAhead
@@ -153,6 +153,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Goes on with the next request, or ends the connection if its client has sent the last."""
+        self._writer.flush()
         super().on_response_complete()
         self._read_on()
 
@@ -245,6 +246,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
         cycle.transport = cast("asyncio.Transport", self._writer)
+        self._writer.begin(cycle)
         super()._start_asgi_task(cycle, app)
 
     def _end_last_answer(self) -> None:

@@ -28,7 +28,8 @@ async def running(app: Any, *, lifespan: str = "off", **options: Any) -> AsyncIt
     """Serve an application as `penstock serve` does, on a port of its own."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(app, http=Connection, ws="none", lifespan=lifespan, log_config=None, **options)
+    served = {"http": Connection, "interface": "asgi3", "ws": "none", "lifespan": lifespan, "log_config": None}
+    config = uvicorn.Config(app, **served, **options)
     server = HttpServer(config)
     with contextlib.ExitStack() as signals:
         server.capture_signals = lambda: signals  # type: ignore[method-assign, assignment]

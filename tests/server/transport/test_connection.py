@@ -17,7 +17,7 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.server.middleware.exchange import BodyLimitMiddleware
-from penstock.server.transport import last_answer
+from penstock.server.transport import answer_writer
 from penstock.server.transport.connection import MAX_OVERHEAD_BYTES
 from penstock.server.transport.connection_limits import HEAD_S, STALL_S, ConnectionLimits
 from penstock.server.transport.owed import Owed, Part
@@ -246,7 +246,7 @@ async def test_an_answer_before_the_end_of_a_body_is_not_taken_back(head: bytes,
 async def test_the_rest_of_such_a_body_is_not_waited_for_for_ever(
     head: bytes, piece: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_answer, "LINGER_S", 0.3)
+    monkeypatch.setattr(answer_writer, "LINGER_S", 0.3)
     async with running(BodyLimitMiddleware(echo, LARGE)) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)
