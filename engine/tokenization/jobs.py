@@ -1,6 +1,6 @@
 """Work for the threads of a tokenizer: jobs of one turn of the event loop travel together, in bounded portions.
 
-A few short texts take less time than to wake a thread and to be woken by it: they are tokenized in the turn itself.
+A few short texts take less time than to wake a thread and to be woken by it: they are tokenized at once.
 What waits is bounded: it is held as it came, and its tokens are not known yet.
 """
 
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import inf
 from typing import Any, Final, TypeVar
 
 from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, RequestCancelledError
@@ -26,7 +25,7 @@ IsGone = Callable[[], bool]
 LONG_JOB: Final = 20_000
 """Characters. A job of more goes to a worker alone, so that short ones do not wait for it."""
 _AT_ONCE: Final = 2_000
-"""Characters of a turn that are tokenized in it, at most 0.5 ms; a text counts as many more as follow."""
+"""Characters that are tokenized at once in a turn, at most 0.5 ms; a text counts as many more as follow."""
 _CHARS_PER_TEXT: Final = 50
 _MIN_SHARE: Final = 8
 """Jobs. Fewer than this are not worth a second worker."""
@@ -46,12 +45,6 @@ class _Job:
     work: Callable[[IsGone], Any]
     future: asyncio.Future[Any]
     num_chars: int
-    num_texts: int | None
-
-    @property
-    def cost(self) -> float:
-        """Characters that take as long; infinity where nobody knows."""
-        return inf if self.num_texts is None else self.num_chars + _CHARS_PER_TEXT * self.num_texts
 
 
 class TokenizerJobs:
@@ -67,37 +60,34 @@ class TokenizerJobs:
         self._admission = admission or CharAdmission(sys.maxsize)
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
         self._is_closed = False
+        self._left_at_once = _AT_ONCE  # of this turn
         self._waiting: list[_Job] = []
         self._awaited: set[asyncio.Future[Any]] = set()
 
     async def run(self, work: Callable[[IsGone], T], num_chars: int, *, num_texts: int | None = None) -> T:
-        """Runs `work` with what else this turn of the event loop asks for: at its end if it is little, or in a thread.
+        """Runs `work` at once if it is little, or in a thread, with what else this turn of the event loop asks for.
 
         Going to a thread and back takes longer than to tokenize a short text, and requests that travel together can
-        run as one batch. Raises what CharAdmission.hold raises, and EngineUnavailableError after `close`.
+        run as one batch. Raises what CharAdmission.check raises, and EngineUnavailableError after `close`.
 
         Args:
             work: What to do. It is given a function that tells whether to go on.
             num_chars: Characters that it tokenizes.
-            num_texts: Where it does nothing but tokenize that many texts, so that little of it may run in this turn.
+            num_texts: Where it does nothing but tokenize that many texts, so that it may run at once if they are short.
         """
         if self._is_closed:
             raise EngineUnavailableError("The server is shutting down.")
-        with self._admission.hold(num_chars):
-            began_s = time.perf_counter()
-            loop = asyncio.get_running_loop()
-            future: asyncio.Future[T] = loop.create_future()
-            if not self._waiting:
-                loop.call_soon(self._begin, loop)
-            self._waiting.append(_Job(work, future, num_chars, num_texts))
-            self._awaited.add(future)
-            try:
-                return await future
-            finally:
-                self._awaited.discard(future)
-                if (times := STAGE_TIMES.get()) is not None:
-                    times.last_s = time.perf_counter()
-                    times.add(Stage.TOKENIZATION, began_s, times.last_s - began_s)
+        self._admission.check(num_chars)
+        began_s = time.perf_counter()
+        try:
+            if num_texts is not None and self._spend(num_chars + _CHARS_PER_TEXT * num_texts):
+                return _tried(work, _is_there)
+            with self._admission.hold(num_chars):
+                return await self._run_in_thread(work, num_chars)
+        finally:
+            if (times := STAGE_TIMES.get()) is not None:
+                times.last_s = time.perf_counter()
+                times.add(Stage.TOKENIZATION, began_s, times.last_s - began_s)
 
     def close(self) -> None:
         """Ends the worker threads. What is still awaited fails with EngineUnavailableError."""
@@ -107,13 +97,34 @@ class TokenizerJobs:
             if not future.done():
                 future.set_exception(EngineUnavailableError("The server is shutting down."))
 
+    def _spend(self, cost: int) -> bool:
+        """Takes from what may run at once in this turn of the event loop. Returns whether there was enough."""
+        if cost > self._left_at_once:
+            return False
+        if self._left_at_once == _AT_ONCE:
+            asyncio.get_running_loop().call_soon(self._renew)
+        self._left_at_once -= cost
+        return True
+
+    def _renew(self) -> None:
+        self._left_at_once = _AT_ONCE
+
+    async def _run_in_thread(self, work: Callable[[IsGone], T], num_chars: int) -> T:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._begin, loop)
+        self._waiting.append(_Job(work, future, num_chars))
+        self._awaited.add(future)
+        try:
+            return await future
+        finally:
+            self._awaited.discard(future)
+
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Deals what waits out to the workers."""
         waiting, self._waiting = self._waiting, []
         if self._is_closed:
-            return
-        if sum(job.cost for job in waiting) <= _AT_ONCE:
-            _settle(_results(waiting))
             return
         short = [job for job in waiting if job.num_chars <= LONG_JOB]
         share = max(-(-len(short) // self._num_workers), _MIN_SHARE)
@@ -163,14 +174,25 @@ def _results(jobs: Sequence[_Job]) -> list[_Result]:
         if job.future.done():
             continue
         try:
-            done.append((job.future, job.work(job.future.done), None))
+            done.append((job.future, _tried(job.work, job.future.done), None))
         except Exception as error:  # noqa: BLE001 - it is raised again where the job was asked for
             done.append((job.future, None, error))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # noqa: BLE001 - a panic in the tokenizers library; its text may hold the input
-            done.append((job.future, None, RuntimeError(f"the tokenizer failed: {type(error).__name__}")))
     return done
+
+
+def _tried(work: Callable[[IsGone], T], is_gone: IsGone) -> T:
+    """Returns what `work` gives. Raises what it raises, and RuntimeError for a panic in the tokenizers library."""
+    try:
+        return work(is_gone)
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a panic; its text may hold the input
+        raise RuntimeError(f"the tokenizer failed: {type(error).__name__}") from None
+
+
+def _is_there() -> bool:
+    """Tells that the caller of what runs at once has not gone."""
+    return False
 
 
 def _settle(done: Sequence[_Result]) -> None:
@@ -210,12 +232,11 @@ class CharAdmission:
         self._clock_s = clock_s
         self._chars_per_s = 0.0
 
-    @contextlib.contextmanager
-    def hold(self, num_chars: int) -> Iterator[None]:
-        """Holds the characters of one request while they are tokenized.
+    def check(self, num_chars: int) -> None:
+        """Refuses a request of so many characters that cannot be taken now.
 
         Raises:
-            EngineOverloadedError: There is no room for all of them now.
+            EngineOverloadedError: There is no room for all of them.
         """
         if self.num_chars and self.num_chars + num_chars > self._max_chars:
             self._on_refusal()
@@ -225,6 +246,11 @@ class CharAdmission:
                 f"request has {num_chars}. Please try again later.",
                 retry_after_s=min(excess, self.num_chars) / self._chars_per_s if self._chars_per_s else 1.0,
             )
+
+    @contextlib.contextmanager
+    def hold(self, num_chars: int) -> Iterator[None]:
+        """Holds the characters of one request while they are tokenized. Raises what `check` raises."""
+        self.check(num_chars)
         self.num_chars += num_chars
         began_s, num_before = self._clock_s(), self.num_chars
         try:

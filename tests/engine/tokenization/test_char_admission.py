@@ -55,25 +55,27 @@ def test_when_to_come_back_follows_how_fast_text_went() -> None:
 
 
 async def test_the_pool_gives_back_what_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    admission = CharAdmission(1000)
+    admission = CharAdmission(10_000)
     spec = TokenizerSpec(json=WORDS, truncation_side="right", uses_token_types=False)
     pool = TokenizerPool(spec, vocab_size=2, do_lower_case=False, num_workers=1, admission=admission)
     waiting: list[Callable[[], None]] = []
     jobs = pool._jobs
     monkeypatch.setattr(jobs, "_begin", lambda loop: waiting.append(lambda: TokenizerJobs._begin(jobs, loop)))
     limit = Truncation(max_num_tokens=100_000)
-    first = asyncio.create_task(pool.encode(["a " * 300], limit))
-    second = asyncio.create_task(pool.encode(["a " * 100], limit))
+    first = asyncio.create_task(pool.encode(["a " * 3000], limit))
+    second = asyncio.create_task(pool.encode(["a " * 1000], limit))
     await asyncio.sleep(0)
-    assert admission.num_chars == 800
+    assert admission.num_chars == 8000
     with pytest.raises(EngineOverloadedError):
-        await pool.encode(["a " * 101], limit)
+        await pool.encode(["a " * 1001], limit)
+    assert len((await pool.encode(["a"], limit))[0]) == 1  # at once: it does not wait
+    assert admission.num_chars == 8000
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
-    assert admission.num_chars == 600
+    assert admission.num_chars == 6000
     while waiting:
         waiting.pop()()
-    assert len((await first)[0]) == 300
+    assert len((await first)[0]) == 3000
     assert admission.num_chars == 0
     monkeypatch.undo()
     with pytest.raises(InvalidRequestError):
