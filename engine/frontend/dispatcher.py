@@ -118,10 +118,10 @@ class OpenRequest:
             admission.leave(num_tokens, self._options.client)
         return outputs if finish is None else [finish.apply(output) for output in outputs]
 
-    async def _run(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
+    def _run(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> Awaitable[list[Arrays]]:
         ends_s = self._deadline.when()
         left_s = None if ends_s is None else max(ends_s - asyncio.get_running_loop().time(), 0.0)
-        return await self._dispatcher.run(inputs, params, self._options, left_s)
+        return self._dispatcher.run(inputs, params, self._options, left_s)
 
 
 class Dispatcher:

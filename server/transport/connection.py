@@ -62,7 +62,8 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parses what has come, if its turn has."""
-        if self._ahead or self._is_busy or len(data) > max(PIECE_BYTES, self._num_body_left()):
+        is_much = len(data) > PIECE_BYTES and len(data) > self._num_body_left()
+        if is_much or self._ahead or self._is_busy:
             self._ahead.put(data)
             self._read_on()
         else:
