@@ -1,6 +1,7 @@
 """One body for every error, one table from engine errors to statuses."""
 
 import asyncio
+from unittest.mock import Mock
 
 import httpx
 import orjson
@@ -14,6 +15,7 @@ from penstock.engine.protocol.errors import (
     RequestTooLongError,
 )
 from penstock.server.errors.table import ERROR_KINDS
+from penstock.server.routes import openai
 
 
 def tree(cls: type[EngineError]) -> list[type[EngineError]]:
@@ -77,6 +79,17 @@ async def test_an_unforeseen_error_is_hidden_and_logged(client, engine, caplog: 
     assert "secret detail" in caplog.text
     engine.failure = None
     assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
+
+
+async def test_an_unforeseen_error_of_a_route_without_a_body_is_answered_alike(
+    client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai, "model_card", Mock(side_effect=RuntimeError("secret detail")))
+    response = await client.get("/v1/models", headers={"x-request-id": "id-9"})
+    assert response.status_code == 500
+    assert response.headers["x-request-id"] == "id-9"
+    assert "id-9" in check_envelope(response)["message"]
+    assert caplog.text.count("request id-9 failed unexpectedly") == 1
 
 
 # (what, arguments of the request, status, parts of the message)

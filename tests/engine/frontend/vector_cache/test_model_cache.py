@@ -235,7 +235,7 @@ async def test_whatever_comes_to_nothing_while_full_uses_up_the_allowance(make: 
             with pytest.raises(InvalidRequestError):
                 await engine.embed(["a " * 30], PARAMS)  # too long, which its tokens tell
         elif kind == "cancelled":
-            task = asyncio.create_task(engine.embed(["a b"], PARAMS))
+            task = asyncio.create_task(engine.embed(["a b"] * 50, PARAMS))  # so many are tokenized in a thread
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
