@@ -83,6 +83,10 @@ class Comparison:
         for peer in peers:
             self._settle(peer, reference, threads, dtypes, report["peers"])
         self._measure(reference, report)
+        # Once more: what else the machine did may have been in the way the first time.
+        again = machine_limit(sorted({1, len(self._place.cores)}))
+        report["limit_gflops"] = largest_of(report["limit_gflops"], again)
+        add_shares(report)
         report["left_out"] = self._left_out
         return report
 
@@ -171,32 +175,27 @@ class Comparison:
                 raise RuntimeError(f"no peer is left: {self._left_out}")
             self._announce(len(sides))
             report["loads"] = {
-                name: self._figures(sides, load, self._times.loads, report) for name, load in self._loads.items()
+                name: self._figures(sides, load, self._times.loads) for name, load in self._loads.items()
             }
             for name, facts in report["peers"].items():
                 if name in sides:  # the sweeps are not in it: it is the memory after everyday loads
                     facts["resident_mib"] = round(processes.memory_bytes(sides[name].pid) / 2**20)
                     facts["peak_mib"] = round(processes.peak_memory_bytes(sides[name].pid) / 2**20)
             report["sweeps"] = {
-                sweep: {point: self._figures(sides, load, self._times.sweeps, report) for point, load in loads.items()}
+                sweep: {point: self._figures(sides, load, self._times.sweeps) for point, load in loads.items()}
                 for sweep, loads in self._sweeps.items()
             }
             self._finish(sides, reference, report)
 
-    def _figures(self, sides: dict[str, Side], load: Load, plan: Plan, report: dict[str, Any]) -> dict[str, Any]:
-        """Runs one load and returns what it says, with the share of the machine's limit that each side reached."""
+    def _figures(self, sides: dict[str, Side], load: Load, plan: Plan) -> dict[str, Any]:
+        """Runs one load and returns what it says, with what the products of each side amount to."""
         rounds = run_rounds(sides, load, plan, self._leave_out)
         texts = [text for request in load.requests(count=64) for text in request]
         tokens = self._place.model.num_tokens(texts)
         operations = statistics.fmean(map(self._place.model.operations, tokens))
         figures = summarize(rounds) if rounds else {}
-        for name, own in figures.items():
-            gflops = own["median_texts_per_s"] * operations * 1e-9
-            rates = report["limit_gflops"]
-            of_dtype = max(rates[report["peers"][name]["setting"]["dtype"]].values())
-            own["gflops"] = round(gflops, 2)
-            own["share_of_limit"] = round(gflops / max(max(own.values()) for own in rates.values()), 4)
-            own["share_of_dtype_limit"] = round(gflops / of_dtype, 4)
+        for own in figures.values():
+            own["gflops"] = round(own["median_texts_per_s"] * operations * 1e-9, 2)
         return {
             "about": describe(load),
             "tokens_per_text": round(statistics.fmean(tokens), 1),
@@ -229,6 +228,20 @@ class Comparison:
     def _leave_out(self, name: str, reason: str) -> None:
         print(f"{name} is left out: {reason}", flush=True)
         self._left_out[name] = reason
+
+
+def largest_of(one: dict[str, dict[str, float]], other: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Returns the larger of two limits, by dtype and threads."""
+    return {dtype: {n: max(rate, other[dtype][n]) for n, rate in rates.items()} for dtype, rates in one.items()}
+
+
+def add_shares(report: dict[str, Any]) -> None:
+    """Adds to the figures of each side what share they are of the machine's limit, and of that of its dtype."""
+    of_dtype = {dtype: max(rates.values()) for dtype, rates in report["limit_gflops"].items()}
+    for load in [*report["loads"].values(), *(load for sweep in report["sweeps"].values() for load in sweep.values())]:
+        for name, own in load["sides"].items():
+            own["share_of_limit"] = round(own["gflops"] / max(of_dtype.values()), 4)
+            own["share_of_dtype_limit"] = round(own["gflops"] / of_dtype[report["peers"][name]["setting"]["dtype"]], 4)
 
 
 def machine_limit(threads: list[int]) -> dict[str, dict[str, float]]:
