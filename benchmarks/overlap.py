@@ -175,7 +175,12 @@ class Load:
 
 def measure_counted(device: CountedDevice, load: Load, seconds: float) -> dict[str, float]:
     """Steps the loop for some seconds of the device; returns its times."""
-    load.core._bell.wait = device.sleep  # type: ignore[method-assign]
+
+    def sleep() -> list[Callable[[], None]]:
+        device.sleep()
+        return []
+
+    load.core._bell.wait = sleep  # type: ignore[method-assign]
     for part_s in (_WARM_S, seconds):
         device.reset()
         load.num_done = 0

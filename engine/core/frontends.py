@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
+import time
 from functools import partial
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -27,6 +30,11 @@ from ..protocol.ipc.messages import (
 from ..protocol.ipc.rows import pack_rows, unpack_rows
 from .bell import Bell
 from .core import EngineCore
+
+logger = logging.getLogger("penstock.engine")
+
+_PAUSE_S: Final = 0.01
+"""Before who cannot be accepted is looked at again."""
 
 _Part = tuple[FromCore, list[Frame]]
 
@@ -89,6 +97,10 @@ class Frontends:
         try:
             stream, _ = self._listener.accept()
         except BlockingIOError:  # it has gone again
+            return
+        except OSError as error:  # this process may open no more files, say; those who are here are served on
+            logger.error("a frontend cannot connect: %s", error)
+            time.sleep(_PAUSE_S)
             return
         self._watch(Connection(stream))
 

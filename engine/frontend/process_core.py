@@ -30,6 +30,8 @@ OnExit = Callable[[str], None]
 
 _STOP_TIMEOUT_S: Final = 5.0
 """Seconds that a core gets to finish its step before it is killed."""
+_MUTE_S: Final = 5.0
+"""Seconds that a core which has closed its connection gets to end."""
 _KILL_TIMEOUT_S: Final = 10.0
 """Seconds after which nobody waits for a killed core any more."""
 _NUM_BEATS: Final = 10
@@ -73,7 +75,8 @@ class CoreLink:
     Args:
         address: Where the core takes connections.
         on_message: Called for every message of the core.
-        on_unreadable: Called once when a message cannot be read; the log says why.
+        on_unreadable: Called once when a message cannot be read, and the log says why; or when the core has closed the
+            connection and nobody says that it has ended.
 
     Raises:
         OSError: The core has gone.
@@ -83,6 +86,7 @@ class CoreLink:
         self._on_message = on_message
         self._on_unreadable = on_unreadable
         self._connection = Connection.open(address)
+        self._timer: asyncio.TimerHandle | None = None
         self._loop, self._descriptor = asyncio.get_running_loop(), self._connection.fileno()
         self._loop.add_reader(self._descriptor, self.hear)
 
@@ -96,8 +100,9 @@ class CoreLink:
             for message, frames in self._connection.receive():
                 if self._connection.fileno() >= 0:  # else closed by whoever heard the last one
                     self._on_message(decode_from_core(message), frames)
-        except EOFError:  # whoever watches the process tells
+        except EOFError:  # whoever watches the process tells, and closes this; else it lives and will say no more
             self._loop.remove_reader(self._descriptor)
+            self._timer = self._timer or self._loop.call_later(_MUTE_S, self._on_unreadable)
         except Exception:
             logger.exception("the engine's messages cannot be read")
             self._loop.remove_reader(self._descriptor)
@@ -105,6 +110,8 @@ class CoreLink:
 
     def close(self) -> None:
         """Closes it. May be called twice."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._connection.fileno() >= 0:
             self._loop.remove_reader(self._descriptor)
             self._connection.close()
@@ -127,6 +134,7 @@ class ProcessCore:
         self._on_message = on_message
         self._on_exit = on_exit
         self._process = process
+        self._link: CoreLink | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._resources = contextlib.ExitStack()
         self._closing = False
@@ -137,9 +145,10 @@ class ProcessCore:
         """Starts the core; Ready or LoadFailed follows as a message. Raises OSError if no process can be started."""
         process = self._process = self._process or EngineProcess()
         self._resources.callback(process.close)
-        self._link = CoreLink(process.address, self._take, self._end_unreadable)
-        self._resources.callback(self._link.close)
-        self._link.send(self._start)
+        with contextlib.suppress(ConnectionError):  # it has ended already: who watches it says why
+            self._link = CoreLink(process.address, self._take, self._end_unreadable)
+            self._resources.callback(self._link.close)
+            self._link.send(self._start)
         loop = asyncio.get_running_loop()
         loop.add_reader(process.lifeline, self._hear_lifeline, process.lifeline)
         self._resources.callback(loop.remove_reader, process.lifeline)
@@ -152,7 +161,8 @@ class ProcessCore:
 
     def send(self, turn: Turn, frame: Frame) -> None:
         """Sends what a turn of the event loop has to say, without blocking."""
-        self._link.send(turn, frame)
+        if self._link is not None:
+            self._link.send(turn, frame)
 
     def host_bytes(self) -> int:
         """Returns the Bytes of memory that the process holds for itself; 0 where the system does not say."""
@@ -176,7 +186,10 @@ class ProcessCore:
             self._resources.close()
 
     async def _end(self, process: EngineProcess) -> None:
-        self._link.send(Stop())
+        if self._link is None:
+            process.kill()
+        else:
+            self._link.send(Stop())
         try:
             await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
         except TimeoutError:
@@ -211,7 +224,8 @@ class ProcessCore:
     async def _watch(self, process: EngineProcess) -> None:
         code = await process.wait()
         if not self._closing:
-            self._link.hear()  # its last messages, such as LoadFailed
+            if self._link is not None:
+                self._link.hear()  # its last messages, such as LoadFailed
             reason = f"signal {-code}" if code < 0 else f"exit code {code}"
             self._report_end(f"the engine process {process.pid} ended with {reason}")
 

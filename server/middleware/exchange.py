@@ -162,6 +162,9 @@ class UnexpectedErrorMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends a 500, or a 503 where the server ends first, unless the response has already begun."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
         try:
             await self.app(scope, receive, send)
         except asyncio.CancelledError:

@@ -11,14 +11,19 @@ that the next one begins at a multiple of 8 Bytes: arrays in frames lie where nu
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from struct import Struct
 from typing import Final
 
 from .messages import Frame
+
+logger = logging.getLogger("penstock.engine")
 
 _SIZE: Final = Struct("<q")
 _ALIGNMENT: Final = 8
@@ -46,7 +51,7 @@ class Connection:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
         self._socket = stream
         self._lock = threading.Lock()  # of what is sent
-        self._unsent: list[memoryview] = []
+        self._unsent: deque[memoryview] = deque()
         self._sender: threading.Thread | None = None  # while something is unsent
         self._is_closed = False
         self._buffer = bytearray(_BUFFER_BYTES)
@@ -83,13 +88,18 @@ class Connection:
         with self._lock:
             if self._is_closed:
                 return
+            self._unsent.extend(whole)
             if self._sender is not None:
-                self._unsent += whole
                 return
-            self._unsent = self._push(whole)
+            try:
+                while self._unsent and (num_bytes := self._push(self._next_parts())):
+                    self._drop(num_bytes)
+            except ConnectionError:  # nobody hears it; whoever receives here is told
+                self._unsent.clear()
             if self._unsent:
-                self._sender = threading.Thread(target=self._send_the_rest, name="sender", daemon=True)
-                self._sender.start()
+                sender = threading.Thread(target=self._send_the_rest, name="sender", daemon=True)
+                sender.start()
+                self._sender = sender
 
     def receive(self) -> list[Message]:
         """Returns the messages that have come since the last call, without waiting.
@@ -118,14 +128,15 @@ class Connection:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Closes it; what has been sent gets so many seconds to leave. May be called twice."""
-        if (sender := self._sender) is not None and linger_s:
+        sender = self._sender
+        if sender is not None and linger_s:
             sender.join(linger_s)
         with self._lock:
             self._is_closed = True
-            self._unsent = []
-            with contextlib.suppress(OSError):  # it has gone, at this end or the other
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes a sender that waits
-            self._socket.close()
+            self._give_up()
+        if sender is not None:
+            sender.join()  # it has been woken; nobody else may get its descriptor before
+        self._socket.close()
 
     def _take_whole(self, messages: list[Message]) -> None:
         """Adds the whole messages of the buffer; what follows them stays, in a buffer that will hold all of it."""
@@ -137,40 +148,60 @@ class Connection:
                 return
             messages.append(parse(memoryview(bytes(data[begin : begin + num_bytes]))))
             begin += num_bytes
+        if begin == 0 and num_bytes <= len(data):
+            return  # it grows where it lies
+        rest = bytes(data[begin:end])
         if num_bytes > len(data):
             self._buffer = bytearray(num_bytes)
-        self._num_held = end - begin
-        self._buffer[: end - begin] = bytes(data[begin:end])
+        self._num_held = len(rest)
+        self._buffer[: len(rest)] = rest
 
-    def _push(self, parts: list[memoryview]) -> list[memoryview]:
-        """Sends what the socket takes now; returns the rest. The caller holds the lock."""
-        while parts:
-            try:
-                num_bytes = self._socket.sendmsg(parts[:_MOST_PARTS])
-            except BlockingIOError:
-                return parts
-            except ConnectionError:  # nobody hears it; whoever receives here is told
-                return []
-            num_sent = 0
-            while num_sent < len(parts) and num_bytes >= len(parts[num_sent]):
-                num_bytes -= len(parts[num_sent])
-                num_sent += 1
-            parts = parts[num_sent:]
-            if num_bytes:
-                parts[0] = parts[0][num_bytes:]
-        return parts
+    def _next_parts(self) -> list[memoryview]:
+        """Returns what goes out next. The caller holds the lock."""
+        return list(islice(self._unsent, _MOST_PARTS))
+
+    def _push(self, parts: list[memoryview]) -> int:
+        """Returns the Bytes that the socket took; 0 where it takes nothing now. Not for two threads at once."""
+        try:
+            return self._socket.sendmsg(parts)
+        except BlockingIOError:
+            return 0
+
+    def _drop(self, num_bytes: int) -> None:
+        """Forgets what has been sent. The caller holds the lock."""
+        while self._unsent and num_bytes >= len(self._unsent[0]):
+            num_bytes -= len(self._unsent.popleft())
+        if num_bytes and self._unsent:  # else given up meanwhile
+            self._unsent[0] = self._unsent[0][num_bytes:]
 
     def _send_the_rest(self) -> None:
-        """Sends until nothing is left over; runs in a thread."""
-        while True:
+        """Sends until nothing is left over; runs in a thread. Others may add to it, and do not wait for the system."""
+        room = select.poll()
+        room.register(self._socket, select.POLLOUT)
+        try:
+            while True:
+                with self._lock:
+                    parts = self._next_parts()
+                    if not parts:
+                        self._sender = None
+                        return
+                if num_bytes := self._push(parts):
+                    with self._lock:
+                        self._drop(num_bytes)
+                else:
+                    room.poll()
+        except OSError as error:  # what is missing of a message cannot be sent later
+            if not isinstance(error, ConnectionError):
+                logger.exception("a connection between the server and its engine is given up")
             with self._lock:
-                self._unsent = self._push(self._unsent)
-                if not self._unsent:
-                    self._sender = None
-                    return
-                room = select.poll()
-                room.register(self._socket, select.POLLOUT)
-            room.poll()
+                self._give_up()
+                self._sender = None
+
+    def _give_up(self) -> None:
+        """Ends the connection for both ends: whoever receives is told. The caller holds the lock."""
+        self._unsent.clear()
+        with contextlib.suppress(OSError):  # it has ended, at this end or the other
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a sender that waits
 
 
 def message_bytes(data: memoryview) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -112,6 +115,44 @@ def test_who_sends_never_waits_for_who_does_not_read(ends: tuple[Connection, Con
         if thread.name == "sender":
             thread.join(20)
     assert "sender" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_long_row_of_unsent_messages_does_not_hold_up_who_adds_to_it(ends: tuple[Connection, Connection]) -> None:
+    one, other = ends
+    filled = 50
+    for _ in range(filled):
+        one.send(b"large", [bytes(200_000)])
+    number = 20_000
+    reading = threading.Thread(target=lambda: told.extend(heard(other, filled + number + number // 10)))
+    told: list[Told] = []
+    for _ in range(number):
+        one.send(b"small", [b"frame"])
+    reading.start()
+    slowest_s = 0.0
+    for _ in range(number // 10):
+        began_s = time.perf_counter()
+        one.send(b"small", [b"frame"])
+        slowest_s = max(slowest_s, time.perf_counter() - began_s)
+    reading.join()
+    assert told == [(b"large", [bytes(200_000)])] * filled + [(b"small", [b"frame"])] * (number + number // 10)
+    assert slowest_s < 1.0  # it was seconds where the rest was copied at every step
+
+
+def test_a_socket_that_the_system_has_no_memory_for_ends_for_both(
+    ends: tuple[Connection, Connection], caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = ends
+    one.send(b"large", [bytes(30_000_000)])
+    one._push = Mock(side_effect=OSError(errno.ENOBUFS, "No buffer space available"))  # type: ignore[method-assign]
+    received = 0
+    with pytest.raises(EOFError):
+        while select.select([other], [], [], 20)[0]:
+            received += len(other.receive())
+    assert received == 0
+    assert "given up" in caplog.text
+    with pytest.raises(EOFError):
+        one.receive()
+    one.send(b"nobody hears it")
 
 
 def test_what_was_sent_comes_before_the_end(ends: tuple[Connection, Connection]) -> None:
