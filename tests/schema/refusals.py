@@ -55,6 +55,7 @@ OF_TWO_FIELDS = (
 
 OF_INVOCATIONS = (
     r"^truncate: Input should be|^inputs(\[\d+\])?:? must |^input(\[\d+\])?:? must |is missing; the body has",
+    r"^task: Input should be 'embed', 'classify', 'token_embed' or 'token_classify', not ",
     r"^inputs holds an empty text|^inputs is a flat list of \d+; a flat list is",
     r"^[a-z0-9_]+ (has no use here; leave it out\. This request takes|is not known here; did you mean)",
 )
