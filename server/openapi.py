@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from .errors.handlers import OLLAMA_PREFIX, TEI_PATHS
 from .middleware.auth import is_open
 from .schemas.errors import ErrorBody, TeiErrorBody
-from .wire.request_limits import MAX_PRIORITY, PRIORITY_NAMES, WITHOUT_FORWARD
+from .wire.request_limits import MAX_PRIORITY, PRIORITY_NAMES, PRIORITY_PATTERN, TIMEOUT_PATTERN, WITHOUT_FORWARD
 
 Json = dict[str, Any]
 
@@ -46,7 +46,6 @@ TAGS: Final = [
 ]
 
 # Numbers in headers are text with a pattern: what is sent, checked and generated is text.
-_PRIORITY_PATTERN: Final = f"^(-?[0-9]{{1,{len(str(MAX_PRIORITY))}}}|{PRIORITY_NAMES.replace(', ', '|')})$"
 _PARAMETERS: Final[Json] = {
     "RequestId": {
         "name": "x-request-id",
@@ -64,7 +63,7 @@ _PARAMETERS: Final[Json] = {
         "name": "x-request-timeout",
         "in": "header",
         "description": "Seconds after which the answer is of no use: the request is given up with 408.",
-        "schema": {"type": "string", "pattern": r"^([1-9][0-9]{0,8}(\.[0-9]{1,9})?|0\.[0-9]{0,8}[1-9])$"},
+        "schema": {"type": "string", "pattern": TIMEOUT_PATTERN},
         "example": "2.5",
     },
     "Priority": {
@@ -74,7 +73,7 @@ _PARAMETERS: Final[Json] = {
             f"From -{MAX_PRIORITY} to {MAX_PRIORITY}, or one of {PRIORITY_NAMES}. Lower goes first; a level is worth a "
             "second of waiting. A `priority` in the body wins."
         ),
-        "schema": {"type": "string", "pattern": _PRIORITY_PATTERN},
+        "schema": {"type": "string", "pattern": PRIORITY_PATTERN},
         "example": "0",
     },
 }

@@ -92,8 +92,8 @@ def check_encodings(
 
 
 def vector_width(model: ModelInfo, params: PoolingParams) -> int:
-    """Returns the width of the embeddings that a request asks for."""
-    return params.dimensions or model.dimensions or model.embedding_size
+    """Returns the width of the embeddings that a request asks for: at most the model's, which refuses more."""
+    return min(params.dimensions or model.dimensions or model.embedding_size, model.embedding_size)
 
 
 def _bytes_response(head: Mapping[str, Any], rows: Rows, encoding: Encoding) -> Response:

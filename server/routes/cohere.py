@@ -8,7 +8,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 
-from penstock.engine import ModelInfo, PoolingTask
+from penstock.engine import PoolingTask
 
 from ..answers.limits import FEWER_IDS, check_num_chars, check_num_ids, check_num_tokens
 from ..answers.room import json_answer
@@ -52,12 +52,13 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     engine = target.engine
     texts = body.contents()
     context.check_count(texts, "texts" if body.texts is not None else "inputs")
-    _check_widths(body, engine.info)
-    options = context.embed_options(request, target, body, priority=body.priority)
     params = body.pooling_params(engine.info)
+    width = vector_width(engine.info, params)
+    _check_widths(body, width)
+    options = context.embed_options(request, target, body, priority=body.priority)
     is_by_type = version != "1" or bool(body.embedding_types)
     types: list[EmbeddingType] = body.embedding_types or ["float"]
-    vectors = of_numbers(len(texts) * vector_width(engine.info, params), num_forms=len(types))
+    vectors = of_numbers(len(texts) * width, num_forms=len(types))
     context.hold(request, vectors.plus(of_texts(texts)), param="texts" if body.texts is not None else "inputs")
     with ClientWatch(request):
         result = await engine.embed(texts, params, options)
@@ -109,9 +110,8 @@ async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Respons
     return json_answer(request, {"text": text, "meta": _version_meta()})
 
 
-def _check_widths(body: CohereEmbedRequest, model: ModelInfo) -> None:
+def _check_widths(body: CohereEmbedRequest, width: int) -> None:
     """Refuses what cannot be packed before it costs anything."""
-    width = body.output_dimension or model.dimensions or model.embedding_size
     for kind in body.embedding_types or ():
         if kind in QUANTIZATIONS:
             check_width(width, QUANTIZATIONS[kind], param="embedding_types")

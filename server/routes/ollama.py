@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import time
 from datetime import UTC, datetime, timedelta
-from math import inf
 from typing import Any, Final
 
 import orjson
@@ -50,6 +49,8 @@ router = APIRouter(route_class=JsonRoute, tags=["ollama"], responses=TEXT_ERROR_
 _LOADED_S: Final = 0.05
 """Seconds within which a model is found that is loaded already."""
 _NEVER: Final = "2999-12-31T23:59:59Z"
+_NEVER_S: Final = 900 * 365 * 86400.0
+"""Seconds until then, about: no calendar has the day of what is longer."""
 _LEVELS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0"}
 
 
@@ -201,7 +202,7 @@ async def _weights(path: str) -> WeightFiles:
 
 def _expires_at(entry: ModelEntry) -> str:
     """Returns when a model is unloaded if no request comes any more."""
-    if entry.ttl_s == inf:
+    if entry.ttl_s >= _NEVER_S:
         return _NEVER
     since_s = 0.0 if entry.num_in_use else time.monotonic() - entry.last_used_s
     return (datetime.now(UTC) + timedelta(seconds=entry.ttl_s - since_s)).isoformat().replace("+00:00", "Z")

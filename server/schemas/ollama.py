@@ -13,30 +13,31 @@ from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..wire.json_bodies import JsonBody
 from ..wire.json_schema import documented
+from ..wire.shown_values import shown
 from .fields.options import Count, Flag, RequestBody, Width
 from .fields.passed_keys import let_pass
 from .fields.texts import TextOrTexts
 
-_DURATION: Final = re.compile(r"-?(\d+(\.\d+)?(ns|us|µs|ms|s|m|h))+")
 _UNIT_S: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART: Final = rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(_UNIT_S)})"
+_DURATION: Final = rf"^-?([0-9]+(\.[0-9]+)?|({_PART})+)$"
 
 
 def _seconds(value: object) -> object:
     """Returns the seconds of a number of seconds, or of a duration as Go writes it; below 0 is for ever."""
-    if isinstance(value, str) and _DURATION.fullmatch(value):
-        parts = re.findall(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)", value)
-        value = sum(float(number) * _UNIT_S[unit] for number, unit in parts) * (-1 if value[0] == "-" else 1)
-    elif isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            raise ValueError("must be seconds or a duration such as 5m; below 0 is for ever") from None
-    return inf if isinstance(value, int | float) and value < 0 else value
+    seconds = value
+    if isinstance(value, str) and re.fullmatch(_DURATION, value):
+        parts = re.findall(_PART, value)
+        sign = -1 if value[0] == "-" else 1
+        seconds = sign * sum(float(number) * _UNIT_S[unit] for number, unit in parts) if parts else float(value)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise ValueError(f"must be seconds or a duration such as 5m, not {shown(value)}; below 0 is for ever")
+    return inf if seconds < 0 else seconds
 
 
 KeepAlive = Annotated[
     float,
-    BeforeValidator(_seconds, json_schema_input_type=float | str),
+    BeforeValidator(_seconds, json_schema_input_type=float | Annotated[str, Field(pattern=_DURATION)]),
     Field(description="Seconds, or a duration such as 5m, that a model which comes and goes stays; below 0: for ever."),
 ]
 
@@ -106,7 +107,7 @@ class OllamaEmbeddingRequest(OllamaEmbedBody):
 class OllamaShowRequest(OllamaBody):
     """Body of POST /api/show and /api/pull."""
 
-    model_config = documented({"model": "all-MiniLM-L6-v2"})
+    model_config = documented({"model": "all-MiniLM-L6-v2"}, named_by=("model", "name"))
 
     name: str | None = Field(None, description="Older name of `model`.")
     verbose: Flag | None = Field(None, description="Ollama's; the answer is the same.")
@@ -117,7 +118,7 @@ class OllamaShowRequest(OllamaBody):
         """See OllamaBody. Raises InvalidRequestError where no model is named."""
         name = self.model or self.name
         if not name:
-            raise InvalidRequestError("model is missing; name a model that is served.", param="model")
+            raise InvalidRequestError("model is missing or empty; name a model that is served.", param="model")
         return name.removesuffix(":latest")
 
 

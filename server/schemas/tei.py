@@ -5,18 +5,21 @@ Most answers are bare lists. Options may stand beside the inputs or, as the Infe
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import copy
+from typing import Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from penstock.engine import PoolingParams
 
 from ..wire.json_bodies import TEI
 from ..wire.json_schema import documented
-from .fields.options import PRIORITY, Count, Flag, Listed, Priority, RequestBody, Width
+from .fields.options import PRIORITY, Count, Flag, Priority, RequestBody, Width
 from .fields.passed_keys import let_pass
-from .fields.tei_inputs import IdBatches, SequenceInputs, TruncationSide, refuse_empty
-from .fields.texts import Inputs, TextOrObject, TextOrTexts, Texts
+from .fields.tei_inputs import FullInputs, FullText, FullTexts, IdBatches, SequenceInputs, TruncationSide
+from .fields.texts import TextOrObject, TextOrTexts, Texts
 
 
 class TeiBody(RequestBody):
@@ -45,9 +48,27 @@ class TeiModelBody(TeiBody):
     @model_validator(mode="before")
     @classmethod
     def _with_parameters(cls, body: Any) -> Any:
-        if not isinstance(body, dict) or not isinstance(body.get("parameters"), dict):
+        if not isinstance(body, dict) or not isinstance(parameters := body.get("parameters"), dict):
             return body
-        return {**body["parameters"], **{name: value for name, value in body.items() if value is not None}}
+        own, others = (
+            {name: value for name, value in part.items() if value is not None} for part in (body, parameters)
+        )
+        if own.keys() & others.keys():  # those of the body win; the others are to be right all the same
+            cls.model_validate({**own, **others, "parameters": None})
+        return {**others, **own}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Returns the JSON Schema, whose `parameters` hold what is optional in the body."""
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        fields = schema["properties"]
+        options = {name: fields[name] for name in fields if name not in (*schema["required"], "parameters")}
+        fields["parameters"]["anyOf"][0] = {
+            "type": "object",
+            "properties": copy.deepcopy(options),
+            "additionalProperties": schema["additionalProperties"],
+        }
+        return schema
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the request asks of pooling."""
@@ -64,7 +85,7 @@ class TeiTokenEmbedRequest(TeiModelBody):
 
     model_config = documented({"inputs": ["A gate holds the water."]})
 
-    inputs: Annotated[Inputs, AfterValidator(refuse_empty)] = Field(
+    inputs: FullInputs = Field(
         description="A text, a list of texts, the token ids of one text, or a list of such lists. No text may be empty."
     )
     prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
@@ -94,8 +115,8 @@ class TeiEmbedRequest(TeiTokenEmbedRequest):
 class TeiSentences(BaseModel):
     """A sentence, and those that it is compared with."""
 
-    source_sentence: Annotated[str, AfterValidator(refuse_empty)]
-    sentences: Annotated[Listed[str], AfterValidator(refuse_empty)] = Field(min_length=1)
+    source_sentence: FullText
+    sentences: FullTexts = Field(min_length=1)
 
 
 class TeiSimilarityRequest(TeiModelBody):

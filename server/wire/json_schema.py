@@ -13,7 +13,9 @@ MAX_INTEGER: Final = 2**53 - 1
 """The largest that every JSON parser reads exactly."""
 
 _STRING: Final[JsonSchema] = {"type": "string"}
+FULL_STRING: Final[JsonSchema] = {"type": "string", "minLength": 1}
 _TEXT_OBJECT: Final[JsonSchema] = {"type": "object", "required": ["text"], "properties": {"text": _STRING}}
+_FULL_TEXT_OBJECT: Final[JsonSchema] = {**_TEXT_OBJECT, "properties": {"text": FULL_STRING}}
 _TEXT_PART: Final[JsonSchema] = {
     "type": "object",
     "required": ["text"],
@@ -40,6 +42,7 @@ ANY_TOKEN_IDS: Final[JsonSchema] = {"type": "array", "items": TOKEN_ID}
 WIDTH: Final[JsonSchema] = {"type": "integer", "minimum": 1, "maximum": MAX_INTEGER}
 TOKEN_LIMIT: Final = one_of(WIDTH, {"const": -1})
 INPUTS: Final = one_of(_STRING, list_of(_STRING, _TEXT_OBJECT, TOKEN_IDS), TOKEN_IDS)
+FULL_INPUTS: Final = one_of(FULL_STRING, list_of(FULL_STRING, _FULL_TEXT_OBJECT, TOKEN_IDS), TOKEN_IDS)
 PARTS: Final = list_of(_TEXT_PART)
 CONTENT_OBJECT: Final[JsonSchema] = {
     "type": "object",
@@ -49,8 +52,14 @@ CONTENT_OBJECT: Final[JsonSchema] = {
 SCORE_SIDE: Final = one_of(_STRING, _TEXT_OBJECT, CONTENT_OBJECT, list_of(_STRING, _TEXT_OBJECT, CONTENT_OBJECT))
 CONTENTS: Final = list_of(CONTENT_OBJECT)
 DOCUMENTS: Final = list_of(_STRING, {"type": "object", "properties": {"text": _STRING}})
-_SEQUENCE: Final[JsonSchema] = {"type": "array", "items": _STRING, "minItems": 1, "maxItems": 2}
-SEQUENCES: Final = one_of(_STRING, _SEQUENCE, list_of(_SEQUENCE))
+_SEQUENCE: Final[JsonSchema] = {
+    "type": "array",
+    "items": _STRING,
+    "contains": FULL_STRING,
+    "minItems": 1,
+    "maxItems": 2,
+}
+SEQUENCES: Final = one_of(FULL_STRING, _SEQUENCE, list_of(_SEQUENCE))
 ID_BATCHES: Final = one_of(TOKEN_IDS, list_of(TOKEN_IDS))
 _CHAT: Final = list_of(
     {
@@ -65,17 +74,24 @@ _CHAT: Final = list_of(
 CHATS: Final = one_of(_CHAT, list_of(_CHAT))
 
 
-def documented(*examples: JsonSchema, one_of: Sequence[str | tuple[str, ...]] = ()) -> ConfigDict:
+def documented(
+    *examples: JsonSchema, one_of: Sequence[str | tuple[str, ...]] = (), named_by: Sequence[str] = ()
+) -> ConfigDict:
     """Returns what the document shows of a body beside its fields.
 
     Args:
         examples: Bodies.
         one_of: Fields, or groups of fields, of which a body has exactly one. Null counts as absent.
+        named_by: Texts of which a body has one or more. Empty counts as absent.
     """
     groups = [(choice,) if isinstance(choice, str) else choice for choice in one_of]
-    rules: list[JsonValue] = [{"required": [*group], "properties": dict.fromkeys(group, _NOT_NULL)} for group in groups]
+    rules: list[JsonValue] = []
+    if groups:
+        rules.append({"oneOf": [{"required": [*g], "properties": dict.fromkeys(g, _NOT_NULL)} for g in groups]})
+    if named_by:
+        rules.append({"anyOf": [{"required": [name], "properties": {name: FULL_STRING}} for name in named_by]})
     # In `allOf`: generators of clients take a bare `oneOf` for other types in place of the body's fields.
-    rule: JsonSchema = {"allOf": [{"oneOf": rules}]} if rules else {}
+    rule: JsonSchema = {"allOf": rules} if rules else {}
     return ConfigDict(json_schema_extra={**rule, "examples": [*examples]})
 
 

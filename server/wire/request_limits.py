@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,9 @@ MAX_PRIORITY: Final = 999
 _LEVELS: Final = {level.name.lower(): level for level in ChunkPriority}
 PRIORITY_NAMES: Final = ", ".join(_LEVELS)
 """Levels that the header may call by name, the first to go first."""
+PRIORITY_PATTERN: Final = f"^(-?[0-9]{{1,{len(str(MAX_PRIORITY))}}}|{PRIORITY_NAMES.replace(', ', '|')})$"
+TIMEOUT_PATTERN: Final = r"^([1-9][0-9]{0,14}(\.[0-9]{1,20})?|0\.[0-9]{0,19}[1-9][0-9]{0,19})$"
+"""What the headers hold: numbers as JSON writes them, and not the 1_0 that Python would read as well."""
 WITHOUT_FORWARD: Final = frozenset(
     {
         *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"),
@@ -62,29 +65,19 @@ def limits_of(scope: Scope) -> RequestLimits:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
+    if not re.fullmatch(TIMEOUT_PATTERN, text):
         raise InvalidRequestError(
             f"The header x-request-timeout is {text[:40]!r}; it must be seconds above 0, such as 2.5.",
             param="x-request-timeout",
         )
-    return seconds
+    return float(text)
 
 
 def _level(text: str) -> int:
-    if text in _LEVELS:
-        return _LEVELS[text]
-    try:
-        level = int(text)
-    except ValueError:
-        level = MAX_PRIORITY + 1
-    if abs(level) > MAX_PRIORITY:
+    if not re.fullmatch(PRIORITY_PATTERN, text):
         raise InvalidRequestError(
             f"The header x-priority is {text[:40]!r}; it must be a whole number from -{MAX_PRIORITY} to "
             f"{MAX_PRIORITY}, of which the lower goes first, or {PRIORITY_NAMES}.",
             param="x-priority",
         )
-    return level
+    return _LEVELS[text] if text in _LEVELS else int(text)

@@ -16,6 +16,7 @@ OF_THE_MODEL = (
     r"^The task '\w+' takes the parameters? ",
     r"has no chat template",
     r"^prompt_name is .*; the model has",
+    r"^(prompt_name|input_type) puts a prompt before texts that are embedded; the task '\w+' reads them as they are",
     r"^(input_type|task) is .*; send query, document, classification",
     r"so it takes no instruction|reads pairs without an instruction",
     r"without an instruction; leave instruction out|instruction says what a query",
@@ -40,6 +41,7 @@ OF_TWO_FIELDS = (
     r"^embed_dtype is '\w+', but \w+ asks for",
     r"^\w+ is \w+ and use_activation is \w+, but for embeddings they are two names",
     r"but class scores are floats",
+    r"^return_token_ids names the tokens of multi_vector, which the answer does not hold",
     r"^encoding_format is '\w+', which (carries one output|puts a line)",
     r"^Give labels \(zero-shot\) or examples \(few-shot\)",
     r"^messages are for classes of the model's own",
@@ -53,6 +55,9 @@ OF_TWO_FIELDS = (
 
 OF_INVOCATIONS = (
     r"^truncate: Input should be|^inputs(\[\d+\])?:? must |^input(\[\d+\])?:? must |is missing; the body has",
+    r"^task: Input should be 'embed', 'classify', 'token_embed' or 'token_classify', not ",
+    r"^inputs holds an empty text|^inputs is a flat list of \d+; a flat list is",
+    r"^[a-z0-9_]+ (has no use here; leave it out\. This request takes|is not known here; did you mean)",
 )
 """The served model decides which route /invocations stands for, and so which of the bodies it takes."""
 

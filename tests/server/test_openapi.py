@@ -244,6 +244,49 @@ async def test_null_means_absent_in_the_document_too(client: httpx.AsyncClient, 
     check_answer("post", path, response)
 
 
+def alive(value: object) -> tuple[str, dict]:
+    return "/api/embeddings", {"prompt": "a", "keep_alive": value}
+
+
+ALLOWED = [
+    *map(alive, (None, 0, 5, 2.5, -1, 1e300, "5", "-1", "2.5", "5m", "-1h30m", "0.5us", "7µs")),
+    *((path, body) for path in ("/api/show", "/api/pull") for body in ({"model": "served"}, {"name": "served"})),
+    ("/api/show", {"model": "", "name": "served"}),
+    ("/embed", {"inputs": [{"text": "a"}, [1], "b"]}),
+    ("/embed", {"inputs": "a", "parameters": {"normalize": False, "user": "u", "other": None, "inputs": None}}),
+    ("/embed", {"inputs": "a", "normalize": True, "parameters": {"normalize": False}}),
+    ("/rerank", {"query": "a", "texts": [""], "parameters": {"top_n": 1}}),
+    ("/predict", {"inputs": ["", "a"]}),
+    ("/predict", {"inputs": [["a"], ["b", ""]]}),
+]
+FORBIDDEN = [
+    *map(alive, (False, True, [], {}, "", "m", "soon", "nan", "inf", "1_0", "1e3", " 5", "5 m", "٣")),
+    *((path, body) for path in ("/api/show", "/api/pull") for body in ({}, {"model": None}, {"model": "", "name": ""})),
+    *(("/embed", {"inputs": inputs}) for inputs in ("", ["a", ""], [{"text": ""}])),
+    ("/embed", {"inputs": "a", "parameters": {"normalize": "x"}}),
+    ("/embed", {"inputs": "a", "normalize": True, "parameters": {"normalize": "x"}}),
+    ("/rerank", {"query": "a", "texts": ["b"], "parameters": {"dimensions": 8}}),
+    ("/similarity", {"inputs": {"source_sentence": "", "sentences": ["a"]}}),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b", ""]}}),
+    *(("/predict", {"inputs": inputs}) for inputs in ("", [""], ["", ""], [["a"], [""]])),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "is_allowed"),
+    [(*case, True) for case in ALLOWED] + [(*case, False) for case in FORBIDDEN],
+    ids=[f"{path} {body}" for path, body in ALLOWED + FORBIDDEN],
+)
+async def test_the_document_allows_what_is_taken(serving, make_engine, path: str, body: dict, is_allowed: bool) -> None:
+    schema = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
+    assert Draft202012Validator({**schema, "components": DOCUMENT["components"]}).is_valid(body) is is_allowed
+    engine = make_engine("sequence_classifier", ("good", "bad")) if path == "/predict" else make_engine()
+    async with serving(engine, names=("served",)) as client:
+        response = await client.post(path, json=body)
+    assert response.status_code in ((200,) if is_allowed else (400, 422)), response.text
+    check_answer("post", path, response)
+
+
 @pytest.mark.parametrize("value", [0, 1, "true", "no", "on"])
 async def test_flags_are_true_or_false(client: httpx.AsyncClient, value: object) -> None:
     response = await client.post("/v1/embeddings", json={"input": "a", "normalize": value})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
-from pydantic import BeforeValidator, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from ...wire import json_schema
-from .texts import check_length, whole_numbers
+from .options import Listed
+from .texts import Inputs, check_length, whole_numbers
 
 TextOrList = TypeVar("TextOrList", bound=str | list[Any])
 EMPTY_TEXT: Final = "empty_text"
@@ -64,6 +65,9 @@ def lower_case(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+FullInputs = Annotated[Inputs, AfterValidator(refuse_empty), WithJsonSchema(json_schema.FULL_INPUTS)]
+FullText = Annotated[str, AfterValidator(refuse_empty), WithJsonSchema(json_schema.FULL_STRING)]
+FullTexts = Annotated[Listed[Annotated[str, WithJsonSchema(json_schema.FULL_STRING)]], AfterValidator(refuse_empty)]
 SequenceInputs = Annotated[Sequences, PlainValidator(parse_sequences), WithJsonSchema(json_schema.SEQUENCES)]
 TruncationSide = Annotated[
     Literal["left", "right"],

@@ -257,3 +257,20 @@ async def test_a_number_that_no_integer_holds_is_out_of_range(client: httpx.Asyn
     answer = await client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["message"] == "input holds a number that is out of range: no model has such a token id."
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        ("/v1/embeddings", "dimensions", {"input": "a"}),
+        ("/v1/embeddings", "output_dimension", {"input": "a", "encoding_format": "base64", "output_dtype": "binary"}),
+        ("/v1/encode", "dimensions", {"input": "a"}),
+        ("/pooling", "dimensions", {"input": "a"}),
+        ("/v2/embed", "output_dimension", {"texts": ["a"], "embedding_types": ["ubinary"]}),
+        ("/embed", "dimensions", {"inputs": "a"}),
+        ("/api/embed", "dimensions", {"input": "a"}),
+    ],
+)
+async def test_a_width_beyond_all_answers_is_refused_by_its_name(client, path: str, field: str, body: dict) -> None:
+    message = (await client.post(path, json={**body, field: 2**53 - 1})).json()["message"]
+    assert message.startswith(f"{field} is {2**53 - 1}; ")

@@ -154,15 +154,22 @@ async def test_clients_say_how_long_a_model_stays_that_comes_and_goes(make_engin
         assert 5300 < left.total_seconds() <= 5400
         await client.post("/api/embeddings", json={"model": "m", "prompt": "a", "keep_alive": -1})
         assert (await loaded())[0]["expires_at"].startswith("2999")
+        await client.post("/api/embed", json={"model": "m", "input": "a", "keep_alive": 1e12})
+        assert (await loaded())[0]["expires_at"].startswith("2999")
         gone = (await client.post("/api/generate", json={"model": "m", "keep_alive": 0})).json()
         assert (gone["done"], gone["done_reason"], gone["response"]) == (True, "unload", "")
         await asyncio.sleep(0.05)
         assert await loaded() == []
         assert (await client.post("/api/generate", json={"model": "m"})).json()["done_reason"] == "load"
         assert len(await loaded()) == 1
-        wrong = await client.post("/api/embed", json={"model": "m", "input": "a", "keep_alive": "soon"})
-        assert wrong.status_code == 400
-        assert wrong.json()["error"].startswith("keep_alive must be seconds or a duration")
+        for value, shown in (("soon", "'soon'"), (False, "false")):
+            for path in ("/api/embed", "/api/generate"):
+                wrong = await client.post(path, json={"model": "m", "input": "a", "keep_alive": value})
+                assert wrong.status_code == 400
+                assert wrong.json()["error"].startswith(
+                    f"keep_alive must be seconds or a duration such as 5m, not {shown};"
+                )
+        assert len(await loaded()) == 1
 
 
 async def test_a_model_that_stays_is_not_sent_away_by_clients(client: httpx.AsyncClient, folder: Path) -> None:

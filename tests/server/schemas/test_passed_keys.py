@@ -162,6 +162,8 @@ async def test_a_misspelt_parameter_is_told_how_it_is_spelt(client: httpx.AsyncC
     )
     _, message = await _refused(client, "/rerank", {"query": "a", "documents": ["b"], "dimensions": 8})
     assert message.startswith("dimensions has no use here; leave it out. This request takes model, ")
+    _, message = await _refused(client, "/v1/embeddings", {"input": "a", "labels": ["x", "y"]})
+    assert message.endswith(", ...")
 
 
 async def test_many_and_long_keys_make_a_short_message(client: httpx.AsyncClient) -> None:
