@@ -152,6 +152,7 @@ def test_a_socket_that_the_system_has_no_memory_for_ends_for_both(
     assert "given up" in caplog.text
     with pytest.raises(EOFError):
         one.receive()
+    del one._push
     one.send(b"nobody hears it")
 
 
