@@ -128,12 +128,12 @@ class Connection:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Closes it; what has been sent gets so many seconds to leave. May be called twice."""
-        sender = self._sender
-        if sender is not None and linger_s:
+        if linger_s and (sender := self._sender) is not None:
             sender.join(linger_s)
         with self._lock:
             self._is_closed = True
             self._give_up()
+            sender = self._sender  # no other follows
         if sender is not None:
             sender.join()  # it has been woken; nobody else may get its descriptor before
         self._socket.close()
