@@ -93,6 +93,7 @@ async def test_a_process_answers_on_its_lifeline_from_the_first_question_on(run:
     core._ask()
     core._ask()
     await heard(core._heartbeat.heard)
+    await heard(core._on_message)  # its answer to Start, which may come after that of its lifeline
     core._on_message.reset_mock()
     core._process.kill()
     await heard(core._on_exit)
