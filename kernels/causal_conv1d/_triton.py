@@ -1,6 +1,7 @@
 """The causal convolution on CUDA: one program per tile of rows of one sequence and block of channels.
 
-Letters beside those of the layer: C channels, W columns of the weight. A tile is `BLOCK_ROWS` rows of one sequence.
+Letters beside those of the layer: C channels, W columns of the weight. A tile is `TILE_ROWS` rows of one sequence,
+`BLOCK_ROWS` at a time: finding it and reading the weights costs as much as a few rows do.
 """
 
 import torch
@@ -12,6 +13,7 @@ from .._packed import on_device
 from .._tiles_triton import find_tile
 from ._reference import Convolution
 
+TILE_ROWS = 128
 BLOCK_ROWS = 16
 BLOCK_CHANNELS = 128
 
@@ -31,19 +33,21 @@ def _convolve_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     HAS_SILU: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
     """y_t = activation(bias + sum_w weight_w x_{t - (WIDTH - 1) + w}) for the rows of one tile."""
-    n, start, row, end = find_tile(cu_seqlens_ptr, tl.program_id(0), num_seqs, BLOCK_ROWS)
-    if row < end:
-        rows = row + tl.arange(0, BLOCK_ROWS)
-        channels = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-        is_channel = channels < num_channels
+    n, start, row, end = find_tile(cu_seqlens_ptr, tl.program_id(0), num_seqs, TILE_ROWS)
+    channels = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    is_channel = channels < num_channels
+    bias = tl.zeros((BLOCK_CHANNELS,), tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)
+    for first in range(0, tl.minimum(TILE_ROWS, end - row), BLOCK_ROWS):
+        rows = row + first + tl.arange(0, BLOCK_ROWS)
         mask = (rows < end)[:, None] & is_channel[None, :]
-        total = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
-        if HAS_BIAS:
-            total += tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        total = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32) + bias[None, :]
         for w in tl.static_range(WIDTH):
             above = rows - (WIDTH - 1) + w
             weight = tl.load(weight_ptr + channels * WIDTH + w, mask=is_channel, other=0.0).to(tl.float32)
@@ -51,8 +55,8 @@ def _convolve_kernel(
             x = tl.load(addresses, mask=mask & (above >= start)[:, None], other=0.0).to(tl.float32)
             if HAS_INITIAL and w < WIDTH - 1:
                 column = above - start + (WIDTH - 1)
-                first = initial_ptr + (n.to(tl.int64) * num_channels + channels)[None, :] * (WIDTH - 1)
-                x += tl.load(first + column[:, None], mask=mask & (above < start)[:, None], other=0.0).to(tl.float32)
+                came = initial_ptr + (n.to(tl.int64) * num_channels + channels)[None, :] * (WIDTH - 1)
+                x += tl.load(came + column[:, None], mask=mask & (above < start)[:, None], other=0.0).to(tl.float32)
             total += weight[None, :] * x
         if HAS_SILU:
             total = total / (1.0 + tl.exp(-total))
@@ -103,7 +107,7 @@ def causal_conv1d_triton(given: Convolution) -> tuple[Tensor, Tensor | None]:
     channel_blocks = triton.cdiv(channels, BLOCK_CHANNELS)
     with on_device(x):
         if y.numel():
-            _convolve_kernel[(num_rows // BLOCK_ROWS + num_seqs, channel_blocks)](
+            _convolve_kernel[(num_rows // TILE_ROWS + num_seqs, channel_blocks)](
                 x,
                 weight.contiguous(),
                 x if bias is None else bias.contiguous(),
@@ -117,6 +121,7 @@ def causal_conv1d_triton(given: Convolution) -> tuple[Tensor, Tensor | None]:
                 HAS_BIAS=bias is not None,
                 HAS_INITIAL=has_initial,
                 HAS_SILU=activation == "silu",
+                TILE_ROWS=TILE_ROWS,
                 BLOCK_ROWS=BLOCK_ROWS,
                 BLOCK_CHANNELS=BLOCK_CHANNELS,
             )

@@ -160,6 +160,7 @@ CONV_CASES = (
     ConvCase("width_1", (3, 2), 5, 1, is_quick=True),
     ConvCase("width_7", (3, 20, 6, 7), 5, 7),
     ConvCase("several_blocks", (300, 40), 1792),
+    ConvCase("over_a_tile", (131, 0, 128, 17), 5, is_quick=True),
     ConvCase("all_empty", (0, 0), 8, is_quick=True),
 )
 
@@ -182,6 +183,7 @@ SCAN_CASES = (
     ScanCase("state_64", (33, 4), 20, 64),
     ScanCase("state_128", (17,), 6, 128),
     ScanCase("one_sequence_a_group", (9, 10), 8200),
+    ScanCase("long", (300, 0, 128, 1, 129, 257), 20),
     ScanCase("all_empty", (0, 0), 8, is_quick=True),
 )
 

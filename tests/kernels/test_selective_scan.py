@@ -81,6 +81,30 @@ def test_backend_equals_reference(
     assert_close("final", expected_final, final, 5e-6)
 
 
+@states
+def test_chunks_that_programs_walk_along_equal_reference(
+    place: tuple[Backend, torch.device], has_states: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, device = place
+    if backend != "triton":
+        pytest.skip("chunks of programs are those of triton")
+    from penstock.kernels.selective_scan import _triton
+
+    # Sequences of no row, of some whole chunks, and of one row more or less.
+    case = ScanCase("", (3, 8, 0, 9, 24, 1, 31, 16), 40, 6)
+    inputs = make_scan_inputs(case, device=device)
+    expected, expected_final = scan(case, inputs, has_states, backend="reference")
+    for size in (8,) if IS_INTERPRETED else (4, 8, 16):
+        monkeypatch.setattr(_triton, "CHUNK_SIZE", size)
+        actual, final = scan(case, inputs, has_states, backend=backend)
+        assert_close("y", expected, actual, 5e-6)
+        assert_close("final", expected_final, final, 5e-6)
+        # The rows of a sequence do not depend on those of others, to the last bit.
+        alone, _ = scan(replace(case, seq_lens=(24,)), inputs, False, slice(20, 44), backend=backend)
+        together, _ = scan(case, inputs, False, backend=backend)
+        assert torch.equal(alone, together[20:44])
+
+
 def test_without_skip_and_states(place: tuple[Backend, torch.device]) -> None:
     backend, device = place
     case = ScanCase("", (5, 11), 9, 4)

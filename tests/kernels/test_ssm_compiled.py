@@ -31,8 +31,11 @@ TYPED_LIKE_X = {
     [
         ("causal_conv1d", "_convolve_kernel", "bf16", 0),
         pytest.param("causal_conv1d", "_final_states_kernel", "fp32", 0, marks=pytest.mark.slow),
-        ("selective_scan", "_scan_kernel", "bf16", 16),
-        pytest.param("selective_scan", "_scan_kernel", "fp32", 128, marks=pytest.mark.slow),
+        ("selective_scan", "_rows_kernel", "bf16", 16),
+        pytest.param("selective_scan", "_rows_kernel", "fp32", 128, marks=pytest.mark.slow),
+        pytest.param("selective_scan", "_chunk_states_kernel", "bf16", 16, marks=pytest.mark.slow),
+        pytest.param("selective_scan", "_chunk_states_kernel", "fp32", 128, marks=pytest.mark.slow),
+        pytest.param("selective_scan", "_pass_states_kernel", "bf16", 16, marks=pytest.mark.slow),
         ("ssd", "_chunk_states_kernel", "bf16", 128),
         pytest.param("ssd", "_chunk_states_kernel", "fp32", 128, marks=pytest.mark.slow),
         pytest.param("ssd", "_pass_states_kernel", "bf16", 128, marks=pytest.mark.slow),
@@ -63,9 +66,9 @@ def test_compiles_without_spills(
     constants: dict[str, Any] = dict.fromkeys(("HAS_BIAS", "HAS_INITIAL", "HAS_SILU", "HAS_D", "HAS_STATES"), True)
     constants |= {"WANTS_FINAL": True, "WIDTH": 4}
     if operation == "causal_conv1d":
-        constants |= {"BLOCK_ROWS": module.BLOCK_ROWS, "BLOCK_CHANNELS": module.BLOCK_CHANNELS}
+        constants |= {name: getattr(module, name) for name in ("TILE_ROWS", "BLOCK_ROWS", "BLOCK_CHANNELS")}
     elif operation == "selective_scan":
-        constants |= module.tile_options(state_size)
+        constants |= module.tile_options(state_size) | {"SIZE": module.CHUNK_SIZE, "BLOCK": module.BLOCK_STATES}
     else:
         constants |= module.tile_options(DTYPES[dtype], 64, state_size, chunk_size) | {"BLOCK": module.BLOCK_STATES}
     options = {name: constants[name] for name in ("num_warps", "maxnreg") if name in constants}
@@ -90,5 +93,5 @@ def test_compiles_without_spills(
     ptx = compiled.asm["ptx"]
     report = ptxas_report(ptx, capability, tmp_path)
     assert "0 bytes spill stores, 0 bytes spill loads" in report, report
-    if kernel == "_rows_kernel" and dtype == "bf16":
+    if operation == "ssd" and kernel == "_rows_kernel" and dtype == "bf16":
         assert "mma" in ptx, "products do not use the tensor cores"
