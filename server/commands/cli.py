@@ -38,6 +38,7 @@ _INFO = "Show what was resolved for a model, and from which file, without loadin
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    _open_closed_streams()
     try:
         words, warnings = list(sys.argv[1:] if argv is None else argv), list[str]()
         if words[:1] != ["models"]:  # vLLM has no such command, and another --task
@@ -58,6 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print("; ".join(["penstock: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return INTERRUPTED
+
+
+def _open_closed_streams() -> None:
+    """Opens the null device as standard input, output and error where they are closed.
+
+    A socket would take the number, get what others print, and be closed by who starts a process or ends.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - Python has None for what was closed
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _parser() -> argparse.ArgumentParser:
