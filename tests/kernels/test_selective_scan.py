@@ -149,8 +149,14 @@ def test_sequence_is_the_same_alone_and_in_a_batch(place: tuple[Backend, torch.d
 
 # The interpreter computes with numpy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_poisoned_sequence_touches_no_other(place: tuple[Backend, torch.device]) -> None:
+def test_poisoned_sequence_touches_no_other(
+    place: tuple[Backend, torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend, device = place
+    if backend == "triton":
+        from penstock.kernels.selective_scan import _triton
+
+        monkeypatch.setattr(_triton, "CHUNK_SIZE", 4)
     case = ScanCase("", (2, 5, 0, 1, 9), 6, 4)
     clean, dirty = make_scan_inputs(case, device=device), make_scan_inputs(case, device=device)
     for tensor in (dirty.x, dirty.dt, dirty.b, dirty.c):
