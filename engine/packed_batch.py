@@ -81,6 +81,10 @@ class SsmStates:
             [torch.zeros((num_slots, *layer.ssm_shape), device=device) for layer in spec.ssm_layers],
         )
 
+    def at(self, slot: int) -> list[Tensor]:
+        """Returns the states in one slot, of all layers: views."""
+        return [layer[slot] for layer in (*self.conv, *self.ssm)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchCache:

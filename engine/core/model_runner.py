@@ -286,7 +286,9 @@ class ModelRunner(Runner):
                 raise
             logger.warning("inputs do not run in chunks: %s", error.message)
             return
-        self._memory = ChunkMemory(spec, plan, block_size=limits.block_size, dtype=dtype, device=self._device)
+        self._memory = ChunkMemory(
+            spec, plan, block_size=limits.block_size, dtype=dtype, device=self._device, stream=self._stream
+        )
         self.allocator = _allocator(
             plan, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching and spec.shares_prefixes
         )

@@ -15,6 +15,7 @@ from ...pooling import PoolingStates
 from ...scheduling import Chunk, QueuedSequence
 from ...sequence_pool import Allocation, PoolPlan
 from ...sequence_pool.cache_spec import CacheSpec
+from .device_stream import DeviceStream
 
 _NO_BLOCKS: Final = np.zeros(0, np.int64)
 
@@ -26,12 +27,12 @@ class Kept:
     Attributes:
         pooling: State of its pooling.
         place: Which of the two places of its slot holds its SSM states.
-        saved: SSM states per layer, convolution and recurrence, on the host, while it has no slot.
+        saved: SSM states on the host while it has no slot, perhaps still on their way there; see DeviceStream.save.
     """
 
     pooling: PoolingStates | None = None
     place: int = 0
-    saved: list[tuple[Tensor, Tensor]] | None = None
+    saved: list[Tensor] | None = None
 
 
 class ChunkMemory:
@@ -46,11 +47,20 @@ class ChunkMemory:
         block_size: Tokens of a block.
         dtype: Of the model.
         device: Of the model.
+        stream: Where its forwards run.
     """
 
     def __init__(
-        self, spec: CacheSpec, plan: PoolPlan, *, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: CacheSpec,
+        plan: PoolPlan,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stream: DeviceStream,
     ) -> None:
+        self._stream = stream
         self._num_slots = plan.num_slots
         self._kv = KvCache.allocate(spec, plan.num_blocks, block_size, dtype, device) if spec.kv_layers else None
         self._ssm = SsmStates.allocate(spec, 2 * plan.num_slots, dtype, device) if spec.ssm_layers else None
@@ -88,17 +98,16 @@ class ChunkMemory:
                 kept_of(chunk.sequence).place ^= 1
 
     def save(self, sequence: QueuedSequence, allocation: Allocation) -> None:
-        """Copies the states of a sequence that loses its slot to the host, so that it can go on in another."""
+        """Copies the states of a sequence that loses its slot to the host, so that it can go on in another.
+
+        Waits for nothing: on a device the copy is asked for, behind the forwards that write the states.
+        """
         if self._ssm is None or self._kv is not None or not sequence.num_pooled:
             return
         kept = kept_of(sequence)
         if kept.saved is not None:
             return  # it lost the slot before it ran there: what lies in it is not its own
-        place = self._place(kept, allocation)
-        kept.saved = [
-            (conv[place].to("cpu", copy=True), ssm[place].to("cpu", copy=True))
-            for conv, ssm in zip(self._ssm.conv, self._ssm.ssm, strict=True)
-        ]
+        kept.saved = self._stream.save(self._ssm.at(self._place(kept, allocation)))
 
     def restore(self, chunks: Sequence[Chunk]) -> None:
         """Puts saved states into the slots that the sequences have now."""
@@ -106,10 +115,7 @@ class ChunkMemory:
             kept: Kept | None = sequence.kept
             if self._ssm is None or sequence.allocation is None or kept is None or kept.saved is None:
                 continue
-            place = self._place(kept, sequence.allocation)
-            for layer, (conv, ssm) in enumerate(kept.saved):
-                self._ssm.conv[layer][place] = conv
-                self._ssm.ssm[layer][place] = ssm
+            self._stream.put_back(kept.saved, self._ssm.at(self._place(kept, sequence.allocation)))
             kept.saved = None
 
     def _kv_places(self, chunks: Sequence[Chunk], num_new: int, block_size: int) -> dict[str, Tensor | None]:

@@ -50,6 +50,13 @@ class DeviceStream(Protocol):
         """Returns copies on the host, to be read once a later mark is reached; nobody else gets their memory before."""
         ...
 
+    def save(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns copies on the host for `put_back` alone: whatever is asked for later may write to the tensors."""
+        ...
+
+    def put_back(self, saved: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        """Copies what was saved into tensors of the device, behind all that has been asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostMark:
@@ -79,6 +86,15 @@ class HostStream:
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """See DeviceStream. They are there."""
         return list(tensors)
+
+    def save(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See DeviceStream."""
+        return [tensor.clone() for tensor in tensors]
+
+    def put_back(self, saved: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        """See DeviceStream."""
+        for place, copy in zip(places, saved, strict=True):
+            place.copy_(copy)
 
 
 class CudaMark:
@@ -130,6 +146,15 @@ class CudaStream:
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         return copies
+
+    def save(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See DeviceStream."""
+        return self.to_host(tensors)
+
+    def put_back(self, saved: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        """See DeviceStream. One stream: the copies out come before, and the host may let go of theirs at once."""
+        for place, copy in zip(places, saved, strict=True):
+            place.copy_(copy, non_blocking=True)
 
 
 def stream_of(device: torch.device) -> DeviceStream:

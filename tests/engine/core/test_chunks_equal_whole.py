@@ -20,7 +20,6 @@ import torch
 
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.loading.weights_loader import load_model
-from penstock.engine.core.memory.chunk_memory import ChunkMemory
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.frontend.dispatcher import Dispatcher
 from penstock.engine.model_files.resolve import resolve_model, with_device
@@ -40,9 +39,7 @@ from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
-from penstock.engine.sequence_pool import Allocation, PoolPlan, plan_pool
-from penstock.engine.sequence_pool.cache_spec import CacheSpec, SsmLayerSpec
+from penstock.engine.sequence_pool import plan_pool
 from penstock.kernels.native import Machine, NativeError
 
 from ..steps import rows_of
@@ -493,26 +490,3 @@ def test_what_a_forward_with_nan_computed_is_not_found_by_others(
     assert cached.failures.pop(0).kind == "ModelExecutionError"
     is_broken = False
     assert_same(run(cached, inputs), expected)
-
-
-def test_saved_states_are_not_overwritten_by_what_lies_in_the_next_slot() -> None:
-    spec = CacheSpec(ssm_layers=(SsmLayerSpec((2, 3), (2, 2, 2)),))
-    memory = ChunkMemory(spec, PoolPlan(0, 2, 0), block_size=16, dtype=torch.float32, device=torch.device("cpu"))
-    tokens = TokenizedInput(np.arange(10, dtype=np.int32))
-    request = Request(0, PoolingParams())
-    sequence = QueuedSequence(request_id=(0, 0), prompt=tokens, num_tokens=10, request=request, num_pooled=4)
-
-    def at(slot: int) -> Allocation:
-        sequence.allocation = Allocation(0, 10, [], 0, slot, ())
-        return sequence.allocation
-
-    first = at(0)
-    cache = memory.batch_cache([PrefillChunk(sequence, 4, 5)])
-    assert cache is not None
-    assert cache.ssm is not None
-    cache.ssm.conv[0].fill_(1.0)
-    memory.save(sequence, first)
-    cache.ssm.conv[0].fill_(2.0)
-    memory.save(sequence, at(1))  # it got another slot and lost that before it ran
-    memory.restore([PrefillChunk(sequence, 4, 5)])
-    assert cache.ssm.conv[0].unique().tolist() == [1.0, 2.0]

@@ -136,7 +136,7 @@ class PretendCuda(TorchFunctionMode):
         else:
             goes_on, leaves = target.type == "cuda", is_on and target.type == "cpu"
         if is_on:
-            self._check_call(name, tensors, args, leaves=leaves)
+            self._check_call(name, tensors, args, leaves=leaves, is_non_blocking=bool(kwargs.get("non_blocking")))
         if goes_on and not is_on:
             self._check_copy(name, tensors, kwargs)
         if target is not None:
@@ -200,7 +200,9 @@ class PretendCuda(TorchFunctionMode):
                     return DEVICE if isinstance(value, OnCuda) else _CPU
         return None
 
-    def _check_call(self, name: str, tensors: list[Tensor], args: tuple[Any, ...], *, leaves: bool) -> None:
+    def _check_call(
+        self, name: str, tensors: list[Tensor], args: tuple[Any, ...], *, leaves: bool, is_non_blocking: bool
+    ) -> None:
         if self._is_watched:
             if name in _ASKS or leaves:
                 raise HiddenSyncError(f"{name} waits for the device")
@@ -211,8 +213,9 @@ class PretendCuda(TorchFunctionMode):
         for tensor in tensors:
             if not isinstance(tensor, OnCuda) and torch._C._TensorBase.dim(tensor) > 0 and not leaves:
                 is_copied = name in ("copy_", "__setitem__")  # a copy to the device by another name
-                if is_copied and self._is_watched and not isinstance(tensor, Pinned):
-                    raise HiddenSyncError(f"{name} copies to the device and waits for it")
+                is_free = name == "copy_" and is_non_blocking and isinstance(tensor, Pinned)
+                if is_copied and self._is_watched and not is_free:
+                    raise HiddenSyncError(f"{name} copies to the device and waits: pin it, say non_blocking")
                 if not is_copied and name not in ("__getitem__", "to"):
                     raise RuntimeError(f"{name}: tensors are on cuda and on the cpu")
 

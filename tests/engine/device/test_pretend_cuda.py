@@ -46,6 +46,9 @@ WAITS: dict[str, Callable[[Tensor], object]] = {
     "host_index": lambda x: x[torch.tensor([0, 2])],
     "set_host_rows": lambda x: x.__setitem__(0, torch.zeros(4)),
     "copy_host_rows": lambda x: x.copy_(torch.zeros(3, 4)),
+    "copy_host_rows_not_pinned": lambda x: x.copy_(torch.zeros(3, 4), non_blocking=True),
+    "copy_host_rows_pinned": lambda x: x.copy_(torch.zeros(3, 4).pin_memory()),
+    "set_host_rows_pinned": lambda x: x.__setitem__(0, torch.zeros(4).pin_memory()),
     "tensor_of_list": lambda x: torch.tensor([1, 2], device=x.device),
     "tensor_of_number": lambda x: torch.tensor(1.0, device="cuda"),
     "as_tensor": lambda x: torch.as_tensor(np.zeros(2), device=x.device),
@@ -117,6 +120,9 @@ def test_pinned_buffers_take_copies_in_both_directions() -> None:
         out.copy_(x, non_blocking=True)
         assert out.device.type == "cpu"
         assert out.tolist() == (rows() + 1).tolist()
+        x.copy_(buffer[4:16].view(3, 4), non_blocking=True)
+        out.copy_(x, non_blocking=True)
+        assert out.tolist() == rows().tolist()
 
 
 def test_the_same_calls_pass_on_the_host() -> None:
