@@ -76,7 +76,7 @@ class Checkpoint(Generic[StoredT]):
         return name in self._files
 
     def read(self, name: str) -> StoredT:
-        """Returns the tensor as stored; the memory belongs to the mapped file.
+        """Returns the tensor as stored; the memory belongs to the mapped file, which a large one may hold alone.
 
         Raises:
             WeightError: The file is damaged, or does not hold what its index says.
@@ -88,6 +88,8 @@ class Checkpoint(Generic[StoredT]):
         except KeyError as error:
             raise WeightError(f"{path} does not hold {stored_name!r}, which the index says it does.") from error
         self._bytes_read += tensor.nbytes
+        if self._bytes_read > _REMAP_BYTES:
+            self.close()
         return tensor
 
     def tell_unused(self, name: str) -> None:
@@ -104,7 +106,7 @@ class Checkpoint(Generic[StoredT]):
         self._open, self._bytes_read = None, 0
 
     def _file(self, path: Path) -> TensorFile[StoredT]:
-        if self._open is None or self._open[0] != path or self._bytes_read > _REMAP_BYTES:
+        if self._open is None or self._open[0] != path:
             self.close()
             self._open = path, self._open_file(path)
         return self._open[1]

@@ -8,8 +8,9 @@ of a token and one of its experts: T * K, M rows of one expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,37 @@ from .fusion import Fusion
 from .linear import GatedLinear, Linear
 from .mlp import GatedMlp
 from .rows import Rows, round_up
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertStack:
+    """The maps of all experts, on top of each other. An Iterable of those of each: views.
+
+    Attributes:
+        both: Gate above up of each, [X, 2 * I, D].
+        down: The maps back, [X, D, I].
+    """
+
+    both: Tensor
+    down: Tensor
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.both, self.down, strict=True)
+
+    @classmethod
+    def of(cls, experts: Iterable[tuple[Tensor, Tensor]], num_experts: int) -> Self:
+        """Returns a stack of experts, each copied in as it comes: those that are read one by one are never held twice.
+
+        Raises:
+            ValueError: There are more or fewer experts.
+        """
+        stacks: list[Tensor] = []
+        for index, tensors in zip(range(num_experts), experts, strict=True):
+            if not stacks:
+                stacks = [tensor.new_empty(num_experts, *tensor.shape) for tensor in tensors]
+            for stack, tensor in zip(stacks, tensors, strict=True):
+                stack[index].copy_(tensor)
+        return cls(*stacks)
 
 
 class Experts(Protocol):
@@ -46,7 +78,8 @@ class SparseExperts:
 
     Args:
         router_XD: [X, D] float32.
-        experts: Of each, gate above up [2 * I, D], and the map back [D, I]; taken one after the other.
+        experts: Of each, gate above up [2 * I, D], and the map back [D, I]; taken one after the other, or as they are
+            where they are an ExpertStack and a GPU runs them.
         activation: Of the gate, name as in config.json.
         top_k: K.
         renormalise: Whether the weights of a token's K experts sum to 1, instead of those of all X.
@@ -74,7 +107,8 @@ class SparseExperts:
         if router_XD.device.type == "cpu":
             self._experts = OneByOneExperts(experts, activation)
         else:
-            self._experts = SortedExperts(experts, num_experts, activation, fusion=fusion)
+            stack = experts if isinstance(experts, ExpertStack) else ExpertStack.of(experts, num_experts)
+            self._experts = SortedExperts(stack, activation, fusion=fusion)
         self._top_k = top_k
         self._renormalise = renormalise
 
@@ -123,15 +157,8 @@ class SortedExperts:
     See SparseExperts.
     """
 
-    def __init__(
-        self,
-        experts: Iterable[tuple[Tensor, Tensor]],
-        num_experts: int,
-        activation: str,
-        *,
-        fusion: Fusion = Fusion.NONE,
-    ) -> None:
-        self._both_X2ID, self._down_XDI = _stacked(experts, num_experts)
+    def __init__(self, stack: ExpertStack, activation: str, *, fusion: Fusion = Fusion.NONE) -> None:
+        self._both_X2ID, self._down_XDI = stack.both, stack.down
         self._gate = Gate(activation, fusion)
 
     def add_to(self, sum_RD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
@@ -145,23 +172,6 @@ class SortedExperts:
         sum_TD = sum_RD[: len(x_TD)]
         for place_T, weight_T in zip(place_TK.unbind(1), weight_TK.unbind(1), strict=True):
             sum_TD.addcmul_(out_AD[place_T].float(), weight_T[:, None])
-
-
-def _stacked(experts: Iterable[tuple[Tensor, Tensor]], num_experts: int) -> list[Tensor]:
-    """Returns [X, 2 * I, D] and [X, D, I], each expert copied in as it comes.
-
-    So experts that are read one by one are never all held twice.
-
-    Raises:
-        ValueError: There are more or fewer experts.
-    """
-    stacked: list[Tensor] = []
-    for index, tensors in zip(range(num_experts), experts, strict=True):
-        if not stacked:
-            stacked = [tensor.new_empty(num_experts, *tensor.shape) for tensor in tensors]
-        for whole, tensor in zip(stacked, tensors, strict=True):
-            whole[index].copy_(tensor)
-    return stacked
 
 
 def _run(expert: GatedMlp, x_TD: Tensor, token_M: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from ...layers.experts import SparseExperts
+from ...layers.experts import ExpertStack, SparseExperts
 from ...layers.mlp import GatedMlp
 from ...layers.recurrent.mixers import Mamba2Mixer, Mamba2Sizes
 from ...layers.weights import Weights
@@ -175,9 +175,9 @@ class GraniteHybridModel(HybridModel):
 def _load_experts(weights: Weights, config: GraniteHybridConfig) -> SparseExperts:
     """Reads the experts, whose maps lie on top of each other."""
     X, D, I = config.num_local_experts, config.hidden_size, config.intermediate_size  # noqa: E741
-    both_X2ID = weights.tensor("input_linear.weight", X, 2 * I, D)
-    down_XDI = weights.tensor("output_linear.weight", X, D, I)
-    experts = zip(both_X2ID, down_XDI, strict=True)
+    experts = ExpertStack(
+        weights.tensor("input_linear.weight", X, 2 * I, D), weights.tensor("output_linear.weight", X, D, I)
+    )
     router_XD = weights.tensor("router.layer.weight", X, D, dtype=torch.float32)
     return SparseExperts(
         router_XD, experts, config.hidden_act, config.num_experts_per_tok, renormalise=True, fusion=weights.fusion

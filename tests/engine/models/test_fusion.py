@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.layers import linear
-from penstock.engine.layers.experts import SortedExperts
+from penstock.engine.layers.experts import ExpertStack, SortedExperts
 from penstock.engine.layers.fusion import Fusion
 from penstock.engine.layers.linear import GatedLinear, Linear
 from penstock.engine.layers.norm import LayerNorm, RmsNorm
@@ -184,7 +184,7 @@ def test_fused_gates_of_experts_equal_the_others(device):
     expert = torch.tensor([[0, 2], [2, 1], [1, 0]], device=device).repeat(3, 1)
     sums = [torch.zeros(9, 16, device=device) for _ in range(2)]
     for sum_, fusion in zip(sums, (Fusion.NONE, Fusion.FUSED), strict=True):
-        experts = SortedExperts(zip(both, down, strict=True), 3, "silu", fusion=fusion)
+        experts = SortedExperts(ExpertStack(both, down), "silu", fusion=fusion)
         experts.add_to(sum_, x, expert, torch.ones(9, 2, device=device))
     assert_close(sums[1], sums[0])
 

@@ -68,7 +68,7 @@ def test_saved_states_are_not_overwritten_by_what_lies_in_the_next_slot() -> Non
     assert preempted.states.conv[0].unique().tolist() == [1.0, 2.0]
 
 
-def move(preempted: Preempted, watched: AbstractContextManager[None]) -> None:
+def move(preempted: Preempted, watched: AbstractContextManager[object]) -> None:
     """Takes a sequence from the slot 0 to the slot 1; whoever watches is told of waits."""
     memory, first = preempted.memory, preempted.at(0)
     states = [*preempted.states.conv, *preempted.states.ssm]
