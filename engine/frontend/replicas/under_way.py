@@ -62,13 +62,19 @@ class Run:
     timing: Timing | None = None
 
     def put(self, index: int, name: str, array: NDArray[np.float32], *, is_last: bool) -> None:
-        """Keeps one array of the answer; parts are joined when the last one is there."""
-        if not is_last:
-            self.parts.setdefault((index, name), []).append(array)
-        elif self.parts and (parts := self.parts.pop((index, name), None)) is not None:
+        """Keeps one array of the answer; parts are joined when the last one is there.
+
+        Those of several rows are copied, as they reach the caller: a view would keep all that its batch gave, in pinned
+        memory where a GPU ran it in this process. Single rows are stacked soon.
+        """
+        if is_last and self.parts and (parts := self.parts.pop((index, name), None)) is not None:
             self.outputs[index][name] = np.concatenate([*parts, array])
+            return
+        own = array.copy() if array.ndim > 1 else array
+        if is_last:
+            self.outputs[index][name] = own
         else:
-            self.outputs[index][name] = array
+            self.parts.setdefault((index, name), []).append(own)
 
     def time(self, times: StageTimes) -> None:
         """Records where the time went since the run was sent."""
