@@ -1,4 +1,4 @@
-"""Messages over a socket between two processes of one server, each with its length before it."""
+"""Messages over a socket between two processes of one server, heard on an event loop."""
 
 from __future__ import annotations
 
@@ -6,67 +6,61 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
+
+from penstock.engine.protocol.ipc.connection import Connection
 
 from .messages import FromSupervisor, FromWorker, encode
 
 logger = logging.getLogger(__name__)
 
-_LENGTH_BYTES: Final = 4
 Message = TypeVar("Message")
 
 
-class Channel(asyncio.Protocol, Generic[Message]):
+class Channel(Generic[Message]):
     """One end. Belongs to one event loop.
 
     Args:
         decode: Parses what the other end sends.
         on_message: Called for every message.
-        on_end: Called once, when the other end has gone, or sent what cannot be read.
+        on_end: Called once, when the other end has gone, or sent what cannot be read; not after `close`.
     """
 
     def __init__(
-        self, decode: Callable[[bytes], Message], on_message: Callable[[Message], None], on_end: Callable[[], None]
+        self, decode: Callable[[memoryview], Message], on_message: Callable[[Message], None], on_end: Callable[[], None]
     ) -> None:
         self._decode = decode
         self._on_message = on_message
         self._on_end = on_end
-        self._buffer = bytearray()
-        self._transport: asyncio.Transport
+        self._connection: Connection
 
-    async def open(self, end: socket.socket) -> None:
+    def open(self, end: socket.socket) -> None:
         """Begins to hear, and lets the socket be the channel's."""
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
+        self._connection = Connection(end)
+        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._hear)
 
     def send(self, message: FromWorker | FromSupervisor) -> None:
         """Sends a message without blocking; to an end that has gone, nothing."""
-        if not self._transport.is_closing():
-            frame = encode(message)
-            self._transport.write(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+        self._connection.send(encode(message))
 
     def close(self) -> None:
-        """Ends the channel."""
-        self._transport.close()
+        """Ends the channel. May be called twice."""
+        if (descriptor := self._connection.fileno()) >= 0:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            self._connection.close()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins."""
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
+    def _hear(self) -> None:
         """Takes the messages that are whole."""
-        self._buffer += data
         try:
-            while len(self._buffer) >= _LENGTH_BYTES:
-                end = _LENGTH_BYTES + int.from_bytes(self._buffer[:_LENGTH_BYTES], "little")
-                if len(self._buffer) < end:
-                    return
-                frame = bytes(self._buffer[_LENGTH_BYTES:end])
-                del self._buffer[:end]
-                self._on_message(self._decode(frame))
+            for message, _ in self._connection.receive():
+                if self._connection.fileno() >= 0:  # else closed by whoever heard the last one
+                    self._on_message(self._decode(message))
+        except EOFError:
+            self._end()
         except Exception:
             logger.exception("a message between the server's processes cannot be taken")
-            self._transport.abort()
+            self._end()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tells that it has ended."""
+    def _end(self) -> None:
+        self.close()
         self._on_end()

@@ -144,7 +144,7 @@ class HttpProcess:
             plan.send(end)
         way = HandoverEnd(connections)
         channel = Channel(decode_from_worker, self._take, self._lose)
-        await channel.open(end)
+        channel.open(end)
         self._channel, self._way = channel, way
         self._heartbeat = Heartbeat(self._hang_timeout_s or 10 * _FIGURES_EVERY_S, self._ask_own, self._give_up)
         if self._stopping.is_set():  # said while it was started

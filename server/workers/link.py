@@ -62,9 +62,9 @@ class SupervisorLink:
         self._questions: dict[int, asyncio.Future[list[Family]]] = {}
         self._numbers = itertools.count()
 
-    async def open(self, end: socket.socket) -> None:
+    def open(self, end: socket.socket) -> None:
         """Begins to hear the supervising process."""
-        await self._channel.open(end)
+        self._channel.open(end)
 
     def tell_serving(self) -> None:
         """Says that connections may come."""

@@ -53,7 +53,7 @@ class WorkerServer(HandedServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts the application, takes connections, and says so."""
-        await self._link.open(self._control)
+        self._link.open(self._control)
         await super().startup(sockets)
         self._link.tell_serving()
 

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from penstock.engine.protocol.ipc.connection import Connection
 from penstock.server.workers.channel import Channel
 from penstock.server.workers.messages import (
     AskFigures,
@@ -36,15 +37,25 @@ class End:
         return self.heard
 
 
-async def pair() -> tuple[End, End]:
+def pair() -> tuple[End, End]:
     ends, sockets = (End(), End()), socket.socketpair()
     for end, each in zip(ends, sockets, strict=True):
-        await end.channel.open(each)
+        end.channel.open(each)
     return ends
 
 
+def sent(message: FromWorker) -> bytes:
+    """What goes over the socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        connection = Connection(ours)
+        connection.send(encode(message))
+        connection.close()
+        return theirs.recv(1 << 16)
+
+
 async def test_messages_come_whole_and_in_order() -> None:
-    one, other = await pair()
+    one, other = pair()
     large = Figures(3, [Family("n", "t", "counter", [("n_total", {"a": str(i)}, float(i)) for i in range(20_000)])])
     said = [Serving(), Wanted(2), large, AskFigures(9), Prepared()]
     for message in said:
@@ -58,9 +69,8 @@ async def test_messages_come_whole_and_in_order() -> None:
 async def test_one_byte_at_a_time() -> None:
     end = End()
     ours, theirs = socket.socketpair()
-    await end.channel.open(theirs)
-    frame = encode(Wanted(7))
-    for byte in len(frame).to_bytes(4, "little") + frame:
+    end.channel.open(theirs)
+    for byte in sent(Wanted(7)):
         ours.send(bytes([byte]))
         await asyncio.sleep(0.001)
     assert await end.until(1) == [Wanted(7)]
@@ -68,11 +78,31 @@ async def test_one_byte_at_a_time() -> None:
     await asyncio.wait_for(end.ended.wait(), 10)
 
 
+async def test_what_is_closed_hears_and_tells_nobody_any_more() -> None:
+    end = End()
+    ours, theirs = socket.socketpair()
+
+    def take(message: FromWorker) -> None:
+        end.heard.append(message)
+        end.channel.close()
+
+    end.channel = Channel(decode_from_worker, take, end.ended.set)
+    end.channel.open(theirs)
+    ours.send(sent(Wanted(1)) + sent(Wanted(2)))
+    await asyncio.sleep(0.05)
+    assert end.heard == [Wanted(1)]
+    end.channel.close()
+    end.channel.send(Serving())
+    ours.close()
+    await asyncio.sleep(0.05)
+    assert not end.ended.is_set()
+
+
 async def test_what_cannot_be_read_ends_the_channel(caplog: pytest.LogCaptureFixture) -> None:
     end = End()
     ours, theirs = socket.socketpair()
-    await end.channel.open(theirs)
-    ours.send((5).to_bytes(4, "little") + b"hello")
+    end.channel.open(theirs)
+    ours.send(sent(Serving()).replace(b"Serving", b"Sorting"))
     await asyncio.wait_for(end.ended.wait(), 10)
     assert "cannot be taken" in caplog.text
     ours.close()

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.engine import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.ipc.connection import Connection
 from penstock.server.settings import ServerSettings
 from penstock.server.workers.link import SupervisorLink
 from penstock.server.workers.messages import NotLoaded, encode
@@ -21,20 +22,21 @@ async def test_an_answer_that_nobody_awaits_harms_nothing() -> None:
     on_end = Mock()
     link = SupervisorLink(WorkerPlan(ServerSettings(), (model,), 2, 0, 1, b"salt", 0), list, on_end)
     ours, theirs = socket.socketpair()
-    await link.open(theirs)
-    frame = encode(NotLoaded(0, "ModelLoadError", "There are no weights."))
-    frame = len(frame).to_bytes(4, "little") + frame
-    ours.sendall(frame)  # to one that has not asked yet
+    link.open(theirs)
+    supervisor, refusal = Connection(ours), encode(NotLoaded(0, "ModelLoadError", "There are no weights."))
+    supervisor.send(refusal)  # to one that has not asked yet
     await asyncio.sleep(0.05)
     gives_up = asyncio.create_task(link.engine(0))
     await asyncio.sleep(0.05)
     gives_up.cancel()
-    ours.sendall(frame)
+    supervisor.send(refusal)
     await asyncio.sleep(0.05)
     loading = asyncio.create_task(link.engine(0))
     await asyncio.sleep(0.05)
-    ours.sendall(frame)
+    supervisor.send(refusal)
     with pytest.raises(ModelLoadError, match="no weights"):
         await asyncio.wait_for(loading, 5)
     on_end.assert_not_called()
-    ours.close()
+    supervisor.close()
+    await asyncio.sleep(0.05)
+    on_end.assert_called_once_with()
