@@ -141,13 +141,17 @@ class Connection:
     def _take_whole(self, messages: list[Message]) -> None:
         """Adds the whole messages of the buffer; what follows them stays, in a buffer that will hold all of it."""
         data, begin, end = memoryview(self._buffer), 0, self._num_held
-        while (num_bytes := message_bytes(data[begin:end])) <= end - begin:
-            if num_bytes > _BUFFER_BYTES:  # nothing else is in its buffer
+        num_bytes, places = layout(data[:end])
+        while num_bytes <= end - begin:
+            is_alone = num_bytes > _BUFFER_BYTES  # in its buffer
+            whole = data if is_alone else memoryview(bytes(data[begin : begin + num_bytes]))
+            first, *frames = [whole[place] for place in places]
+            messages.append((first, frames))
+            if is_alone:
                 self._buffer, self._num_held = bytearray(_BUFFER_BYTES), 0
-                messages.append(parse(data))
                 return
-            messages.append(parse(memoryview(bytes(data[begin : begin + num_bytes]))))
             begin += num_bytes
+            num_bytes, places = layout(data[begin:end])
         if begin == 0 and num_bytes <= len(data):
             return  # it grows where it lies
         rest = bytes(data[begin:end])
@@ -204,23 +208,18 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a sender that waits
 
 
-def message_bytes(data: memoryview) -> int:
-    """Returns the Bytes of the message that begins there; of one whose sizes have not come, those up to their end."""
+def layout(data: memoryview) -> tuple[int, list[slice]]:
+    """Returns the Bytes of the message that begins there, and where its parts are in it.
+
+    Of one whose sizes have not come, the Bytes up to their end, and no parts.
+    """
     if len(data) < _SIZE.size:
-        return _SIZE.size
+        return _SIZE.size, []
     (num_parts,) = _SIZE.unpack_from(data)
     num_bytes: int = (1 + num_parts) * _SIZE.size
-    if len(data) < num_bytes:
-        return num_bytes
-    sizes: tuple[int, ...] = Struct(f"<{num_parts}q").unpack_from(data, _SIZE.size)
-    return num_bytes + sum(size + -size % _ALIGNMENT for size in sizes)
-
-
-def parse(data: memoryview) -> Message:
-    """Returns the parts of one whole message; they share its memory."""
-    (num_parts,) = _SIZE.unpack_from(data)
-    begin, parts = (1 + num_parts) * _SIZE.size, []
-    for size in Struct(f"<{num_parts}q").unpack_from(data, _SIZE.size):
-        parts.append(data[begin : begin + size])
-        begin += size + -size % _ALIGNMENT
-    return parts[0], list(parts[1:])
+    places: list[slice] = []
+    if len(data) >= num_bytes:
+        for size in Struct(f"<{num_parts}q").unpack_from(data, _SIZE.size):
+            places.append(slice(num_bytes, num_bytes + size))
+            num_bytes += size + -size % _ALIGNMENT
+    return num_bytes, places

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from penstock.engine.protocol.ipc.connection import Connection, message_bytes
+from penstock.engine.protocol.ipc.connection import Connection, layout
 
 Told = tuple[bytes, list[bytes]]
 
@@ -214,4 +214,5 @@ def test_what_is_no_message_is_an_error_and_not_waited_for(data: bytes) -> None:
 
 def test_sizes_are_known_as_soon_as_they_have_come() -> None:
     whole = memoryview(np.array([2, 3, 9], np.int64).tobytes() + bytes(24))
-    assert [message_bytes(whole[:end]) for end in (0, 7, 8, 23, 24, 48)] == [8, 8, 24, 24, 48, 48]
+    assert [layout(whole[:end]) for end in (0, 7, 8, 23)] == [(8, []), (8, []), (24, []), (24, [])]
+    assert [layout(whole[:end]) for end in (24, 48)] == [(48, [slice(24, 27), slice(32, 41)])] * 2
