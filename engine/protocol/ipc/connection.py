@@ -145,8 +145,7 @@ class Connection:
         while num_bytes <= end - begin:
             is_alone = num_bytes > _BUFFER_BYTES  # in its buffer
             whole = data if is_alone else memoryview(bytes(data[begin : begin + num_bytes]))
-            first, *frames = [whole[place] for place in places]
-            messages.append((first, frames))
+            messages.append((whole[places[0]], [whole[place] for place in places[1:]]))
             if is_alone:
                 self._buffer, self._num_held = bytearray(_BUFFER_BYTES), 0
                 return
