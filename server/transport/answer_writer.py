@@ -44,10 +44,11 @@ class AnswerWriter:
         """Writes a part of an answer, or what goes out before it."""
         if self._is_head_due and self._cycle is not None and self._cycle.response_started:
             self._is_head_due, self._head = False, data
-        elif self._head:
+        elif self._head and data:
             self._transport.writelines((self._head, data))
             self._head = b""
-        else:
+        else:  # from Python 3.12 on asyncio tries for ever to get rid of an empty piece among several
+            self.flush()
             self._transport.write(data)
 
     def flush(self) -> None:

@@ -47,6 +47,13 @@ def test_a_head_that_nothing_follows_goes_out_alone(transport: Mock, writer: Ans
     assert transport.mock_calls == [call.write(HEAD)]
 
 
+def test_an_empty_body_is_no_piece_beside_its_head(transport: Mock, writer: AnswerWriter) -> None:
+    writer.write(HEAD)
+    writer.write(b"")
+    assert transport.mock_calls[0] == call.write(HEAD)
+    assert not transport.writelines.called
+
+
 def test_a_head_goes_out_before_the_end(transport: Mock, writer: AnswerWriter) -> None:
     writer.write(HEAD)
     writer.close()
