@@ -5,7 +5,7 @@ import errno
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -452,7 +452,7 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
 
     settings = ServerSettings(data_dir=tmp_path / "data")
     (tmp_path / "data").mkdir()
-    with sqlite3.connect(tmp_path / "data" / "penstock.db") as database:
+    with closing(sqlite3.connect(tmp_path / "data" / "penstock.db", isolation_level=None)) as database:
         database.execute("PRAGMA user_version = 9")
     for _ in range(2):  # the lock has been given back
         with pytest.raises(UsageError, match="format 9"):
