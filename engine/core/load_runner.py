@@ -16,6 +16,8 @@ from .runner import Runner
 
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both names of torch, the newer one first. It reads them when CUDA is first used."""
+_FUSION_VARIABLE: Final = "TRITON_DEFAULT_FP_FUSION"
+"""Whether triton multiplies and adds in one instruction: 3.9 still does if nobody says, and warns of later ones."""
 
 
 def load_runner(config: EngineConfig) -> Runner:
@@ -41,6 +43,7 @@ def load_runner(config: EngineConfig) -> Runner:
             return ArrayRunner.load(info, machine, config)
     else:
         _let_segments_grow()
+        os.environ.setdefault(_FUSION_VARIABLE, "1")
     with needs_torch(config.name or config.model, why):
         from .model_runner import ModelRunner
 

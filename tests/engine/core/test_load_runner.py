@@ -48,6 +48,7 @@ def test_an_encoder_on_a_cpu_runs_without_torch(save_folder: SaveFolder, monkeyp
     assert loaded(save_folder("Qwen2Model", num_key_value_heads=2)) is ModelRunner
     assert loaded(save_folder("AlbertModel", embedding_size=16)) is ModelRunner
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "")
     monkeypatch.setattr(load_runner, "may_have_gpu", lambda: True)
     assert loaded(folder, device="auto") is ModelRunner
     monkeypatch.setattr(load_runner, "may_have_gpu", lambda: False)
@@ -55,7 +56,7 @@ def test_an_encoder_on_a_cpu_runs_without_torch(save_folder: SaveFolder, monkeyp
 
 
 @pytest.mark.parametrize("given", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_torchs_allocator_grows_its_segments_unless_the_operator_says_how_it_allocates(
+def test_a_gpus_libraries_are_told_what_suits_us_unless_the_operator_has_told_them(
     given: str | None, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -63,6 +64,8 @@ def test_torchs_allocator_grows_its_segments_unless_the_operator_says_how_it_all
         monkeypatch.setenv(name, "max_split_size_mb:64")  # so that both are as before when this has ended
         if name != given:
             monkeypatch.delenv(name)
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "")  # so that it is as before
+    monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION")
     before = dict(os.environ)
     folder = save_folder()
     loaded(folder)
@@ -70,7 +73,10 @@ def test_torchs_allocator_grows_its_segments_unless_the_operator_says_how_it_all
     monkeypatch.setattr(load_runner, "may_have_gpu", lambda: True)
     loaded(folder, device="auto")
     ours = {} if given else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert os.environ == before | ours
+    assert os.environ == before | ours | {"TRITON_DEFAULT_FP_FUSION": "1"}
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    loaded(folder, device="auto")
+    assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "0"
 
 
 def test_a_class_with_code_of_its_own_is_left_to_transformers(save_folder: SaveFolder) -> None:
