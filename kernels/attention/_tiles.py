@@ -13,18 +13,22 @@ SHORT_ROWS = 64
 
 
 class Tile(NamedTuple):
-    """Rows of queries and keys that a program holds at once, its warps, and how many tiles of keys are under way."""
+    """Rows of queries and keys that a program holds at once, its warps, and how many tiles of keys are under way.
+
+    Also the registers of a thread: None leaves them to ptxas.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 # By the width of a head, a power of two. Without tensor cores:
 _EXACT = {
-    16: Tile(32, 32, 4, 2),
-    32: Tile(32, 32, 4, 2),
+    16: Tile(32, 32, 4, 2, 96),
+    32: Tile(32, 32, 4, 2, 96),
     64: Tile(32, 32, 8, 2),
     128: Tile(16, 16, 4, 2),
     256: Tile(16, 16, 4, 2),

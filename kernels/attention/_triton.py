@@ -84,14 +84,13 @@ def _attention_kernel(
 
         r = offset + tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_K)
-        is_row = r < num_rows
         # Rows past the end repeat the last, so that no row sees nothing.
         token = tl.minimum(r, num_rows - 1) // GROUP_SIZE
         position = context_len + token
         head = kv_head * GROUP_SIZE + r % GROUP_SIZE
         row = (start + token).to(tl.int64)
-        mask_q = is_row[:, None] & (d < HEAD_SIZE)[None, :]
-        q = tl.load(q_ptr + (row * stride_q_row + head * stride_q_head)[:, None] + d[None, :], mask=mask_q, other=0.0)
+        q_addresses = q_ptr + (row * stride_q_row + head * stride_q_head)[:, None] + d[None, :]
+        q = tl.load(q_addresses, mask=(r < num_rows)[:, None] & (d < HEAD_SIZE)[None, :], other=0.0)
         bias_rows = bias_ptr + head.to(tl.int64) * stride_bias_head + position.to(tl.int64) * stride_bias_row
         k_head_ptr = k_ptr + kv_head * stride_k_head
         v_head_ptr = v_ptr + kv_head * stride_v_head
@@ -159,8 +158,16 @@ def _attention_kernel(
                 )
 
         rows = rows / total[:, None]
+        # Where they go is worked out anew from what is read again: kept since the beginning, it would take registers
+        # from the loops.
+        start = tl.load(cu_seqlens_ptr + n, volatile=True)
+        num_rows = (tl.load(cu_seqlens_ptr + n + 1, volatile=True) - start) * GROUP_SIZE
+        r = tile_row - start * GROUP_SIZE + tl.arange(0, BLOCK_M)
+        row = (start + r // GROUP_SIZE).to(tl.int64)
+        head = kv_head * GROUP_SIZE + r % GROUP_SIZE
         address = out_ptr + (row * stride_out_row + head * HEAD_SIZE)[:, None] + d[None, :]
-        tl.store(address, rows.to(out_ptr.dtype.element_ty), mask=mask_q)
+        mask = (r < num_rows)[:, None] & (d < HEAD_SIZE)[None, :]
+        tl.store(address, rows.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def attention_triton(
@@ -240,5 +247,6 @@ def attention_triton(
             BLOCK_K=padded_head(head_size),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            maxnreg=tile.max_registers,
         )
     return out
