@@ -64,10 +64,11 @@ def attention_cases() -> list[Any]:
         *(("fp32", size, 1, (*bias, *window)) for size in (32, 64)),
         ("fp32", 128, 1, window),
         ("fp32", 128, 1, (*causal, *cap)),
+        *(("bf16", size, 1, ("IS_PAGED", *window, *cap)) for size in (80, 128)),
         *(("fp32", 16, heads, bias) for heads in (1, 4)),
         ("fp32", 16, 1, ("HAS_LEFT",)),
         ("fp32", 16, 4, ("HAS_LEFT", *cap)),
-        *(("fp32", 32, 4, ("IS_PAGED", *causal, *features)) for features in ((), cap)),
+        *(("fp32", 32, 4, features) for features in ((), ("IS_PAGED", *causal), ("IS_PAGED", *causal, *cap))),
     ]
     return [cases[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[1:])]
 
@@ -128,7 +129,13 @@ def test_kv_store_compiles_to_wide_copies(
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     ("dtype", "head_size", "num_pairs", "has_norm"),
-    [("bf16", 64, 32, False), ("bf16", 128, 64, True), ("bf16", 80, 16, True), ("fp32", 256, 128, True)],
+    [
+        ("bf16", 64, 32, False),
+        ("bf16", 128, 64, True),
+        ("bf16", 80, 16, True),
+        ("fp32", 256, 128, True),
+        ("fp32", 128, 32, True),
+    ],
 )
 def test_rotary_compiles_to_wide_copies(
     dtype: str,
@@ -143,7 +150,7 @@ def test_rotary_compiles_to_wide_copies(
     from penstock.kernels.rotary import _triton
 
     tile = _triton.tile_options(24, head_size, num_pairs)
-    options = {"num_warps": tile.pop("num_warps")}
+    options = {name: tile.pop(name) for name in ("num_warps", "maxnreg")}
     constants = {"HAS_NORM": has_norm, "HAS_STORE": True, "HEAD_SIZE": head_size, "NUM_PAIRS": num_pairs} | tile
     ptx, report = compile_kernel(_triton._rotary_kernel, dtype, constants, options, capability, tmp_path)
     assert "0 bytes spill stores, 0 bytes spill loads" in report, report

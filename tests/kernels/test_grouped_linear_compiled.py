@@ -17,9 +17,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("is_many", [False, True], ids=["few_rows", "many_rows"])
+@pytest.mark.parametrize("num_groups", [16, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_compiles_without_spills(
-    dtype: str, is_many: bool, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, num_groups: int, is_many: bool, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     import triton
@@ -28,9 +29,9 @@ def test_compiles_without_spills(
 
     from penstock.kernels.grouped_linear import _triton
 
-    tile = _triton.tile_options(DTYPES[dtype], 100_000 if is_many else 1, 16)
-    options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-    constants = {"BLOCK_G": 16, "PRECISION": "ieee", **tile}
+    tile = _triton.tile_options(DTYPES[dtype], 100_000 if is_many else 1, num_groups)
+    options = {name: tile.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in tile}
+    constants = {"BLOCK_G": num_groups, "PRECISION": "ieee", **tile}
     pointers = dict.fromkeys(("x_ptr", "weight_ptr"), f"*{dtype}") | {"ends_ptr": "*i32", "out_ptr": f"*{dtype}"}
     numbers = dict.fromkeys(("stride_x", "num_groups", "num_in", "num_out"), "i32")
     names = ("x_ptr", "weight_ptr", "ends_ptr", "out_ptr", *numbers)
