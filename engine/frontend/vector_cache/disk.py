@@ -16,10 +16,11 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from errno import ENOSPC
+from errno import EDQUOT, EIO, ENOSPC
 from pathlib import Path
 from typing import Final
 
@@ -158,6 +159,10 @@ class DiskTier:
                     raise
                 self._env.reader_check()  # one that has died reads for ever
                 time.sleep(pause_s)
+            except lmdb.Error as error:
+                if os.strerror(EIO) in str(error):
+                    self._check_room()
+                raise
             else:
                 return
 
@@ -206,6 +211,15 @@ class DiskTier:
                     rows.delete()
                     self.num_evicted += 1
 
+    def _check_room(self) -> None:
+        """Looks whether the disk takes a transaction: where it took a part of one, LMDB says only that it failed.
+
+        Raises:
+            OSError: It does not.
+        """
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            os.posix_fallocate(file.fileno(), 0, int(_AT_ONCE * self.max_bytes))
+
     def _used_bytes(self) -> int:
         with self._env.begin() as transaction:
             stats = [transaction.stat(table) for table in (self._rows, self._numbers)]
@@ -224,7 +238,8 @@ def _errors(folder: Path) -> Iterator[None]:
         yield
     except (OSError, lmdb.Error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        has_no_room = isinstance(error, lmdb.MapFullError | lmdb.ReadersFullError) or os.strerror(ENOSPC) in reason
+        is_full = isinstance(error, lmdb.MapFullError | lmdb.ReadersFullError)
+        has_no_room = is_full or os.strerror(ENOSPC) in reason or os.strerror(EDQUOT) in reason
         raise (NoRoomError if has_no_room else DiskError)(f"{folder}: {reason}") from error
 
 
