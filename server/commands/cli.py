@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -28,6 +29,8 @@ from .vllm_flags import translated
 INTERRUPTED: Final = 130
 CUT_SHORT: Final = 141
 """As a shell shows a program that SIGPIPE ended."""
+
+_DECIDED_BY_LOADING: Final = ("kernels", "arithmetic")
 
 _SERVE = "Serve models over HTTP. Without MODEL: the embedded all-MiniLM-L6-v2."
 _EMBED = "Embed the rows of a file. An interrupted run continues when the same command is given again."
@@ -54,11 +57,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"penstock: error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # whoever read the output has closed it, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return CUT_SHORT
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _forget_output()
+        print(f"penstock: error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return CommandError.exit_code
     except KeyboardInterrupt as interrupt:
         print("; ".join(["penstock: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return INTERRUPTED
+
+
+def _forget_output() -> None:
+    """Python writes what is left of it when it ends, and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _open_closed_streams() -> None:
@@ -176,7 +190,7 @@ def _info(given: dict[str, Any]) -> int:
         info = resolve_model(settings.engine_config(model, names[0]))
     except ModelLoadError as error:
         raise CommandError(error.message) from error
-    files, rows = WeightFiles.of(info.path), resolved_table(info)
+    files, rows = WeightFiles.of(info.path), [row for row in resolved_table(info) if row[0] not in _DECIDED_BY_LOADING]
     if as_json:
         fields = {name: {"value": getattr(info, name), "from": source} for name, _, source in rows}
         head = {"name": info.name, "path": info.path, "parameters": files.num_parameters, "bytes": files.num_bytes}

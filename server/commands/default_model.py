@@ -32,10 +32,12 @@ def default_model_folder() -> Path:
 def model_and_names(model: str | None, served_names: tuple[str, ...] = ()) -> tuple[str, tuple[str, ...]]:
     """Returns the model to load and the names under which it is served, the shown one first.
 
-    A local folder is served under its own name and under the path as it was given. See `default_model_folder`, too.
+    A local folder is served under its own name, a link to one under that of the link, and both under the path as it was
+    given. See `default_model_folder`, too.
     """
     if model is None:
         return str(default_model_folder()), served_names or NAMES
     path = Path(model)
-    names = (path.resolve().name, model) if path.is_dir() else (model,)
+    own_name = path.name if path.is_symlink() else path.resolve().name
+    names = (own_name, model) if path.is_dir() else (model,)
     return model, served_names or tuple(dict.fromkeys(names))

@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from penstock.server.cluster.settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands import cli
+from penstock.server.commands.default_model import model_and_names
 from penstock.server.commands.help_groups import HELP_GROUPS
 from penstock.server.settings import EmbedSettings, InfoSettings, ServerSettings, environment_variable
 
@@ -241,12 +243,30 @@ def test_a_reader_that_leaves_early_is_no_error(arguments: tuple[str, ...]) -> N
     assert (done.returncode, done.stderr) == (cli.CUT_SHORT, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no disk that is always full")
+@pytest.mark.parametrize("command", ["models", "config"])
+def test_output_to_a_full_disk_is_one_line_and_an_error(command: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        command_line = [sys.executable, "-P", "-m", "penstock.server", command]
+        done = subprocess.run(command_line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "penstock: error: the output cannot be written: No space left on device\n"
+
+
+def test_a_link_to_a_folder_has_a_name_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "models--of--somebody").mkdir()
+    (tmp_path / "short").symlink_to(tmp_path / "models--of--somebody")
+    assert model_and_names(f"{tmp_path}/short/")[1] == ("short", f"{tmp_path}/short/")
+    assert model_and_names(f"{tmp_path}/short/../models--of--somebody")[1][0] == "models--of--somebody"
+
+
 def test_info_as_json() -> None:
     done = run("info", "--json", "--max-model-len", "64")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["parameters"] == 22_713_728
     assert answer["bytes"] > 4 * answer["parameters"]
+    assert not {"kernels", "arithmetic"} & set(answer["fields"])  # decided where the model is loaded
     assert answer["memory"] == {"float32": 90_854_912, "bfloat16": 45_427_456, "float16": 45_427_456}
     assert answer["fields"]["max_model_len"] == {"value": 64, "from": "--max-model-len"}
     assert answer["fields"]["sequence_pooling"]["value"] == ["MEAN"]
