@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,14 +30,16 @@ class Import(NamedTuple):
         return f"{self.path}:{self.line}: {'.' * self.level}{self.name}"
 
 
-def imports_of(layer: str) -> Iterator[Import]:
+@cache
+def imports_of(layer: str) -> list[Import]:
+    found = []
     for path in sorted((ROOT / layer).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(), str(path))):
             if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield Import(path.relative_to(ROOT), node.lineno, 0, alias.name)
+                found += [Import(path.relative_to(ROOT), node.lineno, 0, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                yield Import(path.relative_to(ROOT), node.lineno, node.level, node.module or "")
+                found.append(Import(path.relative_to(ROOT), node.lineno, node.level, node.module or ""))
+    return found
 
 
 def root_name(name: str) -> str:

@@ -9,7 +9,7 @@ import io
 import re
 import tokenize
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +27,7 @@ OF_OTHER_PROJECTS = frozenset({"modules/pooling.py", "mxbai_rerank_v2.py"})
 HOP = re.compile(r"^\d+\. `(?P<path>[\w/.]+\.py)` (?P<names>`[\w.]+`(?:, `[\w.]+`)*): \S")
 ROOM = re.compile(r"^- `(?P<path>[\w/]+)/`: (?P<sentence>.+)$", re.MULTILINE)
 MENTION = re.compile(r"(?<![\w.*-])(?:[\w.-]+/)*\w+\.py\b(?![*{])")
+DOTTED = re.compile(r"\bpenstock\.(?:\w+\.)*\w+")
 
 
 class Walk(NamedTuple):
@@ -152,30 +153,45 @@ def prose(path: Path) -> list[tuple[int, str]]:
     return comments + [(docstring.lineno, str(docstring.value)) for docstring in texts]
 
 
+def wrong_mentions(paths: list[Path], pattern: re.Pattern[str], is_there: Callable[[str], bool]) -> list[str]:
+    """What prose mentions that is not there. Few files mention such a thing at all: only their prose is looked for."""
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {mention}"
+        for path in paths
+        if not all(map(is_there, pattern.findall(path.read_text("utf-8"))))
+        for line, text in prose(path)
+        for mention in pattern.findall(text)
+        if not is_there(mention)
+    ]
+
+
 def test_every_file_that_prose_names_exists() -> None:
     """A file in a docstring, a comment or a document is one of that name; with folders, one whose path ends so."""
     paths = {str(path.relative_to(ROOT)) for path in tracked(".py")}
     names = {Path(path).name for path in paths} | OF_OTHER_PROJECTS
-    wrong = []
-    for path in tracked(".py", ".md", ".yaml", ".yml", ".toml", "Makefile", "Dockerfile"):
-        for line, text in prose(path):
-            for mention in MENTION.findall(text):
-                is_there = mention in names or any(f"/{known}".endswith(f"/{mention}") for known in paths)
-                # As the checkout's file is called inside the image.
-                if not is_there and not mention.startswith("usr/"):
-                    wrong.append(f"{path.relative_to(ROOT)}:{line}: {mention}")
+
+    @cache
+    def is_there(mention: str) -> bool:
+        # usr/: as the checkout's file is called inside the image.
+        known = mention in names or any(f"/{path}".endswith(f"/{mention}") for path in paths)
+        return known or mention.startswith("usr/")
+
+    files = tracked(".py", ".md", ".yaml", ".yml", ".toml", "Makefile", "Dockerfile")
+    wrong = wrong_mentions(files, MENTION, is_there)
     assert not wrong, "\n".join(wrong)
 
 
 def test_every_dotted_name_in_prose_exists() -> None:
     """A dotted name that begins with `penstock` and a layer is a module, or a name in one."""
-    wrong = []
-    for path in tracked(".py", ".md", ".yaml", ".toml", "Makefile", "Dockerfile"):
-        for line, text in prose(path):
-            mentions = [mention.split(".") for mention in re.findall(r"\bpenstock\.((?:\w+\.)*\w+)", text)]
-            bad = [".".join(names) for names in mentions if names[0] in LAYERS and not resolves(names)]
-            wrong += [f"{path.relative_to(ROOT)}:{line}: penstock.{name}" for name in bad]
+    files = tracked(".py", ".md", ".yaml", ".toml", "Makefile", "Dockerfile")
+    wrong = wrong_mentions(files, DOTTED, is_elsewhere_or_resolves)
     assert not wrong, "\n".join(wrong)
+
+
+@cache
+def is_elsewhere_or_resolves(name: str) -> bool:
+    names = name.split(".")[1:]
+    return names[0] not in LAYERS or resolves(names)
 
 
 def resolves(names: list[str]) -> bool:

@@ -117,7 +117,7 @@ async def test_a_large_answer_has_the_bytes_of_a_small_one(
 
 
 async def test_clients_of_http_1_0_get_a_length() -> None:
-    headers, pieces = await sent(json_response([1.5] * 1_000_000, in_pieces=True), version="1.0")
+    headers, pieces = await sent(json_response(np.full(1_000_000, 1.5), in_pieces=True), version="1.0")
     assert int(headers["content-length"]) == len(b"".join(pieces))
 
 
