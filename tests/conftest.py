@@ -1,10 +1,13 @@
 """Fixtures that every test folder shares."""
 
+import fcntl
+import gc
 import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import certifi
 import pytest
 
 from penstock.kernels.native import Machine, NativeError
@@ -36,6 +39,11 @@ def find_model(name: str) -> Path | None:
     return next((folder for folder in folders if any((folder / file).is_file() for file in files)), None)
 
 
+def shared_folder(config: pytest.Config) -> Path | None:
+    """A folder of all processes of a run side by side, or None where this is the only one."""
+    return Path(config.getoption("basetemp")).parent if hasattr(config, "workerinput") else None
+
+
 @pytest.fixture(scope="session")
 def model_folder() -> Callable[[str], Path]:
     """Find a trained model's folder by name; skip the test where there is none."""
@@ -65,12 +73,27 @@ def data_folder() -> Callable[[str], Path]:
     return find_or_skip
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _few_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For each client httpx reads all of certifi's, 30 ms; they vouch for no server of the tests, and one is enough."""
+    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
+    file = tmp_path_factory.mktemp("certificates") / "one.pem"
+    file.write_text(first + end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certifi, "where", lambda: str(file))
+        yield
+
+
 @pytest.fixture(scope="session")
-def amx_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def amx_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library whose AMX is a model in C, for processors with avx512bf16 that have none."""
+    folder = shared_folder(request.config) or tmp_path_factory.getbasetemp()
+    library = folder / "amx_model.so"
     try:
         Machine(1, isa="avx512bf16").close()
-        return build(tmp_path_factory.mktemp("amx") / "model.so", flags=("-DAMX_MODEL=1",))
+        with (folder / "amx_model.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the first process that needs it compiles it
+            return library if library.is_file() else build(library, flags=("-DAMX_MODEL=1", "-O1"))
     except (NativeError, NoCompilerError, subprocess.CalledProcessError) as error:
         pytest.skip(str(error))
 
@@ -109,3 +132,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Takes modules and tests, a million objects, out of the collector's sight: tests and servers call it by name."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Runs a test marked `alone` while no other process of this run tests anything."""
+    folder = shared_folder(item.config)
+    if folder is None:
+        return (yield)
+    kind = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    with (folder / "room.lock").open("w") as room:
+        with (folder / "door.lock").open("w") as door:
+            fcntl.flock(door, fcntl.LOCK_EX)  # who waits for the room to be empty lets nobody else in
+            fcntl.flock(room, kind)
+        return (yield)

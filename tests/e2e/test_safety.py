@@ -1,7 +1,6 @@
 """A server as it is put on a network: HTTPS, a file of keys, web pages of one origin. What it logs holds none of it."""
 
 import shutil
-import socket
 import ssl
 import subprocess
 import time
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from ..ports import free_port
 
 PAGE = "https://app.example.com"
 BODY = {"input": "a text that nobody else may read"}
@@ -50,9 +51,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def starting(penstock, default_model, certificate, keys, log) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
     """A server that has just been started, on torch so that it is not ready at once, and a client that trusts it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     files = ("--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(certificate[1]), "--api-key-file", str(keys))
     flags = ("--host", "127.0.0.1", "--port", str(port), "--cpu-kernels", "torch", "--cors-origins", PAGE, *files)
     with log.open("wb") as stderr:

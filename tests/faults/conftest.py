@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,8 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
+
+from ..ports import free_port
 
 Serving = Callable[[Path], AbstractAsyncContextManager[tuple[httpx.AsyncClient, AsyncEngine]]]
 START_TIMEOUT_S = 120
@@ -124,9 +125,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Ite
     def start(
         *flags: str, model: object = minilm_folder, log: Path | None = None, ready: bool = True, **environment: str
     ) -> Server:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         log = log or tmp_path_factory.mktemp("server") / "log.txt"
         command = [*COMMAND, "serve", str(model), "--device", "cpu"]
         with log.open("wb") as stderr:

@@ -225,10 +225,9 @@ def test_no_new_connection_fails_while_one_is_replaced(running: Processes) -> No
     statuses: Counter[int] = Counter()
     os.kill(running.workers()[0], signal.SIGKILL)
     ends_s = time.monotonic() + 4
-    while time.monotonic() < ends_s or len(running.workers()) < NUM_WORKERS:
+    while time.monotonic() < ends_s or len(running.workers()) < NUM_WORKERS or statuses.total() < 20:
         statuses[httpx.post(f"{running.server.url}/v1/embeddings", json={"input": "a"}, timeout=60).status_code] += 1
     assert set(statuses) == {200}
-    assert statuses[200] > 20
 
 
 def test_an_engine_that_is_killed_takes_what_was_under_way_and_no_more(running: Processes, connect: Connect) -> None:

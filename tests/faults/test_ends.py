@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ..ports import free_port
 from .conftest import COMMAND, START_TIMEOUT_S
 
 # What the interpreter, the C++ runtime and the C library say of a process that breaks while it ends.
@@ -36,9 +36,7 @@ def embed(model: Path, folder: Path) -> tuple[int, str]:
 
 def serve(model: Path, folder: Path) -> tuple[int, str]:
     """Serve until ready, answer once, then stop by SIGTERM; return the exit code and what was said."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = folder / "log.txt"
     command = [*COMMAND, "serve", str(model), "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as stderr, subprocess.Popen(["nice", *command], stderr=stderr) as process:
