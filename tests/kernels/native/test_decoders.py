@@ -50,9 +50,7 @@ def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
             assert torch.cosine_similarity(actual, expected, dim=1).min() > least
 
 
-@causal
-@pytest.mark.parametrize(("size", "page_size"), [(1, 16), (7, 3), (100, 16), (256, 1), (300, 128)])
-def test_chunks_give_the_whole_to_the_bit(machine: Machine, shape: Shape, size: int, page_size: int) -> None:
+def check_chunks(machine: Machine, shape: Shape, size: int, page_size: int) -> None:
     spec = make_spec(shape)
     texts = make_texts([length for length in LENGTHS if size > 1 or length < 100], 3)
     for form, attention in ways(machine):
@@ -60,6 +58,27 @@ def test_chunks_give_the_whole_to_the_bit(machine: Machine, shape: Shape, size: 
         assert decoder.page_itemsize == (2 if attention is Format.DOT and shape.head_size % 2 == 0 else 4)
         whole = rows_of(decoder, texts)
         assert np.array_equal(ChunkedDecoder(decoder, spec, texts, page_size).run(size), whole), form.name
+
+
+FAR_APART = [(256, 1), (300, 128)]
+"""Chunks of many pages, and of parts of pages, whatever computes them."""
+
+
+@causal
+@pytest.mark.parametrize(
+    ("size", "page_size"),
+    [(1, 16), (7, 3), (100, 16), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in FAR_APART)],
+)
+def test_chunks_give_the_whole_to_the_bit(machine: Machine, shape: Shape, size: int, page_size: int) -> None:
+    check_chunks(machine, shape, size, page_size)
+
+
+@causal
+@pytest.mark.parametrize(("size", "page_size"), FAR_APART)
+def test_chunks_and_pages_of_sizes_far_apart_give_the_whole(
+    widest: Machine, shape: Shape, size: int, page_size: int
+) -> None:
+    check_chunks(widest, shape, size, page_size)
 
 
 @shapes
