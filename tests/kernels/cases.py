@@ -87,7 +87,7 @@ class AttentionCase:
 
 ATTENTION_CASES = (
     AttentionCase("one_token", (1,)),
-    AttentionCase("one_63", (63,)),
+    AttentionCase("one_63", (63,), 3, 3),
     AttentionCase("equal_12", (12,) * 16),
     AttentionCase("odd_with_empty", (5, 1, 0, 7, 130, 12, 12, 60, 9, 1), 4, 4, 60),
     AttentionCase("ascending", (1, 3, 8, 9, 17, 17, 31, 64, 65, 100), 3, 3, 8),

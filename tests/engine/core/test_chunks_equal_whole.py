@@ -324,8 +324,15 @@ def memory_for_one(loaded: Loaded) -> int:
     raise AssertionError
 
 
-@pytest.mark.parametrize("pooling", POOLING)
-@pytest.mark.parametrize("task", [PoolingTask.EMBED, PoolingTask.TOKEN_EMBED])
+# Pooling decides what an embedding is; for rows of tokens one kind stands for all in the quick tests.
+EMBEDDED = [(PoolingTask.EMBED, pooling) for pooling in POOLING]
+ROWS = [
+    pytest.param(PoolingTask.TOKEN_EMBED, pooling, marks=() if pooling is PoolingType.MEAN else pytest.mark.slow)
+    for pooling in POOLING
+]
+
+
+@pytest.mark.parametrize(("task", "pooling"), EMBEDDED + ROWS)
 def test_preemption_in_the_middle_changes_nothing(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, task: PoolingTask
 ) -> None:

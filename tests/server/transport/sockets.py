@@ -20,7 +20,8 @@ from penstock.server.transport.http_server import HttpServer
 
 from ..conftest import FakeEngine
 
-SILENCE_S = 0.3
+NAPS = 6
+NAP_S = 0.05
 
 
 @contextlib.asynccontextmanager
@@ -46,15 +47,27 @@ async def exchange(port: int, *pieces: bytes) -> bytes:
     """Send pieces, and return what comes until the server closes or falls silent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
-    with contextlib.suppress(ConnectionError, TimeoutError):
+    with contextlib.suppress(ConnectionError):
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(0)
-        while received := await asyncio.wait_for(reader.read(65_536), SILENCE_S):
+        while received := await heard(reader):
             answer += received
     writer.close()
     return answer
+
+
+async def heard(reader: asyncio.StreamReader) -> bytes:
+    """What a server writes next, b"" at its end or where it stays silent.
+
+    Silence is a row of naps: a long one would end beside work of this process that took as long, and the answer to it
+    be missed.
+    """
+    for _ in range(NAPS):
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(reader.read(65_536), NAP_S)
+    return b""
 
 
 @contextlib.asynccontextmanager

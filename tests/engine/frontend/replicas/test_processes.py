@@ -88,6 +88,7 @@ async def drained_s(dispatcher: Dispatcher, num_requests: int, num_clients: int)
     return time.perf_counter() - began_s
 
 
+@pytest.mark.alone
 async def test_two_replicas_answer_twice_as_much(serve: Serve) -> None:
     many_s, large_s = [], []
     for count in (1, 2):
