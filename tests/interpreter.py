@@ -17,6 +17,9 @@ import pytest
 IS_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether this is such a process."""
 
+ONE_OF_16_BITS: Final = "(bfloat16 or not float16)"
+"""For pytest's `-k`: of the two types of 16 bits, which kernels treat alike, bfloat16."""
+
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
 
