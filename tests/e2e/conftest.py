@@ -146,8 +146,9 @@ def truth(default_model: Path) -> Callable[[list[str]], object]:
     return embed
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    """A browser for the tests of a file: it is never idle, and would take its share of all tests that follow."""
     binary = next(filter(None, map(shutil.which, NAMES)), None)
     if binary is None:
         pytest.skip(f"no Chromium: none of {', '.join(NAMES)} is on PATH (Debian: apt-get install chromium)")
