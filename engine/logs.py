@@ -7,9 +7,22 @@ from __future__ import annotations
 
 import logging
 import logging.config
-from typing import Any
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from select import PIPE_BUF
+from typing import Any, Final, TextIO
 
 import orjson
+
+_MOST_WAITING: Final = 4096
+"""Lines that wait to be written. What is logged beyond them is lost, and counted."""
+_GATHER_S: Final = 0.01
+"""Seconds in which more lines come before they are written: to wake the thread for each took as long as the line."""
+_PATIENCE_S: Final = 1.0
+"""Seconds that an end waits for a reader that takes nothing."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -29,13 +42,126 @@ class JsonFormatter(logging.Formatter):
         return orjson.dumps(line).decode()
 
 
+class BackgroundHandler(logging.Handler):
+    """Writes lines from a thread of its own, in order: a reader that has stopped reading holds nobody who logs.
+
+    The thread stays until the process ends: other libraries close every handler when they configure theirs, and log on.
+
+    Args:
+        stream: A file with a descriptor, such as sys.stderr.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._waiting: list[str] = []
+        self._num_dropped = 0
+        self._is_writing = False
+        self._changed = threading.Condition()  # its lock may be taken twice: signal handlers log, too
+        threading.Thread(target=self._write_all, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Has the line of `record` written soon, if there is room."""
+        try:
+            line = self.format(record)  # now: its arguments may change
+        except Exception:  # noqa: BLE001 - whatever a caller's arguments raise
+            self.handleError(record)
+            return
+        with self._changed:
+            if len(self._waiting) == _MOST_WAITING:
+                self._num_dropped += 1
+                return
+            self._waiting.append(line)
+            if len(self._waiting) == 1:
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Waits until nothing waits, a second at most. Called by the logging module when the process ends."""
+        self.wait_written()
+
+    def wait_written(self) -> bool:
+        """Waits as `flush`; returns whether all has been written."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._is_writing, _PATIENCE_S)
+
+    def _write_all(self) -> None:
+        """Writes what waits, for ever. Runs on the thread."""
+        num_lost = 0
+        while True:
+            lines, num_dropped = self._take()
+            num_lost += num_dropped + sum(number for piece, number in self._pieces(lines) if not self._write(piece))
+            if num_lost and self._write(self._encoded(self._notice(num_lost))):
+                num_lost = 0
+
+    def _take(self) -> tuple[list[str], int]:
+        """Returns the lines that wait, once there are any, and the number of those dropped after them."""
+        with self._changed:
+            self._is_writing = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._waiting)
+        time.sleep(_GATHER_S)
+        with self._changed:
+            self._is_writing = True
+            lines, num_dropped = self._waiting, self._num_dropped
+            self._waiting, self._num_dropped = [], 0
+            return lines, num_dropped
+
+    def _pieces(self, lines: Sequence[str]) -> Iterator[tuple[bytes, int]]:
+        """Yields what is written at once, with its number of lines: as many as a pipe takes in one piece.
+
+        Other processes that write there cannot come between; and each write lets go of the interpreter's lock, for
+        which a thread beside a busy one then waits 5 ms.
+        """
+        piece, number = b"", 0
+        for line in map(self._encoded, lines):
+            if piece and len(piece) + len(line) > PIPE_BUF:
+                yield piece, number
+                piece, number = b"", 0
+            piece, number = piece + line, number + 1
+        yield piece, number
+
+    def _encoded(self, line: str) -> bytes:
+        return f"{line}\n".encode(self._stream.encoding, "backslashreplace")
+
+    def _write(self, piece: bytes) -> bool:
+        """Returns whether lines could be written.
+
+        Straight to the descriptor: the lock of the stream's buffer, held by a write that does not return, would hold
+        the end of the process.
+        """
+        try:
+            while piece:
+                piece = piece[os.write(self._stream.fileno(), piece) :]
+        except (OSError, ValueError):  # the reader has gone, the disk is full, or the stream is closed
+            return False
+        return True
+
+    def _notice(self, num_lost: int) -> str:
+        text = "%d log lines before this one are lost: they were not read in time, or could not be written"
+        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (num_lost,), None)
+        return self.format(record)
+
+
+def flush_logs() -> bool:
+    """Waits until what was logged has been written, a second at most.
+
+    Returns:
+        Whether it has: else nobody reads stderr, and whoever writes there himself would wait for ever.
+    """
+    handlers = logging.getLogger().handlers
+    return all(each.wait_written() for each in handlers if isinstance(each, BackgroundHandler))
+
+
 def configure_logging(level: str, line_format: str) -> None:
-    """Sends all loggers, those of libraries too, to stderr.
+    """Sends all loggers, those of libraries too, to stderr, without a wait for who reads it.
 
     Args:
         level: Least severe level that is logged, such as "info".
         line_format: "console" or "json".
     """
+    stderr: dict[str, Any] = {"class": "logging.NullHandler"}
+    if sys.stderr is not None:  # Python has None for what was closed
+        stderr = {"()": BackgroundHandler, "stream": sys.stderr, "formatter": line_format}
     logging.config.dictConfig(
         {
             "version": 1,
@@ -44,7 +170,7 @@ def configure_logging(level: str, line_format: str) -> None:
                 "console": {"format": "%(asctime)s %(levelname)-7s %(name)s: %(message)s", "datefmt": "%H:%M:%S"},
                 "json": {"()": JsonFormatter},
             },
-            "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": line_format}},
+            "handlers": {"stderr": stderr},
             "root": {"level": level.upper(), "handlers": ["stderr"]},
             "loggers": {name: {"level": "WARNING"} for name in ("httpx", "httpcore", "urllib3", "filelock")},
         }

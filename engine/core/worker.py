@@ -20,7 +20,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from ..logs import configure_logging
+from ..logs import configure_logging, flush_logs
 from .bell import Bell
 from .core import EngineCore
 from .frontends import Frontends
@@ -50,6 +50,7 @@ def main() -> None:
         core.run()
     except Exception:
         logger.exception("the engine process ends")
+        flush_logs()
         os._exit(1)  # not through the interpreter's shutdown, which would wait for what a driver holds
     frontends.close(_LINGER_S)
 

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except CommandError as error:
-        print(f"penstock: error: {error}", file=sys.stderr)
+        _say_last(f"penstock: error: {error}")
         return error.exit_code
     except BrokenPipeError:  # whoever read the output has closed it, as `head` does
         _forget_output()
@@ -63,16 +63,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
         _forget_output()
-        print(f"penstock: error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        _say_last(f"penstock: error: the output cannot be written: {error.strerror}")
         return CommandError.exit_code
     except KeyboardInterrupt as interrupt:
-        print("; ".join(["penstock: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
+        _say_last("; ".join(["penstock: interrupted", *map(str, interrupt.args)]))
         return INTERRUPTED
 
 
 def _forget_output() -> None:
     """Python writes what is left of it when it ends, and would complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say_last(text: str) -> None:
+    """Prints after what was logged, unless nobody reads that: it would wait for ever."""
+    from penstock.engine.logs import flush_logs
+
+    if flush_logs():
+        print(text, file=sys.stderr)
 
 
 def _open_closed_streams() -> None:

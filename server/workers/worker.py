@@ -20,7 +20,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from penstock.engine.logs import configure_logging
+from penstock.engine.logs import configure_logging, flush_logs
 
 from ..app import Common, create_app
 from ..models import keeper
@@ -71,7 +71,12 @@ def main() -> None:
 
     def end() -> None:
         """Nothing can be served any more, and nobody would hear of it."""
-        asyncio.get_running_loop().create_task(link.close()).add_done_callback(lambda _: os._exit(1))
+
+        def leave(_: asyncio.Task[None]) -> None:
+            flush_logs()
+            os._exit(1)
+
+        asyncio.get_running_loop().create_task(link.close()).add_done_callback(leave)
 
     def figures() -> list[Metric]:
         metrics: Metrics = app.state.context.metrics

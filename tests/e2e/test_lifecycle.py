@@ -1,5 +1,6 @@
 """How a server starts, fails to start, and stops."""
 
+import contextlib
 import json
 import os
 import signal
@@ -121,6 +122,33 @@ def test_a_server_with_closed_standard_streams_serves_and_stops_in_peace(launch,
     assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a text"}).status_code == 200
     assert server.stop() == 0
     assert not exists(child)
+
+
+@pytest.mark.parametrize("flags", [(), ("--api-workers", "2")])
+def test_a_log_that_nobody_reads_holds_up_nobody(flags, launch, default_model, penstock, tmp_path) -> None:
+    pipe = tmp_path / "log"
+    os.mkfifo(pipe)
+    command = ("sh", "-c", f'exec "$0" "$@" 2>{pipe}', *penstock)
+    with contextlib.closing(os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)) as reader:
+        server = launch("--access-log", "--log-format", "json", *flags, command=command)
+        children = children_of(server.process.pid)
+
+        def ask() -> None:
+            with httpx.Client(base_url=server.url, headers={"x-request-id": "i" * 100}) as client:
+                for _ in range(400):
+                    assert client.get("/v1/models").status_code == 200
+
+        ask()
+        text, give_up_s = b"", time.monotonic() + 10
+        while text.count(b"penstock.access") < 400 or not text.endswith(b"\n"):
+            assert time.monotonic() < give_up_s
+            text += reader.read(65536) or b""
+        assert len(text) > 2 * 65536
+        assert all(json.loads(line) for line in text.splitlines())
+        ask()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert not any(exists(child) for child in children)
 
 
 def test_a_server_that_is_killed_leaves_nothing_behind(launch, default_model, tmp_path_factory) -> None:

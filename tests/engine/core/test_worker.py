@@ -177,4 +177,4 @@ async def test_no_thread_that_knows_the_core_outlives_main(tmp_path: Path, monke
     await core.close()
     assert isinstance(on_message.call_args.args[0], LoadFailed)
     assert "exit code 0" in on_exit.call_args.args[0]
-    assert left.read_text().split() == ["MainThread", "lifeline"]
+    assert left.read_text().split() == ["MainThread", "lifeline", "log"]

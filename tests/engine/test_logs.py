@@ -1,0 +1,154 @@
+"""Log lines: written by a thread of their own, in order, and a reader that does not read holds nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from io import TextIOWrapper
+from typing import NamedTuple
+
+import orjson
+import pytest
+
+from penstock.engine import logs
+from penstock.engine.logs import BackgroundHandler, JsonFormatter
+
+MOST_WAITING = 8
+
+
+class Piped(NamedTuple):
+    """A logger whose lines go into a pipe.
+
+    Attributes:
+        logger: Logs into it.
+        handler: Of the logger.
+        reader: Descriptor of the other end.
+    """
+
+    logger: logging.Logger
+    handler: BackgroundHandler
+    reader: int
+
+    def read(self) -> list[str]:
+        """The lines that have been written, once all are."""
+        text, is_written = b"", False
+        while not is_written:
+            is_written = self.handler.wait_written()
+            with contextlib.suppress(BlockingIOError):
+                text += os.read(self.reader, 2**20)
+        return text.decode().splitlines()
+
+
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Piped]:
+    monkeypatch.setattr(logs, "_MOST_WAITING", MOST_WAITING)
+    monkeypatch.setattr(logs, "_PATIENCE_S", 0.2)
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+        handler = BackgroundHandler(stream)
+        logger = logging.Logger("piped")  # noqa: LOG001 - of this test alone
+        logger.addHandler(handler)
+        yield Piped(logger, handler, reader)
+        os.close(reader)  # which ends a write that nobody has taken
+        handler.flush()
+
+
+def fill(piped: Piped) -> str:
+    """Fills the pipe, and returns the line that does not fit."""
+    line = "x" * 2**17
+    piped.logger.info("%s", line)
+    while piped.handler._waiting:
+        time.sleep(0.001)
+    return line
+
+
+def test_lines_come_in_order_as_they_were_when_they_were_logged(piped: Piped) -> None:
+    words = ["a"]
+    for number in range(MOST_WAITING):
+        piped.logger.info("%d %s", number, words)
+        words.append("b")
+    assert piped.read() == [f"{number} {['a', *'b' * number]}" for number in range(MOST_WAITING)]
+
+
+def test_exceptions_and_fields_are_kept(piped: Piped) -> None:
+    piped.handler.setFormatter(JsonFormatter())
+    fields = {"status": 200}
+    try:
+        raise ValueError("made up")
+    except ValueError:
+        piped.logger.exception("it failed", extra={"fields": fields})
+    fields["status"] = 500
+    (line,) = map(orjson.loads, piped.read())
+    assert (line["message"], line["level"], line["status"]) == ("it failed", "error", 200)
+    assert line["exception"].endswith("ValueError: made up")
+
+
+def test_what_finds_no_room_is_lost_and_told_where_it_was(piped: Piped) -> None:
+    first = fill(piped)
+    for number in range(MOST_WAITING + 5):
+        piped.logger.info("%d", number)
+    assert not piped.handler.wait_written()
+    *lines, notice = piped.read()
+    assert lines == [first, *map(str, range(MOST_WAITING))]
+    assert notice.startswith("5 log lines before this one are lost")
+    piped.logger.info("on")
+    assert piped.read() == ["on"]
+
+
+def test_lines_that_cannot_be_written_are_told_when_others_can(piped: Piped, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    piped.logger.info("lost")
+    assert piped.handler.wait_written()
+    monkeypatch.setattr(os, "write", write)
+    piped.logger.info("written")
+    line, notice = piped.read()
+    assert line == "written"
+    assert notice.startswith("1 log lines before this one are lost")
+
+
+def test_a_line_that_cannot_be_made_is_told_at_once(piped: Piped, capsys: pytest.CaptureFixture[str]) -> None:
+    piped.logger.info("%d", "no number")
+    assert "no number" in capsys.readouterr().err
+
+
+@pytest.fixture
+def script() -> str:
+    return textwrap.dedent("""
+        import logging, sys
+        from penstock.engine.logs import configure_logging
+
+        configure_logging("info", "console")
+        for number in range(int(sys.argv[1])):
+            logging.info("line %05d %s", number, "x" * 50)
+    """)
+
+
+def test_a_process_that_ends_at_once_has_written_all(script: str) -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", script, "4000"], capture_output=True, text=True, check=True)
+    lines = done.stderr.splitlines()
+    assert [int(line.split()[4]) for line in lines] == list(range(4000))
+
+
+def test_a_reader_that_does_not_read_holds_the_end_for_a_moment(script: str) -> None:
+    command = [sys.executable, "-P", "-c", script, "20000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.wait(30) == 0
+        assert isinstance(process.stderr, TextIOWrapper)
+        assert process.stderr.readline().split()[4] == "00000"
+
+
+def test_without_stderr_nothing_is_written(script: str) -> None:
+    command = ["sh", "-c", 'exec "$0" "$@" 2>&-', sys.executable, "-P", "-c", script, "10"]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b""
