@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from .poolers import PoolerFactory
 from .states import PoolingStates, Strategy
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_PREFETCHED: Final = 2
+"""Chunks of a sequence: while one is pooled, the next one is copied."""
 Rows = Tensor | NDArray[Any]
 
 
@@ -32,13 +34,29 @@ class _Loaded(NamedTuple):
     event: torch.cuda.Event | None
 
 
+class _Prefetched(NamedTuple):
+    """Rows as the caller gave them, and their copy on the device."""
+
+    given: Rows
+    loaded: Future[_Loaded]
+
+
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """One sequence: how far it has come, its state, and its next rows with their copy on the way to the device."""
+    """One sequence: its cursor, its running state, and its prefetched chunks, oldest first."""
 
     cursor: PoolingCursor
     states: PoolingStates
-    prefetched: tuple[Rows, Future[_Loaded]] | None = None
+    prefetched: list[_Prefetched] = field(default_factory=list)
+
+    def find(self, rows: Rows) -> _Prefetched | None:
+        """Returns the prefetched chunk that was given as this object."""
+        return next((chunk for chunk in self.prefetched if chunk.given is rows), None)
+
+    def drop(self, chunk: _Prefetched) -> None:
+        """Forgets a prefetched chunk. A copy that has not begun does not run."""
+        self.prefetched = [other for other in self.prefetched if other is not chunk]
+        chunk.loaded.cancel()
 
 
 class ChunkedPoolingManager:
@@ -108,22 +126,29 @@ class ChunkedPoolingManager:
             self._running[seq_id] = _Sequence(PoolingCursor(seq_len, 0), states)
 
     def prefetch(self, seq_id: Hashable, hidden_states: Rows) -> None:
-        """Begins to pack the next rows of a sequence and to copy them to the device, and returns at once.
+        """Starts the copy of later rows of a sequence to the device and returns at once.
 
         The copy runs on a thread, and on CUDA through pinned memory on a stream of its own, while other rows are
-        pooled. `process_chunk` with the same object then waits for what is left of it. One chunk of a sequence is kept:
-        a later call takes its place.
+        pooled. `process_chunk` with the same object then waits for the rest of the copy. Two chunks of a sequence are
+        kept, so the next chunk can be prefetched before the current one is processed; a third call drops the older
+        one, which `process_chunk` then copies again. A second call with the same object does nothing.
 
         Args:
             seq_id: A sequence that was started.
-            hidden_states: [L, D], any float type. Must stay as they are until `process_chunk` has them.
+            hidden_states: [L, D], any float type. The caller must not change them before `process_chunk` has pooled
+                them, and must pass the same object to it: a new slice of the same array is another object.
 
         Raises:
             KeyError: No such sequence is running.
         """
         with self._lock:
             sequence = self._find(seq_id)
-            sequence.prefetched = hidden_states, self._loader.submit(self._load, hidden_states, self._recorded())
+            if sequence.find(hidden_states) is not None:
+                return
+            loaded = self._loader.submit(self._load, hidden_states, self._recorded())
+            sequence.prefetched.append(_Prefetched(hidden_states, loaded))
+            if len(sequence.prefetched) > _MAX_PREFETCHED:
+                sequence.drop(sequence.prefetched[0])
 
     def process_chunk(
         self,
@@ -153,7 +178,8 @@ class ChunkedPoolingManager:
         with self._lock:
             sequence = self._find(seq_id)
             cursor = sequence.cursor
-            rows = self._rows_of(sequence, hidden_states)
+            prefetched = sequence.find(hidden_states)
+            rows = self._to_tensor(hidden_states) if prefetched is None else self._wait_for(sequence, prefetched)
             if rows.dim() != 2 or rows.shape[1] != self._hidden_size or rows.dtype not in _FLOAT_DTYPES:
                 raise ValueError(
                     f"a chunk must be [L, {self._hidden_size}] of a float type, got {rows.dtype} {list(rows.shape)}"
@@ -175,7 +201,9 @@ class ChunkedPoolingManager:
             for part in rows.split(self._max_chunk_size or len(rows)):
                 states.update(part, weights if states.num_tokens + len(part) == end else None)
             cursor.advance(len(rows))
-            sequence.states, sequence.prefetched = states, None
+            sequence.states = states
+            if prefetched is not None:
+                sequence.drop(prefetched)
             return cursor.is_complete if kept is None else kept
 
     def finalize(self, seq_id: Hashable) -> Tensor:
@@ -198,18 +226,26 @@ class ChunkedPoolingManager:
                 )
             is_token_level = states.is_token_level
             row = torch.empty(0, self._hidden_size, device=self._device) if is_token_level else states.finalize()
-            del self._running[seq_id]
+            self._forget(seq_id)
             return row
 
     def cancel(self, seq_id: Hashable) -> bool:
-        """Forgets a sequence and returns whether it was running."""
+        """Forgets a sequence with its prefetched chunks and returns whether it was running."""
         with self._lock:
-            return self._running.pop(seq_id, None) is not None
+            is_running = seq_id in self._running
+            if is_running:
+                self._forget(seq_id)
+            return is_running
 
     def get_pending_count(self) -> int:
         """Returns the number of sequences that were started and neither finalized nor cancelled."""
         with self._lock:
             return len(self._running)
+
+    def _forget(self, seq_id: Hashable) -> None:
+        sequence = self._running.pop(seq_id)
+        for chunk in sequence.prefetched:
+            sequence.drop(chunk)
 
     def _kept_rows(self, rows: Tensor, token_ids: Rows | None) -> Tensor:
         ids = None if token_ids is None else np.asarray(token_ids.cpu() if isinstance(token_ids, Tensor) else token_ids)
@@ -221,11 +257,13 @@ class ChunkedPoolingManager:
         )
         return PoolerFactory.create_token(self._types[0]).pool(rows, metadata).clone()
 
-    def _rows_of(self, sequence: _Sequence, hidden_states: Rows) -> Tensor:
-        """The rows on the device: those that were prefetched, where they are the same object."""
-        if sequence.prefetched is None or sequence.prefetched[0] is not hidden_states:
-            return self._to_tensor(hidden_states)
-        rows, event = sequence.prefetched[1].result()
+    def _wait_for(self, sequence: _Sequence, chunk: _Prefetched) -> Tensor:
+        """Returns the rows of a prefetched chunk. If its copy failed, the chunk is dropped and the error is raised."""
+        try:
+            rows, event = chunk.loaded.result()
+        except BaseException:
+            sequence.drop(chunk)
+            raise
         if event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(event)

@@ -1,6 +1,9 @@
 """The manager without a server: chunks in, the row of the whole sequence out."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from threading import Event, current_thread
 from typing import Any
 
@@ -209,6 +212,84 @@ def test_the_next_rows_are_loaded_while_others_are_pooled(monkeypatch: pytest.Mo
     manager.process_chunk("a", second)
     assert [length for _, length in loads].count(15) == 1
     assert all("pooling-prefetch" in name for name, length in loads if length == 5)
+    torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0), atol=1e-6, rtol=1e-6)
+
+
+def counted_loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Returns a list that grows with each copy of a chunk: the name of the thread, and the address of the chunk."""
+    loads: list[tuple[str, int]] = []
+    real = ChunkedPoolingManager._to_tensor
+
+    def counted(self: ChunkedPoolingManager, values: Any) -> Tensor:
+        loads.append((current_thread().name, id(values)))
+        return real(self, values)
+
+    monkeypatch.setattr(ChunkedPoolingManager, "_to_tensor", counted)
+    return loads
+
+
+def test_documented_loop_copies_each_chunk_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of the class docstring: all chunks but the first are copied by the prefetch thread, each once."""
+    loads = counted_loads(monkeypatch)
+    chunks = [part.numpy() for part in rows(95).split(10)]
+    manager = ChunkedPoolingManager(WIDTH, strategy="mean")
+    manager.start_sequence("a", 95)
+    for chunk, chunk_after in pairwise([*chunks, None]):
+        assert chunk is not None
+        if chunk_after is not None:
+            manager.prefetch("a", chunk_after)
+        manager.process_chunk("a", chunk)
+    torch.testing.assert_close(manager.finalize("a"), rows(95).mean(0), atol=1e-6, rtol=1e-6)
+    assert sorted(address for _, address in loads) == sorted(map(id, chunks))
+    assert sum("pooling-prefetch" in name for name, _ in loads) == len(chunks) - 1 == 9
+
+
+def test_prefetch_keeps_two_chunks_and_drops_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = counted_loads(monkeypatch)
+    chunks = [part.numpy() for part in rows(40).split(10)]
+    manager = ChunkedPoolingManager(WIDTH)
+    manager.start_sequence("a", 40)
+    for chunk in chunks[:3]:
+        manager.prefetch("a", chunk)
+    for chunk in chunks:
+        manager.process_chunk("a", chunk)
+    own = [address for name, address in loads if "pooling-prefetch" not in name]
+    assert own == [id(chunks[0]), id(chunks[3])]
+    torch.testing.assert_close(manager.finalize("a"), rows(40).mean(0), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("ends", ["cancel", "finalize"])
+def test_ended_sequence_releases_prefetched_chunks(ends: str) -> None:
+    manager = ChunkedPoolingManager(WIDTH)
+    manager.start_sequence("a", 20)
+    chunk = rows(20).numpy()
+    spares = [np.zeros((5, WIDTH), np.float32) for _ in range(2)]
+    references = [weakref.ref(spare) for spare in spares]
+    manager.process_chunk("a", chunk)
+    for spare in spares:
+        manager.prefetch("a", spare)
+    getattr(manager, ends)("a")
+    del spare, spares
+    manager._loader.submit(int).result(30)  # a copy that runs at the end still holds its chunk
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_failed_prefetch_is_raised_once_and_loads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = ChunkedPoolingManager(WIDTH)
+    manager.start_sequence("a", 20)
+    real, failures = ChunkedPoolingManager._to_tensor, [MemoryError("out of memory")]
+
+    def failing(self: ChunkedPoolingManager, values: Any) -> Tensor:
+        if failures:
+            raise failures.pop()
+        return real(self, values)
+
+    monkeypatch.setattr(ChunkedPoolingManager, "_to_tensor", failing)
+    manager.prefetch("a", chunk := rows(20))
+    with pytest.raises(MemoryError):
+        manager.process_chunk("a", chunk)
+    assert manager.process_chunk("a", chunk) is True
     torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0), atol=1e-6, rtol=1e-6)
 
 
