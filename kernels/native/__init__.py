@@ -4,7 +4,7 @@
 """
 
 from .encoder import NativeEncoder, NativeForward
-from .machine import Activation, Format, Machine, NativeError, Pooling
+from .machine import Activation, Format, Machine, NativeError, Pooling, shared_machine
 from .pages import Pages, Past
 from .specs import EncoderSpec, LayerSpec, MapSpec, NormSpec
 
@@ -22,4 +22,5 @@ __all__ = [
     "Pages",
     "Past",
     "Pooling",
+    "shared_machine",
 ]

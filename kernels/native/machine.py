@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -78,10 +79,11 @@ class PackedProduct:
 
 
 class Machine:
-    """Opens the library with `num_lanes` threads. Calls come from one thread.
+    """Opens the library with `num_lanes` threads. Calls come from one thread; `pool` may be called from any.
 
     Args:
-        num_lanes: Cores that a forward may use; at least 1.
+        num_lanes: Cores that a forward may use. 0 starts no thread: `pack`, `product` and `pool` run on the calling
+            thread, and there are no forwards.
         isa: Instruction set: "plain", "avx2", "avx2vnni", "avx512", "avx512vnni", "avx512bf16", "amx"; None takes the
             last of them that is here.
         library: The file.
@@ -132,6 +134,13 @@ class Machine:
         if self._handle is None:
             raise NativeError("these native kernels are closed")
         return self._handle
+
+    @property
+    def _with_lanes(self) -> int:
+        """The same for calls that need threads."""
+        if not self.num_lanes:
+            raise NativeError("these native kernels were opened with 0 lanes, and a forward needs at least 1")
+        return self._opened
 
     def pack(
         self,
@@ -194,14 +203,14 @@ class Machine:
     @property
     def num_free(self) -> int:
         """Lanes that have nothing to do."""
-        return int(self._library.penstock_free_lanes(self._opened))
+        return int(self._library.penstock_free_lanes(self._with_lanes))
 
     def ring(self, bell: int | None) -> None:
         """Names the descriptor that is written to where a forward ends, and where a lane has nothing more to do.
 
         After a call with None nobody writes to the last one any more.
         """
-        self._library.penstock_ring(self._opened, -1 if bell is None else bell)
+        self._library.penstock_ring(self._with_lanes, -1 if bell is None else bell)
 
     def begin(self, encoder: _abi.Encoder, batch: _abi.Batch) -> int:
         """Begins a forward; see NativeEncoder. What the structs point to lives until `end` has returned.
@@ -212,7 +221,7 @@ class Machine:
         Raises:
             MemoryError: Memory is short.
         """
-        handle = self._library.penstock_begin(self._opened, encoder, batch)
+        handle = self._library.penstock_begin(self._with_lanes, encoder, batch)
         if handle is None:
             raise MemoryError(_NO_MEMORY)
         return int(handle)
@@ -272,6 +281,19 @@ class Machine:
             *map(at, (dimensions, normalize, out)),
         )
         return out
+
+
+@cache
+def shared_machine() -> Machine | None:
+    """Returns a Machine without threads that all callers of the process share; it is not closed.
+
+    Returns:
+        None where the library is not built, was built from other sources, or does not know this processor.
+    """
+    try:
+        return Machine(0)
+    except NativeError:
+        return None
 
 
 def aligned(count: int, dtype: Any) -> Array:

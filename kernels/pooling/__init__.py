@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._packed import FLOAT_DTYPES, Backend, choose, describe
 from ..native import Machine
-from ._native import pool_native
+from ._native import pool_native, pool_on_machine
 from ._reference import MAX_TRITON_WIDTH, Pooling, pool_reference
 from ._state import PoolingState, finish, pool_partial
 from ._torch import pool_torch
@@ -137,7 +137,7 @@ def pool(
     if num_seqs == 0:
         return hidden_states.new_empty((0, width), dtype=out_dtype)
     if backend is None and machine is not None and not hidden_states.is_cuda and hidden_states.dtype == torch.float32:
-        rows = pool_native(
+        rows = pool_on_machine(
             machine,
             hidden_states,
             cu_seqlens[:-1],

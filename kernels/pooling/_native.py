@@ -1,13 +1,90 @@
-"""Pooling on a CPU in C: a sequence at a time, while its rows lie in the cache."""
+"""Pooling of sequences by the C library: one sequence at a time, while its rows are in the processor's cache."""
+
+from enum import Enum
+from typing import Any, overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..native import Machine, Pooling
+from .._packed import choose
+from ..native import Machine, Pooling as Kind, shared_machine
+from ._reference import MAX_TRITON_WIDTH, Pooling
+from ._torch import pool_torch
+
+Array = NDArray[Any]
+Integers = Tensor | Array | list[int] | tuple[int, ...]
+
+_OTHER_NAMES = {"first": "cls", "last_token": "last"}
+_KINDS = ("cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean")
+_MOST_ROWS = 2**31 - 1
 
 
+@overload
 def pool_native(
+    hidden_states: Array, seq_starts: Integers, seq_lens: Integers, strategy: str | Enum
+) -> NDArray[np.float32]: ...
+@overload
+def pool_native(hidden_states: Tensor, seq_starts: Integers, seq_lens: Integers, strategy: str | Enum) -> Tensor: ...
+def pool_native(
+    hidden_states: Tensor | Array, seq_starts: Integers, seq_lens: Integers, strategy: str | Enum
+) -> Tensor | NDArray[np.float32]:
+    """Pools sequences that lie anywhere in packed hidden states to one row each.
+
+    Rows on the CPU are pooled by the C library. Where the library is not built or does not know the processor, and for
+    rows on another device, torch or triton pools them with the same result: every path is within 5e-6 of the largest
+    absolute value of the reference. Sequences may overlap and may be in any order. A sequence of length 0 gives a row
+    of zeros. A NaN or an infinity in the rows of one sequence never reaches the row of another.
+
+    Args:
+        hidden_states: [T, D], an array or a tensor of any float type (numpy has no bfloat16). Need not be contiguous;
+            rows that are float32 and contiguous along D are read in place, others are copied to float32 first. Not
+            modified; no gradient flows back.
+        seq_starts: [N], integers: the first row of each sequence.
+        seq_lens: [N], integers: the number of rows of each sequence.
+        strategy: "cls" or "first", "last" or "last_token", "mean", "max", "mean_sqrt_len" or "weighted_mean", in any
+            case; or a member of an enum with such a name. The formulas are those of `pool`.
+
+    Returns:
+        [N, D] float32: an array for an array, a tensor on the same device for a tensor.
+
+    Raises:
+        TypeError: An argument is of another type, or holds numbers of another type.
+        ValueError: An argument has another shape, a sequence lies outside the rows, or `strategy` is unknown.
+    """
+    kind = _kind_of(strategy)
+    if not isinstance(hidden_states, Tensor | np.ndarray):
+        raise TypeError(f"hidden_states must be a numpy array or a torch tensor, got {type(hidden_states).__name__}")
+    if not _is_float(hidden_states):
+        raise TypeError(f"hidden_states must be of a float type, got {hidden_states.dtype}")
+    if hidden_states.ndim != 2 or not hidden_states.shape[1]:
+        raise ValueError(f"hidden_states must be [T, D] with D at least 1, got {list(hidden_states.shape)}")
+    starts, lengths = _indices("seq_starts", seq_starts), _indices("seq_lens", seq_lens)
+    _check_bounds(starts, lengths, hidden_states.shape[0])
+    machine = shared_machine()
+    if isinstance(hidden_states, Tensor) and (machine is None or hidden_states.device.type != "cpu"):
+        return _pool_gathered(hidden_states.detach(), starts, lengths, kind)
+    if machine is None:
+        rows = torch.from_numpy(np.array(hidden_states, np.float32, order="C"))
+        return _pool_gathered(rows, starts, lengths, kind).numpy()
+    is_tensor = isinstance(hidden_states, Tensor)
+    rows_TD = _readable(hidden_states.detach().float().numpy() if isinstance(hidden_states, Tensor) else hidden_states)
+    pooled = machine.pool(
+        rows_TD,
+        starts.astype(np.int32),
+        lengths.astype(np.int32),
+        Kind[kind.upper()],
+        width=rows_TD.shape[1],
+        dimensions=None,
+        normalize=np.zeros(len(starts), np.uint8),
+        skips=None,
+        weights=None,
+    )
+    return torch.from_numpy(pooled) if is_tensor else pooled
+
+
+def pool_on_machine(
     machine: Machine,
     hidden_states: Tensor,
     seq_starts: Tensor,
@@ -20,11 +97,11 @@ def pool_native(
     skip_tokens: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Pools sequences that may lie anywhere in a batch; otherwise as `pool` does.
+    """Pools sequences as `pool` does, by the library that the caller has opened. Checks nothing.
 
     Args:
         machine: The native kernels.
-        hidden_states: [T, D] float32 on the CPU.
+        hidden_states: [T, D] float32 on the CPU, contiguous along D.
         seq_starts: [N] int32, the first row of each sequence.
         seq_lens: [N] int32, their numbers of rows.
         strategy: A kind of `pool`.
@@ -42,7 +119,7 @@ def pool_native(
         hidden_states.numpy(),
         seq_starts.contiguous().numpy(),
         seq_lens.contiguous().numpy(),
-        Pooling[strategy.upper()],
+        Kind[strategy.upper()],
         width=width,
         dimensions=None if dimensions is None else dimensions.contiguous().numpy(),
         normalize=flags.contiguous().numpy().view(np.uint8),
@@ -50,3 +127,80 @@ def pool_native(
         weights=None if weights is None else weights.contiguous().numpy(),
     )
     return torch.from_numpy(rows)
+
+
+def _kind_of(strategy: str | Enum) -> str:
+    """Returns the kind of `pool` that a name or a member of an enum stands for."""
+    name = strategy.name if isinstance(strategy, Enum) else strategy
+    if not isinstance(name, str):
+        raise TypeError(f"strategy must be a name or a member of an enum, got {type(strategy).__name__}")
+    kind = name.lower().replace("-", "_")
+    kind = _OTHER_NAMES.get(kind, kind)
+    if kind not in _KINDS:
+        known = ", ".join([*_KINDS, *_OTHER_NAMES])
+        hint = '; "weighted" needs the weights that `pool` takes' if kind in ("weighted", "attention") else ""
+        raise ValueError(f"strategy must be one of {known}, got {name!r}{hint}")
+    return kind
+
+
+def _is_float(rows: Tensor | Array) -> bool:
+    return rows.is_floating_point() if isinstance(rows, Tensor) else np.issubdtype(rows.dtype, np.floating)
+
+
+def _indices(name: str, values: Integers) -> Array:
+    """Returns row numbers [N] on the host, in the integer type in which they came."""
+    if isinstance(values, Tensor):
+        array: Array = values.detach().cpu().numpy()
+    elif isinstance(values, np.ndarray | list | tuple):
+        array = np.asarray(values)
+    else:
+        raise TypeError(f"{name} must be an array, a tensor or a list of integers, got {type(values).__name__}")
+    if not array.size:
+        array = array.astype(np.int64)  # an empty list has no integer type
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, got {array.dtype}")
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be [N], got {list(array.shape)}")
+    return array
+
+
+def _check_bounds(starts: Array, lengths: Array, num_rows: int) -> None:
+    if len(starts) != len(lengths):
+        raise ValueError(f"seq_starts holds {len(starts)} values and seq_lens {len(lengths)}; both must hold N")
+    if num_rows > _MOST_ROWS:
+        raise ValueError(f"hidden_states has {num_rows} rows; at most {_MOST_ROWS} can be addressed")
+    outside = (starts < 0) | (lengths < 0) | (starts > num_rows) | (lengths > num_rows)
+    safe_starts, safe_lengths = (np.where(outside, 0, values).astype(np.int64) for values in (starts, lengths))
+    outside |= safe_starts + safe_lengths > num_rows
+    if outside.any():
+        first = int(outside.argmax())
+        raise ValueError(
+            f"sequence {first} has {lengths[first]} rows from row {starts[first]} on; hidden_states has {num_rows} rows"
+        )
+
+
+def _readable(rows: Array) -> NDArray[np.float32]:
+    """Returns rows as the library reads them: float32, aligned, contiguous along D; the same memory if it is so."""
+    rows = np.require(rows, np.float32, ["ALIGNED"])
+    stride, step = rows.strides
+    is_contiguous = (step == rows.itemsize or rows.shape[1] == 1) and stride >= 0 and stride % rows.itemsize == 0
+    return rows if is_contiguous else np.ascontiguousarray(rows)
+
+
+def _pool_gathered(rows: Tensor, starts: Array, lengths: Array, kind: str) -> Tensor:
+    """Pools by torch or triton, which take sequences end to end: the rows of each are copied to their place."""
+    starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
+    ends = np.cumsum(lengths)
+    if len(ends) and ends[-1] > _MOST_ROWS:
+        raise ValueError(f"the sequences have {ends[-1]} rows together; at most {_MOST_ROWS} can be pooled at once")
+    places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    rows = rows[torch.from_numpy(places).to(rows.device)]
+    if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        rows = rows.float()
+    bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(rows.device)
+    given = Pooling(rows, bounds, kind, rows.shape[1], None, False, None, None, torch.float32)
+    if len(lengths) and rows.shape[1] <= MAX_TRITON_WIDTH and choose(None, rows) == "triton":
+        from ._triton import pool_triton
+
+        return pool_triton(given, int(lengths.max()))
+    return pool_torch(given)

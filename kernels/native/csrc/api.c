@@ -22,11 +22,13 @@ EXPORT const char *penstock_isa(const char *wanted) {
     return isa ? isa->name : "";
 }
 
-/* Threads and memory for forwards; NULL where the system gives none. */
+/* Threads and memory for forwards; NULL where the system gives none. With 0 lanes no thread starts, and no forward
+ * may be begun: only the functions that run on the calling thread work. */
 EXPORT Machine *penstock_open(const char *wanted, int num_lanes) {
     Machine *machine = calloc(1, sizeof *machine);
     if (!machine) return NULL;
     machine->isa = find_isa(wanted);
+    if (machine->isa && !num_lanes) return machine;
     machine->lanes = machine->isa ? lanes_open(num_lanes) : NULL;
     machine->scratch = machine->lanes ? calloc((size_t)num_lanes, sizeof(Scratch)) : NULL;
     if (machine->scratch) return machine;
@@ -36,8 +38,8 @@ EXPORT Machine *penstock_open(const char *wanted, int num_lanes) {
 }
 
 EXPORT void penstock_close(Machine *machine) {
-    int count = lanes_count(machine->lanes);
-    lanes_close(machine->lanes); /* they may still run what nobody waits for */
+    int count = machine->lanes ? lanes_count(machine->lanes) : 0;
+    if (machine->lanes) lanes_close(machine->lanes); /* they may still run what nobody waits for */
     for (int i = 0; i < count; i++) free(machine->scratch[i].memory);
     free(machine->scratch);
     free(machine);

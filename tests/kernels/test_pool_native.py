@@ -1,0 +1,205 @@
+"""pool_native: every form of its arguments, the checks, and the same result with and without the C library."""
+
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.protocol.tasks import PoolingType
+from penstock.kernels.native import Pooling, shared_machine
+from penstock.kernels.pooling import _native, pool_native
+
+WIDTH = 20
+NUMBERS = np.random.default_rng(5)
+ROWS = NUMBERS.standard_normal((30, WIDTH), np.float32)
+STARTS, LENGTHS = [4, 0, 20, 4, 30], [7, 1, 10, 26, 0]
+STRATEGIES = ("cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean")
+
+
+class Strategy(enum.Enum):
+    """A foreign enum: its names count, not its values."""
+
+    FIRST = enum.auto()
+    LAST = enum.auto()
+    MEAN = enum.auto()
+    MAX = enum.auto()
+    ATTENTION_WEIGHTED = enum.auto()
+
+
+@pytest.fixture(autouse=True, params=["library", "torch"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Runs each test with the C library, and as where there is none."""
+    if request.param == "torch":
+        monkeypatch.setattr(_native, "shared_machine", lambda: None)
+    elif shared_machine() is None:
+        pytest.skip("the native kernels are not built")
+    yield request.param
+
+
+def by_hand(rows: np.ndarray, strategy: str) -> np.ndarray:
+    pooled = np.zeros((len(STARTS), WIDTH))
+    for row, start, length in zip(pooled, STARTS, LENGTHS, strict=True):
+        own = rows[start : start + length].astype(np.float64)
+        places = np.arange(1, length + 1)[:, None]
+        if length:
+            row[:] = {
+                "cls": lambda own=own: own[0],
+                "last": lambda own=own: own[-1],
+                "mean": lambda own=own: own.mean(0),
+                "max": lambda own=own: own.max(0),
+                "mean_sqrt_len": lambda own=own: own.sum(0) / np.sqrt(len(own)),
+                "weighted_mean": lambda own=own, places=places: (places * own).sum(0) / places.sum(),
+            }[strategy]()
+    return pooled
+
+
+def forms(rows: np.ndarray) -> dict[str, Any]:
+    """The same rows in every form that is taken."""
+    wide = np.full((60, WIDTH * 3), np.nan, np.float32)
+    wide[::2, 1 : 3 * WIDTH : 3] = rows
+    padded = np.full((30, WIDTH + 5), np.nan, np.float32)
+    padded[:, :WIDTH] = rows
+    raw = bytearray(rows.nbytes + 1)
+    raw[1:] = rows.tobytes()
+    read_only = rows.copy()
+    read_only.flags.writeable = False
+    return {
+        "float32": rows,
+        "float64": rows.astype(np.float64),
+        "every third column": wide[::2, 1 : 3 * WIDTH : 3],
+        "part of wider rows": padded[:, :WIDTH],
+        "by columns": np.asfortranarray(rows),
+        "backwards": rows[::-1].copy()[::-1],
+        "not aligned": np.frombuffer(raw, np.float32, offset=1).reshape(rows.shape),
+        "read only": read_only,
+        "other byte order": rows.astype(">f4"),
+        "tensor": torch.from_numpy(rows),
+        "tensor float64": torch.from_numpy(rows).double(),
+        "tensor transposed": torch.from_numpy(rows).T.contiguous().T,
+        "tensor with gradient": torch.from_numpy(rows).clone().requires_grad_(),
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("form", forms(ROWS))
+def test_every_form_of_rows_gives_the_same(form: str, strategy: str) -> None:
+    given = forms(ROWS)[form]
+    pooled = pool_native(given, STARTS, LENGTHS, strategy)
+    assert type(pooled) is (torch.Tensor if "tensor" in form else np.ndarray)
+    values = np.asarray(pooled)
+    assert (values.dtype, values.shape) == (np.float32, (5, WIDTH))
+    np.testing.assert_allclose(values, by_hand(ROWS, strategy), atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_of_16_bits_are_pooled_in_float32(strategy: str, dtype: torch.dtype) -> None:
+    rows = torch.from_numpy(ROWS).to(dtype)
+    pooled = pool_native(rows, STARTS, LENGTHS, strategy)
+    assert pooled.dtype is torch.float32
+    np.testing.assert_allclose(pooled.numpy(), by_hand(rows.float().numpy(), strategy), atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        list,
+        tuple,
+        *(lambda v, t=t: np.array(v, t) for t in (np.int8, np.uint8, np.int32, np.int64, np.uint64)),
+        *(lambda v, t=t: torch.tensor(v, dtype=t) for t in (torch.int32, torch.int64)),
+        lambda v: np.repeat(np.array(v), 2)[::2],
+        lambda v: torch.tensor(v).repeat_interleave(3)[::3],
+    ],
+)
+def test_indices_of_every_integer_type(make: Any) -> None:
+    pooled = pool_native(ROWS, make(STARTS), make(LENGTHS), "mean")
+    np.testing.assert_allclose(pooled, by_hand(ROWS, "mean"), atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ("first", "cls"),
+        ("FIRST", "cls"),
+        ("Last-Token", "last"),
+        (Strategy.FIRST, "cls"),
+        (Strategy.LAST, "last"),
+        (Strategy.MAX, "max"),
+        (PoolingType.CLS, "cls"),
+        (PoolingType.MEAN_SQRT_LEN, "mean_sqrt_len"),
+        (Pooling.WEIGHTED_MEAN, "weighted_mean"),
+    ],
+)
+def test_names_and_enum_members(given: Any, kind: str) -> None:
+    assert np.array_equal(pool_native(ROWS, STARTS, LENGTHS, given), pool_native(ROWS, STARTS, LENGTHS, kind))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nan_stays_in_its_sequence(strategy: str, value: float) -> None:
+    rows = ROWS.copy()
+    rows[12] = value
+    pooled = pool_native(rows, STARTS, LENGTHS, strategy)
+    clean = [0, 1, 2, 4]
+    np.testing.assert_allclose(pooled[clean], by_hand(ROWS, strategy)[clean], atol=5e-6, rtol=5e-6)
+    assert np.isfinite(pooled[3]).all() == (strategy in ("cls", "last") or (strategy == "max" and value == -np.inf))
+
+
+def test_nothing_to_pool() -> None:
+    assert pool_native(ROWS, [], [], "mean").shape == (0, WIDTH)
+    assert pool_native(torch.from_numpy(ROWS), torch.tensor([]), torch.tensor([]), "mean").shape == (0, WIDTH)
+    for strategy in STRATEGIES:
+        assert not pool_native(ROWS[:0], [0, 0], [0, 0], strategy).any()
+
+
+@pytest.mark.parametrize(
+    ("starts", "lengths", "message"),
+    [
+        ([0, 28], [3, 3], "sequence 1 has 3 rows from row 28 on; hidden_states has 30 rows"),
+        ([31], [0], "sequence 0 has 0 rows from row 31 on"),
+        ([-1], [2], "sequence 0 has 2 rows from row -1 on"),
+        ([0], [-2], "sequence 0 has -2 rows"),
+        (np.array([2**32 + 1]), np.array([1]), "sequence 0 has 1 rows from row 4294967297 on"),
+        (np.array([1]), np.array([2**63 - 1]), "sequence 0 has 9223372036854775807 rows"),
+        (np.array([2**64 - 1], np.uint64), np.array([1], np.uint64), "from row 18446744073709551615 on"),
+        ([0, 1], [1], "seq_starts holds 2 values and seq_lens 1"),
+        ([[0]], [[1]], r"seq_starts must be \[N\], got \[1, 1\]"),
+    ],
+)
+def test_sequences_outside_the_rows_are_refused(starts: Any, lengths: Any, message: str) -> None:
+    for rows in (ROWS, torch.from_numpy(ROWS)):
+        with pytest.raises(ValueError, match=message):
+            pool_native(rows, starts, lengths, "mean")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((ROWS.tolist(), [0], [1], "mean"), TypeError, "must be a numpy array or a torch tensor, got list"),
+        ((ROWS.astype(np.int32), [0], [1], "mean"), TypeError, "hidden_states must be of a float type, got int32"),
+        ((torch.ones(3, 4, dtype=torch.int64), [0], [1], "mean"), TypeError, "float type, got torch.int64"),
+        ((ROWS[0], [0], [1], "mean"), ValueError, r"must be \[T, D\] with D at least 1, got \[20\]"),
+        ((ROWS[:, :0], [0], [1], "mean"), ValueError, r"got \[30, 0\]"),
+        ((ROWS, [0.0], [1], "mean"), TypeError, "seq_starts must hold integers, got float64"),
+        ((ROWS, [0], torch.tensor([True]), "mean"), TypeError, "seq_lens must hold integers, got bool"),
+        ((ROWS, 0, [1], "mean"), TypeError, "seq_starts must be an array, a tensor or a list of integers, got int"),
+        ((ROWS, [0], [1], "median"), ValueError, "strategy must be one of cls, last, mean, .*, got 'median'"),
+        ((ROWS, [0], [1], "weighted"), ValueError, "needs the weights that `pool` takes"),
+        ((ROWS, [0], [1], Strategy.ATTENTION_WEIGHTED), ValueError, "got 'ATTENTION_WEIGHTED'"),
+        ((ROWS, [0], [1], 2), TypeError, "strategy must be a name or a member of an enum, got int"),
+        ((ROWS, [0], [1], None), TypeError, "got NoneType"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        pool_native(*arguments)
+
+
+@pytest.mark.gpu
+def test_rows_on_a_gpu_stay_there() -> None:
+    pooled = pool_native(torch.from_numpy(ROWS).cuda(), STARTS, LENGTHS, "mean")
+    assert pooled.is_cuda
+    np.testing.assert_allclose(pooled.cpu().numpy(), by_hand(ROWS, "mean"), atol=5e-6, rtol=5e-6)
