@@ -104,7 +104,7 @@ class OpenRequest:
         if self._is_look:
             self._looked_up.extend(inputs)
         name = "" if finish is None else finish.name
-        compute = partial(self._compute, params=params, finish=finish)
+        compute = partial(self._compute, finish=finish)
         return await cache.run(inputs, params, self._options.namespace, compute, name)
 
     async def _compute(

@@ -127,6 +127,7 @@ _FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
         None,
         (_MACHINE, c_int, c_void_p, c_long, *(c_void_p,) * 4, c_long, c_long, *(c_void_p,) * 3),
     ),
+    "penstock_cut": (None, (_MACHINE, c_void_p, c_long, c_long, c_long, c_int, c_void_p)),
 }
 
 

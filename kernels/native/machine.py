@@ -282,6 +282,21 @@ class Machine:
         )
         return out
 
+    def cut(self, rows_RD: Floats, width: int, *, normalize: bool) -> Floats:
+        """Returns the first `width` columns of rows [R, D], 1..D of them, L2-normalised if so asked: [R, width].
+
+        The same bits as from `pool` with CLS and sequences of one row. May be called from any thread.
+
+        Args:
+            rows_RD: Rows contiguous.
+            width: Columns of the result.
+            normalize: Whether rows are divided by their norm, which counts as at least 1e-12.
+        """
+        out = np.empty((len(rows_RD), width), np.float32)
+        stride = rows_RD.strides[0] // 4
+        self._library.penstock_cut(self._opened, at(rows_RD), stride, len(rows_RD), width, normalize, at(out))
+        return out
+
 
 @cache
 def shared_machine() -> Machine | None:

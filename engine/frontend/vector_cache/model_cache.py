@@ -6,8 +6,11 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
+
+from penstock.kernels.native import shared_machine
 
 from ...protocol.model_info import ModelInfo
 from ...protocol.params import PoolingParams
@@ -19,13 +22,17 @@ from .cache import VectorCache
 from .identity import UnknownIdentityError, identity_of, stamp_of
 from .keys import Keys, is_kept
 from .look_budget import LookBudget
+from .whole_rows import cut_embeddings, whole_params
 
 logger = logging.getLogger("penstock.engine")
 
 _MANY_TOKENS: Final = 250_000
 """Their keys take about a millisecond: more are made in a thread."""
+_MANY_NUMBERS: Final = 1_000_000
+"""To cut rows of so many takes about a millisecond: more are cut in a thread."""
+_NUM_PARAMS: Final = 64
 
-Compute = Callable[[list[TokenizedInput]], Awaitable[Sequence[Arrays]]]
+Compute = Callable[[list[TokenizedInput], PoolingParams], Awaitable[Sequence[Arrays]]]
 
 
 class ModelCache:
@@ -49,6 +56,8 @@ class ModelCache:
         self._identity: bytes | None = None
         self._opening: asyncio.Task[None] | None = None
         self._num_opened = 0
+        self._whole_params = lru_cache(_NUM_PARAMS)(whole_params)  # one object for like requests, as in AsyncEngine
+        self._machine = shared_machine()
 
     @property
     def looks_while_full(self) -> bool:
@@ -99,18 +108,32 @@ class ModelCache:
         compute: Compute,
         finish: str = "",
     ) -> list[Arrays]:
-        """Returns the outputs of each input, of which `compute` runs those that are not found, each once.
+        """Returns the outputs of each input. `compute` runs the inputs that are not found, each once.
+
+        Embeddings are computed and kept whole, and cut and normalised here: also while nothing is looked up yet, so
+        that a text has the same vector then.
 
         Args:
             inputs: To be answered.
             params: Resolved.
             namespace: Whose they are; see RequestOptions.
-            compute: Returns the outputs of inputs.
+            compute: Returns the outputs of inputs for the parameters that it is given.
             finish: What it makes of the outputs of the model; see Keys.of.
         """
+        whole = self._whole_params(params)
+        outputs = await self._find_or_compute(inputs, whole or params, namespace, compute, finish)
+        if whole is None or not outputs:
+            return outputs
+        if sum(output["embedding"].size for output in outputs) > _MANY_NUMBERS:
+            return await asyncio.to_thread(cut_embeddings, outputs, params, self._machine)
+        return cut_embeddings(outputs, params, self._machine)
+
+    async def _find_or_compute(
+        self, inputs: Sequence[TokenizedInput], params: PoolingParams, namespace: str, compute: Compute, finish: str
+    ) -> list[Arrays]:
         keys_of = self._keys
         if keys_of is None or not is_kept(params, finish):
-            return list(await compute(list(inputs)))
+            return list(await compute(list(inputs), params))
         if sum(map(len, inputs)) > _MANY_TOKENS:
             keys = await asyncio.to_thread(keys_of.of, inputs, params, namespace, finish)
         else:
@@ -124,7 +147,7 @@ class ModelCache:
         self.stats.num_disk_hits += len(arrays) - num_in_memory
         self.stats.num_misses += len(missing)
         if missing:
-            outputs = await compute(list(missing.values()))
+            outputs = await compute(list(missing.values()), params)
             is_current = self._keys is keys_of  # else another model has come meanwhile
             for key, output in zip(missing, outputs, strict=True):
                 arrays[key] = output

@@ -99,3 +99,10 @@ EXPORT void penstock_pool(const Machine *machine, int pooling, const float *hidd
                                   skips ? skips[s] : 0, width, dimensions ? dimensions[s] : width,
                                   normalize ? normalize[s] : 0, out + s * width);
 }
+
+/* Cuts rows [R, stride] to [R, width] and normalises them, as penstock_pool does with sequences of one row. */
+EXPORT void penstock_cut(const Machine *machine, const float *rows, long stride, long num_rows, long width,
+                         int normalize, float *out) {
+    for (long r = 0; r < num_rows; r++)
+        machine->isa->run_pooling(POOL_CLS, rows, stride, NULL, r, r + 1, 0, width, width, normalize, out + r * width);
+}

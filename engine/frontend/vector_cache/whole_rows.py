@@ -1,0 +1,57 @@
+"""The cache keeps each embedding whole, before truncation and normalisation; this cuts it to what a request asks for.
+
+One forward and one row then serve every width of a Matryoshka model, normalised or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from penstock.kernels.native import Machine
+
+from ...protocol.params import PoolingParams
+from ...protocol.results import stacked
+from ...protocol.tasks import PoolingTask
+from ..replicas.under_way import Arrays
+from .keys import is_kept
+
+_MIN_NORM: Final = 1e-12
+
+
+def whole_params(params: PoolingParams) -> PoolingParams | None:
+    """Returns the parameters of the row that is kept for a request: all dimensions, not normalised.
+
+    Returns:
+        None where rows of the request are kept as it asks for them: they are such rows, or no embeddings.
+    """
+    if not is_kept(params) or PoolingTask.EMBED not in (params.task, *params.also):
+        return None
+    whole = params.clone(dimensions=None, normalize=False, use_activation=False)
+    return None if whole == params else whole
+
+
+def cut_embeddings(outputs: Sequence[Arrays], params: PoolingParams, machine: Machine | None) -> list[Arrays]:
+    """Truncates and normalises whole embeddings; other outputs stay as they are.
+
+    The C library gives the bits that it gives inside an engine on this machine. numpy differs from it, and an engine on
+    torch or a GPU from both, by at most 2.5e-7 of the row's norm.
+
+    Args:
+        outputs: Of each input, with the whole "embedding" [W] float32. Not modified.
+        params: Resolved.
+        machine: The C library; None cuts with numpy.
+    """
+    rows_NW = stacked([output["embedding"] for output in outputs])
+    width = min(params.dimensions or rows_NW.shape[1], rows_NW.shape[1])
+    normalize = bool(params.normalize)
+    if machine is not None:
+        rows_NC = machine.cut(rows_NW, width, normalize=normalize)
+    else:
+        rows_NC = rows_NW[:, :width]
+        if normalize:
+            norms_N1 = np.sqrt(np.square(rows_NC, dtype=np.float64).sum(axis=1, keepdims=True))
+            rows_NC = rows_NC / np.maximum(norms_N1, _MIN_NORM).astype(np.float32)
+    return [{**output, "embedding": row_C} for output, row_C in zip(outputs, rows_NC, strict=True)]
