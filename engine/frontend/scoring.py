@@ -63,7 +63,14 @@ class PairScorer:
             task, score = PoolingTask.EMBED, self._score_by_cosine
         if task is not PoolingTask.SCORE:
             params.verify(PoolingTask.SCORE, self._info)
-            params = params.clone(use_activation=None, normalize=True if task is PoolingTask.EMBED else None)
+            if params.use_activation is not None:
+                raise InvalidRequestError(
+                    "{use_activation} belongs to scores of a cross-encoder; {model.name} scores by the similarity of "
+                    "its embeddings. Leave {use_activation} out.",
+                    param="use_activation",
+                    model=self._info,
+                )
+            params = params.clone(normalize=True if task is PoolingTask.EMBED else None)
         params = params.resolved(task, self._info)
         async with self._dispatcher.open(options, looks_up=is_kept(params)) as request:
             if options.max_pieces == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,11 +16,13 @@ from penstock.kernels.upload import upload
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
 from .chunks import BatchChunks, PoolingCursor
-from .packing import Rows, cu_seqlens_of, host_rows_between, prefix_sums, rows_between, rows_on_device
+from .packing import Rows, as_rows, cu_seqlens_of, host_rows_between, prefix_sums, rows_between, rows_on_device
 from .states import PoolingStates, Strategy, types_of
 
 if TYPE_CHECKING:
     from ..packed_batch import PackedBatch
+
+Array = Tensor | NDArray[Any]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -182,13 +184,13 @@ class PoolingMetadata:
 
     def update_all(
         self,
-        hidden_states_batch: Tensor | Sequence[Tensor | NDArray[np.float32]],
-        attention_weights_batch: Tensor | Sequence[Tensor | NDArray[np.float32] | None] | None = None,
+        hidden_states_batch: Array | Sequence[Array],
+        attention_weights_batch: Array | Sequence[Array | None] | None = None,
     ) -> None:
         """Adds the rows of a batch to the states and advances the cursors.
 
         Args:
-            hidden_states_batch: [T, D], any float type, packed: the rows of each cursor lie from `global_start` to
+            hidden_states_batch: [T, D], a tensor or an array of any float type, packed: the rows of each cursor lie from `global_start` to
                 `global_end`. Or, after `create`, the next rows [L_i, D] of each sequence. Not modified.
             attention_weights_batch: Row weights, for ATTENTION; read for sequences that end in this batch only.
                 After `create` [T], beside the rows, or for each sequence the weights of all its tokens so far and of
@@ -200,12 +202,16 @@ class PoolingMetadata:
                 remain.
         """
         chunks = self._running()
-        if self.seq_starts is None:
-            assert isinstance(hidden_states_batch, Tensor), "only `create` takes rows by sequence"
-            assert attention_weights_batch is None or isinstance(attention_weights_batch, Tensor), "as for the rows"
-            chunks.update(hidden_states_batch, attention_weights_batch, self.skip_tokens)
-            return
         rows, weights = hidden_states_batch, attention_weights_batch
+        if isinstance(rows, Tensor | np.ndarray) and rows.ndim == 2:
+            rows = as_rows(rows)
+        if isinstance(weights, Tensor | np.ndarray) and weights.ndim == 1:
+            weights = as_rows(weights)
+        if self.seq_starts is None:
+            assert isinstance(rows, Tensor), "only `create` takes rows by sequence"
+            assert weights is None or isinstance(weights, Tensor), "as for the rows"
+            chunks.update(rows, weights, self.skip_tokens)
+            return
         cursors = [self.cursors[i] for i in range(self.num_seqs)]
         if isinstance(rows, Tensor):
             rows = [rows[c.global_start : c.global_end] for c in cursors]
@@ -213,9 +219,9 @@ class PoolingMetadata:
             weights = [weights[c.global_end - c.chunk_end : c.global_end] for c in cursors]
         _check_lengths(self.num_seqs, hidden_states_batch=rows, attention_weights_batch=weights)
         device = self.cu_seqlens.device
-        packed = torch.cat([upload(torch.as_tensor(part), device) for part in rows])
+        packed = torch.cat([upload(as_rows(part), device) for part in rows])
         chunks.schedule([len(part) for part in rows])
-        own = {i: upload(torch.as_tensor(w), device) for i, w in enumerate(weights or ()) if w is not None}
+        own = {i: upload(as_rows(w).float(), device) for i, w in enumerate(weights or ()) if w is not None}
         chunks.update(packed, own, self.skip_tokens)
         for cursor, start, size in zip(cursors, self.seq_starts, self.seq_lens, strict=True):
             cursor.schedule(min(size, cursor.remaining), start + cursor.start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,15 @@ from penstock.kernels.upload import upload
 IntArray = NDArray[np.int64]
 # Packed rows of some sequences: a slice where they lie together, else [R] int64 on the device of the rows.
 Rows = slice | Tensor
+
+
+def as_rows(values: Tensor | NDArray[Any]) -> Tensor:
+    """Returns rows or weights as a tensor without gradient, which may share their memory; float64 as float32."""
+    if isinstance(values, Tensor):
+        rows = values.detach()
+    else:  # torch warns of arrays that nobody may write to
+        rows = torch.as_tensor(values) if values.flags.writeable else torch.tensor(values)
+    return rows.float() if rows.dtype is torch.float64 else rows
 
 
 def prefix_sums(lengths: Sequence[int] | IntArray | NDArray[np.bool_]) -> IntArray:

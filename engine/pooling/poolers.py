@@ -6,9 +6,10 @@ T packed rows of N sequences, width D, H attention heads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.native import Machine
@@ -18,8 +19,9 @@ from ..protocol.output_groups import distinct
 from ..protocol.tasks import PoolingType
 from .heads import Cut
 from .metadata import PoolingMetadata
-from .packing import kept_rows
+from .packing import as_rows, kept_rows
 
+Array = Tensor | NDArray[Any]
 _WHOLE_ROWS = Cut()
 
 
@@ -27,13 +29,13 @@ class Pooler(ABC):
     """Base of all pooling types. Immutable; holds no tensor."""
 
     @abstractmethod
-    def pool(self, hidden_states: Tensor, metadata: PoolingMetadata, attention_weights: Tensor | None = None) -> Tensor:
+    def pool(self, hidden_states: Array, metadata: PoolingMetadata, attention_weights: Array | None = None) -> Tensor:
         """Pools a batch of whole sequences; chunks go through `ModelPooler` or `PoolingMetadata.update_all`.
 
         Args:
-            hidden_states: [T, D], any float type. Not modified.
+            hidden_states: [T, D], a tensor or an array of any float type; float64 is pooled as float32. Not modified.
             metadata: Of the batch.
-            attention_weights: [T, H], float32. Read by AttentionWeightedPooler only.
+            attention_weights: [T, H], or [T] where one weight per row is known. Read by AttentionWeightedPooler only.
 
         Returns:
             [N, D] float32, a row per sequence; or, from token-level types, [R, D], the rows that are kept.
@@ -50,18 +52,18 @@ class SequencePooler(Pooler):
 
     def pool(
         self,
-        hidden_states: Tensor,
+        hidden_states: Array,
         metadata: PoolingMetadata,
-        attention_weights: Tensor | None = None,
+        attention_weights: Array | None = None,
         *,
         cut: Cut = _WHOLE_ROWS,
         machine: Machine | None = None,
     ) -> Tensor:
         """Pools, cuts and normalises in one pass; see `Pooler.pool`. Returns [N, width] float32."""
         _check_whole(metadata)
-        weights = self.row_weights(attention_weights)
+        weights = self.row_weights(None if attention_weights is None else as_rows(attention_weights))
         return pool(
-            metadata.packed(hidden_states),
+            metadata.packed(as_rows(hidden_states)),
             metadata.cu_seqlens,
             self.kind,
             dimensions=cut.dimensions,
@@ -133,13 +135,17 @@ class AttentionWeightedPooler(SequencePooler):
         self.attention_head_idx = attention_head_idx
 
     def row_weights(self, attention_weights: Tensor | None) -> Tensor:
-        """Returns the weight of every row [T], float32.
+        """Returns the weight of every row [T], float32, of weights by head [T, H] or by row [T].
 
         Raises:
-            ValueError: No weights, or fewer heads than the chosen one needs.
+            ValueError: No weights, those of another shape, or fewer heads than the chosen one needs.
         """
         if attention_weights is None:
             raise ValueError("ATTENTION pooling needs the attention weights of the model")
+        if attention_weights.dim() not in (1, 2):
+            raise ValueError(f"attention weights must be [T, H] or [T], got {list(attention_weights.shape)}")
+        if attention_weights.dim() == 1:
+            return attention_weights.float().contiguous()
         if self.attention_head_idx is None:
             return attention_weights.float().mean(dim=1)
         _check_head(self.attention_head_idx, attention_weights.shape[1])
@@ -149,12 +155,12 @@ class AttentionWeightedPooler(SequencePooler):
 class TokenPooler(Pooler):
     """A pooling type that gives a row per token."""
 
-    def pool(self, hidden_states: Tensor, metadata: PoolingMetadata, attention_weights: Tensor | None = None) -> Tensor:
+    def pool(self, hidden_states: Array, metadata: PoolingMetadata, attention_weights: Array | None = None) -> Tensor:
         """Returns the rows that are kept [R, D], in order; see `Pooler.pool`."""
         _check_whole(metadata)
         rows, _ = self.select(metadata)
-        hidden_states = metadata.packed(hidden_states)
-        return hidden_states if rows is None else hidden_states.index_select(0, rows)
+        packed = metadata.packed(as_rows(hidden_states))
+        return packed if rows is None else packed.index_select(0, rows)
 
     @abstractmethod
     def select(self, metadata: PoolingMetadata) -> tuple[Tensor | None, tuple[int, ...]]:

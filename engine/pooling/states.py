@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.pooling import PoolingKind, PoolingState, finish, pool, pool_partial
 from penstock.kernels.upload import upload
 
 from ..protocol.tasks import PoolingType
+from .packing import as_rows
 
 _KERNEL_KINDS: Final[dict[PoolingType, PoolingKind]] = {
     PoolingType.CLS: "cls",
@@ -94,8 +96,8 @@ class PoolingStates:
 
     def update(
         self,
-        hidden_states: Tensor,
-        attention_weights: Tensor | None = None,
+        hidden_states: Tensor | NDArray[Any],
+        attention_weights: Tensor | NDArray[Any] | None = None,
         *,
         chunk_start: int | None = None,
         skip_tokens: int = 0,
@@ -103,22 +105,32 @@ class PoolingStates:
         """Adds the next chunk.
 
         Args:
-            hidden_states: [L, D], any float type. The chunk's rows. Not kept; copied where need be.
-            attention_weights: [chunk_start + L], float32. Row weights of the whole sequence up to the end of the
+            hidden_states: [L, D], a tensor or an array of any float type; float64 is pooled as float32. The chunk's
+                rows. Not kept; copied where need be.
+            attention_weights: [chunk_start + L], any float type. Row weights of the whole sequence up to the end of the
                 chunk, for ATTENTION; only those of the last chunk count, so that the others may bring none.
             chunk_start: Place of the chunk's first token in the sequence; None means `num_tokens`. Rows that were
                 pooled before are left out.
             skip_tokens: Tokens at the head of the whole sequence that are left out; the same at every call.
 
         Raises:
-            ValueError: Rows are missing before the chunk.
+            ValueError: Rows are missing before the chunk, or the weights have another shape.
         """
+        hidden_states = as_rows(hidden_states)
         num_rows = hidden_states.shape[0]
         device = hidden_states.device
         cu_seqlens = upload(torch.tensor([0, num_rows], dtype=torch.int32), device)
         skip = upload(torch.tensor([skip_tokens], dtype=torch.int32), device) if skip_tokens else None
         start = self.num_tokens if chunk_start is None else chunk_start
-        update_states([self], hidden_states, (num_rows,), cu_seqlens, [start], [attention_weights], skip_tokens=skip)
+        weights = None
+        if attention_weights is not None:
+            weights = as_rows(attention_weights).to(device, torch.float32)
+            if weights.shape != (start + num_rows,):
+                raise ValueError(
+                    f"attention weights must be [{start + num_rows}], those of all tokens so far and of the chunk's "
+                    f"{num_rows} rows, got {list(weights.shape)}"
+                )
+        update_states([self], hidden_states, (num_rows,), cu_seqlens, [start], [weights], skip_tokens=skip)
 
     def finalize(self) -> Tensor:
         """Returns the pooled row [W] float32. Keeps the state as it is.

@@ -76,21 +76,26 @@ class PoolingParams:
         """Returns a copy with `changes` applied."""
         return dataclasses.replace(self, **changes)
 
-    def verify(self, task: PoolingTask, model: ModelInfo) -> None:
+    def verify(self, task: PoolingTask | str, model: ModelInfo) -> None:
         """Checks the parameters against the task and the served model.
+
+        Args:
+            task: A task or its name, such as "embed".
+            model: The served model.
 
         Raises:
             UnsupportedTaskError: The model has no such task.
             InvalidRequestError: A parameter does not belong to the task or has a value that the model refuses.
         """
+        task = _task_of(task)
         if task not in model.tasks:
             raise UnsupportedTaskError(
                 f"{model.name} does not support the task {task.value!r}; it supports {listed(model.tasks)}. "
                 f"Serve {_MODELS[task]} for it.",
                 param="task",
             )
-        if self.task is not None and self.task is not task:
-            raise InvalidRequestError(f"task is {self.task.value!r}, but this call runs {task.value!r}.", param="task")
+        if self.task is not None and _task_of(self.task) is not task:
+            raise InvalidRequestError(f"task is {str(self.task)!r}, but this call runs {task.value!r}.", param="task")
         stray = [n for n in _TASK_PARAMETERS if getattr(self, n) is not None and n not in VALID_PARAMETERS[task]]
         if stray:
             raise InvalidRequestError(
@@ -196,8 +201,9 @@ class PoolingParams:
                 param="returned_token_ids",
             )
 
-    def resolved(self, task: PoolingTask, model: ModelInfo) -> PoolingParams:
+    def resolved(self, task: PoolingTask | str, model: ModelInfo) -> PoolingParams:
         """Verifies, and fills every None that a pooler needs from the model's resolved defaults."""
+        task = _task_of(task)
         self.verify(task, model)
         if task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
             asked = self.normalize if self.normalize is not None else self.use_activation
@@ -214,6 +220,14 @@ class PoolingParams:
             step_tag_id=self.step_tag_id if self.step_tag_id is not None else model.step_tag_id,
             returned_token_ids=self.returned_token_ids or model.returned_token_ids,
         )
+
+
+def _task_of(task: PoolingTask | str) -> PoolingTask:
+    """Returns a task by its name; raises UnsupportedTaskError where there is none of that name."""
+    try:
+        return PoolingTask(task)
+    except ValueError:
+        raise UnsupportedTaskError(f"There is no task {task!r}; known are {listed(PoolingTask)}.", param="task") from None
 
 
 def _fields(names: Sequence[str]) -> str:

@@ -16,6 +16,8 @@ from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType, listed
 class PoolerConfig:
     """The operator's settings for the pooler of one model (`--pooler-config`). None means: from the model's files.
 
+    Fields of an enum take its names as plain strings, in any case, and `returned_token_ids` takes a list.
+
     Attributes:
         task: The one task of the model, with scoring where it comes of that; None leaves it all that it has.
         pooling_type: Stands for `tok_pooling_type` if it is ALL or STEP, else for `seq_pooling_type`.
@@ -58,6 +60,8 @@ class PoolerConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
+        for name in (*_ENUM_FIELDS, "returned_token_ids"):
+            object.__setattr__(self, name, _checked(name, getattr(self, name)))
         check_least(self, 1, "dimensions", "max_embed_len")
         for name in ("logit_mean", "logit_sigma", "logit_bias", "logit_scale"):
             value = getattr(self, name)
@@ -146,10 +150,11 @@ def _checked(name: str, value: Any) -> Any:
     if value is None:
         return None
     if name in _ENUM_FIELDS:
-        known = {member.lower(): member for member in _ENUM_FIELDS[name]}
-        if str(value).lower() in known:
-            return known[str(value).lower()]
-        raise ValueError(f"{name} is {value!r}; it must be one of {listed(known.values())}.")
+        kind = _ENUM_FIELDS[name]
+        try:
+            return kind(str(value) if kind is PoolingType else str(value).lower())
+        except ValueError:
+            raise ValueError(f"{name} is {value!r}; it must be one of {listed(kind)}.") from None
     if name in _BOOL_FIELDS:
         fits, wanted = isinstance(value, bool), "true or false"
     elif name in _FLOAT_FIELDS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
-from typing import Any, Final
+from typing import Any
 
 
 class PoolingTask(StrEnum):
@@ -20,8 +20,8 @@ class PoolingTask(StrEnum):
 class PoolingType(StrEnum):
     """How token rows become the answer for a sequence. Values are the names on the wire.
 
-    `PoolingType("mean")` takes any case, and the names that some types have elsewhere: "first", "last_token" and
-    "attention_weighted".
+    FIRST, LAST_TOKEN and ATTENTION_WEIGHTED are other names of CLS, LAST and ATTENTION. `PoolingType("mean")` takes
+    every name in any case, with "-" as "_": "attention-weighted".
 
     Raises:
         ValueError: No type has that name; the message lists those that are known.
@@ -36,11 +36,13 @@ class PoolingType(StrEnum):
     ATTENTION = "ATTENTION"
     ALL = "ALL"
     STEP = "STEP"
+    FIRST = "CLS"
+    LAST_TOKEN = "LAST"
+    ATTENTION_WEIGHTED = "ATTENTION"
 
     @classmethod
     def _missing_(cls, value: object) -> PoolingType:
-        name = str(value).upper()
-        found = cls.__members__.get(_OTHER_NAMES.get(name, name))
+        found = cls.__members__.get(str(value).upper().replace("-", "_"))
         if found is None:
             raise ValueError(f"there is no pooling type {value!r}; known are {listed(cls)}.")
         return found
@@ -53,12 +55,6 @@ class PoolingType(StrEnum):
 
 PoolingStrategy = PoolingType
 """The same under the name that the strategies of poolers go by."""
-
-_OTHER_NAMES: Final = {
-    "FIRST": "CLS",
-    "LAST_TOKEN": "LAST",
-    "ATTENTION_WEIGHTED": "ATTENTION",
-}
 
 
 class ChunkedProcessingMode(StrEnum):

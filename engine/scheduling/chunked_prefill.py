@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, cast
@@ -63,7 +64,10 @@ class ChunkedPrefillManager(ChunkQueue[R]):
         *,
         arrival_s: float | None = None,
     ) -> list[PrefillChunk[R]]:
-        """Takes in a prompt and returns its chunks as they would be now; each is cut when its turn comes.
+        """Takes in a prompt and returns a forecast of its chunks.
+
+        The chunks that run are cut later, when the prompt is next, and may be shorter if memory is short then. They
+        come from `schedule_chunk` or `iterate_chunks`; those of the forecast stay PENDING and cannot be started.
 
         Raises InvalidRequestError where the name is in use, the prompt is empty, or an argument is out of range.
 
@@ -116,7 +120,7 @@ class ChunkedPrefillManager(ChunkQueue[R]):
             yield self.start_chunk(self._cut(request, request.chunk_size or self.config.chunk_size).chunk_id)
 
     def merge_chunks(self, request_id: Hashable) -> Any:
-        """Returns the outputs of all chunks in order: lists and arrays joined to one, others as a list.
+        """Returns the outputs of all chunks in order: lists, arrays and torch tensors joined to one, others as a list.
 
         Raises ChunkStateError where the prompt is unknown or not complete, or some of its chunks gave none.
         """
@@ -129,6 +133,9 @@ class ChunkedPrefillManager(ChunkQueue[R]):
             raise ChunkStateError(f"request {request_id!r}: {request.num_chunks - len(outputs)} chunks have no output.")
         if outputs and all(isinstance(output, np.ndarray) for output in outputs):
             return np.concatenate(outputs)
+        torch = sys.modules.get("torch")  # without it no output is a tensor
+        if outputs and torch is not None and all(isinstance(output, torch.Tensor) for output in outputs):
+            return torch.cat(outputs)
         return list(itertools.chain(*outputs)) if all(isinstance(output, list) for output in outputs) else outputs
 
     def get_request(self, request_id: Hashable) -> R | None:

@@ -51,7 +51,10 @@ class SequenceSlot:
 class SsmStatePool:
     """Slot numbers bound to requests. Not thread-safe: its owner holds a lock.
 
-    A slot comes with whatever its last owner left there: a sequence starts from zeros, not from what it finds.
+    A slot keeps the states of its last owner: a sequence must start from zeros.
+
+    The pool of a served model has no storage. The states of its slots are in ChunkMemory, which keeps two places per
+    slot (before and after the chunk that runs), so `slot` returns only the owner there.
 
     Args:
         num_slots: Slots in the pool.

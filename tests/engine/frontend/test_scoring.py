@@ -84,8 +84,16 @@ async def test_cosine_of_one_query_or_of_one_for_each_document() -> None:
 async def test_parameters_that_scores_have_no_use_for_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="it does not take dimensions"):
         await Bench(info()).score(["a"], ["b"], params=PoolingParams(dimensions=4))
-    await (bench := Bench(info(normalize=False))).score(["a"], ["b"], params=PoolingParams(use_activation=False))
+    await (bench := Bench(info(normalize=False))).score(["a"], ["b"])
     assert bench.core.sent[0][0].params.normalize is True
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_embedder_refuses_use_activation_for_scores(asked: bool) -> None:
+    with pytest.raises(InvalidRequestError, match="use_activation belongs to scores of a cross-encoder; words") as told:
+        await (bench := Bench(info())).score(["a"], ["b"], params=PoolingParams(use_activation=asked))
+    assert told.value.param == "use_activation"
+    assert not bench.core.sent
 
 
 async def test_prompts_of_queries_and_documents() -> None:

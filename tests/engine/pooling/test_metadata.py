@@ -1,5 +1,6 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -226,3 +227,24 @@ def test_names_of_strategies() -> None:
     for wrong in ("median", "", 3, None):
         with pytest.raises(ValueError, match=f"no pooling type {wrong!r}; known are CLS, LAST, MEAN, MAX"):
             PoolerFactory.create(wrong)  # type: ignore[arg-type]
+
+
+def test_strategies_have_the_members_of_the_specification() -> None:
+    assert PoolingStrategy.FIRST is PoolingType.CLS
+    assert PoolingStrategy.LAST_TOKEN is PoolingType.LAST
+    assert PoolingStrategy.ATTENTION_WEIGHTED is PoolingType.ATTENTION
+    for name in ("attention-weighted", "Attention-Weighted", "ATTENTION_weighted"):
+        assert PoolingStrategy(name) is PoolingType.ATTENTION
+    assert "FIRST" not in list(PoolingType)  # an alias is not listed by itself
+
+
+@pytest.mark.parametrize("make", [torch.from_numpy, np.asarray, lambda rows: rows.astype(np.float64)])
+def test_one_packed_array_for_all_sequences(make: Any) -> None:
+    packed, weights = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32), np.ones(7, np.float32)
+    for strategy in ("mean", "attention"):
+        metadata = PoolingMetadata.create([0, 3], [3, 4], 4, strategy, [2, 2])
+        while metadata.get_incomplete_indices():
+            metadata.update_all(make(packed), make(weights))
+        results = metadata.finalize_all()
+        for index, rows in enumerate((packed[:3], packed[3:])):
+            np.testing.assert_allclose(results[index].numpy(), rows.mean(0), atol=1e-6)

@@ -1,5 +1,6 @@
 """Chunks of one sequence, added one after another, finish to what the whole gives."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -74,9 +75,49 @@ def test_attention_keeps_copies_of_its_rows_in_their_type() -> None:
     states.update(hidden[:0])
     with pytest.raises(ValueError, match="needs the attention weights"):
         states.finalize()
-    states.update(hidden[:0], weights[:60])
-    with pytest.raises(ValueError, match=r"weights \[60\] do not fit 65 tokens"):
-        states.finalize()
+
+
+@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
+def test_weights_of_the_chunk_alone_are_refused(pooling_type: PoolingType) -> None:
+    hidden, weights = rows()
+    states = PoolingStates.initialize(12, [pooling_type])
+    states.update(hidden[:60], weights[:60])
+    with pytest.raises(ValueError, match=r"weights must be \[65\], those of all tokens .* 5 rows, got \[5\]"):
+        states.update(hidden[60:], weights[60:])
+    states.update(hidden[60:], weights)  # the failed call has changed nothing
+    expected = PoolerFactory.create(pooling_type).pool(hidden, describe([65]), weights)
+    torch.testing.assert_close(states.finalize(), expected[0], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
+def test_arrays_are_taken_like_tensors(pooling_type: PoolingType, dtype: type) -> None:
+    hidden, weights = (values.numpy().astype(dtype) for values in rows())
+    hidden.flags.writeable = False
+    states = PoolingStates.initialize(12, [pooling_type])
+    for start in range(0, 65, 30):
+        end = min(start + 30, 65)
+        states.update(hidden[start:end], weights[:end])
+    pooler = PoolerFactory.create(pooling_type)
+    tensors = torch.from_numpy(hidden.astype(np.float32)), torch.from_numpy(weights.astype(np.float32))
+    expected = pooler.pool(tensors[0], describe([65]), tensors[1])
+    torch.testing.assert_close(pooler.pool(hidden, describe([65]), weights), expected)
+    torch.testing.assert_close(pooler.pool(hidden, describe([65]), weights[:, None]), expected)
+    torch.testing.assert_close(states.finalize(), expected[0], atol=1e-6, rtol=1e-6)
+
+
+def test_attention_weights_of_another_shape_are_refused() -> None:
+    hidden, weights = rows()
+    pooler = PoolerFactory.create(PoolingType.ATTENTION)
+    with pytest.raises(ValueError, match=r"must be \[T, H\] or \[T\], got \[65, 1, 1\]"):
+        pooler.pool(hidden, describe([65]), weights[:, None, None])
+    with pytest.raises(ValueError, match=r"weights must be torch.float32 \[65\]"):
+        pooler.pool(hidden, describe([65]), weights[:60])
+
+
+def test_token_pooler_takes_an_array() -> None:
+    hidden, _ = rows()
+    assert torch.equal(PoolerFactory.create("all").pool(hidden.numpy(), describe([60, 5])), hidden)
 
 
 def test_only_last_may_leave_tokens_out() -> None:

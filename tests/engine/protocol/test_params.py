@@ -212,6 +212,21 @@ def test_errors_of_parameters_are_value_errors() -> None:
         PoolingParams(dimensions=7).verify(PoolingTask.EMBED, EMBEDDING)
 
 
+@pytest.mark.parametrize("task", ["embed", PoolingTask.EMBED])
+def test_tasks_may_be_plain_strings(task: str) -> None:
+    params = PoolingParams(task="embed", dimensions=8)  # type: ignore[arg-type]
+    params.verify(task, MATRYOSHKA)
+    assert params.resolved(task, MATRYOSHKA) == PoolingParams(dimensions=8).resolved(PoolingTask.EMBED, MATRYOSHKA)
+    with pytest.raises(InvalidRequestError, match="it does not take step_tag_id"):
+        PoolingParams(step_tag_id=3).verify(task, EMBEDDING)
+    with pytest.raises(InvalidRequestError, match="task is 'embed', but this call runs 'classify'"):
+        params.verify("classify", CLASSIFIER)
+    with pytest.raises(UnsupportedTaskError, match="There is no task 'embedding'; known are embed, classify"):
+        params.verify("embedding", EMBEDDING)
+    with pytest.raises(UnsupportedTaskError, match="There is no task 'x'"):
+        PoolingParams(task="x").verify(task, EMBEDDING)  # type: ignore[arg-type]
+
+
 # --pooler-config -------------------------------------------------------------------------------------------------
 
 
@@ -279,3 +294,27 @@ def test_pooler_config_from_json() -> None:
 def test_pooler_config_refuses(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PoolerConfig.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling_type"),
+    [
+        ("MEAN", PoolingType.MEAN),
+        ("first", PoolingType.CLS),
+        ("last_token", PoolingType.LAST),
+        ("Attention-Weighted", PoolingType.ATTENTION),
+        ("attention_weighted", PoolingType.ATTENTION),
+    ],
+)
+def test_pooler_config_takes_names_of_pooling_types(name: str, pooling_type: PoolingType) -> None:
+    expected = PoolerConfig(pooling_type=pooling_type)
+    given: Any = {"pooling_type": name}
+    assert PoolerConfig(**given) == PoolerConfig.from_json(json.dumps(given)) == expected
+    assert type(PoolerConfig(**given).pooling_type) is PoolingType
+    given = {"seq_pooling_type": name, "tok_pooling_type": "step", "task": "Embed", "returned_token_ids": [1]}
+    config = PoolerConfig(**given)
+    assert (config.seq_pooling_type, config.tok_pooling_type) == (pooling_type, PoolingType.STEP)
+    assert (config.task, config.returned_token_ids) == (PoolingTask.EMBED, (1,))
+    wrong: Any = {"pooling_type": "SUM"}
+    with pytest.raises(ValueError, match="pooling_type is 'SUM'; it must be one of CLS, LAST, MEAN"):
+        PoolerConfig(**wrong)

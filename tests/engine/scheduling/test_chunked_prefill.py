@@ -302,3 +302,11 @@ def test_counts(manager: ChunkedPrefillManager, clock: Clock) -> None:
         "mean_chunk_tokens": 6.0,
     }
     assert ChunkedPrefillManager().statistics().mean_chunk_tokens == 0.0
+
+
+def test_outputs_that_are_tensors_are_joined(manager: ChunkedPrefillManager) -> None:
+    torch = pytest.importorskip("torch")
+    rows = torch.arange(40.0).reshape(20, 2)
+    for plan in manager.create_chunks("a", 20):
+        run(manager, output=rows[plan.start : plan.end])
+    assert torch.equal(manager.merge_chunks("a"), rows)
