@@ -24,7 +24,8 @@ class ChunkStateError(ValueError):
 
 
 class ChunkQueue(Generic[R]):
-    """The prompts that are being read, and whose chunk runs next. Not thread-safe: its owner holds a lock.
+    """The prompts that are being read, and whose chunk runs next. Not thread-safe: its owner calls it from one thread,
+    as the engine does, or holds a lock.
 
     The chunk that is due first runs first: at the turn of its prompt, and later for every token that ran.
     Whoever comes late enough comes behind, so that nobody starves.

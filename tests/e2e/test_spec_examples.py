@@ -46,7 +46,7 @@ def embedder(launch: Any, default_model: Path) -> Any:
     """The default model under the names of the examples, with Matryoshka sizes."""
     overrides = '{"matryoshka_dimensions": [32, 64]}'
     names = ("intfloat/e5-small", "jinaai/jina-embeddings-v3")
-    return launch(str(default_model), "--dtype", "float32", "--served-model-name", *names, "--hf-overrides", overrides)
+    return launch(str(default_model), "--dtype", "float32", "--served-model-name", ",".join(names), "--hf-overrides", overrides)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def classifier(launch: Any, default_model: Path, tmp_path_factory: pytest.TempPa
 @pytest.fixture(scope="module")
 def reranker(launch: Any, default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = save(tmp_path_factory.mktemp("reranker"), default_model, num_labels=1)
-    return launch(str(folder), "--served-model-name", "BAAI/bge-reranker-v2-m3", "BAAI/bge-reranker-base")
+    return launch(str(folder), "--served-model-name", "BAAI/bge-reranker-v2-m3,BAAI/bge-reranker-base")
 
 
 def vectors(response: Any) -> np.ndarray:
