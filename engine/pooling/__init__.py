@@ -1,6 +1,6 @@
-"""From hidden states to embeddings and class scores, for models that run on torch.
+"""From hidden states to embeddings and class scores.
 
-Encoders on a CPU that run on the C library use `engine/native/array_pooler.py` instead, with the same results within
+Models that run on torch use this package. Encoders on a CPU that run on the C library use `engine/native/array_pooler.py` instead, with the same results within
 3e-6: they load no torch and have no chunks.
 """
 

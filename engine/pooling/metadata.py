@@ -190,8 +190,9 @@ class PoolingMetadata:
         """Adds the rows of a batch to the states and advances the cursors.
 
         Args:
-            hidden_states_batch: [T, D], a tensor or an array of any float type, packed: the rows of each cursor lie from `global_start` to
-                `global_end`. Or, after `create`, the next rows [L_i, D] of each sequence. Not modified.
+            hidden_states_batch: [T, D], a tensor or an array of any float type, packed: the rows of each cursor lie
+                from `global_start` to `global_end`. Or, after `create`, the next rows [L_i, D] of each sequence. Not
+                modified.
             attention_weights_batch: Row weights, for ATTENTION; read for sequences that end in this batch only.
                 After `create` [T], beside the rows, or for each sequence the weights of all its tokens so far and of
                 these. Else [C + T], float32: for every sequence those of the C_i tokens before its chunk, then those
@@ -213,15 +214,22 @@ class PoolingMetadata:
             chunks.update(rows, weights, self.skip_tokens)
             return
         cursors = [self.cursors[i] for i in range(self.num_seqs)]
+        parts: list[Array]
         if isinstance(rows, Tensor):
-            rows = [rows[c.global_start : c.global_end] for c in cursors]
+            parts = [rows[c.global_start : c.global_end] for c in cursors]
+        else:
+            parts = list(rows)
+        own_weights: list[Array | None] = []
         if isinstance(weights, Tensor):
-            weights = [weights[c.global_end - c.chunk_end : c.global_end] for c in cursors]
-        _check_lengths(self.num_seqs, hidden_states_batch=rows, attention_weights_batch=weights)
+            own_weights = [weights[c.global_end - c.chunk_end : c.global_end] for c in cursors]
+        elif weights is not None:
+            own_weights = list(weights)
+        given = None if weights is None else own_weights
+        _check_lengths(self.num_seqs, hidden_states_batch=parts, attention_weights_batch=given)
         device = self.cu_seqlens.device
-        packed = torch.cat([upload(as_rows(part), device) for part in rows])
-        chunks.schedule([len(part) for part in rows])
-        own = {i: upload(as_rows(w).float(), device) for i, w in enumerate(weights or ()) if w is not None}
+        packed = torch.cat([upload(as_rows(part), device) for part in parts])
+        chunks.schedule([len(part) for part in parts])
+        own = {i: upload(as_rows(w).float(), device) for i, w in enumerate(own_weights) if w is not None}
         chunks.update(packed, own, self.skip_tokens)
         for cursor, start, size in zip(cursors, self.seq_starts, self.seq_lens, strict=True):
             cursor.schedule(min(size, cursor.remaining), start + cursor.start)

@@ -227,7 +227,9 @@ def _task_of(task: PoolingTask | str) -> PoolingTask:
     try:
         return PoolingTask(task)
     except ValueError:
-        raise UnsupportedTaskError(f"There is no task {task!r}; known are {listed(PoolingTask)}.", param="task") from None
+        raise UnsupportedTaskError(
+            f"There is no task {task!r}; known are {listed(PoolingTask)}.", param="task"
+        ) from None
 
 
 def _fields(names: Sequence[str]) -> str:

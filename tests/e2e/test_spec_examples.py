@@ -46,7 +46,9 @@ def embedder(launch: Any, default_model: Path) -> Any:
     """The default model under the names of the examples, with Matryoshka sizes."""
     overrides = '{"matryoshka_dimensions": [32, 64]}'
     names = ("intfloat/e5-small", "jinaai/jina-embeddings-v3")
-    return launch(str(default_model), "--dtype", "float32", "--served-model-name", ",".join(names), "--hf-overrides", overrides)
+    return launch(
+        str(default_model), "--dtype", "float32", "--served-model-name", ",".join(names), "--hf-overrides", overrides
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,10 @@ def vectors(response: Any) -> np.ndarray:
 def test_embeddings_of_the_openai_client(embedder: Any) -> None:
     """The example passes normalize=True, which the client itself refuses: extra_body carries it."""
     with openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="EMPTY", max_retries=0) as client:
-        call: dict[str, Any] = {"input": ["Hello my name is", "The best thing about vLLM"], "model": "intfloat/e5-small"}
+        call: dict[str, Any] = {
+            "input": ["Hello my name is", "The best thing about vLLM"],
+            "model": "intfloat/e5-small",
+        }
         with pytest.raises(TypeError, match="normalize"):
             client.embeddings.create(**call, dimensions=384, normalize=True)
         unit = vectors(client.embeddings.create(**call, dimensions=384, extra_body={"normalize": True}))

@@ -1,7 +1,6 @@
 """pool_native: every form of its arguments, the checks, and the same result with and without the C library."""
 
 import enum
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,13 +29,12 @@ class Strategy(enum.Enum):
 
 
 @pytest.fixture(autouse=True, params=["library", "torch"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs each test with the C library, and as where there is none."""
     if request.param == "torch":
         monkeypatch.setattr(_native, "shared_machine", lambda: None)
     elif shared_machine() is None:
         pytest.skip("the native kernels are not built")
-    yield request.param
 
 
 def by_hand(rows: np.ndarray, strategy: str) -> np.ndarray:

@@ -44,14 +44,14 @@ def cut_embeddings(outputs: Sequence[Arrays], params: PoolingParams, machine: Ma
         params: Resolved.
         machine: The C library; None cuts with numpy.
     """
-    rows_NW = stacked([output["embedding"] for output in outputs])
-    width = min(params.dimensions or rows_NW.shape[1], rows_NW.shape[1])
+    rows = stacked([output["embedding"] for output in outputs])
+    width = min(params.dimensions or rows.shape[1], rows.shape[1])
     normalize = bool(params.normalize)
     if machine is not None:
-        rows_NC = machine.cut(rows_NW, width, normalize=normalize)
+        cut = machine.cut(rows, width, normalize=normalize)
     else:
-        rows_NC = rows_NW[:, :width]
+        cut = rows[:, :width]
         if normalize:
-            norms_N1 = np.sqrt(np.square(rows_NC, dtype=np.float64).sum(axis=1, keepdims=True))
-            rows_NC = rows_NC / np.maximum(norms_N1, _MIN_NORM).astype(np.float32)
-    return [{**output, "embedding": row_C} for output, row_C in zip(outputs, rows_NC, strict=True)]
+            norms = np.sqrt(np.square(cut, dtype=np.float64).sum(axis=1, keepdims=True))
+            cut = cut / np.maximum(norms, _MIN_NORM).astype(np.float32)
+    return [{**output, "embedding": row} for output, row in zip(outputs, cut, strict=True)]
