@@ -16,7 +16,7 @@ from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType, listed
 class PoolerConfig:
     """The operator's settings for the pooler of one model (`--pooler-config`). None means: from the model's files.
 
-    Fields of an enum take its names as plain strings, in any case, and `returned_token_ids` takes a list.
+    Enum fields also take names as plain strings, in any case. `returned_token_ids` also takes a list.
 
     Attributes:
         task: The one task of the model, with scoring where it comes of that; None leaves it all that it has.

@@ -24,7 +24,7 @@ class PoolingType(StrEnum):
     every name in any case, with "-" as "_": "attention-weighted".
 
     Raises:
-        ValueError: No type has that name; the message lists those that are known.
+        ValueError: No type has that name; the message lists the known types.
     """
 
     CLS = "CLS"

@@ -24,11 +24,11 @@ class ChunkStateError(ValueError):
 
 
 class ChunkQueue(Generic[R]):
-    """The prompts that are being read, and whose chunk runs next.
+    """Prompts in chunks, and the order in which their chunks run.
 
     Not thread-safe: its owner calls it from one thread, as the engine does, or holds a lock.
     The chunk that is due first runs first: at the turn of its prompt, and later for every token that ran.
-    Whoever comes late enough comes behind, so that nobody starves.
+    A prompt that comes later is due later, so no prompt starves.
     Invariants: the chunks of a prompt cover it without gap or overlap; they run in order, one at a time unless `go_on`
     says that the device keeps the order.
 

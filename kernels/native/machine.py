@@ -85,7 +85,7 @@ class Machine:
         num_lanes: Cores that a forward may use. 0 starts no thread: `pack`, `product` and `pool` run on the calling
             thread, and there are no forwards.
         isa: Instruction set: "plain", "avx2", "avx2vnni", "avx512", "avx512vnni", "avx512bf16", "amx"; None takes the
-            last of them that is here.
+            last one that the processor has.
         library: The file.
 
     Raises:

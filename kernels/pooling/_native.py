@@ -130,7 +130,7 @@ def pool_on_machine(
 
 
 def _kind_of(strategy: str | Enum) -> str:
-    """Returns the kind of `pool` that a name or a member of an enum stands for."""
+    """Returns the kind of `pool` for a name or a member of an enum."""
     name = strategy.name if isinstance(strategy, Enum) else strategy
     if not isinstance(name, str):
         raise TypeError(f"strategy must be a name or a member of an enum, got {type(strategy).__name__}")
@@ -148,7 +148,7 @@ def _is_float(rows: Tensor | Array) -> bool:
 
 
 def _indices(name: str, values: Integers) -> Array:
-    """Returns row numbers [N] on the host, in the integer type in which they came."""
+    """Returns row numbers [N] on the host, in their own integer type."""
     if isinstance(values, Tensor):
         array: Array = values.detach().cpu().numpy()
     elif isinstance(values, np.ndarray | list | tuple):

@@ -110,15 +110,15 @@ class ModelCache:
     ) -> list[Arrays]:
         """Returns the outputs of each input. `compute` runs the inputs that are not found, each once.
 
-        Embeddings are computed and kept whole, and cut and normalised here: also while nothing is looked up yet, so
-        that a text has the same vector then.
+        Embeddings are computed and kept whole, and cut and normalised here. This also holds before the cache is open,
+        so a text has the same vector then.
 
         Args:
-            inputs: To be answered.
+            inputs: Tokenized inputs.
             params: Resolved.
-            namespace: Whose they are; see RequestOptions.
-            compute: Returns the outputs of inputs for the parameters that it is given.
-            finish: What it makes of the outputs of the model; see Keys.of.
+            namespace: Namespace of the client; see RequestOptions.
+            compute: Returns the outputs of inputs for the given parameters.
+            finish: Name of the function that `compute` applies to the outputs; see Keys.of.
         """
         whole = self._whole_params(params)
         outputs = await self._find_or_compute(inputs, whole or params, namespace, compute, finish)

@@ -1,6 +1,6 @@
-"""The cache keeps each embedding whole, before truncation and normalisation; this cuts it to what a request asks for.
+"""Truncates and normalises the embeddings of the cache, which keeps them whole.
 
-One forward and one row then serve every width of a Matryoshka model, normalised or not.
+One forward and one row serve every width of a Matryoshka model, normalised or not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def whole_params(params: PoolingParams) -> PoolingParams | None:
     """Returns the parameters of the row that is kept for a request: all dimensions, not normalised.
 
     Returns:
-        None where rows of the request are kept as it asks for them: they are such rows, or no embeddings.
+        None if the request asks for whole rows, or for outputs that are not embeddings.
     """
     if not is_kept(params) or PoolingTask.EMBED not in (params.task, *params.also):
         return None
