@@ -1,8 +1,13 @@
-"""Who is let in: nobody before the engine is ready, or while too much is under way, in tokens or in their time.
+"""Admits requests to the queue, or refuses them: while the engine is not ready, or while the queue is full.
 
-What is under way decides, not what a request brings: so a request can be refused before it has been tokenized, when
-refusing it costs almost nothing, and a large one is not kept out for ever by small ones that still fit. In time, a
-large request counts for a part of what it takes: the scheduler lets others run beside it. Only large ones wait for it.
+The queue has two limits: the tokens under way, and the seconds that they take at the measured speed. The work under way
+decides, and not the size of the new request. So a request can be refused before it is tokenized, at almost no cost, and
+small requests do not keep a large one out for ever.
+
+API keys share both limits. A key may use the whole queue while no other key needs it. While the queue is full, a key is
+admitted below its share: the limit divided by the keys that have requests under way. A key that arrives is therefore
+never refused because of tokens that another key has borrowed. The queue then exceeds the limit by at most 1/2 for the
+second key, 1/3 for the third, and so on, until the borrowed tokens have been answered.
 """
 
 from __future__ import annotations
@@ -12,14 +17,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, InvalidRequestError
+from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, InvalidRequestError, RefusalReason
 from .replicas.drain_rate import DrainRate, total_rate
 from .stats import DispatcherStats
 
-_LARGE: Final = 1 / 8
-"""Share of the bound in time from which on a request is large, and for which it counts at most."""
-_FEW_LARGE: Final = 2
-"""Fewer large requests are never a reason to refuse another one: those of two clients may wait for each other."""
+_LARGE: Final = 1 / 16
+"""Share of the limit in seconds for which one request counts at most. Small requests run beside a larger request, so
+they do not wait for all of it."""
+_FEW_LARGE: Final = 8
+"""So many requests larger than that are admitted however long they take. They fill half of the queue; the other half is
+for small requests."""
 
 
 class Admission:
@@ -27,29 +34,35 @@ class Admission:
 
     Attributes:
         stats: Figures of this process.
-        closed_because: Why no request is taken, whatever is under way; None where the engine works.
+        closed_because: Why every request is refused; None while the engine works.
+        closed_reason: The reason that metrics count meanwhile.
 
     Args:
-        stats: Where it keeps `num_requests`, `num_tokens` and `num_refused_total`.
-        max_tokens: Tokens under way from which on requests are refused; a single request may have no more.
-        max_queue_s: Seconds that the tokens under way take, from which on requests are refused; see `_LARGE`.
+        stats: Keeps `num_requests`, `num_tokens` and `num_refused_total`.
+        max_tokens: Tokens under way at which the queue is full; one request may have no more.
+        max_queue_s: Seconds of work under way at which the queue is full; see `_LARGE` and `_FEW_LARGE`.
         rates: How fast each core works; they do together.
     """
 
     def __init__(self, stats: DispatcherStats, max_tokens: int, max_queue_s: float, rates: Sequence[DrainRate]) -> None:
         self.closed_because: str | None = None
+        self.closed_reason = RefusalReason.ENGINE_NOT_READY
         self.stats = stats
         self._max_tokens = max_tokens
         self._max_queue_s = max_queue_s
         self._rates = rates
         self._under_way: Counter[tuple[str, int]] = Counter()  # requests by client and tokens
+        self._num_by_client: Counter[str] = Counter()  # requests
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine works, and has so much to do that `check` refuses every client."""
-        limit, largest = self._bounds()
-        is_much = self._num_all >= limit  # large ones count for less
-        return self.closed_because is None and is_much and self._num_tokens(largest) >= limit
+        """Whether the engine works and its queue is full: `check` then refuses clients that have their share."""
+        if self.closed_because is not None:
+            return False
+        if self._num_all >= self._max_tokens:
+            return True
+        limit = self._tokens_in_time()
+        return limit is not None and self._num_all >= limit and self._num_tokens(_largest(limit)) >= limit
 
     @property
     def queue_s(self) -> float:
@@ -62,11 +75,11 @@ class Admission:
         return self.stats
 
     def check(self, client: str = "") -> None:
-        """Refuses a request that cannot be taken now; `client` is "" where nobody is told apart.
+        """Refuses a request that cannot be taken now; `client` is "" where clients are not told apart.
 
         Raises:
             EngineUnavailableError: The engine is not ready.
-            EngineOverloadedError: There is no room now; it says when to come back.
+            EngineOverloadedError: The queue is full; the error says when to come back.
         """
         self.check_open()
         self._check_room(client)
@@ -74,14 +87,14 @@ class Admission:
     def check_open(self) -> None:
         """Refuses a request that may need no room. Raises EngineUnavailableError while the engine is not ready."""
         if self.closed_because is not None:
-            raise EngineUnavailableError(self.closed_because)
+            raise EngineUnavailableError(self.closed_because, reason=self.closed_reason)
 
     def enter(self, num_tokens: int, client: str = "") -> None:
-        """Counts a request from now on; one that `check` has let in before the engine closed is still taken.
+        """Counts a request from now on. After `check` has admitted it, it is taken even if the engine has closed since.
 
         Raises:
             InvalidRequestError: It is larger than any request may be.
-            EngineOverloadedError: There is no room now; it says when to come back.
+            EngineOverloadedError: The queue is full; the error says when to come back.
         """
         if num_tokens > self._max_tokens:
             raise InvalidRequestError(
@@ -93,6 +106,7 @@ class Admission:
         self.stats.num_requests += 1
         self.stats.num_tokens += num_tokens
         self._under_way[client, num_tokens] += 1
+        self._num_by_client[client] += 1
 
     def leave(self, num_tokens: int, client: str = "") -> None:
         """Counts a request no more."""
@@ -100,44 +114,73 @@ class Admission:
         self._under_way[client, num_tokens] -= 1
         if not self._under_way[client, num_tokens]:
             del self._under_way[client, num_tokens]
+        self._num_by_client[client] -= 1
+        if not self._num_by_client[client]:
+            del self._num_by_client[client]
 
     def _check_room(self, client: str, num_new: int = 0) -> None:
-        """Refuses where there is no room. Where clients are told apart, none may take more than it leaves free."""
-        limit, largest = self._bounds()
-        num_tokens = self._num_tokens(largest)
-        num_free = limit - num_tokens
-        if num_free <= 0:
-            raise self._refusal(
-                f"What the server has under way takes about {num_tokens / self._tokens_per_s:.0f} s; it takes no "
-                f"request from {self._max_queue_s:g} s on."
-                if limit < self._max_tokens
-                else f"The server has {num_tokens} tokens under way and takes no request from {limit} on.",
-                1 - num_free,
-            )
-        num_own = self._num_tokens(largest, client) if client else 0
-        if num_own >= num_free:
-            raise self._refusal(
-                f"Your requests under way have {num_own} tokens and leave {num_free} to other clients, who are to have "
-                "at least as many.",
-                num_own - num_free + 1,
-            )
-        if num_new > largest and self._num_all >= limit:
-            larges = self._larger(largest)
-            if len(larges) >= _FEW_LARGE:
-                raise self._refusal(
-                    f"Requests of more than {largest} tokens, such as yours of {num_new}, run beside few others: "
-                    f"{len(larges)} are under way. Split it into smaller ones, or wait.",
-                    larges[0],
-                )
+        """Refuses a request of a client that has its share of a full queue."""
+        self._check_limit(client, self._max_tokens, self._max_tokens)
+        limit = self._tokens_in_time()
+        if limit is None or self._num_all < limit:
+            return
+        largest = _largest(limit)
+        self._check_limit(client, limit, largest)
+        if num_new <= largest:
+            return
+        larges = self._larger(largest)
+        if len(larges) < _FEW_LARGE:
+            return
+        if client and len(self._larger(largest, client)) < max(_FEW_LARGE // self._num_clients(client), 1):
+            return
+        raise self._refusal(
+            f"The queue holds {len(larges)} large requests and {self._queue_text(limit, self._num_all)}. Until it is "
+            f"shorter, requests of more than {largest} tokens are refused; yours has {num_new}. Split it into smaller "
+            "requests, or wait.",
+            larges[0],
+            RefusalReason.QUEUE_SECONDS,
+        )
 
-    def _bounds(self) -> tuple[int, int]:
-        """Returns the tokens under way from which on everybody is refused, and as how many a request counts at most."""
-        # What two forwards can hold never waits for many others, and tells no rate either.
-        if self._num_all > 2 * self._token_budget:
-            in_time = self._max_queue_s * self._tokens_per_s  # nan, which is never less, without a rate
-            if in_time < self._max_tokens:
-                return math.ceil(in_time), math.ceil(in_time * _LARGE)
-        return self._max_tokens, self._max_tokens
+    def _check_limit(self, client: str, limit: int, largest: int) -> None:
+        """Refuses a request while the tokens under way, at most `largest` of each request, reach a limit.
+
+        A client that has less than its share is admitted nevertheless.
+        """
+        num_tokens = self._num_tokens(largest)
+        if num_tokens < limit:
+            return
+        is_time = limit < self._max_tokens
+        full = f"The queue is full: {self._queue_text(limit, num_tokens)}."
+        if client:
+            num_clients, num_own = self._num_clients(client), self._num_tokens(largest, client)
+            share = max(limit // num_clients, 1)
+            if num_own < share:
+                return
+            if num_clients > 1:
+                raise self._refusal(
+                    f"{full} {num_clients} API keys are using it, so that each may have {share} tokens while it is "
+                    f"full; yours has {num_own}.",
+                    min(num_tokens - limit, num_own - share) + 1,
+                    RefusalReason.CLIENT_SHARE,
+                )
+        reason = RefusalReason.QUEUE_SECONDS if is_time else RefusalReason.QUEUE_TOKENS
+        raise self._refusal(full, num_tokens - limit + 1, reason)
+
+    def _queue_text(self, limit: int, num_tokens: int) -> str:
+        if limit == self._max_tokens:
+            return f"{num_tokens} tokens are under way, the limit is {limit} (--max-queued-tokens)"
+        work_s = num_tokens / self._tokens_per_s
+        return f"about {work_s:.0f} s of work, the limit is {self._max_queue_s:g} s (--max-queue-s)"
+
+    def _tokens_in_time(self) -> int | None:
+        """Returns the tokens that fill the limit in seconds; None while the limit in tokens is reached first.
+
+        Work that two forwards can hold is never too long: it tells no rate either.
+        """
+        if self._num_all <= 2 * self._token_budget:
+            return None
+        in_time = self._max_queue_s * self._tokens_per_s  # nan, which is never less, without a rate
+        return math.ceil(in_time) if in_time < self._max_tokens else None
 
     def _num_tokens(self, largest: int, client: str | None = None) -> int:
         """Tokens under way, of all or of a client, with requests that are larger than `largest` counted as that."""
@@ -146,9 +189,19 @@ class Admission:
         entries = self._under_way.items()
         return sum(min(size, largest) * count for (name, size), count in entries if client is None or name == client)
 
-    def _larger(self, largest: int) -> list[int]:
-        """The tokens of the requests under way that have more than `largest`, in order."""
-        return sorted(size for (_, size), count in self._under_way.items() if size > largest for _ in range(count))
+    def _num_clients(self, client: str) -> int:
+        """The clients with requests under way, and `client`."""
+        return len(self._num_by_client) + (client not in self._num_by_client)
+
+    def _larger(self, largest: int, client: str | None = None) -> list[int]:
+        """The tokens of the requests under way that have more than `largest`, of all or of a client, in order."""
+        entries = self._under_way.items()
+        return sorted(
+            size
+            for (name, size), count in entries
+            if size > largest and (client is None or name == client)
+            for _ in range(count)
+        )
 
     @property
     def _num_all(self) -> int:
@@ -165,9 +218,14 @@ class Admission:
         """The drain rate; nan until it is measured."""
         return total_rate(self._rates)
 
-    def _refusal(self, reason: str, num_excess: int) -> EngineOverloadedError:
+    def _refusal(self, message: str, num_excess: int, reason: RefusalReason) -> EngineOverloadedError:
         """Counts a refusal and returns it; `num_excess` tokens must leave before there is room."""
         self.stats.count_refusal()
         rate = self._tokens_per_s
         retry_after_s = 1.0 if math.isnan(rate) else num_excess / rate
-        return EngineOverloadedError(f"{reason} Please try again later.", retry_after_s=retry_after_s)
+        return EngineOverloadedError(f"{message} Please try again later.", retry_after_s=retry_after_s, reason=reason)
+
+
+def _largest(limit: int) -> int:
+    """Returns the most tokens that one request counts against a limit in time."""
+    return max(math.ceil(limit * _LARGE), 1)

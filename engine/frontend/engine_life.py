@@ -126,9 +126,9 @@ class EngineLife:
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine works, and has so much to do that `check_room` refuses every client.
+        """Whether the queue of a working engine is full: `check_room` then refuses clients that have their share.
 
-        Where inputs are looked up in a cache, nobody is refused before that.
+        False where a cache looks inputs up first: then requests are refused after that.
         """
         return self._dispatcher.admission.is_full and not self._dispatcher.looks_while_full
 

@@ -40,8 +40,8 @@ class SchedulerConfig:
         max_num_batched_tokens: Tokens in one forward; None takes 2,048 on CPU and 16,384 on CUDA, 32,768 where the GPU
             has 40 GB or more.
         max_num_seqs: Sequences in one forward; None takes 512 on CPU and 2,048 on CUDA.
-        max_queued_tokens: Tokens that wait or run, from which on requests are refused; a request may have no more.
-        max_queue_s: Seconds that they take, from which on requests are refused.
+        max_queued_tokens: Tokens that wait or run at which new requests are refused; one request may have no more.
+        max_queue_s: Seconds that they take at which new requests are refused.
         max_wait_s: Seconds after which a waiting sequence goes before better-fitting ones.
         enable_chunked_prefill: Cut long sequences of models that look back only into chunks, one forward each.
         chunk_size: Tokens of a chunk; None lets it follow the time that a forward takes and what else waits.

@@ -27,6 +27,19 @@ Knows nothing about HTTP: server/errors/table.py holds the only table from class
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
+
+
+class RefusalReason(StrEnum):
+    """The limit or state of the engine that refused a request."""
+
+    QUEUE_TOKENS = "queue_tokens"
+    QUEUE_SECONDS = "queue_seconds"
+    CLIENT_SHARE = "client_share"
+    QUEUED_REQUESTS = "queued_requests"
+    QUEUED_CHARACTERS = "queued_characters"
+    ENGINE_NOT_READY = "engine_not_ready"
+    DRAINING = "draining"
 
 
 class EngineError(Exception):
@@ -131,11 +144,13 @@ class EngineOverloadedError(EngineError):
 
     Attributes:
         retry_after_s: Seconds after which trying again is likely to succeed.
+        reason: The limit that refused the request: a RefusalReason, or a reason of the server. Metrics count by it.
     """
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
+    def __init__(self, message: str, *, retry_after_s: float, reason: str) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class DeadlineExceededError(EngineError):
@@ -151,7 +166,15 @@ class RequestCancelledError(EngineError):
 
 
 class EngineUnavailableError(EngineError):
-    """The engine is starting, draining or lost its worker; the same request may succeed later."""
+    """The engine is starting, draining or lost its worker; the same request may succeed later.
+
+    Attributes:
+        reason: See EngineOverloadedError.
+    """
+
+    def __init__(self, message: str, *, reason: str = RefusalReason.ENGINE_NOT_READY) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ModelExecutionError(EngineError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
 
@@ -83,3 +84,6 @@ class RequestOptions:
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()
+
+CLIENT: Final[ContextVar[str]] = ContextVar("penstock_client", default="")
+"""The client of the request that the current task serves, for limits on work before a call has RequestOptions."""

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, RequestCancelledError
+from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, RefusalReason, RequestCancelledError
+from ..protocol.request import CLIENT
 from ..protocol.stage_times import STAGE_TIMES, Stage
 
 T = TypeVar("T")
@@ -76,13 +78,14 @@ class TokenizerJobs:
             num_texts: Where it does nothing but tokenize that many texts, so that it may run at once if they are short.
         """
         if self._is_closed:
-            raise EngineUnavailableError("The server is shutting down.")
-        self._admission.check(num_chars)
+            raise EngineUnavailableError("The server is shutting down.", reason=RefusalReason.DRAINING)
+        client = CLIENT.get()
+        self._admission.check(num_chars, client)
         began_s = time.perf_counter()
         try:
             if num_texts is not None and self._spend(num_chars + _CHARS_PER_TEXT * num_texts):
                 return _tried(work, _is_there)
-            with self._admission.hold(num_chars):
+            with self._admission.hold(num_chars, client):
                 return await self._run_in_thread(work, num_chars)
         finally:
             if (times := STAGE_TIMES.get()) is not None:
@@ -95,7 +98,9 @@ class TokenizerJobs:
         self._executor.shutdown(wait=False, cancel_futures=True)
         for future in self._awaited:
             if not future.done():
-                future.set_exception(EngineUnavailableError("The server is shutting down."))
+                future.set_exception(
+                    EngineUnavailableError("The server is shutting down.", reason=RefusalReason.DRAINING)
+                )
 
     def _spend(self, cost: int) -> bool:
         """Takes from what may run at once in this turn of the event loop. Returns whether there was enough."""
@@ -209,9 +214,12 @@ def _settle(done: Sequence[_Result]) -> None:
 class CharAdmission:
     """Counts characters under way. Belongs to one event loop.
 
+    API keys share the limit as they share the queue: a key may use all of it while no other key needs it, and a request
+    that keeps its key within its share is admitted even while others have borrowed that share.
+
     Args:
-        max_chars: Characters that may be under way at once. A single larger request is let in when nothing else is:
-            how large one may be is decided elsewhere.
+        max_chars: Characters that may be under way at once. A single larger request is admitted while nothing else is
+            under way: other limits bound its size.
         on_refusal: Called for every request that is refused.
         clock_s: Monotonic time.
 
@@ -231,33 +239,50 @@ class CharAdmission:
         self._on_refusal = on_refusal
         self._clock_s = clock_s
         self._chars_per_s = 0.0
+        self._held: Counter[str] = Counter()  # characters by client
 
-    def check(self, num_chars: int) -> None:
+    def check(self, num_chars: int, client: str = "") -> None:
         """Refuses a request of so many characters that cannot be taken now.
 
+        Args:
+            num_chars: Of the request.
+            client: The client of the request; "" where clients are not told apart.
+
         Raises:
-            EngineOverloadedError: There is no room for all of them.
+            EngineOverloadedError: The characters do not fit.
         """
-        if self.num_chars and self.num_chars + num_chars > self._max_chars:
-            self._on_refusal()
-            excess = self.num_chars + num_chars - self._max_chars
-            raise EngineOverloadedError(
-                f"The server has {self.num_chars} characters to tokenize and takes at most {self._max_chars}; this "
-                f"request has {num_chars}. Please try again later.",
-                retry_after_s=min(excess, self.num_chars) / self._chars_per_s if self._chars_per_s else 1.0,
-            )
+        if not self.num_chars or self.num_chars + num_chars <= self._max_chars:
+            return
+        share = self._max_chars
+        if client:
+            share //= len(self._held) + (client not in self._held)
+            if self._held[client] + num_chars <= share:
+                return
+        self._on_refusal()
+        excess = self.num_chars + num_chars - self._max_chars
+        rule = f", and each API key may have {share} while it is reached" if share < self._max_chars else ""
+        raise EngineOverloadedError(
+            f"{self.num_chars} characters wait to be tokenized; the limit is {self._max_chars} "
+            f"(--max-queued-chars){rule}. This request has {num_chars}. Please try again later.",
+            retry_after_s=min(excess, self.num_chars) / self._chars_per_s if self._chars_per_s else 1.0,
+            reason=RefusalReason.QUEUED_CHARACTERS,
+        )
 
     @contextlib.contextmanager
-    def hold(self, num_chars: int) -> Iterator[None]:
+    def hold(self, num_chars: int, client: str = "") -> Iterator[None]:
         """Holds the characters of one request while they are tokenized. Raises what `check` raises."""
-        self.check(num_chars)
+        self.check(num_chars, client)
         self.num_chars += num_chars
+        self._held[client] += num_chars
         began_s, num_before = self._clock_s(), self.num_chars
         try:
             yield
             self._measure(num_before, self._clock_s() - began_s)
         finally:
             self.num_chars -= num_chars
+            self._held[client] -= num_chars
+            if not self._held[client]:
+                del self._held[client]
 
     def _measure(self, num_chars: int, seconds: float) -> None:
         """Lets the rate follow what was under way when a request came, and how long that took to its end."""

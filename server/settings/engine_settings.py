@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainValidator, PositiveInt
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -15,6 +15,7 @@ from penstock.engine.protocol.pooler_config import json_object
 from .environment import ENV_PREFIX
 from .types import Bytes, Device, Devices, Seconds, Template
 
+_SCHEDULER: Final = SchedulerConfig()
 Config = TypeVar("Config", SchedulerConfig, CacheConfig, EngineConfig)
 
 
@@ -73,14 +74,15 @@ class EngineSettings(BaseSettings):
         None, description="Sequences in one forward; default: 512 on CPU, 2,048 on CUDA."
     )
     max_queued_tokens: PositiveInt = Field(
-        4_000_000,
-        description="Tokens that wait or run, from which on requests are refused with 429. No request may have more.",
+        _SCHEDULER.max_queued_tokens,
+        description="Tokens that wait or run at which new requests are refused with 429. No request may have more.",
     )
     max_queue_s: Seconds = Field(
-        6.0,
+        _SCHEDULER.max_queue_s,
         description=(
-            "Seconds that what waits or runs takes, from which on requests are refused with 429; a request counts for "
-            "an eighth of them at most, and two larger ones are taken. For bulk use more, such as 600; 0: never."
+            "Seconds of work that waits or runs at which new requests are refused with 429. One request counts for at "
+            "most a sixteenth of it, and eight larger requests are always accepted. For interactive use set less, such "
+            "as 6; 0: no limit."
         ),
     )
     max_queued_chars: PositiveInt = Field(

@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.engine import EngineError
+from penstock.engine.protocol.request import CLIENT
 
 from .json_bodies import JsonBody, dialect_of, invalid_body, parsed
 from .json_pieces import PiecewiseResponse, json_bytes, json_pieces
@@ -114,6 +115,7 @@ class JsonPaths:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, or passes it on."""
+        CLIENT.set(scope.get("api_client", ""))
         found = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
         if found is None:
             try:

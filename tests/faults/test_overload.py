@@ -10,8 +10,10 @@ import random
 from collections import Counter, deque
 
 import numpy as np
+import pytest
 
 from penstock.engine.frontend.dispatcher import Dispatcher
+from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.engine.protocol.ipc.messages import (
     Frame,
@@ -32,8 +34,9 @@ MAX_QUEUED_TOKENS = 8_000
 class Core:
     """Runs what it is sent in order, so many tokens a step."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, step_s: float = 1.0) -> None:
         self.dispatcher = dispatcher
+        self.step_s = step_s
         self.waiting: deque[tuple[int, int, int]] = deque()
         dispatcher.replicas[0].connect(self.send)
 
@@ -52,7 +55,7 @@ class Core:
         rows = [Row(request_id, index, "embedding", np.zeros(1, np.float32)) for request_id, index, _ in done]
         num_left = len(self.waiting)
         load = StepLoad(len(done), STEP_TOKENS, num_left, sum(entry[2] for entry in self.waiting), num_left)
-        self.dispatcher.replicas[0].receive_rows(*step_of(rows, num_tokens, 1.0, load=load))
+        self.dispatcher.replicas[0].receive_rows(*step_of(rows, num_tokens, self.step_s, load=load))
         return num_tokens
 
 
@@ -102,3 +105,29 @@ async def test_ten_times_the_capacity() -> None:
     assert min(waits_s) > 0
     assert max(waits_s[10:]) <= MAX_QUEUED_TOKENS / STEP_TOKENS + 1
     assert (dispatcher.stats.num_tokens, dispatcher.stats.num_requests) == (0, 0)
+
+
+@pytest.mark.parametrize("tokens_per_s", [100, 300, 700])
+@pytest.mark.parametrize("num_clients", [4, 8])
+async def test_default_limits_admit_ordinary_clients_of_a_slow_model(tokens_per_s: int, num_clients: int) -> None:
+    """Each client sends 8 documents of 300 tokens, and the next 8 after the answer, as to a 0.6B model on a CPU."""
+    limits = SchedulerConfig()
+    dispatcher = Dispatcher(limits.max_queued_tokens, limits.max_queue_s)
+    core = Core(dispatcher, step_s=STEP_TOKENS / tokens_per_s)
+
+    async def client() -> None:
+        for _ in range(5):
+            async with dispatcher.open(RequestOptions()) as request:
+                await request.run([TokenizedInput(np.zeros(300, np.int32)) for _ in range(8)], PoolingParams())
+
+    tasks = [asyncio.create_task(client()) for _ in range(num_clients)]
+    longest_s = 0.0
+    while not all(task.done() for task in tasks):
+        await turn()
+        core.step()
+        longest_s = max(longest_s, dispatcher.admission.queue_s)
+    await asyncio.gather(*tasks)
+    print(
+        f"{num_clients} clients at {tokens_per_s} tokens/s: up to {longest_s:.0f} s of work in the queue, none refused"
+    )
+    assert dispatcher.stats.num_refused_total == 0

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ...protocol.config import EngineConfig
+from ...protocol.errors import RefusalReason
 from ...protocol.ipc.messages import Ready
 from ...protocol.model_info import ModelInfo
+from ..admission import Admission
 from ..dispatcher import Dispatcher
 from ..engine_process import EngineProcess
 from ..stats import DispatcherStats
@@ -22,6 +24,13 @@ CLOSED_BECAUSE: Final = {
     EngineState.DEAD: "The engine is down. Please try again later or elsewhere.",
 }
 """What a request is told that comes in each state. Of several replicas the first of these that one is in counts."""
+
+
+def close_admission(admission: Admission, state: EngineState) -> None:
+    """Lets an admission refuse every request while an engine in this state takes none."""
+    admission.closed_because = CLOSED_BECAUSE[state]
+    is_ending = state is EngineState.DRAINING
+    admission.closed_reason = RefusalReason.DRAINING if is_ending else RefusalReason.ENGINE_NOT_READY
 
 
 class ReplicaFigures(NamedTuple):
@@ -147,7 +156,7 @@ class ReplicaGroup:
     def _follow(self) -> None:
         states = [supervisor.state for supervisor in self._supervisors]
         self.state = next(state for state in CLOSED_BECAUSE if state in states)
-        self._dispatcher.admission.closed_because = CLOSED_BECAUSE[self.state]
+        close_admission(self._dispatcher.admission, self.state)
         if (cache := self._dispatcher.cache) is None or self._loaded is None:
             return
         if EngineState.STARTING in states:  # one loads the model again

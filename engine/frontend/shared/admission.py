@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 
+from ...protocol.errors import RefusalReason
 from ..admission import Admission
 from ..stats import DispatcherStats
 from .load_board import MAX_REQUESTS, LoadBoard, LoadPlace
@@ -59,7 +60,11 @@ class SharedAdmission(Admission):
     def enter(self, num_tokens: int, client: str = "") -> None:
         """Counts a request from now on; see Admission.enter."""
         if self._place is None or not self._place.has_room:
-            raise self._refusal(f"This process of the server has {MAX_REQUESTS} requests under way.", num_tokens)
+            raise self._refusal(
+                f"This process of the server has {MAX_REQUESTS} requests under way.",
+                num_tokens,
+                RefusalReason.QUEUED_REQUESTS,
+            )
         super().enter(num_tokens, client)
         self._place.enter(client, num_tokens)
 
@@ -86,7 +91,10 @@ class SharedAdmission(Admission):
             return self._num_all
         return int(self._board.sizes(client).clip(max=largest).sum())
 
-    def _larger(self, largest: int) -> list[int]:
-        sizes = self._board.sizes()
+    def _num_clients(self, client: str) -> int:
+        return self._board.num_clients(client)
+
+    def _larger(self, largest: int, client: str | None = None) -> list[int]:
+        sizes = self._board.sizes(client)
         larger: list[int] = sorted(sizes[sizes > largest].tolist())
         return larger

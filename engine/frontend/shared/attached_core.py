@@ -11,7 +11,7 @@ from ...protocol.ipc.frontends import Attach
 from ...protocol.ipc.messages import Failed, Frame, FromCore, PrefixesCleared, Rows
 from ..dispatcher import Dispatcher
 from ..process_core import CoreLink
-from ..replicas.group import CLOSED_BECAUSE, ReplicaFigures
+from ..replicas.group import ReplicaFigures, close_admission
 from ..supervisor import EngineState
 
 logger = logging.getLogger("penstock.engine")
@@ -85,7 +85,7 @@ class AttachedCore:
 
     def _enter(self, state: EngineState) -> None:
         self.state = state
-        self._dispatcher.admission.closed_because = CLOSED_BECAUSE[state]
+        close_admission(self._dispatcher.admission, state)
 
     def _join(self, address: str) -> bool:
         """Goes to a core. Returns False where it has gone meanwhile, and its socket with it."""

@@ -91,6 +91,11 @@ class LoadBoard:
         parts = (entries[:, 1] if mark is None else entries[entries[:, 0] == mark, 1] for entries in self._entries())
         return np.concatenate(list(parts))
 
+    def num_clients(self, client: str) -> int:
+        """Returns how many clients have requests under way, `client` included in any case."""
+        parts = [entries[:, 0] for entries in self._entries()]
+        return len(np.unique(np.concatenate([*parts, np.array([client_mark(client)], np.int64)])))
+
     def clear(self, place: int) -> None:
         """Empties the place of a process that has ended; what it has refused still counts."""
         start = self._starts[place]

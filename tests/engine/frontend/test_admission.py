@@ -12,7 +12,13 @@ import pytest
 from penstock.engine.frontend.admission import Admission
 from penstock.engine.frontend.replicas.drain_rate import DrainRate
 from penstock.engine.frontend.stats import DispatcherStats
-from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, InvalidRequestError
+from penstock.engine.protocol.config import SchedulerConfig
+from penstock.engine.protocol.errors import (
+    EngineOverloadedError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    RefusalReason,
+)
 
 
 def admission(max_tokens: int = 1_000, max_queue_s: float = math.inf) -> tuple[Admission, DispatcherStats]:
@@ -42,7 +48,7 @@ def test_requests_are_let_in_until_too_many_tokens_are_under_way() -> None:
         books.check()
         books.enter(num_tokens)
     assert (stats.num_requests, stats.num_tokens) == (3, 1_699)
-    assert "1699 tokens under way and takes no request from 1000 on" in refusal(books).message
+    assert "1699 tokens are under way, the limit is 1000 (--max-queued-tokens)" in refusal(books).message
     with pytest.raises(EngineOverloadedError):
         books.enter(1)
     assert stats.num_refused_total == 2
@@ -71,17 +77,19 @@ def test_a_refusal_says_when_there_will_be_room() -> None:
     assert refusal(books).retry_after_s == pytest.approx(500 * 3.8 / 280)
 
 
-def test_requests_are_refused_when_what_is_under_way_takes_too_long() -> None:
+def test_queue_is_full_when_its_work_takes_too_long() -> None:
     books, stats = admission(1_000_000, max_queue_s=10.0)
     books._rates[0].follow(1_000, 1.0)
-    for _ in range(9):
-        books.enter(1_000)
+    for _ in range(19):
+        books.enter(500)
     books.check()
-    for _ in range(7):  # they came before
-        books._under_way["", 1_000] += 1
-        stats.num_tokens += 1_000
+    for _ in range(13):  # they came before
+        books._under_way["", 500] += 1
+        books._num_by_client[""] += 1
+        stats.num_tokens += 500
     error = refusal(books)
-    assert "takes about 16 s; it takes no request from 10 s on" in error.message
+    assert "about 16 s of work, the limit is 10 s (--max-queue-s)" in error.message
+    assert error.reason == RefusalReason.QUEUE_SECONDS
     assert error.retry_after_s == pytest.approx(6.0, abs=0.01)
     stats.token_budget = 8_000
     books.check()  # two forwards hold all of it: nothing would be left, so that the rate could never be corrected
@@ -92,95 +100,145 @@ def test_requests_are_refused_when_what_is_under_way_takes_too_long() -> None:
     books.check()
 
 
-def test_large_requests_take_turns_with_others_and_leave_them_room() -> None:
+def test_token_limit_holds_while_the_time_limit_is_lower() -> None:
+    books, _ = admission(100_000, max_queue_s=8.0)
+    books._rates[0].follow(1_000, 1.0)
+    books.enter(60_000)
+    books.enter(50_000)  # two requests count for 1 s of the 8 s
+    assert refusal(books).reason == RefusalReason.QUEUE_TOKENS
+
+
+def test_large_requests_leave_half_of_the_queue_to_small_ones() -> None:
     books, stats = admission(1_000_000, max_queue_s=8.0)
     books._rates[0].follow(1_000, 1.0)
-    books.enter(100_000)  # nothing else is under way
-    books.check()
-    books.enter(1_000)
-    books.enter(25_000)
-    with pytest.raises(EngineOverloadedError, match=r"1000 tokens, such as yours of 1001, .* 2 are") as refused:
-        books.enter(1_001)
+    for _ in range(8):
+        books.enter(25_000)
+    with pytest.raises(EngineOverloadedError, match=r"8 large requests .* more than 500 .* yours has 501") as refused:
+        books.enter(501)
     assert refused.value.retry_after_s == pytest.approx(25.0)
+    assert refused.value.reason == RefusalReason.QUEUE_SECONDS
     assert not books.is_full
-    for _ in range(5):  # the large ones count for 2 s, the others for 6
-        books.enter(1_000)
+    for _ in range(8):  # the large requests count for 4 s, the small ones for the other 4 s
+        books.enter(500)
     assert books.is_full
-    assert "takes about 8 s" in refusal(books).message
-    books.leave(1_000)
+    assert "about 8 s of work" in refusal(books).message
+    books.leave(500)
     books.check()
     books.leave(25_000)
     books.enter(30_000)
-    assert stats.num_tokens == 100_000 + 30_000 + 5_000
+    assert stats.num_tokens == 7 * 25_000 + 30_000 + 7 * 500
 
 
-def test_a_client_beside_its_own_large_request() -> None:
-    books, _ = admission(1_000_000, max_queue_s=8.0)
-    books._rates[0].follow(1_000, 1.0)
-    books.enter(100_000, "a")
-    for _ in range(3):
-        books.enter(900, "a")
-    books.check("a")
-    books.enter(900, "a")
-    assert "4600 tokens and leave 3400" in refusal(books, "a").message
+@pytest.mark.parametrize("tokens_per_s", [100, 300, 700])
+@pytest.mark.parametrize("num_clients", [4, 8])
+def test_default_limits_admit_eight_clients_of_a_slow_model(tokens_per_s: int, num_clients: int) -> None:
+    limits = SchedulerConfig()
+    books, stats = admission(limits.max_queued_tokens, limits.max_queue_s)
+    stats.token_budget = 512
+    books._rates[0].follow(tokens_per_s, 1.0)
+    for _ in range(num_clients):
+        books.check()
+        books.enter(8 * 300)
+
+
+def test_a_client_alone_may_use_the_whole_queue() -> None:
+    books, _ = admission()
+    for _ in range(10):
+        books.check("a")
+        books.enter(100, "a")
+    error = refusal(books, "a")
+    assert "1000 tokens are under way, the limit is 1000" in error.message
+    assert error.reason == RefusalReason.QUEUE_TOKENS
+
+
+@pytest.mark.parametrize("is_by_time", [False, True])
+def test_a_new_client_is_admitted_to_a_queue_that_another_fills(is_by_time: bool) -> None:
+    books, stats = admission(1_000_000, max_queue_s=10.0) if is_by_time else admission()
+    books._rates[0].follow(100, 1.0)
+    for _ in range(20):
+        books.enter(50, "a")
+    for _ in range(10):  # up to its share, the half
+        books.check("b")
+        refusal(books, "a")
+        books.enter(50, "b")
+    error = refusal(books, "b")
+    assert "2 API keys are using it, so that each may have 500 tokens" in error.message
+    assert "--max-queue-s" if is_by_time else "--max-queued-tokens" in error.message
+    assert error.reason == RefusalReason.CLIENT_SHARE
+    assert stats.num_tokens == 1_500
+    for _ in range(3):  # a third key has a third
+        books.enter(111, "c")
+        refusal(books, "b")
+    for _ in range(10):
+        books.leave(50, "a")
+        refusal(books, "a")  # it has 500: more than a third of a queue that is still full
+    for _ in range(10):
+        books.leave(50, "b")
+    books.check("a")  # the queue is not full any more
     books.check("b")
 
 
-def test_no_client_leaves_less_to_others_than_it_has() -> None:
-    books, stats = admission()
-    for _ in range(5):
-        books.enter(100, "greedy")
-    for _ in range(3):
-        assert "500 tokens and leave 500 to other clients" in refusal(books, "greedy").message
-    books.enter(300, "modest")
-    assert "300 tokens and leave 200" in refusal(books, "modest").message
-    books.enter(300, "third")  # who has nothing under way may take what is left
-    assert "1100 tokens under way" in refusal(books, "fourth").message
-    for _ in range(5):
-        books.leave(100, "greedy")
-    books.check("greedy")
-    assert stats.num_tokens == 600
-    books, stats = admission(1_000_000, max_queue_s=10.0)
-    books._rates[0].follow(100, 1.0)
-    for _ in range(20):
-        books.enter(25, "greedy")
-    assert "500 tokens and leave 500" in refusal(books, "greedy").message  # of the 1,000 that 10 s are
-    for client in "abcde":
-        books.enter(100, client)
-    assert "takes about 10 s" in refusal(books, "third").message
-    books, _ = admission()
-    for _ in range(10):
-        books.enter(100)  # nobody is told apart
-    refusal(books)
+def test_capacity_is_never_free_while_a_client_is_refused() -> None:
+    chance = random.Random(3)
+    books, stats = admission(1_000)
+    under_way: list[tuple[int, str]] = []
+    for _ in range(5_000):
+        if under_way and chance.random() < 0.5:
+            books.leave(*under_way.pop(chance.randrange(len(under_way))))
+            continue
+        entry = chance.randrange(1, 80), chance.choice("aaaaabc")
+        num_own = sum(size for size, client in under_way if client == entry[1])
+        num_clients = len({client for _, client in under_way} | {entry[1]})
+        try:
+            books.enter(*entry)
+        except EngineOverloadedError:
+            assert stats.num_tokens >= 1_000
+            assert num_own >= 1_000 // num_clients
+        else:
+            under_way.append(entry)
+        assert stats.num_tokens < 1_000 * (1 + 1 / 2 + 1 / 3) + 3 * 80
+
+
+def test_large_requests_of_one_client_do_not_block_those_of_another() -> None:
+    books, _ = admission(1_000_000, max_queue_s=8.0)
+    books._rates[0].follow(1_000, 1.0)
+    for _ in range(8):
+        books.enter(25_000, "a")
+    with pytest.raises(EngineOverloadedError, match="8 large requests"):
+        books.enter(25_000, "a")
+    for _ in range(4):
+        books.enter(25_000, "b")
+    with pytest.raises(EngineOverloadedError, match="12 large requests"):
+        books.enter(25_000, "b")
 
 
 @pytest.mark.parametrize("is_by_time", [False, True])
 @pytest.mark.parametrize(
-    ("num_greedy", "others", "who", "excess"),
+    ("num_greedy", "num_other", "who", "leaving", "excess"),
     [
-        (400, [1] * 600, "new", 1),
-        (400, [*[1] * 599, 120], "new", 120),
-        (400, [1] * 300, "greedy", 101),
-        (500, [], "greedy", 1),
-        (400, [1] * 500, "greedy", 301),
+        (1_000, 0, "greedy", "greedy", 1),
+        (600, 500, "greedy", "other", 101),
+        (800, 300, "greedy", "greedy", 101),
+        (510, 990, "greedy", "greedy", 11),
+        (990, 510, "other", "other", 11),
     ],
 )
-def test_who_comes_back_when_told_to_is_let_in_and_not_before(
-    num_greedy: int, others: list[int], who: str, excess: int, is_by_time: bool
+def test_a_client_that_waits_for_retry_after_is_admitted(
+    num_greedy: int, num_other: int, who: str, leaving: str, excess: int, is_by_time: bool
 ) -> None:
     books, _ = admission(1_000_000 if is_by_time else 1_000, max_queue_s=20.0 if is_by_time else math.inf)
-    for _ in range(num_greedy):
-        books.enter(1, "greedy")
-    for num_tokens in others:
-        books.enter(num_tokens)  # of nobody who is told apart
+    for i in range(1_500):
+        for name, number in (("greedy", num_greedy), ("other", num_other)):
+            if i < number:
+                books._under_way[name, 1] += 1
+                books._num_by_client[name] += 1
+                books.stats.enter(1)
     books._rates[0].follow(50, 1.0)  # tokens a second: 1,000 in 20 s
     assert refusal(books, who).retry_after_s == pytest.approx(excess / 50.0)
-    leaving = sorted(others, reverse=True) or [1]
-    while excess > 1 and leaving[0] < excess:
-        excess -= leaving[0]
-        books.leave(leaving.pop(0))
+    for _ in range(excess - 1):
+        books.leave(1, leaving)
     refusal(books, who)
-    books.leave(leaving.pop(0), "" if others else "greedy")
+    books.leave(1, leaving)
     books.check(who)
 
 
@@ -209,6 +267,7 @@ def test_nothing_is_kept_of_clients_that_have_gone() -> None:
     assert not books._under_way
     books.check("new")
     assert not books._under_way
+    assert not books._num_by_client
 
 
 def test_what_was_told_of_the_queue_is_forgotten_when_all_have_gone() -> None:
@@ -234,30 +293,30 @@ def test_a_closed_engine_refuses_whoever_comes_and_keeps_who_is_inside() -> None
     assert stats.num_refused_total == 0
 
 
-def test_it_is_full_when_everybody_is_refused() -> None:
+def test_queue_is_full_when_a_client_with_its_share_is_refused() -> None:
     chance = random.Random(0)
     books, stats = admission(1_000, max_queue_s=6.0)
-    under_way: list[tuple[int, str]] = []
+    under_way: list[int] = []
     seen: Counter[tuple[bool, bool]] = Counter()
     for _ in range(5_000):
         if under_way and chance.random() < 0.4:
-            books.leave(*under_way.pop(chance.randrange(len(under_way))))
+            books.leave(under_way.pop(chance.randrange(len(under_way))))
         else:
-            entry = chance.choice((1, 20, 60)), chance.choice(("", "a", "b"))
+            num_tokens = chance.choice((1, 20, 60))
             with contextlib.suppress(EngineOverloadedError):
-                books.enter(*entry)
-                under_way.append(entry)
+                books.enter(num_tokens)
+                under_way.append(num_tokens)
         if chance.random() < 0.1:
             books._rates[0].follow(100, chance.choice((0.01, 1.0)))
         stats.token_budget = chance.choice((10, 10_000))
         is_full = books.is_full
-        for client in ("", "new"):
-            try:
-                books.check(client)
-            except EngineOverloadedError:
-                assert is_full
-            else:
-                assert not is_full
+        try:
+            books.check()
+        except EngineOverloadedError:
+            assert is_full
+        else:
+            assert not is_full
+        books.check("new")  # a client with nothing under way
         seen[is_full, stats.num_tokens < 1_000] += 1
     # Full by tokens, full by time, not full.
     assert all(seen[state] > 50 for state in ((True, False), (True, True), (False, True)))

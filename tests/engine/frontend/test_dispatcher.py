@@ -148,9 +148,9 @@ async def test_a_request_is_taken_whole_or_refused_whole(dispatcher: Dispatcher,
     dispatcher.admission.check()
     await begin(dispatcher, 30, 30)
     assert len(core.sent) == 2
-    with pytest.raises(errors.EngineOverloadedError, match="120 tokens under way"):
+    with pytest.raises(errors.EngineOverloadedError, match="120 tokens are under way"):
         await ask(dispatcher, 1)
-    with pytest.raises(errors.EngineOverloadedError, match="120 tokens under way"):
+    with pytest.raises(errors.EngineOverloadedError, match="120 tokens are under way"):
         dispatcher.admission.check()
     assert len(core.sent) == 2
     assert dispatcher.stats.num_refused_total == 2
@@ -259,17 +259,17 @@ async def test_a_failure_is_of_the_kind_that_the_core_names(
     assert type(caught.value) is error
 
 
-async def test_a_client_with_its_share_is_refused_at_the_door(dispatcher: Dispatcher, core: Core) -> None:
+async def test_a_client_with_its_share_is_refused_unread(dispatcher: Dispatcher, core: Core) -> None:
     async def take(client: str) -> None:
         async with dispatcher.open(RequestOptions(client=client)) as request:
             if client == "greedy":
-                await request.run(tokens(60), PoolingParams())
+                await request.run(tokens(100), PoolingParams())
 
     task = asyncio.create_task(take("greedy"))
     await asyncio.sleep(0.01)
-    with pytest.raises(errors.EngineOverloadedError, match="60 tokens and leave 40"):
+    with pytest.raises(errors.EngineOverloadedError, match="100 tokens are under way"):
         async with dispatcher.open(RequestOptions(client="greedy")):
-            pytest.fail("it has more than it leaves")
+            pytest.fail("the queue is full")
     await take("modest")
     core.answer((0, 0, 0.0))
     await task

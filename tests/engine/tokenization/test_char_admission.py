@@ -24,13 +24,27 @@ def test_what_does_not_fit_is_refused_whole_and_counted() -> None:
         with admission.hold(40):
             assert admission.num_chars == 100
         with (
-            pytest.raises(EngineOverloadedError, match=r"60 characters.*at most 100.*has 41") as refused,
+            pytest.raises(EngineOverloadedError, match=r"60 characters.*100 \(--max-queued-chars\).*has 41") as refused,
             admission.hold(41),
         ):
             pass
         assert refused.value.retry_after_s == 1.0
         assert admission.num_chars == 60
     assert (admission.num_chars, len(refusals)) == (0, 1)
+
+
+def test_a_new_client_is_admitted_beside_borrowed_characters() -> None:
+    admission = CharAdmission(100)
+    with admission.hold(60, "a"), admission.hold(40, "a"):  # one key alone may use all
+        with pytest.raises(EngineOverloadedError, match="each API key may have 50"):
+            admission.check(51, "b")
+        with admission.hold(30, "b"), admission.hold(20, "b"):
+            with pytest.raises(EngineOverloadedError):
+                admission.check(1, "b")
+            with pytest.raises(EngineOverloadedError):
+                admission.check(1, "a")
+    assert admission.num_chars == 0
+    assert not admission._held
 
 
 def test_a_large_request_runs_alone() -> None:

@@ -49,7 +49,7 @@ def test_one_budget_is_for_all_of_them(board: LoadBoard) -> None:
         processes.all[i % NUM_PLACES].enter(100)
     for admission in (*processes.all, processes.keeper):
         assert admission.is_full
-        with pytest.raises(EngineOverloadedError, match="1000 tokens under way"):
+        with pytest.raises(EngineOverloadedError, match="1000 tokens are under way"):
             admission.check()
     processes.all[0].leave(100)
     processes.all[3].check()
@@ -65,22 +65,25 @@ def test_the_time_that_all_take_counts(board: LoadBoard) -> None:
     for admission in processes.all:
         admission.enter(600)
     assert [a.queue_s for a in processes.all] == [pytest.approx(2.4)] * NUM_PLACES
-    assert not processes.all[0].is_full  # large ones count for an eighth of the bound each
-    for _ in range(5):
+    assert not processes.all[0].is_full  # each large request counts for a sixteenth of the limit
+    for _ in range(6):
         for admission in processes.all:
-            admission.enter(50)
+            admission.enter(63)
     assert processes.all[1].is_full
-    with pytest.raises(EngineOverloadedError, match="takes about 2 s"):
+    with pytest.raises(EngineOverloadedError, match="about 2 s of work"):
         processes.all[3].check()
 
 
 def test_a_client_is_the_same_in_each_of_them(board: LoadBoard) -> None:
     processes = Processes(board, 1_000)
-    processes.all[0].enter(300, "ab")
-    processes.all[1].enter(250, "ab")
-    with pytest.raises(EngineOverloadedError, match="550 tokens and leave 450 to other clients"):
-        processes.all[2].check("ab")
-    processes.all[2].check("cd")
+    processes.all[0].enter(600, "ab")
+    processes.all[1].enter(450, "ab")
+    for _ in range(2):
+        processes.all[2].check("cd")
+        processes.all[3].enter(250, "cd")
+    for client, num_tokens in (("ab", 1_050), ("cd", 500)):
+        with pytest.raises(EngineOverloadedError, match=f"2 API keys .* 500 tokens .* yours has {num_tokens}"):
+            processes.all[2].check(client)
 
 
 def test_they_decide_as_one_process_would(board: LoadBoard) -> None:
