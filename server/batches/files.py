@@ -12,11 +12,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Final
 
-from fastapi import HTTPException
-
 from penstock.engine.frontend.own_files import sync_folder
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
 
+from ..errors.limits import LimitError, ServerRefusalReason
 from ..schemas.batches import LEAST_EXPIRY_S, MOST_EXPIRY_S
 from ..wire.shown_values import shown
 from .data_dir import PART, DataDir
@@ -169,7 +168,7 @@ class Files:
                 f"The files of this key take {there} bytes of {most}, those that batches made included; "
                 "delete some (DELETE /v1/files/ID), or wait until they expire."
             )
-            raise HTTPException(413, message, {"connection": "close"})
+            raise LimitError(413, message, ServerRefusalReason.FILE_STORAGE, {"connection": "close"})
 
     async def _while_room(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yields a body as it comes. Raises StorageError when the disk has no room for more of it."""

@@ -18,6 +18,7 @@ from penstock.engine.protocol.errors import (
     UnknownObjectError,
 )
 
+from ..errors.limits import ServerRefusalReason
 from ..schemas.batches import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
 from ..settings import ServerSettings
 from ..wire.shown_values import shown
@@ -126,7 +127,9 @@ class Batches:
             raise InvalidRequestError(message, param="input_file_id")
         if sum(run.batch.owner == owner for run, _ in self._runs.values()) >= MOST_UNFINISHED:
             message = f"{MOST_UNFINISHED} batches have not ended; wait for one of them."
-            raise EngineOverloadedError(message, retry_after_s=_RETRY_AFTER_S)
+            raise EngineOverloadedError(
+                message, retry_after_s=_RETRY_AFTER_S, reason=ServerRefusalReason.UNFINISHED_BATCHES
+            )
         created_at, expiry = int(self._now()), body.output_expires_after
         batch = Batch(
             id=new_batch_id(),

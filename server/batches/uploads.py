@@ -15,6 +15,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
 
+from ..errors.limits import LimitError, ServerRefusalReason
 from ..wire.shown_values import shown
 
 MULTIPART: Final = "multipart/form-data"
@@ -158,7 +159,7 @@ class Upload:
         self._is_whole = True
 
 
-def too_large(max_bytes: int) -> HTTPException:
+def too_large(max_bytes: int) -> LimitError:
     """Returns the refusal of a file that is larger than `max_bytes`."""
     message = f"The file is larger than this server takes ({max_bytes} bytes); split it, or see --max-file-bytes."
-    return HTTPException(413, message, {"connection": "close"})
+    return LimitError(413, message, ServerRefusalReason.FILE_BYTES, {"connection": "close"})

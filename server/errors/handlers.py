@@ -14,6 +14,7 @@ from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
 from ..wire.json_bodies import TEI
 from ..wire.shown_values import shown
+from .limits import note_refusal
 from .table import ERROR_KINDS, engine_error_response, error_response, status_response
 from .tei_errors import tei_engine_error_response, tei_status_response, tei_validation_response
 from .validation import explain
@@ -43,6 +44,7 @@ def install_error_handlers(app: FastAPI) -> None:
     """Registers the handlers for everything that a route may raise on purpose."""
 
     async def on_engine_error(request: Request, error: Any) -> Response:
+        note_refusal(error)
         return engine_refusal(request.scope["path"], error, request.scope["request_id"])
 
     async def on_validation_error(request: Request, error: Any) -> Response:
@@ -55,6 +57,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(ERROR_KINDS[InvalidRequestError], message, param=param)
 
     async def on_http_error(request: Request, error: Any) -> Response:
+        note_refusal(error)
         path: str = request.scope["path"]
         message, headers = str(error.detail), error.headers
         if error.status_code == 404:

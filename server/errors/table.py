@@ -70,6 +70,7 @@ STATUS_KINDS: Final = {
     401: ErrorKind(401, "authentication_error", "invalid_api_key"),
     404: ErrorKind(404, "invalid_request_error", "not_found"),
     405: ErrorKind(405, "invalid_request_error", "method_not_allowed"),
+    408: ErrorKind(408, "timeout_error", "request_timeout"),
     413: ErrorKind(413, "invalid_request_error", "request_too_large"),
     415: ErrorKind(415, "invalid_request_error", "unsupported_media_type"),
     500: ErrorKind(500, "server_error", "internal_error", is_hidden=True),

@@ -18,6 +18,7 @@ from penstock.engine import AsyncEngine
 from penstock.engine.model_files.resolve import resolved_table
 from penstock.engine.protocol.errors import EngineError, EngineUnavailableError
 
+from ..errors.limits import ServerRefusalReason
 from .model_entry import ModelEntry, ModelStatus
 from .resolved_rows import format_table
 from .served_model import ServedModel, check_prompt_name
@@ -86,9 +87,14 @@ class ModelKeeper:
         if entry.status is ModelStatus.FAILED and time.monotonic() - entry.failed_s < RETRY_S:
             raise _unavailable(entry)
         if is_patient and not self._has_unmissed_room(entry):
-            raise EngineUnavailableError(f"There is no room for {entry.name} while others are in use.")
+            raise EngineUnavailableError(
+                f"There is no room for {entry.name} while others are in use.", reason=ServerRefusalReason.MODEL_MEMORY
+            )
         if sum(len(each.waiters) for each in self.entries) >= MAX_WAITING:
-            raise EngineUnavailableError(f"{MAX_WAITING} requests wait for models. Please try again in a moment.")
+            raise EngineUnavailableError(
+                f"{MAX_WAITING} requests wait for models. Please try again in a moment.",
+                reason=ServerRefusalReason.MODEL_LOADING,
+            )
         waiter: asyncio.Future[AsyncEngine | None] = asyncio.get_running_loop().create_future()
         entry.waiters.append(waiter)
         self._begin_load(entry)
@@ -103,7 +109,8 @@ class ModelKeeper:
             if isinstance(error, TimeoutError):
                 raise EngineUnavailableError(
                     f"The model {entry.name} is being loaded, which has taken more than {self._limits.wait_s:g} s. "
-                    "Please try again in a moment."
+                    "Please try again in a moment.",
+                    reason=ServerRefusalReason.MODEL_LOADING,
                 ) from error
             raise
         if engine is None:
@@ -199,14 +206,19 @@ class ModelKeeper:
         while self._is_short(entry):
             others = [each for each in self.entries if each.takes_room and not each.model.is_pinned]
             if not others:
-                raise EngineUnavailableError("There is no room for it beside the models that are pinned.")
+                raise EngineUnavailableError(
+                    "There is no room for it beside the models that are pinned.",
+                    reason=ServerRefusalReason.MODEL_MEMORY,
+                )
             loaded = [each for each in others if each.status is ModelStatus.LOADED]
             idle = [each for each in loaded if each.is_idle]
             settled = [each for each in loaded if time.monotonic() - each.loaded_s >= LEAST_STAY_S]
             if idle:
                 await self._let_go(min(idle, key=lambda each: each.last_used_s), f"for {entry.name}")
             elif time.monotonic() >= ends_s:
-                raise EngineUnavailableError("The models that are in memory are in use.")
+                raise EngineUnavailableError(
+                    "The models that are in memory are in use.", reason=ServerRefusalReason.MODEL_MEMORY
+                )
             elif settled:
                 await self._let_go(min(settled, key=lambda each: each.loaded_s), f"for {entry.name}")
             else:
@@ -286,8 +298,13 @@ def log_failure(entry: ModelEntry, error: Exception) -> None:
 def _unavailable(entry: ModelEntry) -> EngineUnavailableError:
     """Returns the error of a request for a model that could not be loaded; the whole reason is for the operator."""
     if isinstance(entry.error, EngineUnavailableError):
-        return EngineUnavailableError(f"The model {entry.name} cannot be loaded now. {entry.error.message}")
-    return EngineUnavailableError(f"The model {entry.name} could not be loaded; the server's log says why.")
+        return EngineUnavailableError(
+            f"The model {entry.name} cannot be loaded now. {entry.error.message}", reason=entry.error.reason
+        )
+    return EngineUnavailableError(
+        f"The model {entry.name} could not be loaded; the server's log says why.",
+        reason=ServerRefusalReason.MODEL_LOADING,
+    )
 
 
 async def _stop(entry: ModelEntry, drain_timeout_s: float) -> None:

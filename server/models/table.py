@@ -13,6 +13,7 @@ from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelNotFoundError
 from penstock.engine.protocol.model_info import ModelKind
 
+from ..errors.limits import ServerRefusalReason
 from ..observability.timing import REQUEST
 from ..wire.shown_values import shown
 from .keeper import ModelKeeper
@@ -56,7 +57,10 @@ class Described(NamedTuple):
     def known(self) -> ModelInfo:
         """Returns what was resolved. Raises EngineUnavailableError where nothing is known before it is loaded."""
         if self.info is None:
-            raise EngineUnavailableError(f"What {self.name} is will be known once it is loaded; send it a request.")
+            raise EngineUnavailableError(
+                f"What {self.name} is will be known once it is loaded; send it a request.",
+                reason=ServerRefusalReason.MODEL_LOADING,
+            )
         return self.info
 
 
@@ -118,7 +122,9 @@ class ModelTable:
     async def load_now(self, name: str) -> None:
         """Loads a model. Raises ModelNotFoundError, and EngineUnavailableError with what keeps it from being loaded."""
         if (error := await self._keeper.load(self.entry(name))) is not None:
-            raise EngineUnavailableError(f"{name} could not be loaded: {error}") from error
+            raise EngineUnavailableError(
+                f"{name} could not be loaded: {error}", reason=ServerRefusalReason.MODEL_LOADING
+            ) from error
 
     async def unload_now(self, name: str) -> None:
         """Unloads a model; see ModelKeeper.unload. Raises ModelNotFoundError."""
@@ -206,4 +212,6 @@ class ModelTable:
 
 
 def _starting() -> EngineUnavailableError:
-    return EngineUnavailableError("The model is being loaded. Please try again in a moment.")
+    return EngineUnavailableError(
+        "The model is being loaded. Please try again in a moment.", reason=ServerRefusalReason.MODEL_LOADING
+    )

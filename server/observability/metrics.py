@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from math import inf
 from operator import attrgetter
@@ -17,6 +17,7 @@ from penstock.engine.frontend.stats import DispatcherStats, StepHistogram
 from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol.stage_times import Stage
 
+from ..errors.limits import REFUSAL_REASONS
 from .timing import REQUEST, RequestRecord
 
 _LATENCY_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -36,7 +37,10 @@ _ENGINE_COUNTERS: Final = {
     "num_steps_total": ("penstock_engine_steps", "Forwards."),
     "step_s_total": ("penstock_engine_step_seconds", "Seconds in which forwards ran."),
 }
-_REFUSED: Final = "penstock_engine_refused_requests", "Requests refused because the queue was full."
+_REFUSED: Final = (
+    "penstock_refused_requests",
+    "Requests that a limit refused or ended, by the limit. Answers to health checks are not counted.",
+)
 _ENGINE_HISTOGRAMS: Final = {
     "step_tokens": ("penstock_engine_batch_tokens", "Tokens of a forward."),
     "step_seqs": ("penstock_engine_batch_inputs", "Inputs of a forward, or chunks of them."),
@@ -115,6 +119,7 @@ class Metrics(Collector):
         self._stages: dict[tuple[str, str, str], dict[Stage, StepHistogram]] = {}
         self._inputs: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._tokens: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._refused: Counter[tuple[str]] = Counter({(reason,): 0 for reason in REFUSAL_REASONS})
 
     def register(self, collector: Collector) -> None:
         """Adds further figures to the exposition."""
@@ -129,8 +134,14 @@ class Metrics(Collector):
         self._tokens[model, task] += total
         return total
 
+    def count_refusal(self, reason: str) -> None:
+        """Counts a request that a limit refused or ended."""
+        self._refused[(reason,)] += 1
+
     def observe(self, record: RequestRecord) -> None:
         """Counts one answer."""
+        if record.refused_by is not None:
+            self.count_refusal(record.refused_by)
         model, route = record.model, record.route
         self._requests[model, route, str(record.status)] += 1
         latency = self._latency.get((model, route))
@@ -179,6 +190,7 @@ class Metrics(Collector):
             ("penstock_http_requests", "Answers by route and status.", ("model", "route", "status"), self._requests),
             ("penstock_inputs", "Texts, documents or pairs.", ("model", "task"), self._inputs),
             ("penstock_tokens", "Tokens of inputs.", ("model", "task"), self._tokens),
+            (*_REFUSED, ("reason",), self._refused),
         ):
             yield _counted(name, text, names, counts)
         yield latency
@@ -201,16 +213,13 @@ class Metrics(Collector):
             "Seconds that what waits or runs takes at the rate of the last forwards; 0 before it is measured.",
             labels=("model",),
         )
-        refused = CounterMetricFamily(*_REFUSED, labels=("model",))
         for engine, model in engines:
             queue.add_metric((model,), engine.queue_s)
-            refused.add_metric((model,), engine.stats().num_refused_total)
         ready = GaugeMetricFamily("penstock_engine_ready", "1 where the engine can serve.", labels=_LABELS)
         restarts = CounterMetricFamily("penstock_engine_restarts", "Restarts of the engine.", labels=_LABELS)
         for core in cores:
             ready.add_metric(core.labels, float(core.state is EngineState.READY))
             restarts.add_metric(core.labels, core.num_restarts)
-        yield refused
         yield queue
         yield ready
         yield restarts

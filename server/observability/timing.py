@@ -36,6 +36,7 @@ class RequestRecord:
         num_inputs: Texts, documents or pairs that it ran.
         num_tokens: Their tokens.
         trace_id: Of its span; None without traces.
+        refused_by: The limit that refused the request; None where none did.
     """
 
     scope: Scope
@@ -52,6 +53,7 @@ class RequestRecord:
     num_inputs: int = 0
     num_tokens: int = 0
     trace_id: str | None = None
+    refused_by: str | None = None
 
     @property
     def is_answered(self) -> bool:

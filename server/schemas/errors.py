@@ -51,10 +51,10 @@ RETRY_AFTER: Final = {
 _DESCRIPTIONS: Final[dict[int | str, str]] = {
     400: "The request is wrong; the message names the field and the value.",
     404: "No such model.",
-    408: "The deadline that x-request-timeout set passed.",
+    408: "The deadline that x-request-timeout set passed, or the body came too slowly.",
     413: "The body is too large.",
     415: "The body is not JSON.",
-    429: "The queue is full.",
+    429: "The queue or the memory of answers is full.",
     500: "The server failed; its log has the details under x-request-id.",
     503: "The engine is starting or shutting down, or large bodies fill the memory.",
     504: "The deadline of the server passed.",

@@ -25,6 +25,7 @@ from starlette.types import Message, Scope
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
 from ..errors.handlers import engine_refusal
+from ..errors.limits import refusal_reason
 from ..errors.tei_errors import tei_engine_error_response
 from ..middleware.auth import ApiKeys, offered_keys
 from ..middleware.exchange import RequestIds, canonical_path
@@ -102,6 +103,7 @@ class Refusal:
         if self.cors is not None:
             _let_pages_read(response, self.cors, scope)
         response.raw_headers.append((b"x-request-id", name))
+        record.refused_by = refusal_reason(self.error)
         record.begin_answer(response.status_code)
         answer(response)
         record.end()

@@ -16,6 +16,7 @@ from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 from starlette.types import Receive
 
+from ..errors.limits import LimitError, ServerRefusalReason
 from .json_marks import SLICE_BYTES, WEIGHT, InvalidJsonError, TooManyValuesError, find_marks
 from .json_slices import Steps, T, build
 
@@ -69,7 +70,7 @@ class JsonReader:
         except InvalidJsonError as error:
             raise _invalid(error.reason, error.position) from error
         except TooManyValuesError:
-            raise HTTPException(413, self._too_many()) from None
+            raise LimitError(413, self._too_many(), ServerRefusalReason.JSON_VALUES) from None
 
     def check_entries(self, body: Any, tag: str) -> None:
         """Counts the entries of the lists of a parsed body, before anybody looks into them.

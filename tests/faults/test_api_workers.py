@@ -280,7 +280,7 @@ async def test_one_budget_is_for_all(launch) -> None:
     assert set(statuses) == {200, 429}
     # The last that is let in may pass the bound; one in each process that looks at the same moment.
     assert 15_000 <= largest < 15_000 + 3 * num_tokens
-    assert metric(url, "penstock_engine_refused_requests_total") >= statuses[429]
+    assert metric(url, "penstock_refused_requests_total") >= statuses[429]
     assert metric(url, "penstock_engine_queued_tokens") == 0
 
 

@@ -175,7 +175,7 @@ def check(server, load: Load, num_refused_before: float, memory: int) -> str:
     grown = (server.resident_bytes() - memory) / MIB
     assert grown < 0.2 * memory / MIB
     assert len(refused) > len(answered)
-    assert server.metric("penstock_engine_refused_requests_total") - num_refused_before == len(refused)
+    assert server.metric("penstock_refused_requests_total") - num_refused_before == len(refused)
     assert server.metric("penstock_engine_requests") == 0
     assert min(seen.waits_s) >= 1
     assert max(refused) < LONGEST_S + 2  # the rest is scheduling
@@ -213,7 +213,7 @@ def test_ten_times_the_capacity_for_a_minute(small_queue) -> None:
         with sink() as port:
             peaks = [await peak()]
             controls = [await peak_beside_clients(9 * peaks[0], port)]
-            memory, num_refused = server.resident_bytes(), server.metric("penstock_engine_refused_requests_total")
+            memory, num_refused = server.resident_bytes(), server.metric("penstock_refused_requests_total")
             load = Load(server.port, BODY)
             goodput = await load.open_loop(10 * peaks[0], 60, num_first=2 * QUEUED_TOKENS // TOKENS)
             figures = check(server, load, num_refused, memory)
@@ -238,7 +238,7 @@ def test_clients_that_come_back_at_once(small_queue, num_clients: int) -> None:
 
     async def run() -> None:
         load, after = Load(server.port, BODY), Load(server.port, BODY)
-        memory, num_refused = server.resident_bytes(), server.metric("penstock_engine_refused_requests_total")
+        memory, num_refused = server.resident_bytes(), server.metric("penstock_refused_requests_total")
         goodput = await load.closed_loop(num_clients, PEAK_S)
         figures = check(server, load, num_refused, memory)
         peak = await after.closed_loop(ENOUGH_CLIENTS, PEAK_S)

@@ -110,7 +110,7 @@ async def test_what_is_read_is_as_the_document_says(serving, engine) -> None:
 
 
 ERRORS = [
-    (EngineOverloadedError("full", retry_after_s=2.0), {}, 429),
+    (EngineOverloadedError("full", retry_after_s=2.0, reason="queue_tokens"), {}, 429),
     (EngineUnavailableError("starting"), {}, 503),
     (ModelExecutionError("broken"), {}, 500),
     (DeadlineExceededError("late"), {}, 504),

@@ -20,6 +20,7 @@ from penstock.server.batches.routes_inside import RouteAnswer
 from penstock.server.batches.run import _MOST_WAITING
 from penstock.server.batches.service import Batches
 from penstock.server.batches.store import Store
+from penstock.server.errors.limits import LimitError
 from penstock.server.schemas.batches import BatchRequest
 from penstock.server.settings import ServerSettings, UsageError
 
@@ -416,7 +417,7 @@ async def test_an_owner_has_so_many_bytes_of_files_and_no_more(running, monkeypa
             await upload(batches, b"")
         await batches.remove_file(files[0], "me")
         both = await asyncio.gather(*(upload(batches, bytes(600)) for _ in range(2)), return_exceptions=True)
-        assert {type(each) for each in both} == {str, HTTPException}
+        assert {type(each) for each in both} == {str, LimitError}
         assert len(list(batches.files.path("x").parent.iterdir())) == left
 
 

@@ -36,7 +36,7 @@ def check_envelope(response: httpx.Response) -> dict:
 
 def made(cls: type[EngineError]) -> EngineError:
     if cls is EngineOverloadedError:
-        return cls("secret detail", retry_after_s=2.5)
+        return cls("secret detail", retry_after_s=2.5, reason="queue_tokens")
     if cls is RequestTooLongError:
         return cls("secret detail", num_tokens=9, max_num_tokens=8)
     return cls("secret detail")
@@ -63,7 +63,7 @@ async def test_every_engine_error_has_its_status_and_body(client, engine, cls: t
 
 @pytest.mark.parametrize(("retry_after_s", "header"), [(0.01, "1"), (2.5, "3"), (1e9, "60")])
 async def test_overload_says_when_to_come_back(client, engine, retry_after_s: float, header: str) -> None:
-    engine.failure = EngineOverloadedError("full", retry_after_s=retry_after_s)
+    engine.failure = EngineOverloadedError("full", retry_after_s=retry_after_s, reason="queue_tokens")
     response = await client.post("/v1/embeddings", json={"input": "a"})
     assert response.status_code == 429
     assert response.headers["retry-after"] == header

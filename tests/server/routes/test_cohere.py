@@ -270,7 +270,7 @@ async def test_errors_arrive_typed(v1, v2, engine) -> None:
     with pytest.raises(cohere.BadRequestError) as caught:
         await v1.embed(texts=[LONG], model=MODEL, truncate="NONE")
     assert "context length" in caught.value.body["message"]
-    engine.failure = EngineOverloadedError("The queue is full.", retry_after_s=1)
+    engine.failure = EngineOverloadedError("The queue is full.", retry_after_s=1, reason="queue_tokens")
     with pytest.raises(cohere.TooManyRequestsError):
         await v1.embed(texts=TEXTS, model=MODEL, request_options={"max_retries": 0})
 

@@ -404,7 +404,7 @@ async def test_deep_nesting_is_refused(client, path: str, body: str, opening: st
 
 # (failure, status, error_type, whether it says when to come back)
 FAILURES = [
-    (EngineOverloadedError("full", retry_after_s=2), 429, "Overloaded", True),
+    (EngineOverloadedError("full", retry_after_s=2, reason="queue_tokens"), 429, "Overloaded", True),
     (EngineUnavailableError("starting"), 503, "Unhealthy", True),
     (DeadlineExceededError("late"), 504, "Backend", False),
     (ModelExecutionError("secret detail"), 500, "Backend", False),

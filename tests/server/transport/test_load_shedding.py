@@ -25,7 +25,7 @@ from penstock.server.transport.http_server import HttpServer
 from ..conftest import FakeEngine
 from .sockets import ask, read_answer, request, served
 
-FULL = EngineOverloadedError("The server has 9 tokens under way.", retry_after_s=2.5)
+FULL = EngineOverloadedError("The server has 9 tokens under way.", retry_after_s=2.5, reason="queue_tokens")
 TEXTS: dict[str, Any] = {"texts": ["a"]}
 SHED: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "a b"},

@@ -177,7 +177,7 @@ def test_an_engine_without_room_is_asked_again(lines, fake, tmp_path) -> None:
 
     async def sometimes(inputs, params, options):
         if next(refusals, None) is not None:
-            raise EngineOverloadedError("full", retry_after_s=0.01)
+            raise EngineOverloadedError("full", retry_after_s=0.01, reason="queue_tokens")
         return await type(fake).embed(fake, inputs, params, options)
 
     fake.embed = sometimes

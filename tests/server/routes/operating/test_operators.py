@@ -67,7 +67,7 @@ async def test_a_reset_says_whether_there_is_a_cache(
 
 
 async def test_a_full_server_can_be_asked(serving, engine) -> None:
-    engine.failure = EngineOverloadedError("full", retry_after_s=2.0)
+    engine.failure = EngineOverloadedError("full", retry_after_s=2.0, reason="queue_tokens")
     async with serving(engine, operator_routes=True) as client:
         for method, path in ROUTES:
             assert (await client.request(method, path)).status_code == 200

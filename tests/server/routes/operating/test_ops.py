@@ -78,7 +78,7 @@ async def test_replicas_are_told_apart_where_there_are_several(client: httpx.Asy
         ("penstock_engine_restarts_total", (0, 3)),
     ):
         assert (sample(text, name, **first), sample(text, name, **second)) == values, name
-    assert sample(text, "penstock_engine_refused_requests_total", model="fake-model") == 0
+    assert sample(text, "penstock_refused_requests_total", reason="queue_tokens") == 0
     assert sample(text, "penstock_engine_queue_seconds", model="fake-model") == 2.5
     names = {family.name for family in text_string_to_metric_families(text)}
     assert names == {family.name for family in text_string_to_metric_families(before)}

@@ -1,0 +1,62 @@
+"""penstock_refused_requests_total counts each refusal by its limit."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, RefusalReason
+from penstock.server.errors.limits import REFUSAL_REASONS
+
+
+async def refused(client: httpx.AsyncClient) -> dict[str, float]:
+    """The counts that are not 0; every reason has one."""
+    text = (await client.get("/metrics")).text
+    (family,) = [f for f in text_string_to_metric_families(text) if f.name == "penstock_refused_requests"]
+    counts = {sample.labels["reason"]: sample.value for sample in family.samples}
+    assert set(counts) == set(REFUSAL_REASONS)
+    return {reason: count for reason, count in counts.items() if count}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        *((EngineOverloadedError("full", retry_after_s=1.0, reason=r), 429, r) for r in RefusalReason if "q" in r),
+        (EngineUnavailableError("It is down."), 503, RefusalReason.ENGINE_NOT_READY),
+        (EngineUnavailableError("It ends.", reason=RefusalReason.DRAINING), 503, RefusalReason.DRAINING),
+    ],
+)
+async def test_engine_refusals_are_counted(
+    client: httpx.AsyncClient, engine, error: Exception, status: int, reason: str
+) -> None:
+    assert await refused(client) == {}
+    engine.failure = error
+    for path, body in (("/v1/embeddings", {"input": "a"}), ("/embed", {"inputs": "a"})):
+        assert (await client.post(path, json=body)).status_code == status
+    assert await refused(client) == {reason: 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "content", "status", "reason"),
+    [
+        ({"max_body_bytes": 100}, {"input": "a" * 200}, 413, "body_bytes"),
+        ({"max_json_values": 100}, {"input": ["a"] * 2_000}, 413, "json_values"),
+    ],
+)
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_body_refusals_are_counted(
+    serving, engine, settings: dict[str, int], content: object, status: int, reason: str, is_chunked: bool
+) -> None:
+    async def pieces():
+        yield json.dumps(content).encode()
+
+    async with serving(engine, **settings) as client:
+        body = pieces() if is_chunked else json.dumps(content).encode()
+        response = await client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == status
+        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
+        assert (await client.post("/nowhere", json={})).status_code == 404
+        assert await refused(client) == {reason: 1}
