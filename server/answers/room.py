@@ -1,11 +1,13 @@
 """The memory that answers share from before the forward that makes them until their clients have read them.
 
 Every answer that grows with its request goes through here: what it will hold is taken before the model runs, or as soon
-as it is known, and so is the choice whether it is written at once or piece by piece.
+as it is known, and so is the choice whether it is written at once or piece by piece. One client may hold half of the
+memory, so that a client that reads slowly leaves the other half to others.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Final
 
 from fastapi import Request, Response
@@ -13,7 +15,9 @@ from starlette.types import Scope
 
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError
 
+from ..errors.limits import ServerRefusalReason
 from ..wire.json_route import json_response
+from ..wire.request_limits import client_of
 from .sizes import NOTHING, AnswerSize
 
 MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
@@ -29,7 +33,8 @@ class AnswerRoom:
     """Counts the bytes of answers under way. Belongs to one event loop.
 
     Args:
-        max_bytes: Bytes of them all; a single answer may have more, when nothing else is held.
+        max_bytes: Bytes of all answers. A single answer may have more while nothing else is held, and more than the
+            half of one client while the client holds nothing else.
 
     Attributes:
         num_bytes: Bytes that are held.
@@ -38,6 +43,7 @@ class AnswerRoom:
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
+        self._by_client: Counter[str] = Counter()  # bytes
 
     def take(self, scope: Scope, size: AnswerSize, *, param: str, way_out: str) -> None:
         """Holds room for the answer to a request, or for a further part of it.
@@ -50,7 +56,7 @@ class AnswerRoom:
 
         Raises:
             InvalidRequestError: It would be larger than any answer may be.
-            EngineOverloadedError: There is not enough room now.
+            EngineOverloadedError: There is not enough room now, or the client's other answers hold its half of it.
         """
         before = scope.get(_SIZE)
         scope[_SIZE] = total = size if before is None else size.plus(before)
@@ -61,19 +67,36 @@ class AnswerRoom:
             )
         if total.written <= SMALL_BYTES:
             return
-        num_others = self.num_bytes - scope.get(_HELD, 0)
+        client, held = client_of(scope), scope.get(_HELD, 0)
+        num_others, num_own = self.num_bytes - held, self._by_client[client] - held
         if num_others and num_others + total.held > self._max_bytes:
             raise EngineOverloadedError(
-                f"Answers that clients are reading, or wait for, hold {num_others} bytes of the {self._max_bytes} "
-                f"that there are for them, and this one takes {total.held}. Please try again later. {way_out}",
+                f"The response memory is full: other responses hold {num_others} bytes, the limit is {self._max_bytes} "
+                f"(--answer-memory), and this one takes {total.held}. Please try again later. {way_out}",
                 retry_after_s=RETRY_AFTER_S,
+                reason=ServerRefusalReason.RESPONSE_MEMORY,
             )
-        self.num_bytes = num_others + total.held
-        scope[_HELD] = total.held
+        if num_own and num_own + total.held > self._max_bytes // 2:
+            raise EngineOverloadedError(
+                f"Your other responses hold {num_own} bytes, and this one takes {total.held}; one client may hold "
+                f"{self._max_bytes // 2} bytes, half of --answer-memory. Read them, then try again. {way_out}",
+                retry_after_s=RETRY_AFTER_S,
+                reason=ServerRefusalReason.RESPONSE_MEMORY_SHARE,
+            )
+        self._hold(scope, client, total.held - held)
 
     def leave(self, scope: Scope) -> None:
         """Gives back what a request holds, if it holds any."""
-        self.num_bytes -= scope.pop(_HELD, 0)
+        if held := scope.get(_HELD, 0):
+            self._hold(scope, client_of(scope), -held)
+            del scope[_HELD]
+
+    def _hold(self, scope: Scope, client: str, num_more: int) -> None:
+        scope[_HELD] = scope.get(_HELD, 0) + num_more
+        self.num_bytes += num_more
+        self._by_client[client] += num_more
+        if not self._by_client[client]:
+            del self._by_client[client]
 
 
 def is_large(request: Request) -> bool:

@@ -96,6 +96,8 @@ _NOT_HERE: Final = {
     "cache": "each replica would have a cache of its own, which the others could not ask",
     "cache_dir": "each replica would have a cache of its own, which the others could not ask",
     "cache_dir_size": "each replica would have a cache of its own, which the others could not ask",
+    "min_transfer_rate": "Ray's proxies read bodies and write answers",
+    "transfer_grace_s": "Ray's proxies read bodies and write answers",
     "admin_key": "deploy models, and take them down, by the command",
 }
 """Flags that mean nothing on a cluster, and why."""

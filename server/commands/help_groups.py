@@ -48,6 +48,8 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "max_inputs_per_request": "N",
         "max_body_bytes": "BYTES",
         "max_json_values": "N",
+        "min_transfer_rate": "SIZE",
+        "transfer_grace_s": "SECONDS",
         "request_timeout_s": "SECONDS",
         "drain_timeout_s": "SECONDS",
     },

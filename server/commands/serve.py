@@ -12,6 +12,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -25,11 +26,12 @@ from penstock.engine.logs import configure_logging
 from penstock.engine.protocol.errors import ModelLoadError
 
 from ..app import create_app
+from ..errors.limits import ServerRefusalReason
 from ..middleware.auth import ApiKeys
 from ..models.model_entry import ModelEntry
 from ..models.served_model import ServedModel
 from ..settings import ServerSettings, UsageError, unknown_variables
-from ..transport.connection_limits import raise_file_limit
+from ..transport.connection_limits import TransferLimits, raise_file_limit
 from ..transport.http_server import HttpServer, freeze, uvicorn_config
 from .announcement import announcement, exposure
 from .model_plans import ModelPlan
@@ -79,7 +81,8 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     raise_file_limit()
     app = create_app(models, settings, cache=cache, on_ready=announce, on_failure=give_up)
     listener = bound_socket(settings.host, settings.port)
-    server = HttpServer(uvicorn_config(app, settings), body_s=settings.request_timeout_s or math.inf)
+    on_slow = partial(app.state.context.metrics.count_refusal, ServerRefusalReason.SLOW_TRANSFER)
+    server = HttpServer(uvicorn_config(app, settings), TransferLimits.of(settings), on_slow=on_slow)
     # uvicorn raises the signal again when it has shut down; a stop on request is no failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     _stop_on_hangup(server)

@@ -11,26 +11,32 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
-from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError
+from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, RefusalReason
 from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..errors.handlers import engine_refusal, refusal
+from ..errors.limits import LimitError, ServerRefusalReason, note_refusal
 from ..errors.table import HIDDEN_MESSAGE
 from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
 from ..wire.json_pieces import PIECE_BYTES
 from ..wire.json_reader import BODY_ROOM, BYTES_PER_VALUE, SMALL_BYTES
+from ..wire.request_limits import client_of
 from .refusal_pace import LONGEST_S, RefusalPace, longest_wait_s
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DOUBLED_VERSION: Final = re.compile(r"^/v[12](?=/v[12]/)")
+SLOW_BODY: Final = "penstock.slow_body"
+"""Where the connection notes in the scope of a request that its body comes too slowly, with the minimum rate in bytes a
+second; the next message of the body then raises the error."""
+_TRY_AGAIN: Final = {"connection": "close", "retry-after": "1"}
 _NUM_LARGEST: Final = 8
 """Bodies of the largest size that may be held at once; many clients that send slowly would fill the memory."""
 _MOST_BEYOND: Final = 64 * 1024 * 1024
@@ -174,7 +180,10 @@ class UnexpectedErrorMiddleware:
             if (task := asyncio.current_task()) is not None:
                 task.uncancel()
             logger.warning("request %s was given up: the time to drain is over", scope["request_id"])
-            error = EngineUnavailableError("The server is shutting down. Please try again elsewhere.")
+            error = EngineUnavailableError(
+                "The server is shutting down. Please try again elsewhere.", reason=RefusalReason.DRAINING
+            )
+            note_refusal(error)
             await engine_refusal(scope["path"], error, scope["request_id"])(scope, receive, send)
         except Exception:
             logger.exception("request %s failed unexpectedly", scope["request_id"])
@@ -193,24 +202,29 @@ def _has_begun() -> bool:
 class BodyLimitMiddleware:
     """Refuses bodies above a size with 413: by Content-Length before reading, chunked ones while reading.
 
-    While the bodies of other requests fill the memory that there is for them, larger ones are refused with 503.
+    Bodies of more than SMALL_BYTES share a memory of eight bodies of the largest size, with the values that they are
+    parsed into. While it is full, they are refused with 503. One client may hold half of it, so that a client that
+    sends slowly leaves the other half to others; a single body may take more while its client holds nothing else. A
+    body that comes below the minimum rate (see ConnectionLimits) is refused with 408.
 
     Args:
-        app: What comes next.
+        app: The next application.
         max_body_bytes: Bytes of one body.
-        unlimited: Paths whose bodies are not held: their routes have limits of their own.
+        unlimited: Paths of routes that read large bodies under limits of their own.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, unlimited: Collection[str] = ()) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
         self.unlimited = unlimited
-        self._num_held = self._num_beyond = 0
+        self._bodies = _BodyMemory(_NUM_LARGEST * max_body_bytes, _MOST_BEYOND)
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Checks the length that was announced, and counts what arrives."""
-        if scope["method"] in ("GET", "HEAD") or scope["path"] in self.unlimited:
+        if scope["method"] in ("GET", "HEAD"):
             return self.app(scope, receive, send)
+        if scope["path"] in self.unlimited:
+            return self.app(scope, _unless_slow(scope, receive), send)
         announced: bytes | None = None
         for name, value in scope["headers"]:
             if name == b"content-length":
@@ -219,29 +233,27 @@ class BodyLimitMiddleware:
         if announced is None:
             return self._run_held(scope, receive, send)
         if not announced.isdigit() or int(announced) > self.max_body_bytes:
-            response = refusal(scope["path"], 413, self._too_large(), {"connection": "close"})
-            return response(scope, receive, send)
+            error = self._too_large()
+            note_refusal(error)
+            return refusal(scope["path"], error.status_code, error.detail, error.headers)(scope, receive, send)
         if int(announced) > SMALL_BYTES:
             return self._run_held(scope, receive, send)
-        return self.app(scope, receive, send)
+        return self.app(scope, _unless_slow(scope, receive), send)
 
     async def _run_held(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Counts the bytes of the body, and holds room for them and for the values that they become."""
+        client, memory, receive = client_of(scope), self._bodies, _unless_slow(scope, receive)
         num_bytes = num_held = num_beyond = 0
 
-        def hold(num_more: int) -> None:
-            nonlocal num_held
+        def hold(num_more: int, num_more_beyond: int = 0) -> None:
+            nonlocal num_held, num_beyond
             num_held += num_more
-            self._num_held += num_more
-            if self._num_held > _NUM_LARGEST * self.max_body_bytes or self._num_beyond > _MOST_BEYOND:
-                message_text = "The bodies of other requests fill the server's memory. Please try again later."
-                raise HTTPException(503, message_text, {"connection": "close", "retry-after": "1"})
+            num_beyond += num_more_beyond
+            memory.add(client, 0, num_more, num_more_beyond)
+            memory.check(client)
 
         def hold_values(num_more: int) -> None:
-            nonlocal num_beyond
-            num_beyond = max(num_more - BYTES_PER_VALUE * num_bytes, 0)
-            self._num_beyond += num_beyond
-            hold(num_more)
+            hold(num_more, max(num_more - BYTES_PER_VALUE * num_bytes, 0))
 
         async def receive_and_count() -> Message:
             nonlocal num_bytes
@@ -249,16 +261,94 @@ class BodyLimitMiddleware:
             num_new = len(message.get("body", b""))
             num_bytes += num_new
             if num_bytes > self.max_body_bytes:
-                raise HTTPException(413, self._too_large(), {"connection": "close"})
+                raise self._too_large()
             hold(num_new)
             return message
 
         scope[BODY_ROOM] = hold_values
+        memory.add(client, 1, 0)
         try:
             await self.app(scope, receive_and_count, send)
         finally:
-            self._num_held -= num_held
-            self._num_beyond -= num_beyond
+            memory.add(client, -1, -num_held, -num_beyond)
 
-    def _too_large(self) -> str:
-        return f"The body is larger than this server takes ({self.max_body_bytes} bytes); send fewer inputs at once."
+    def _too_large(self) -> LimitError:
+        return LimitError(
+            413,
+            f"The body is larger than this server takes ({self.max_body_bytes} bytes, --max-body-bytes); send fewer "
+            "inputs at once.",
+            ServerRefusalReason.BODY_BYTES,
+            {"connection": "close"},
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """The memory of the bodies of one client, or of all.
+
+    Attributes:
+        num_bodies: Bodies.
+        num_bytes: Bytes of the bodies and of their values.
+        num_beyond: Bytes of values beyond BYTES_PER_VALUE for each byte of a body.
+    """
+
+    num_bodies: int = 0
+    num_bytes: int = 0
+    num_beyond: int = 0
+
+    def add(self, num_bodies: int, num_bytes: int, num_beyond: int) -> None:
+        self.num_bodies += num_bodies
+        self.num_bytes += num_bytes
+        self.num_beyond += num_beyond
+
+
+class _BodyMemory:
+    """Counts the memory of bodies. Belongs to one event loop.
+
+    Args:
+        max_bytes: Of all bodies and their values.
+        max_beyond: Of values beyond BYTES_PER_VALUE for each byte.
+    """
+
+    def __init__(self, max_bytes: int, max_beyond: int) -> None:
+        self._max_bytes, self._max_beyond = max_bytes, max_beyond
+        self.all = _Held()
+        self._by_client: dict[str, _Held] = {}
+
+    def add(self, client: str, num_bodies: int, num_bytes: int, num_beyond: int = 0) -> None:
+        """Counts more, or less, for a client."""
+        own = self._by_client.setdefault(client, _Held())
+        for held in (own, self.all):
+            held.add(num_bodies, num_bytes, num_beyond)
+        if not own.num_bodies:
+            del self._by_client[client]
+
+    def check(self, client: str) -> None:
+        """Raises LimitError 503 where all bodies, or several of a client, hold too much."""
+        if self.all.num_bytes > self._max_bytes or self.all.num_beyond > self._max_beyond:
+            message = "The bodies of other requests fill the server's memory. Please try again later."
+            raise LimitError(503, message, ServerRefusalReason.BODY_MEMORY, _TRY_AGAIN)
+        own = self._by_client[client]
+        is_much = own.num_bytes > self._max_bytes // 2 or own.num_beyond > self._max_beyond // 2
+        if is_much and own.num_bodies > 1:
+            message = (
+                f"The bodies of your requests hold {own.num_bytes} bytes of the server's memory for bodies; one client "
+                f"may hold {self._max_bytes // 2}, half of it. Send large requests one after the other."
+            )
+            raise LimitError(503, message, ServerRefusalReason.BODY_MEMORY_SHARE, _TRY_AGAIN)
+
+
+def _unless_slow(scope: Scope, receive: Receive) -> Receive:
+    """Wraps `receive`: it raises LimitError 408 once the connection has found the body too slow."""
+
+    async def receive_unless_slow() -> Message:
+        message = await receive()
+        if SLOW_BODY in scope:
+            text = (
+                f"The body came too slowly; --min-transfer-rate is {scope[SLOW_BODY]} bytes a second. Please send it "
+                "again over a faster connection, or in smaller requests."
+            )
+            raise LimitError(408, text, ServerRefusalReason.SLOW_TRANSFER, {"connection": "close"})
+        return message
+
+    return receive_unless_slow

@@ -11,7 +11,7 @@ from pydantic_settings import NoDecode
 
 from .engine_settings import EngineSettings
 from .environment import environment_variable
-from .types import Bytes, Origins, Seconds, ServedNames, Url, listed
+from .types import Bytes, Origins, RateBytes, Seconds, ServedNames, Url, listed
 
 
 def _keys(value: object, info: ValidationInfo) -> object:
@@ -99,7 +99,23 @@ class ServerSettings(EngineSettings):
     )
     answer_memory: Bytes = Field(
         ByteSize(512 * 1024 * 1024),
-        description="Memory of all answers under way; while it is full, requests for large ones are refused with 429.",
+        description=(
+            "Memory of all answers under way; while it is full, requests for large ones are refused with 429. One "
+            "client may hold half of it."
+        ),
+    )
+    min_transfer_rate: RateBytes = Field(
+        ByteSize(16 * 1024),
+        description=(
+            "Bytes a second, such as 16KiB, below which clients may not send a body or read an answer: then the body "
+            "is refused with 408, and the connection of the answer is reset. 0: any rate."
+        ),
+    )
+    transfer_grace_s: float = Field(
+        30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that a client may take longer than at --min-transfer-rate, such as for a pause.",
     )
     max_inputs_per_request: PositiveInt = Field(4096, description="Texts, documents or pairs in one request.")
     request_timeout_s: Seconds = Field(

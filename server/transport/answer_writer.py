@@ -23,12 +23,16 @@ class AnswerWriter:
     Args:
         transport: Of the connection.
         end: Ends the connection when the last answer has been written.
+
+    Attributes:
+        num_written: Bytes that were handed to the transport.
     """
 
-    __slots__ = ("_cycle", "_end", "_end_timer", "_head", "_is_head_due", "_transport", "is_closing")
+    __slots__ = ("_cycle", "_end", "_end_timer", "_head", "_is_head_due", "_transport", "is_closing", "num_written")
 
     def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
         self.is_closing = transport.is_closing
+        self.num_written = 0
         self._transport = transport
         self._end = end
         self._end_timer: asyncio.TimerHandle | None = None
@@ -46,15 +50,18 @@ class AnswerWriter:
             self._is_head_due, self._head = False, data
         elif self._head and data:
             self._transport.writelines((self._head, data))
+            self.num_written += len(self._head) + len(data)
             self._head = b""
         else:  # from Python 3.12 on asyncio tries for ever to get rid of an empty piece among several
             self.flush()
             self._transport.write(data)
+            self.num_written += len(data)
 
     def flush(self) -> None:
         """Writes the head of an answer that nothing follows."""
         if self._head:
             self._transport.write(self._head)
+            self.num_written += len(self._head)
             self._head = b""
 
     def close(self) -> None:

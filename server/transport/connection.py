@@ -18,6 +18,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ..calls.context import CONNECTION_LOST
+from ..middleware.exchange import SLOW_BODY
 from .answer_writer import AnswerWriter
 from .half_close import ASK_AFTER_S, INTERIM, HalfClose
 from .kernel_buffer import num_unacknowledged
@@ -209,17 +210,41 @@ class Connection(HttpToolsProtocol):
         """Returns what the client has to do; None where the server has, or where the pause has a limit of its own."""
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent:
-            return Owed(Part.ANSWER, self.cycle, num_unsent + num_unacknowledged(self.transport))
+            num_left = num_unsent + num_unacknowledged(self.transport)
+            return Owed(Part.ANSWER, self.cycle, self._writer.num_written - num_left)
         if self._is_refused:
             return Owed(Part.BODY, self.scope, self._num_received)
         if self.is_between_requests:
             is_timed = self.timeout_keep_alive_task is not None
             return None if is_timed else Owed(Part.HEAD, self.cycle, self._num_received)
-        if self._refusal is not None:
+        if self._refusal is not None or self.flow.read_paused:  # the application has to read first
+            return None
+        if self.cycle.waiting_for_100_continue:
             return None
         if self.cycle.more_body and not self.pipeline:  # where requests queue, nothing is read for a while
             return Owed(Part.BODY, self.cycle, self._num_received)
         return None
+
+    def refuse_body(self, min_rate: int) -> bool:
+        """Lets the application answer a body that comes below a rate, in bytes a second, with 408.
+
+        Returns False after the answer has begun, or after an earlier call for the same request.
+        """
+        cycle: RequestResponseCycle = self.cycle
+        if self._is_refused or cycle.response_started or SLOW_BODY in cycle.scope:
+            return False
+        cast("Scope", cycle.scope)[SLOW_BODY] = min_rate
+        cycle.message_event.set()
+        return True
+
+    @property
+    def client_text(self) -> str:
+        """The client for log lines: its address, and the first digits of the digest of its API key."""
+        cycle: RequestResponseCycle | None = self.cycle
+        scope = cast("Scope", self.scope if cycle is None else cycle.scope)
+        owner: str = scope.get("api_owner", "")
+        address = self.client[0] if self.client else "unknown"
+        return f"{address} (API key {owner[:8]})" if owner else address
 
     @property
     def _is_busy(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
+from ..settings import ServerSettings
 from .connection import Connection
 from .owed import Owed, Part
 
@@ -25,27 +26,78 @@ HEAD_S: Final = 60.0
 _PLENTY: Final = 1 << 20
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferLimits:
+    """How slowly clients may send bodies and read answers.
+
+    Attributes:
+        body_s: Seconds for a whole body; infinity: any.
+        min_rate: Bytes a second below which a transfer ends; 0: any rate.
+        grace_s: Seconds that a transfer may be ahead of that rate or behind it: so long may it pause.
+    """
+
+    body_s: float = inf
+    min_rate: int = 0
+    grace_s: float = 30.0
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> TransferLimits:
+        """Returns the limits of the settings."""
+        return cls(
+            body_s=settings.request_timeout_s or inf,
+            min_rate=settings.min_transfer_rate,
+            grace_s=settings.transfer_grace_s,
+        )
+
+
+NO_LIMITS: Final = TransferLimits()
+
+
 @dataclass(slots=True, eq=False)
 class _Wait:
+    """A transfer that waits for its client.
+
+    Attributes:
+        owed: At the last look.
+        since_s: When it was seen first.
+        moved_s: When its client was last seen to do something.
+        looked_s: When the last look was.
+        left_s: Seconds until it is too slow if nothing moves; below 0 it is.
+    """
+
     owed: Owed
     since_s: float
     moved_s: float
+    looked_s: float
+    left_s: float
 
 
 class ConnectionLimits:
-    """Looks at all connections now and then, and closes those whose clients are late: they cost memory and files.
+    """Checks all connections regularly, and closes those of late clients, which cost memory and files.
+
+    The rate of a transfer is measured while it waits for its client: while the server reads a body that is not whole,
+    or while a part of an answer is in the server's buffer. A transfer starts with a credit of `grace_s` seconds. Every
+    second takes one away, and every `min_rate` bytes give one back, up to `grace_s`. A body without credit is answered
+    with 408, and its connection closes. The connection of an answer without credit is reset.
 
     Args:
         connections: Those of the server.
-        body_s: Seconds for a whole body; infinity: none.
+        limits: How slow transfers may be.
+        on_slow: Called for every slow transfer that ends without a 408.
         now: A clock, in seconds.
     """
 
     def __init__(
-        self, connections: Iterable[Connection], *, body_s: float = inf, now: Callable[[], float] = time.monotonic
+        self,
+        connections: Iterable[Connection],
+        limits: TransferLimits,
+        *,
+        on_slow: Callable[[], None] = lambda: None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._connections = connections
-        self._body_s = body_s
+        self._limits = limits
+        self._on_slow = on_slow
         self._now = now
         self._waits: dict[Connection, _Wait] = {}
 
@@ -53,30 +105,55 @@ class ConnectionLimits:
         """Closes the connections that have been waited for too long."""
         now_s = self._now()
         waits: dict[Connection, _Wait] = {}
-        closed: Counter[Part] = Counter()
+        num_silent = 0
+        slow: Counter[tuple[str, Part]] = Counter()
         for connection in tuple(self._connections):
             owed = connection.owed()
             if owed is None:
                 continue
             wait = self._waits.get(connection)
             if wait is None or wait.owed[:2] != owed[:2]:
-                wait = _Wait(owed, now_s, now_s)
-            elif wait.owed.progress != owed.progress:
-                wait.owed, wait.moved_s = owed, now_s
+                wait = _Wait(owed, now_s, now_s, now_s, self._limits.grace_s)
+            else:
+                self._follow(wait, owed, now_s)
             waits[connection] = wait
-            if self._is_late(wait, now_s):
-                closed[owed.part] += 1
+            if not self._is_late(wait, now_s):
+                continue
+            if owed.part is Part.HEAD:
+                num_silent += 1
+                connection.transport.abort()
+                continue
+            slow[connection.client_text, owed.part] += 1
+            if owed.part is Part.ANSWER or not connection.refuse_body(self._limits.min_rate):
+                self._on_slow()
                 connection.transport.abort()
         self._waits = waits
-        if closed:
-            parts = ", ".join(f"{number} for the {part}" for part, number in closed.items())
-            logger.warning("closed connections that were waited for too long: %s", parts)
+        if num_silent:
+            logger.warning("closed %d connections without a whole request head for %g s", num_silent, HEAD_S)
+        for (client, part), number in slow.items():
+            logger.warning("%s", self._slow_text(client, part, number))
+
+    def _follow(self, wait: _Wait, owed: Owed, now_s: float) -> None:
+        """Counts the seconds and the bytes since the last look."""
+        num_moved = owed.progress - wait.owed.progress
+        if num_moved:
+            wait.moved_s = now_s
+        gained_s = max(num_moved, 0) / self._limits.min_rate if self._limits.min_rate else inf
+        wait.left_s = min(wait.left_s - (now_s - wait.looked_s) + gained_s, self._limits.grace_s)
+        wait.owed, wait.looked_s = owed, now_s
 
     def _is_late(self, wait: _Wait, now_s: float) -> bool:
         if wait.owed.part is Part.HEAD:
             return now_s - wait.since_s > HEAD_S
-        is_slow = wait.owed.part is Part.BODY and now_s - wait.since_s > self._body_s
-        return is_slow or now_s - wait.moved_s > STALL_S
+        is_long = wait.owed.part is Part.BODY and now_s - wait.since_s > self._limits.body_s
+        return is_long or wait.left_s < 0 or now_s - wait.moved_s > STALL_S
+
+    def _slow_text(self, client: str, part: Part, number: int) -> str:
+        limits = self._limits
+        rate = f"--min-transfer-rate {limits.min_rate} bytes/s, --transfer-grace-s {limits.grace_s:g}"
+        if part is Part.BODY:
+            return f"client {client} sends {number} request bodies too slowly ({rate}); they get 408"
+        return f"client {client} reads {number} responses too slowly ({rate}); its connections were reset"
 
 
 def raise_file_limit() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from math import ceil, inf
+from collections.abc import Callable
+from math import ceil
 from socket import socket
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from starlette.types import ASGIApp
 
 from ..settings import ServerSettings
 from .connection import Connection
-from .connection_limits import ConnectionLimits
+from .connection_limits import NO_LIMITS, ConnectionLimits, TransferLimits
 
 KEEP_ALIVE_S: Final = 120  # Above the idle time of every client's pool (Go: 90 s), which do not replay a sent POST.
 _COLLECT_AFTER: Final = 10_000
@@ -50,16 +51,23 @@ class HttpServer(uvicorn.Server):
 
     Args:
         config: How; its protocol must be Connection.
-        body_s: Seconds for a whole body; infinity: none.
+        limits: How slowly clients may send and read.
+        on_slow: See ConnectionLimits.
     """
 
-    def __init__(self, config: uvicorn.Config, *, body_s: float = inf) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        limits: TransferLimits = NO_LIMITS,
+        *,
+        on_slow: Callable[[], None] = lambda: None,
+    ) -> None:
         self._is_asked_to_exit = False
         self._asked = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(config)
-        limits = ConnectionLimits(self._connections, body_s=body_s)
-        config.callback_notify, config.timeout_notify = limits.enforce, _LOOK_EVERY_S
+        enforce = ConnectionLimits(self._connections, limits, on_slow=on_slow).enforce
+        config.callback_notify, config.timeout_notify = enforce, max(min(_LOOK_EVERY_S, int(limits.grace_s / 4)), 1)
 
     @property
     def should_exit(self) -> bool:

@@ -15,12 +15,12 @@ class Part(StrEnum):
 
 
 class Owed(NamedTuple):
-    """What a client owes.
+    """A transfer that waits for its client.
 
     Attributes:
-        part: Which part of an exchange.
-        request: Of which request; compared by identity.
-        progress: Changes whenever the client does something about it.
+        part: The part of an exchange.
+        request: The request, compared by identity.
+        progress: Bytes that the client has sent or taken so far.
     """
 
     part: Part

@@ -11,6 +11,7 @@ from typing import Any, Final
 import uvicorn
 
 from ..transport.connection import Connection
+from ..transport.connection_limits import NO_LIMITS, TransferLimits
 from ..transport.http_server import HttpServer
 from .handover import COUNT_BYTES
 
@@ -41,11 +42,19 @@ class HandedServer(HttpServer):
     Args:
         config: How; the protocol of its connections is HandedConnection, whatever it says.
         end: Of a pair of sockets that keep messages apart; the other one is a HandoverEnd's.
-        body_s: Seconds for a whole body; infinity: none.
+        limits: See HttpServer.
+        on_slow: See HttpServer.
     """
 
-    def __init__(self, config: uvicorn.Config, end: socket.socket, *, body_s: float) -> None:
-        super().__init__(config, body_s=body_s)
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        end: socket.socket,
+        limits: TransferLimits = NO_LIMITS,
+        *,
+        on_slow: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(config, limits, on_slow=on_slow)
         self._end = end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import signal
 import socket
@@ -23,11 +22,12 @@ from prometheus_client.core import Metric
 from penstock.engine.logs import configure_logging, flush_logs
 
 from ..app import Common, create_app
+from ..errors.limits import ServerRefusalReason
 from ..models import keeper
 from ..models.served_model import ServedModel
 from ..observability.metrics import Metrics
 from ..settings import UsageError
-from ..transport.connection_limits import raise_file_limit
+from ..transport.connection_limits import TransferLimits, raise_file_limit
 from ..transport.http_server import freeze, uvicorn_config
 from .handed_server import HandedServer
 from .link import SupervisorLink
@@ -97,8 +97,9 @@ def main() -> None:
     except UsageError as error:
         logger.error("%s", error)
         raise SystemExit(error.exit_code) from error
-    body_s = settings.request_timeout_s or math.inf
-    WorkerServer(link, control, uvicorn_config(app, settings), connections, body_s=body_s).run()
+    on_slow = partial(app.state.context.metrics.count_refusal, ServerRefusalReason.SLOW_TRANSFER)
+    config, limits = uvicorn_config(app, settings), TransferLimits.of(settings)
+    WorkerServer(link, control, config, connections, limits, on_slow=on_slow).run()
 
 
 if __name__ == "__main__":

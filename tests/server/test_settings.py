@@ -4,11 +4,12 @@ import math
 
 import pytest
 
-from penstock.engine.protocol.config import DTYPES
+from penstock.engine.protocol.config import DTYPES, SchedulerConfig
 from penstock.engine.protocol.tasks import PoolingType
 from penstock.server.commands.default_model import NAMES, model_and_names
 from penstock.server.commands.flags import flag_of, load
 from penstock.server.settings import EmbedSettings, ServerSettings, UsageError, environment_variable, unknown_variables
+from penstock.server.transport.connection_limits import TransferLimits
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,20 @@ def test_json_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.pooler_config.pooling_type is PoolingType.CLS
     assert settings.pooler_config.seq_pooling_type is PoolingType.CLS
     assert settings.pooler_config.normalize is False
+
+
+def test_limits_of_the_queue_have_one_default() -> None:
+    limits, settings = SchedulerConfig(), load(ServerSettings, {})
+    assert settings.engine_config("m").scheduler == limits
+    assert (limits.max_queued_tokens, limits.max_queue_s) == (4_000_000, 60.0)
+
+
+def test_limits_of_transfers_come_from_the_settings() -> None:
+    given = {"min_transfer_rate": "1KiB", "transfer_grace_s": "2", "request_timeout_s": "0"}
+    limits = TransferLimits.of(load(ServerSettings, given))
+    assert limits == TransferLimits(body_s=math.inf, min_rate=1_024, grace_s=2.0)
+    assert TransferLimits.of(load(ServerSettings, {"min_transfer_rate": "0"})).min_rate == 0
+    assert TransferLimits.of(load(ServerSettings, {})) == TransferLimits(body_s=600.0, min_rate=16_384, grace_s=30.0)
 
 
 def test_everything_reaches_the_engine() -> None:
@@ -131,6 +146,9 @@ WRONG_VALUES = [
     ("api_key", ",", "holds no key"),
     ("served_model_name", ",", "holds no name"),
     ("max_body_bytes", "0", "greater than 0"),
+    ("min_transfer_rate", "-1", "must be a size"),
+    ("transfer_grace_s", "0", "greater than 0"),
+    ("transfer_grace_s", "inf", "finite"),
     ("chunk_size", "0", "greater than 0"),
     ("kv_cache_memory", "2 apples", "must be a size such as 2GiB or 500MB"),
     ("kv_cache_memory", "foo", "must be a size such as 2GiB or 500MB"),

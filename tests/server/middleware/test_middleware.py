@@ -47,18 +47,19 @@ async def test_dense_bodies_share_what_their_values_may_take(serving, engine, mo
     monkeypatch.setattr("penstock.server.middleware.exchange._MOST_BEYOND", 1_000_000)
     dense = {"query": "a", "documents": [{"text": "a", "more": [[]] * 6_000}]}
     plain = {"query": "a", "documents": ["a gate " * 3_000]}
-    async with serving(engine) as client:
-        held = [asyncio.create_task(client.post("/rerank", json=dense)) for _ in range(3)]
+    keys = [{"authorization": f"Bearer {key}"} for key in "abcd"]
+    async with serving(engine, api_key=tuple("abcd")) as client:
+        held = [asyncio.create_task(client.post("/rerank", json=dense, headers=key)) for key in keys[:3]]
         while len(engine.calls) < 3:
             await asyncio.sleep(0.01)
-        refused = await client.post("/rerank", json=dense)
+        refused = await client.post("/rerank", json=dense, headers=keys[3])
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        taken = asyncio.create_task(client.post("/rerank", json=plain))
+        taken = asyncio.create_task(client.post("/rerank", json=plain, headers=keys[3]))
         while len(engine.calls) < 4:
             await asyncio.sleep(0.01)
         engine.gate.set()
         assert [(await answer).status_code for answer in (*held, taken)] == [200] * 4
-        assert (await client.post("/rerank", json=dense)).status_code == 200
+        assert (await client.post("/rerank", json=dense, headers=keys[3])).status_code == 200
 
 
 async def test_a_client_that_hangs_up_cancels_its_work(serving, engine) -> None:

@@ -19,7 +19,7 @@ from fastapi import HTTPException
 from penstock.server.middleware.exchange import BodyLimitMiddleware
 from penstock.server.transport import answer_writer
 from penstock.server.transport.connection import MAX_OVERHEAD_BYTES
-from penstock.server.transport.connection_limits import HEAD_S, STALL_S, ConnectionLimits
+from penstock.server.transport.connection_limits import HEAD_S, STALL_S, ConnectionLimits, TransferLimits
 from penstock.server.transport.owed import Owed, Part
 
 from .sockets import exchange, running
@@ -120,11 +120,15 @@ async def test_how_long_a_client_may_take(part: Part, silent_s: float, slow_s: f
         def __init__(self, name: str) -> None:
             self.owed = lambda: owed[name]
             self.transport = SimpleNamespace(abort=lambda: aborted.append(name))
+            self.client_text = name
+
+        def refuse_body(self, min_rate: int) -> bool:
+            return False
 
     clients: list[Any] = [Client(name) for name in ("silent", "slow", "done")]
     owed: dict[str, Owed | None] = {}
     now_s = 0.0
-    limits = ConnectionLimits(clients, body_s=600.0, now=lambda: now_s)
+    limits = ConnectionLimits(clients, TransferLimits(body_s=600.0), now=lambda: now_s)
     request = object()
     gone_s: dict[str, float] = {}
     while now_s < 1_000:
@@ -211,7 +215,7 @@ async def test_bodies_that_are_held_are_bounded_together() -> None:
             for _, writer in stalled:
                 writer.transport.abort()
         await asyncio.sleep(0.1)
-        assert app._num_held == 0
+        assert app._bodies.all.num_bytes == 0
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in answer
         assert (await exchange(port, most + b"z")).startswith(b"HTTP/1.1 200 ")

@@ -146,7 +146,7 @@ async def test_room_is_held_until_the_answer_has_gone(serving, engine) -> None:
         refused = await client.post("/embed_all", json=texts)
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
-        assert "Answers that clients are reading" in refused.json()["message"]
+        assert "The response memory is full" in refused.json()["message"]
         assert len(engine.calls) == num_calls, "it was refused after the model ran"
         engine.gate.set()
         assert (await first).status_code == 200

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from math import inf
 from typing import Any
 
 from penstock.server.settings import ServerSettings
@@ -28,7 +27,7 @@ async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 async def test_one_that_ends_serves_what_it_was_handed_and_takes_nothing_more() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server = HandedServer(uvicorn_config(application, ServerSettings()), theirs, body_s=inf)  # type: ignore[arg-type]
+    server = HandedServer(uvicorn_config(application, ServerSettings()), theirs)  # type: ignore[arg-type]
     serving = asyncio.create_task(server.serve())
     end = HandoverEnd(ours)
     with contextlib.ExitStack() as sockets:
