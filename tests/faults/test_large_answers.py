@@ -21,6 +21,8 @@ from .test_dense_bodies import MAX_STALL_S, report, watching
 
 pytestmark = pytest.mark.slow
 _MODULES = "sentence_transformers.models"
+PATIENT = ("--min-transfer-rate", "0")
+"""Keeps slow readers for as long as a test on a busy machine takes."""
 SLOW_S = 100
 """How long an honest reader takes: much longer than anybody may be silent."""
 
@@ -90,7 +92,7 @@ def test_nobody_waits_long_beside_a_large_answer(small_server: Server, name: str
 
 
 def test_sixteen_slow_readers_of_large_answers(launch: Launch, small_bert: object) -> None:
-    server = launch("--answer-memory", "200MB", model=small_bert)
+    server = launch("--answer-memory", "200MB", *PATIENT, model=small_bert)
     body = {"inputs": ["a " * 500] * 600}  # 77 MB of numbers, 230 MB of JSON
     with watching(server) as seen:
         clients = [ask(server, "/embed_all", body, i) for i in range(16)]
@@ -131,7 +133,7 @@ def check_room_is_given_back(server: Server, path: str, body: object) -> None:
 def test_ten_slow_readers_of_ranked_documents(
     launch: Launch, small_bert: Path, document: str | dict[str, object]
 ) -> None:
-    server = launch("--answer-memory", "200MB", "--max-inputs-per-request", "10000", model=small_bert)
+    server = launch("--answer-memory", "200MB", *PATIENT, "--max-inputs-per-request", "10000", model=small_bert)
     body = {"query": "a", "documents": [document] * 10_000}
     num_bytes = len(json.dumps(body))
     with watching(server) as seen:
@@ -151,7 +153,9 @@ def test_ten_slow_readers_of_ranked_documents(
 @pytest.fixture(scope="module")
 def classifier(launch: Launch, small_model: Callable[..., Path]) -> Server:
     """A classifier of texts with a thousand classes."""
-    return launch("--answer-memory", "20MB", model=small_model("BertForSequenceClassification", num_labels=1_000))
+    return launch(
+        "--answer-memory", "20MB", *PATIENT, model=small_model("BertForSequenceClassification", num_labels=1_000)
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +219,7 @@ def test_rows_for_tokens_and_sparse_vectors(
         (model / "modules.json").write_text(json.dumps(modules))
         (model / "1_SpladePooling").mkdir()
         (model / "1_SpladePooling" / "config.json").write_text('{"pooling_strategy": "max"}')
-    server = launch("--answer-memory", "40MB", model=model)
+    server = launch("--answer-memory", "40MB", *PATIENT, model=model)
     with watching(server) as seen:
         began_s = time.monotonic()
         clients, statuses = slow_readers(server, path, body, 8)
