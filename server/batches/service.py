@@ -18,9 +18,9 @@ from penstock.engine.protocol.errors import (
     UnknownObjectError,
 )
 
-from ..errors.limits import ServerRefusalReason
 from ..schemas.batches import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
 from ..settings import ServerSettings
+from ..wire.limit_errors import ServerRefusalReason
 from ..wire.shown_values import shown
 from .data_dir import DataDir
 from .files import Files

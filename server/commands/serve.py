@@ -26,13 +26,13 @@ from penstock.engine.logs import configure_logging
 from penstock.engine.protocol.errors import ModelLoadError
 
 from ..app import create_app
-from ..errors.limits import ServerRefusalReason
 from ..middleware.auth import ApiKeys
 from ..models.model_entry import ModelEntry
 from ..models.served_model import ServedModel
 from ..settings import ServerSettings, UsageError, unknown_variables
 from ..transport.connection_limits import TransferLimits, raise_file_limit
 from ..transport.http_server import HttpServer, freeze, uvicorn_config
+from ..wire.limit_errors import ServerRefusalReason
 from .announcement import announcement, exposure
 from .model_plans import ModelPlan
 from .served_models import kept_config, served_model

@@ -13,8 +13,8 @@ from starlette.routing import Match
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
 from ..wire.json_bodies import TEI
+from ..wire.limit_errors import note_refusal
 from ..wire.shown_values import shown
-from .limits import note_refusal
 from .table import ERROR_KINDS, engine_error_response, error_response, status_response
 from .tei_errors import tei_engine_error_response, tei_status_response, tei_validation_response
 from .validation import explain
@@ -44,7 +44,7 @@ def install_error_handlers(app: FastAPI) -> None:
     """Registers the handlers for everything that a route may raise on purpose."""
 
     async def on_engine_error(request: Request, error: Any) -> Response:
-        note_refusal(error)
+        note_refusal(request.scope, error)
         return engine_refusal(request.scope["path"], error, request.scope["request_id"])
 
     async def on_validation_error(request: Request, error: Any) -> Response:
@@ -57,7 +57,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(ERROR_KINDS[InvalidRequestError], message, param=param)
 
     async def on_http_error(request: Request, error: Any) -> Response:
-        note_refusal(error)
+        note_refusal(request.scope, error)
         path: str = request.scope["path"]
         message, headers = str(error.detail), error.headers
         if error.status_code == 404:

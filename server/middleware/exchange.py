@@ -21,11 +21,11 @@ from penstock.engine.protocol.errors import EngineUnavailableError, InvalidReque
 from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..errors.handlers import engine_refusal, refusal
-from ..errors.limits import LimitError, ServerRefusalReason, note_refusal
 from ..errors.table import HIDDEN_MESSAGE
 from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
 from ..wire.json_pieces import PIECE_BYTES
 from ..wire.json_reader import BODY_ROOM, BYTES_PER_VALUE, SMALL_BYTES
+from ..wire.limit_errors import LimitError, ServerRefusalReason, note_refusal
 from ..wire.request_limits import client_of
 from .refusal_pace import LONGEST_S, RefusalPace, longest_wait_s
 
@@ -183,7 +183,7 @@ class UnexpectedErrorMiddleware:
             error = EngineUnavailableError(
                 "The server is shutting down. Please try again elsewhere.", reason=RefusalReason.DRAINING
             )
-            note_refusal(error)
+            note_refusal(scope, error)
             await engine_refusal(scope["path"], error, scope["request_id"])(scope, receive, send)
         except Exception:
             logger.exception("request %s failed unexpectedly", scope["request_id"])
@@ -234,7 +234,7 @@ class BodyLimitMiddleware:
             return self._run_held(scope, receive, send)
         if not announced.isdigit() or int(announced) > self.max_body_bytes:
             error = self._too_large()
-            note_refusal(error)
+            note_refusal(scope, error)
             return refusal(scope["path"], error.status_code, error.detail, error.headers)(scope, receive, send)
         if int(announced) > SMALL_BYTES:
             return self._run_held(scope, receive, send)

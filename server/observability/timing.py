@@ -12,6 +12,8 @@ from starlette.types import Scope
 
 from penstock.engine.protocol.stage_times import Stage, StageTimes
 
+from ..wire.limit_errors import REFUSED_BY
+
 PROBES: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"})
 """Routes that are asked every few seconds: neither logged nor traced."""
 UNKNOWN_ROUTE: Final = "other"
@@ -71,6 +73,7 @@ class RequestRecord:
         """Notes that the answer has gone."""
         self.seconds = time.perf_counter() - self.began_s
         self.route = getattr(self.scope.get("route"), "path", UNKNOWN_ROUTE)
+        self.refused_by = self.scope.get(REFUSED_BY)
 
 
 Observer = Callable[[RequestRecord], Any]

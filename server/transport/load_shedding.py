@@ -25,7 +25,6 @@ from starlette.types import Message, Scope
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
 from ..errors.handlers import engine_refusal
-from ..errors.limits import refusal_reason
 from ..errors.tei_errors import tei_engine_error_response
 from ..middleware.auth import ApiKeys, offered_keys
 from ..middleware.exchange import RequestIds, canonical_path
@@ -33,6 +32,7 @@ from ..middleware.refusal_pace import RefusalPace, longest_wait_s
 from ..models.table import ModelTable
 from ..observability.timing import Observer, RequestRecord
 from ..wire.json_route import JsonRoute
+from ..wire.limit_errors import note_refusal
 from ..wire.request_limits import WITHOUT_FORWARD
 
 _TEXTS: Final = re.compile(rb'"texts"\s*:')
@@ -103,7 +103,7 @@ class Refusal:
         if self.cors is not None:
             _let_pages_read(response, self.cors, scope)
         response.raw_headers.append((b"x-request-id", name))
-        record.refused_by = refusal_reason(self.error)
+        note_refusal(record.scope, self.error)
         record.begin_answer(response.status_code)
         answer(response)
         record.end()

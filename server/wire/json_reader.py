@@ -16,9 +16,9 @@ from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 from starlette.types import Receive
 
-from ..errors.limits import LimitError, ServerRefusalReason
 from .json_marks import SLICE_BYTES, WEIGHT, InvalidJsonError, TooManyValuesError, find_marks
 from .json_slices import Steps, T, build
+from .limit_errors import LimitError, ServerRefusalReason
 
 BODY_ROOM: Final = "penstock.body_room"
 """Where the scope of a request has what holds room for its values: a function of bytes, until its answer has gone."""

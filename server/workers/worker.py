@@ -22,13 +22,13 @@ from prometheus_client.core import Metric
 from penstock.engine.logs import configure_logging, flush_logs
 
 from ..app import Common, create_app
-from ..errors.limits import ServerRefusalReason
 from ..models import keeper
 from ..models.served_model import ServedModel
 from ..observability.metrics import Metrics
 from ..settings import UsageError
 from ..transport.connection_limits import TransferLimits, raise_file_limit
 from ..transport.http_server import freeze, uvicorn_config
+from ..wire.limit_errors import ServerRefusalReason
 from .handed_server import HandedServer
 from .link import SupervisorLink
 from .plan import WorkerPlan

@@ -9,7 +9,7 @@ import pytest
 from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.server.answers.room import AnswerRoom
 from penstock.server.answers.sizes import AnswerSize
-from penstock.server.errors.limits import ServerRefusalReason
+from penstock.server.wire.limit_errors import ServerRefusalReason
 
 MIB = 2**20
 

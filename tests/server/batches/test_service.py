@@ -20,9 +20,9 @@ from penstock.server.batches.routes_inside import RouteAnswer
 from penstock.server.batches.run import _MOST_WAITING
 from penstock.server.batches.service import Batches
 from penstock.server.batches.store import Store
-from penstock.server.errors.limits import LimitError
 from penstock.server.schemas.batches import BatchRequest
 from penstock.server.settings import ServerSettings, UsageError
+from penstock.server.wire.limit_errors import LimitError
 
 DAY_S = 24 * 3600
 _JSON = {b"content-type": b"application/json"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.server.errors.limits import LimitError, ServerRefusalReason
 from penstock.server.middleware.exchange import _BodyMemory
+from penstock.server.wire.limit_errors import LimitError, ServerRefusalReason
 
 
 def add(memory: _BodyMemory, client: str, num_bytes: int, num_beyond: int = 0, num_bodies: int = 1) -> None:

@@ -6,10 +6,12 @@ from enum import StrEnum
 from typing import Final
 
 from fastapi import HTTPException
+from starlette.types import Scope
 
 from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, RefusalReason
 
-from ..observability.timing import REQUEST
+REFUSED_BY: Final = "penstock.refused_by"
+"""The key of a request's scope that holds the limit which refused it, for the metrics."""
 
 
 class ServerRefusalReason(StrEnum):
@@ -54,7 +56,7 @@ def refusal_reason(error: Exception) -> str | None:
     return None
 
 
-def note_refusal(error: Exception) -> None:
-    """Notes in the record of the current request which limit refused it."""
-    if (record := REQUEST.get()) is not None:
-        record.refused_by = refusal_reason(error)
+def note_refusal(scope: Scope, error: Exception) -> None:
+    """Notes the limit behind an error, if there is one, in the scope of the request that it ends."""
+    if (reason := refusal_reason(error)) is not None:
+        scope[REFUSED_BY] = reason
