@@ -199,7 +199,7 @@ def test_capacity_is_never_free_while_a_client_is_refused() -> None:
         assert stats.num_tokens < 1_000 * (1 + 1 / 2 + 1 / 3) + 3 * 80
 
 
-def test_large_requests_of_one_client_do_not_block_those_of_another() -> None:
+def test_large_requests_of_a_client_do_not_block_another() -> None:
     books, _ = admission(1_000_000, max_queue_s=8.0)
     books._rates[0].follow(1_000, 1.0)
     for _ in range(8):
