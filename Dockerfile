@@ -67,11 +67,16 @@ RUN groupadd --gid 10001 penstock \
         /home/penstock/.cache/triton /models
 COPY docker/healthcheck.py /usr/local/lib/penstock/healthcheck.py
 # Every flag of `penstock serve` is a variable, too. The host is set here and not in CMD, so that arguments given to
-# `docker run penstock serve MODEL` do not undo it. HOME holds the caches of the model hub and of triton.
+# `docker run penstock serve MODEL` do not undo it. The root may be read-only: mount something writable at HF_HOME and
+# TRITON_CACHE_DIR. Triton does not run without its cache. The driver keeps the kernels it compiles in CUDA_CACHE_PATH.
 ENV PATH=/opt/penstock/bin:$PATH \
     PYTHONSAFEPATH=1 \
     PYTHONUNBUFFERED=1 \
     HOME=/home/penstock \
+    HF_HOME=/home/penstock/.cache/huggingface \
+    TRITON_CACHE_DIR=/home/penstock/.cache/triton \
+    CUDA_CACHE_PATH=/home/penstock/.cache/triton/driver \
+    TORCHINDUCTOR_CACHE_DIR=/home/penstock/.cache/triton/inductor \
     PENSTOCK_HOST=0.0.0.0 \
     PENSTOCK_PORT=8000
 WORKDIR /home/penstock
@@ -90,6 +95,9 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# The first start fetches weights and compiles kernels: a container counts as unhealthy after 10 minutes and 3 failures.
+HEALTHCHECK --interval=15s --timeout=5s --start-period=600s --retries=3 \
+    CMD ["python", "/usr/local/lib/penstock/healthcheck.py"]
 COPY --from=environment-cuda /opt/penstock /opt/penstock
 USER 10001:10001
 

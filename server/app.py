@@ -100,7 +100,7 @@ def create_app(
         common: What it has in common with those of other processes of the same server; None where it is the only one.
 
     Raises:
-        UsageError: The file of API keys cannot be read or holds no key, or the extra is missing that sends traces.
+        UsageError: A file of keys cannot be read or holds no key, or the extra is missing that sends traces.
     """
     batches = None if settings.data_dir is None else Batches(settings)
     common = common or Common()
@@ -110,7 +110,7 @@ def create_app(
         salt=common.salt if batches is None else batches.secret,
         namespace_salt=None if cache is None else cache.secret,
     )
-    admin_keys = ApiKeys(settings.admin_key, salt=common.salt)
+    admin_keys = ApiKeys(settings.admin_key, settings.admin_key_file, flag="--admin-key-file", salt=common.salt)
     keeper = ModelKeeper(
         models,
         KeeperLimits(settings.max_loaded_models, settings.model_memory, settings.load_wait_s, settings.drain_timeout_s),

@@ -21,7 +21,7 @@ COMMANDS = ("serve", "embed", "info", "models", "ray serve", "ray embed")
 SETTINGS = (ServerSettings, EmbedSettings, InfoSettings, RayServeSettings, RayEmbedSettings)
 OTHERS_FLAGS = {
     "pip": {"--index-url", "--no-deps"},
-    "docker": {"--build-arg", "--gpus", "--profile", "--target", "--volume"},
+    "docker": {"--build-arg", "--gpus", "--profile", "--stop-timeout", "--target", "--volume"},
     "helm": {"--values"},
     "make test-schema": {"--seed"},
     "ray start": {"--head"},

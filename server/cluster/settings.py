@@ -99,6 +99,7 @@ _NOT_HERE: Final = {
     "min_transfer_rate": "Ray's proxies read bodies and write answers",
     "transfer_grace_s": "Ray's proxies read bodies and write answers",
     "admin_key": "deploy models, and take them down, by the command",
+    "admin_key_file": "deploy models, and take them down, by the command",
 }
 """Flags that mean nothing on a cluster, and why."""
 

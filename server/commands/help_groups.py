@@ -60,6 +60,7 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "api_key": "KEY,...",
         "api_key_file": "FILE",
         "admin_key": "KEY,...",
+        "admin_key_file": "FILE",
         "cors_origins": "ORIGIN,...",
         "operator_routes": "",
         "ssl_certfile": "FILE",

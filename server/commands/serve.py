@@ -134,7 +134,11 @@ def check_workers(settings: ServerSettings, plans: Sequence[ModelPlan]) -> None:
                 f"--api-workers: with more than one, every model is loaded at the start; {plan.names[0]}"
                 " is to come and go"
             )
-    for flag, value in (("--admin-key", settings.admin_key), ("--model-memory", settings.model_memory)):
+    for flag, value in (
+        ("--admin-key", settings.admin_key),
+        ("--admin-key-file", settings.admin_key_file),
+        ("--model-memory", settings.model_memory),
+    ):
         if value:
             raise UsageError(f"--api-workers: with more than one, models do not come and go; leave {flag} out")
     if settings.data_dir is not None:

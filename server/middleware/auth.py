@@ -98,6 +98,7 @@ class ApiKeys:
     Args:
         given: Keys of the settings.
         file: File with more keys.
+        flag: Option that names the file, for errors and logs.
         salt: Secret behind the identities; the same one makes the same identities after a restart, and in other
             processes. Default: a new one.
         namespace_salt: Secret behind the namespaces of cached vectors, as that of the cache. Default: the identities.
@@ -112,6 +113,7 @@ class ApiKeys:
         given: Sequence[str],
         file: Path | None = None,
         *,
+        flag: str = "--api-key-file",
         salt: bytes | None = None,
         namespace_salt: bytes | None = None,
         clock_s: Callable[[], float] = time.monotonic,
@@ -120,7 +122,7 @@ class ApiKeys:
         self._namespace_salt = namespace_salt
         self._namespaces: dict[str, str] = {}
         self._given = [self._known(key.encode()) for key in given]
-        self._file = file
+        self._file, self._flag = file, flag
         self._clock_s = clock_s
         self._next_look_s = clock_s() + LOOK_EVERY_S
         self._version: _Version | None = None
@@ -130,7 +132,7 @@ class ApiKeys:
                 self._version = _version(file)
                 self._digests = self._given + self._read(file)
             except (OSError, ValueError) as error:
-                raise UsageError(f"--api-key-file: {_reason(error, file)}") from error
+                raise UsageError(f"{flag}: {_reason(error, file)}") from error
 
     @property
     def are_required(self) -> bool:
@@ -180,9 +182,9 @@ class ApiKeys:
             self._digests = self._given + self._read(self._file)
         except (OSError, ValueError) as error:
             if version != self._version or version is None:
-                logger.error("--api-key-file: %s; the keys stay as they were", _reason(error, self._file))
+                logger.error("%s: %s; the keys stay as they were", self._flag, _reason(error, self._file))
         else:
-            logger.info("--api-key-file: read again, %d keys are valid", len(self._digests))
+            logger.info("%s: read again, %d keys are valid", self._flag, len(self._digests))
         self._version = version
 
     def _read(self, file: Path) -> list[bytes]:

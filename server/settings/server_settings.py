@@ -64,6 +64,9 @@ class ServerSettings(EngineSettings):
     admin_key: Keys = Field(
         (), repr=False, description="Keys for POST /models/load and /models/unload. Default: no such routes."
     )
+    admin_key_file: Path | None = Field(
+        None, description="File of more such keys, one a line, as --api-key-file has them."
+    )
     cors_origins: Origins = Field(
         (), description="Origins whose web pages may call the server, such as https://app.example.com; *: all."
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -22,6 +22,8 @@ yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "docker" / "chart"
 VERSIONS = ("1.25", "1.30", kubernetes_validate.latest_version())
+CACHES = ("HF_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR")
+IMAGE_VARIABLES = dict(re.findall(r"^(?:ENV|   ) (\w+)=(\S+)", (ROOT / "Dockerfile").read_text("utf-8"), re.MULTILINE))
 SETTINGS = {environment_variable(name) for name in ServerSettings.model_fields}
 EVERYTHING = {
     "image": {"repository": "registry.example.com/penstock", "tag": "1"},
@@ -50,6 +52,7 @@ EVERYTHING = {
         },
     ],
     "apiKeys": {"keys": ["one", "two"]},
+    "adminKeys": {"keys": ["admin"]},
     "hubToken": {"existingSecret": "hub"},
     "hubCache": {"enabled": True, "storageClassName": "shared"},
     "service": {"annotations": {"example.com/a": "b"}},
@@ -150,6 +153,7 @@ def test_what_is_rendered(render: Render) -> None:
         ("PersistentVolumeClaim", "r-hub"),
         ("PodDisruptionBudget", "r-reranker"),
         ("ScaledObject", "r-reranker"),
+        ("Secret", "r-admin-keys"),
         ("Secret", "r-api-keys"),
         ("Service", "r-minilm"),
         ("Service", "r-reranker"),
@@ -175,6 +179,7 @@ def test_values_reach_the_server_as_it_reads_them(render: Render, monkeypatch: p
     assert settings.pooler_config.normalize is False
     assert settings.drain_timeout_s == 60
     assert str(settings.api_key_file) == "/etc/penstock/api-keys"
+    assert str(settings.admin_key_file) == "/etc/penstock-admin/admin-keys"
 
 
 @pytest.mark.parametrize("model", ["minilm", "reranker"])
@@ -192,6 +197,64 @@ def test_a_pod_may_do_nothing_but_serve(render: Render, model: str) -> None:
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert set(mounts) >= {"/tmp", "/home/penstock/.cache/huggingface", "/home/penstock/.cache/triton"}
     assert set(mounts.values()) == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize("variable", CACHES)
+def test_each_cache_lies_in_a_mounted_folder(render: Render, variable: str) -> None:
+    """The root is read-only. Triton raises where it cannot write its cache."""
+    pod = pod_of(render(), "minilm")
+    folder = PurePosixPath(variables_of(pod)[variable])
+    assert folder == PurePosixPath(IMAGE_VARIABLES[variable])
+    mounts = {PurePosixPath(each["mountPath"]): each["name"] for each in pod["containers"][0]["volumeMounts"]}
+    (name,) = [mounts[parent] for parent in (folder, *folder.parents) if parent in mounts]
+    assert {"name": name, "emptyDir": {}} in pod["volumes"]
+
+
+def test_the_tmp_folder_is_mounted(render: Render) -> None:
+    mounts = [each["mountPath"] for each in pod_of(render(), "minilm")["containers"][0]["volumeMounts"]]
+    assert "/tmp" in mounts
+
+
+@pytest.mark.parametrize("place", ["models", "defaults"])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"settings": {"admin_key": "s3cret"}}, r"settings\.admin_key would show .*adminKeys\.existingSecret"),
+        ({"settings": {"api_key": ["s3cret"]}}, r"settings\.api_key would show .*apiKeys\.existingSecret"),
+        ({"env": [{"name": "PENSTOCK_ADMIN_KEY", "value": "s3cret"}]}, r"value of PENSTOCK_ADMIN_KEY .*secretKeyRef"),
+        ({"env": [{"name": "PENSTOCK_API_KEY", "value": "s3cret"}]}, r"value of PENSTOCK_API_KEY .*secretKeyRef"),
+        ({"env": [{"name": "HF_TOKEN", "value": "s3cret"}]}, r"value of HF_TOKEN .*secretKeyRef"),
+    ],
+)
+def test_a_secret_in_plain_text_is_refused(render: Render, values: dict[str, Any], message: str, place: str) -> None:
+    given = {"models": [{"name": "a", **values}]} if place == "models" else {"defaults": values}
+    with pytest.raises(helm.HelmError, match=message) as caught:
+        render(given)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_variable_may_come_from_a_secret(render: Render) -> None:
+    variable = {"name": "PENSTOCK_ADMIN_KEY", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "admin"}}}
+    pod = pod_of(render({"models": [{"name": "a", "env": [variable]}]}), "a")
+    assert variable in pod["containers"][0]["env"]
+
+
+@pytest.mark.parametrize("setting", ["api_key_file", "admin_key_file"])
+def test_key_files_are_set_by_the_chart_alone(render: Render, setting: str) -> None:
+    with pytest.raises(helm.HelmError):
+        render({"models": [{"name": "a", "settings": {setting: "/keys"}}]})
+
+
+def test_admin_keys_are_a_mounted_secret(render: Render) -> None:
+    rendered = render(EVERYTHING)
+    assert rendered["Secret", "r-admin-keys"]["stringData"] == {"admin-keys": "admin"}
+    assert "admin" not in variables_of(pod_of(rendered, "minilm")).values()
+    other = pod_of(render({"adminKeys": {"existingSecret": "mine"}}), "minilm")
+    assert {"name": "admin-keys", "secret": {"secretName": "mine"}} in other["volumes"]
+    assert {"name": "admin-keys", "mountPath": "/etc/penstock-admin", "readOnly": True} in other["containers"][0][
+        "volumeMounts"
+    ]
+    assert "PENSTOCK_ADMIN_KEY_FILE" not in variables_of(pod_of(render(), "minilm"))
 
 
 def test_a_service_named_penstock_sets_no_variable_of_the_server(render: Render) -> None:

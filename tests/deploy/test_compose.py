@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from penstock.server.settings import ServerSettings
+
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
@@ -34,6 +36,29 @@ def test_volumes_with_a_name_are_declared() -> None:
     mounts = [volume for service in COMPOSE["services"].values() for volume in service.get("volumes", ())]
     names = {mount.partition(":")[0] for mount in mounts}
     assert {name for name in names if not name.startswith(".")} == set(COMPOSE["volumes"])
+
+
+def test_triton_cache_is_a_volume() -> None:
+    """The root is read-only. Triton raises where it cannot write its cache."""
+    (folder,) = re.findall(r"TRITON_CACHE_DIR=(\S+)", (DOCKER.parent / "Dockerfile").read_text("utf-8"))
+    service = COMPOSE["services"]["cuda"]
+    assert service["read_only"] is True
+    assert f"triton:{folder}" in service["volumes"]
+    assert "TRITON_CACHE_DIR" not in service["environment"]
+
+
+@pytest.mark.parametrize("name", ["cpu", "slim", "cuda"])
+def test_requests_end_before_the_container_is_killed(name: str) -> None:
+    grace_s = int(COMPOSE["services"][name]["stop_grace_period"].removesuffix("s"))
+    assert grace_s >= ServerSettings().drain_timeout_s + 10
+
+
+def test_cuda_image_may_take_as_long_to_start_as_a_pod() -> None:
+    stages = (DOCKER.parent / "Dockerfile").read_text("utf-8").split("\nFROM ")
+    (cuda,) = [stage for stage in stages if stage.startswith("runtime AS cuda")]
+    (seconds,) = re.findall(r"^HEALTHCHECK .*--start-period=(\d+)s", cuda, re.MULTILINE)
+    values = yaml.safe_load((DOCKER / "chart" / "values.yaml").read_text("utf-8"))
+    assert int(seconds) >= values["defaults"]["startupTimeoutSeconds"]
 
 
 def test_targets_of_the_dockerfile_are_built() -> None:

@@ -15,15 +15,16 @@ from typing import Any
 from images import ROOT, run
 
 USER = 10001
-GRACE_S = 30
+GRACE_S = 45
 POLL_S = 0.02
 OPTIONS = (
-    *("--pull=never", "--network=none", "--read-only", "--tmpfs=/tmp", "--cap-drop=all"),
-    *("--security-opt=no-new-privileges", "--no-healthcheck"),
+    *("--pull=never", "--network=none", "--no-healthcheck"),
     *("--ulimit=nofile=8192:8192", "--ulimit=nproc=1024:1024"),
 )
-"""Those of docker/compose.yaml, and no network at all. Health is asked by hand: podman leaves that to systemd. Limits
-are named, as its own are higher than what a confined machine may give."""
+"""No network at all. The tests run the health check themselves: podman leaves it to systemd. Limits are named because
+podman's own may be higher than those of this machine."""
+CONFINEMENT = ("--read-only", "--tmpfs=/tmp", "--cap-drop=all", "--security-opt=no-new-privileges")
+"""As docker/compose.yaml confines its services."""
 
 
 class Fault(Exception):
@@ -41,12 +42,15 @@ class Container:
         image: To run.
         command: After `penstock`; none for the image's own.
         volumes: As podman's --volume has them.
+        confinement: Options of podman that confine it.
     """
 
-    def __init__(self, image: str, *command: str, volumes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, image: str, *command: str, volumes: Sequence[str] = (), confinement: Sequence[str] = CONFINEMENT
+    ) -> None:
         mounts = (f"--volume={volume}" for volume in volumes)
         self.image = image
-        self.id = run(*podman("run", "--detach", *OPTIONS, *mounts, image, *command))
+        self.id = run(*podman("run", "--detach", *OPTIONS, *confinement, *mounts, image, *command))
 
     def __enter__(self) -> Container:
         return self

@@ -1,6 +1,7 @@
 """Builds the images of the Dockerfile and runs them, without a Docker engine; prints size and seconds to ready.
 
-`make test-image` calls it, as root. Each image is started as compose would, asked what README.md asks, and stopped.
+`make test-image` calls it, as root. Each image is started as compose would, asked what README.md asks, and stopped;
+then it is started once more as a pod of the Helm chart.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from container import OPTIONS, USER, Container, Fault, podman, requests_of_the_readme
+from chart import pod_spec, podman_options
+from container import CONFINEMENT, OPTIONS, USER, Container, Fault, podman, requests_of_the_readme
 from images import STAND_IN, build, build_stand_in, exists, num_bytes, remove, run
 
 HERE = Path(__file__).resolve().parent
@@ -32,19 +34,17 @@ class Image:
         target: Of the Dockerfile; None: the default one.
         max_bytes: Of the image with its base; None: not looked at.
         max_ready_s: Seconds to ready of the fastest start; other work on the machine only adds to it.
-        is_run: Whether this machine can run it.
     """
 
     target: str | None
     max_bytes: float | None = None
     max_ready_s: float | None = None
-    is_run: bool = True
 
 
 IMAGES = {
     "slim": Image("slim", max_bytes=450e6, max_ready_s=2.0),
     "cpu": Image(None, max_bytes=1.2e9),
-    "cuda": Image("cuda", is_run=False),
+    "cuda": Image("cuda"),  # without a GPU it serves on the CPU
 }
 
 
@@ -66,6 +66,7 @@ def main() -> int:
         timed(f"{tag(name)} built", build, tag(name), base, IMAGES[name].target, options, cached=is_cached)
         try:
             faults += check(name)
+            check_as_a_pod(name)
             if name == "cpu":
                 check_models_on_torch()
         except Fault as fault:
@@ -112,9 +113,6 @@ def check(name: str) -> list[str]:
     faults = []
     if image.max_bytes is not None and size > image.max_bytes:
         faults.append(f"{name}: {size / 1e6:.0f} MB are more than {image.max_bytes / 1e6:.0f}")
-    if not image.is_run:
-        print(f"{name}: {size / 1e6:.0f} MB; not run")
-        return faults
     requests = requests_of_the_readme()
     ready_s, processor_s = [], []
     for _ in range(NUM_STARTS):
@@ -139,6 +137,24 @@ def check(name: str) -> list[str]:
     return faults
 
 
+def check_as_a_pod(name: str) -> None:
+    """Run an image with the user, root, capabilities, variables and mounts of the chart, and fill its caches."""
+    repository, _, tagged = tag(name).rpartition(":")
+    values = {"image": {"repository": repository, "tag": tagged}, "models": [{"name": "model"}]}
+    volume = f"{HERE / 'write_caches.py'}:/write_caches.py:ro"
+    with Container(tag(name), "serve", volumes=[volume], confinement=podman_options(pod_spec(values))) as container:
+        container.wait_until_ready()
+        container.check_confinement()
+        container.check_health()
+        for request in requests_of_the_readme():
+            container.ask(request)
+        written = container.exec("python", "/write_caches.py")
+        if written.returncode != 0:
+            raise Fault(f"as a pod of the chart it cannot write its caches:\n{written.stdout}{written.stderr}")
+        container.stop()
+    print(f"{name}: as a pod of the chart ready, answered and stopped", *written.stdout.splitlines(), sep="\n    ")
+
+
 def check_models_on_torch() -> None:
     """Serve models that torch runs in the image that has it; the slim one, where it is here, refuses them."""
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +163,16 @@ def check_models_on_torch() -> None:
         mounts = [f"--volume={volume}" for volume in volumes]
         run(
             *podman(
-                "run", "--rm", *OPTIONS, *mounts, "--entrypoint", "python", tag("cpu"), "/make_models.py", "/models"
+                "run",
+                "--rm",
+                *OPTIONS,
+                *CONFINEMENT,
+                *mounts,
+                "--entrypoint",
+                "python",
+                tag("cpu"),
+                "/make_models.py",
+                "/models",
             )
         )
         for name in sorted(path.name for path in Path(folder).iterdir()):

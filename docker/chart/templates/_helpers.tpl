@@ -35,6 +35,29 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- .Values.apiKeys.existingSecret | default (printf "%s-api-keys" .Release.Name) -}}
 {{- end -}}
 
+{{- define "penstock.adminKeysSecret" -}}
+{{- .Values.adminKeys.existingSecret | default (printf "%s-admin-keys" .Release.Name) -}}
+{{- end -}}
+
+{{- define "penstock.hasAdminKeys" -}}
+{{- if or .Values.adminKeys.keys .Values.adminKeys.existingSecret -}}true{{- end -}}
+{{- end -}}
+
+{{/* Fails for a secret that would stand in the Deployment in plain text: call with a model that has its defaults. */}}
+{{- define "penstock.refuseSecrets" -}}
+{{- $model := . -}}
+{{- range $setting, $instead := dict "admin_key" "adminKeys" "api_key" "apiKeys" -}}
+{{- if hasKey $model.settings $setting -}}
+{{- fail (printf "models: %s: settings.%s would show the key in the Deployment: name a Secret in %s.existingSecret, or list the keys in %s.keys, for which the chart makes a Secret" $model.name $setting $instead $instead) -}}
+{{- end -}}
+{{- end -}}
+{{- range $model.env -}}
+{{- if and (has (upper (toString .name)) (list "HF_TOKEN" "HUGGING_FACE_HUB_TOKEN" "PENSTOCK_ADMIN_KEY" "PENSTOCK_API_KEY")) .value -}}
+{{- fail (printf "models: %s: env: the value of %s would be readable in the Deployment: take it from a Secret by valueFrom.secretKeyRef" $model.name .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "penstock.hasKeys" -}}
 {{- if or .Values.apiKeys.keys .Values.apiKeys.existingSecret -}}true{{- end -}}
 {{- end -}}

@@ -69,6 +69,7 @@ def test_the_command_line_loads_no_ray() -> None:
         (("serve", "--in-process"), "--in-process: not on Ray: an engine of a cluster has a process of its own"),
         (("serve", "a/b", "c/d", "--max-loaded-models", "1"), "--max-loaded-models: not on Ray: each model"),
         (("serve", "--admin-key", "k"), "--admin-key: not on Ray: deploy models, and take them down, by the command"),
+        (("serve", "--admin-key-file", "k"), "--admin-key-file: not on Ray: deploy models, and take them down"),
         (("serve", "--data-dir", "batches"), "--data-dir: not on Ray: a folder of batches has one server"),
         (("serve", "--api-workers", "2"), "--api-workers: not on Ray: Ray's proxies take the connections"),
         (("serve", "--cache", "1GiB"), "--cache: not on Ray: each replica would have a cache of its own"),

@@ -57,6 +57,7 @@ def test_an_engine_that_cannot_start_ends_the_server_in_a_line(
         ({"is_preloaded": False}, {}, "every model is loaded at the start; a is to come and go"),
         ({"ttl_s": 60.0}, {}, "a is to come and go"),
         ({}, {"admin_key": "key"}, "leave --admin-key out"),
+        ({}, {"admin_key_file": "/keys"}, "leave --admin-key-file out"),
         ({}, {"model_memory": "1GiB"}, "leave --model-memory out"),
     ],
 )

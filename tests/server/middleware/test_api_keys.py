@@ -190,6 +190,23 @@ def test_a_file_without_keys_stops_the_start(content: bytes | None, part: str, t
         ApiKeys(("given",), file)
 
 
+def test_errors_and_logs_name_the_flag_of_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    file, clock = tmp_path / "keys", Clock()
+    with pytest.raises(UsageError, match=r"^--admin-key-file: .*No such file"):
+        ApiKeys((), file, flag="--admin-key-file")
+    write(file, "one\n")
+    keys = ApiKeys((), file, flag="--admin-key-file", clock_s=clock)
+    write(file, "one\ntwo\n")
+    clock.tick()
+    assert accepts(keys, "two")
+    assert "--admin-key-file: read again, 2 keys are valid" in caplog.text
+    file.unlink()
+    clock.tick()
+    assert accepts(keys, "two")
+    assert f"--admin-key-file: {file} cannot be read" in caplog.text
+
+
 async def test_a_server_with_a_file_of_keys(serving, engine, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\ntwo\n")

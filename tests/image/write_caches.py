@@ -1,0 +1,64 @@
+"""Run inside a container: fill each cache that the image names, as the library that owns it does.
+
+Prints one line per cache. Ends with a traceback where a cache cannot be written.
+"""
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    for variable in ("HF_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR"):
+        folder = Path(os.environ[variable])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "probe").write_bytes(b"probe")
+        print(f"{variable}: {folder} can be written to")
+    if importlib.util.find_spec("triton") is None:
+        print("triton is not installed")
+        return
+    compile_a_kernel()
+    if shutil.which("gcc") is not None:
+        build_a_launcher()
+
+
+def compile_a_kernel() -> None:
+    """Compile a kernel of penstock for compute capability 9.0; no GPU is needed for that."""
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from penstock.kernels.gated._triton import _gated_kernel
+
+    constants = {"ACTIVATION": "silu", "BLOCK_ROWS": 4, "BLOCK_COLUMNS": 512}
+    types = {
+        name: "constexpr" if name in constants else "*bf16" if name.endswith("_ptr") else "i32"
+        for name in _gated_kernel.arg_names
+    }
+    compile_kernel(ASTSource(fn=_gated_kernel, signature=types, constexprs=constants), target=GPUTarget("cuda", 90, 32))
+    report("a kernel", "*.cubin")
+
+
+def build_a_launcher() -> None:
+    """Compile and load a C module as triton does for the launcher of each kernel."""
+    from triton.runtime.build import compile_module_from_src
+
+    source = """#include <Python.h>
+    static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "probe", NULL, -1, NULL};
+    PyMODINIT_FUNC PyInit_probe(void) { return PyModule_Create(&module); }"""
+    compile_module_from_src(src=source, name="probe")
+    report("a launcher", "*.so")
+
+
+def report(thing: str, pattern: str) -> None:
+    folder = Path(os.environ["TRITON_CACHE_DIR"])
+    files = list(folder.rglob(pattern))
+    if not files:
+        sys.exit(f"triton wrote {thing} somewhere else than {folder}")
+    print(f"triton compiled {thing}: {files[0].name}")
+
+
+if __name__ == "__main__":
+    main()
