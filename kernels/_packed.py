@@ -45,14 +45,21 @@ def takes_tensor_cores(device: torch.device) -> bool:
     return device.type == "cuda" and has_triton() and capability_of(device) >= (8, 0)
 
 
-def choose(backend: Backend | None, x: Tensor) -> Backend:
+def choose(backend: Backend | None, x: Tensor, *, has_products: bool = False) -> Backend:
     """Returns the backend that is asked for; for None triton where `x` is on CUDA and it is installed, else torch.
+
+    Args:
+        backend: As the caller of the kernel gave it.
+        x: The kernel's input.
+        has_products: Whether the triton kernel multiplies matrices: its tiles are made for compute capability 8.0, and
+            devices before that have too little shared memory, or too few registers, for them. They take torch.
 
     Raises:
         ValueError: There is no such backend.
     """
     if backend is None:
-        return "triton" if x.is_cuda and has_triton() else "torch"
+        is_fit = takes_tensor_cores(x.device) if has_products else x.is_cuda and has_triton()
+        return "triton" if is_fit else "torch"
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
     return backend

@@ -49,7 +49,7 @@ from .loading.weights_loader import load_dense, load_model, torch_dtype
 from .memory.chunk_memory import ChunkMemory, kept_of
 from .memory.describe_pool import describe_pool
 from .memory.device import DeviceMemory, ForwardClock, device_errors, multiply_exactly, resolve_device
-from .memory.device_stream import DeviceStream, Mark, MarkWatch, stream_of
+from .memory.device_stream import DeviceStream, Mark, MarkWatch, make_current, stream_of
 from .memory.memory_meter import MemoryGauge, MemoryMeter
 from .runner import EndedForward, ForwardTime, Runner
 
@@ -119,7 +119,7 @@ class ModelRunner(Runner):
         self._memory: ChunkMemory | None = None
         self._stream = stream or stream_of(self._device)
         self._clock = ForwardClock(self._stream)
-        self._watch = MarkWatch()
+        self._watch = MarkWatch(self._device)
         self._under_way: deque[Mark] = deque()  # ends of forwards
         self._meter = MemoryMeter(DeviceMemory(self._device), _token_bytes(info))
         self._made = MadeBatches(info, tokenizer)
@@ -132,6 +132,8 @@ class ModelRunner(Runner):
     def load(cls, config: EngineConfig, kernels: tuple[ModelInfo, Machine | None] | None = None) -> ModelRunner:
         """Loads the model that a configuration names.
 
+        The device becomes the current one of the calling thread, which must be the one that runs forwards.
+
         Args:
             config: What to serve.
             kernels: The model on its device, and what choose_kernels said of it; None: that is decided here.
@@ -143,6 +145,7 @@ class ModelRunner(Runner):
         if kernels is None:
             kernels = choose_kernels(with_device(resolve_model(config), *resolve_device(config)), config)
         info, machine = kernels
+        make_current(torch.device(info.device))
         if info.device != "cpu":
             multiply_exactly()
         with _load_errors(info):

@@ -5,13 +5,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._packed import FLOAT_DTYPES, choose, describe
+from .._packed import FLOAT_DTYPES, capability_of, choose, describe
 from ._reference import grouped_linear_reference
-from ._torch import grouped_linear_torch
+from ._torch import grouped_linear_torch, takes_widths
 
 Backend = Literal["triton", "torch", "reference"]
 
 __all__ = ["Backend", "grouped_linear"]
+
+_TORCH_DOES_NOT_WAIT = ((9, 0), (10, 0))
+"""Compute capabilities for which torch has a grouped product in bfloat16 that reads the sizes on the device."""
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: Backend | None = None) -> Tensor:
@@ -26,8 +29,9 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: Backend 
         weight: [G, O, I], type and device of `x`, contiguous.
         ends: [G] int32, same device: where each group ends; not decreasing, and at most M. Not checked: that would cost
             a copy to the host.
-        backend: None takes "triton" for CUDA tensors where it is installed, else "torch". On CUDA "torch" is
-            `torch._grouped_mm`, which waits for the sizes but for bfloat16 on compute capability 9.0 and 10.
+        backend: On CUDA "torch" is `torch._grouped_mm`, which takes rows of multiples of 16 bytes. It does not wait for
+            the sizes for bfloat16 on compute capability 9.0 and 10.0. None takes "torch" there, "triton" on other
+            devices from 8.0 on where it is installed, else "torch", or "reference" on CUDA for widths that torch refuses.
 
     Returns:
         [M, O], type of `x`. Rows from the last end on hold anything.
@@ -45,9 +49,17 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: Backend 
         raise ValueError(f"x, weight and ends must share a device, got {x.device}, {weight.device}, {ends.device}")
     if not x.shape[0] or not weight.shape[0] or not weight.shape[1]:
         return x.new_empty((x.shape[0], weight.shape[1]))
-    backend = choose(backend, x)
+    backend = _choose(x, weight) if backend is None else choose(backend, x)
     if backend == "triton":
         from ._triton import grouped_linear_triton
 
         return grouped_linear_triton(x, weight, ends)
     return (grouped_linear_torch if backend == "torch" else grouped_linear_reference)(x, weight, ends)
+
+
+def _choose(x: Tensor, weight: Tensor) -> Backend:
+    takes_torch = takes_widths(x, weight)
+    if takes_torch and x.is_cuda and x.dtype == torch.bfloat16 and capability_of(x.device) in _TORCH_DOES_NOT_WAIT:
+        return "torch"
+    backend = choose(None, x, has_products=True)
+    return backend if takes_torch or backend == "triton" else "reference"

@@ -7,16 +7,22 @@ from torch import Tensor
 _ALIGNMENT = 16
 
 
+def takes_widths(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch takes the widths of a grouped product on the device of `x`."""
+    width = _ALIGNMENT // x.itemsize
+    return not x.is_cuda or not (x.shape[1] % width or weight.shape[1] % width)
+
+
 def grouped_linear_torch(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Same as `grouped_linear`.
 
     Raises:
         ValueError: I or O is no multiple of 16 bytes, on CUDA.
     """
-    width = _ALIGNMENT // x.itemsize
-    if x.is_cuda and (x.shape[1] % width or weight.shape[1] % width):
+    if not takes_widths(x, weight):
         raise ValueError(
-            f"the torch backend takes widths that are multiples of {width}, got {x.shape[1]} and {weight.shape[1]}"
+            f"the torch backend takes widths that are multiples of {_ALIGNMENT // x.itemsize}, "
+            f"got {x.shape[1]} and {weight.shape[1]}"
         )
     if not x.is_cuda:
         return _loop(x, weight, ends)

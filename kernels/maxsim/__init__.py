@@ -39,7 +39,7 @@ def maxsim(
         query_lens: M lengths; they sum to S.
         document_lens: N lengths, which may be 0; they sum to R.
         query_of: For each document the number of its query, 0 to M-1.
-        backend: None takes "triton" for CUDA tensors where it is installed, else "torch".
+        backend: None takes "triton" on CUDA from compute capability 8.0 on where it is installed, else "torch".
 
     Returns:
         [N, max(query_lens)] float32.
@@ -68,7 +68,7 @@ def maxsim(
     width = max(query_lens, default=0)
     if not document_lens or not width:
         return queries.new_zeros((len(document_lens), width), dtype=torch.float32)
-    backend = choose(backend, queries)
+    backend = choose(backend, queries, has_products=True)
     if backend == "triton":
         from ._triton import maxsim_triton
 

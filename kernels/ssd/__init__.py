@@ -58,7 +58,8 @@ def ssd(
         return_final_states: Whether the state after the last row of each sequence is wanted.
         chunk_size: Rows that are computed at once, a power of two from 16 to 256; a matter of speed alone. None takes
             64, and 128 on the triton backend for 16-bit x. That backend takes 128 at most, and 64 for float32.
-        backend: "triton", "torch" or "reference"; None takes triton for CUDA tensors where it is installed, else torch.
+        backend: "triton", "torch" or "reference"; None takes triton on CUDA from compute capability 8.0 on where it is
+            installed, else torch.
 
     Returns:
         y, [T, H, P], dtype and device of x, contiguous; and the final states, [N, H, P, S], float32, None unless asked
@@ -85,7 +86,7 @@ def ssd(
     if chunk_size is not None and (not 16 <= chunk_size <= 256 or chunk_size & (chunk_size - 1)):
         raise ValueError(f"chunk_size must be a power of two from 16 to 256, got {chunk_size}")
 
-    backend = choose(backend, x)
+    backend = choose(backend, x, has_products=True)
     scan = Recurrence(x, dt, a, b, c, cu_seqlens, seq_lens, d, initial_states, return_final_states)
     if backend == "triton":
         from ._triton import ssd_triton

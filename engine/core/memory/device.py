@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import clear_frames
+from typing import Final
 
 import torch
 
@@ -20,16 +24,24 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 
+logger = logging.getLogger("penstock.engine")
+
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_LEAST_DRIVERS: Final = {"11": "450.80.02", "12": "525.60.13", "13": "580"}
+"""The oldest NVIDIA driver for Linux that runs programs of each major version of CUDA."""
+
 
 def resolve_device(config: EngineConfig) -> tuple[str, str]:
     """Returns the device and dtype that "auto" stands for on this machine; float32 on a CPU, see `cpu_dtype`.
 
     Raises:
-        ModelLoadError: The device is not there.
+        ModelLoadError: There is no such device, or torch has no code for it.
     """
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu" and (reason := why_unusable()):
+            logger.warning("%s The model runs on the CPU; --device cpu asks for that without this warning.", reason)
     index = int(device.partition(":")[2] or 0)
     if device != "cpu" and index >= torch.cuda.device_count():
         count = torch.cuda.device_count()
@@ -38,11 +50,15 @@ def resolve_device(config: EngineConfig) -> tuple[str, str]:
             if count
             else "install a CUDA build of torch and a driver, or take --device cpu."
         )
+        reason = "" if count else why_unusable()
         raise ModelLoadError(
             f"--device is {device}, but torch {torch.__version__} sees {count} CUDA devices; {way_out}"
+            + (f" {reason}" if reason else "")
         )
     if device != "cpu" and config.dtype == "int8":
         raise ModelLoadError(f"--dtype int8 is for the native kernels of a CPU, and the device is {device}.")
+    if device != "cpu":
+        check_capability(device, index)
     if config.dtype != "auto":
         return device, config.dtype
     if device == "cpu":
@@ -50,6 +66,77 @@ def resolve_device(config: EngineConfig) -> tuple[str, str]:
     with torch.cuda.device(index):  # of several, they may differ
         # Before Ampere bfloat16 is emulated, at a fraction of the speed of float16.
         return device, "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+
+
+def why_unusable() -> str:
+    """Returns why torch cannot use the NVIDIA GPUs of this machine, and what to do; "" if that is as it should be.
+
+    That is the case without an NVIDIA driver, with a torch without CUDA, and where CUDA_VISIBLE_DEVICES hides all GPUs.
+    """
+    cuda = torch.version.cuda
+    if cuda is None or not _NVIDIA_DRIVER.is_file() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    found = re.search(r"^NVRM version:.*?\s(\d+\.[\d.]+)\s", _NVIDIA_DRIVER.read_text())
+    driver = found[1] if found else "of unknown version"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # torch's own words for it
+        said = str(error).partition("\n")[0]
+    else:
+        said = "no device is visible"
+    least = _LEAST_DRIVERS.get(cuda.partition(".")[0])
+    needed = f"CUDA {cuda} needs driver {least} or newer" if least else f"Check that the driver supports CUDA {cuda}"
+    return (
+        f"This machine has NVIDIA driver {driver}, but torch {torch.__version__} can use no GPU: {said} "
+        f"({needed}; in a container, GPUs must be passed in, as by docker run --gpus all)."
+    )
+
+
+def check_capability(device: str, index: int) -> None:
+    """Checks that torch has code for a CUDA device.
+
+    Args:
+        device: Its name, for the message.
+        index: Its number among those that torch sees.
+
+    Raises:
+        ModelLoadError: There is none: the first kernel would fail.
+    """
+    compiled = torch.cuda.get_arch_list()
+    capability = torch.cuda.get_device_capability(index)
+    if has_code_for(capability, compiled):
+        return
+    major, minor = capability
+    raise ModelLoadError(
+        f"--device is {device}, which is {torch.cuda.get_device_name(index)} of compute capability {major}.{minor}, but "
+        f"torch {torch.__version__} has code for {', '.join(compiled)} alone. Install a build of torch for "
+        f"sm_{major}{minor} (https://pytorch.org/get-started/previous-versions lists older ones), or take --device cpu."
+    )
+
+
+def has_code_for(capability: tuple[int, int], compiled: Sequence[str]) -> bool:
+    """Returns whether a CUDA device can run one of the targets that torch was compiled for.
+
+    sm_XY is machine code for devices of major version X and minor version Y or later. compute_XY is PTX, which the
+    driver compiles for devices of version X.Y or later. A target that ends with `a` runs on X.Y alone, one that ends
+    with `f` is like sm_XY. Without any such target, as in builds for AMD, the answer is True: nothing is known.
+
+    Args:
+        capability: Major and minor version of the device.
+        compiled: As torch.cuda.get_arch_list gives them.
+    """
+    targets = [found for name in compiled if (found := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
+    for kind, major, minor, suffix in (target.groups() for target in targets):
+        version = int(major), int(minor)
+        if suffix == "a":
+            fits = capability == version
+        elif kind == "sm" or suffix == "f":
+            fits = capability[0] == version[0] and capability[1] >= version[1]
+        else:
+            fits = capability >= version
+        if fits:
+            return True
+    return not targets
 
 
 def multiply_exactly() -> None:

@@ -162,14 +162,29 @@ def stream_of(device: torch.device) -> DeviceStream:
     return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
+def make_current(device: torch.device | None) -> None:
+    """Makes a CUDA device the current one of the calling thread; does nothing for a CPU, or for None.
+
+    Every thread that calls CUDA has to. The current device belongs to the thread, and a call that names none, such as
+    giving memory back after a shortage, works on it: with another device current, torch waits for the streams of the
+    wrong device before it unmaps memory, and each further device that is touched costs a context of some 500 MB.
+    """
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+
+
 class MarkWatch:
     """Writes to a bell when a mark is reached. Its thread sleeps on the device, and the loop hears others.
 
     CUDA calls nobody that torch could name when an event comes; and a loop that waited for the event itself would not
     begin what arrives meanwhile.
+
+    Args:
+        device: Of the marks; None: they need none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._marks: SimpleQueue[Mark | None] = SimpleQueue()
         self._thread: Thread | None = None
 
@@ -189,6 +204,8 @@ class MarkWatch:
             self._marks.put(mark)
 
     def _run(self, bell: int) -> None:
+        with contextlib.suppress(torch.AcceleratorError):  # the loop meets a lost device by itself
+            make_current(self._device)
         while (mark := self._marks.get()) is not None:
             with contextlib.suppress(torch.AcceleratorError):  # the loop meets it where it asks for the forward
                 mark.wait()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engine.core import model_runner
 from penstock.engine.core.bell import Bell
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
@@ -63,6 +64,24 @@ def chunk() -> PrefillChunk[QueuedSequence]:
         0,
         5,
     )
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda:1", [1, "tokenizer"]), ("cpu", ["tokenizer"])])
+def test_the_models_device_is_current_before_anything_loads(
+    device: str, expected: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[object] = []
+
+    def load_tokenizer(*_: object, **options: object) -> None:
+        events.append("tokenizer")
+        raise ModelLoadError("that is enough")
+
+    monkeypatch.setattr(torch.cuda, "set_device", events.append)
+    monkeypatch.setattr(model_runner, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(model_runner, "multiply_exactly", lambda: None)
+    with pytest.raises(ModelLoadError, match="that is enough"):
+        ModelRunner.load(EngineConfig(model="m"), (replace(INFO, device=device), None))
+    assert events == expected
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from penstock.engine.core.memory.device import (
     DeviceMemory,
     ForwardClock,
     device_errors,
+    has_code_for,
     is_out_of_memory,
     multiply_exactly,
     resolve_device,
@@ -191,6 +192,7 @@ def test_what_auto_stands_for(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     # The emulation that every device has does not count.
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bf16
@@ -213,3 +215,114 @@ def test_what_to_do_about_it_is_told(monkeypatch: pytest.MonkeyPatch, num_device
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
     with pytest.raises(ModelLoadError, match=way_out):
         resolve_device(EngineConfig(model="m", device="cuda:7"))
+
+
+PYPI = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+"""As torch 2.13 from PyPI has them."""
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiled", "expected"),
+    [
+        ((7, 0), PYPI, False),
+        ((6, 1), PYPI, False),
+        ((7, 5), PYPI, True),
+        ((8, 9), PYPI, True),  # runs the code for 8.6
+        ((9, 0), PYPI, True),
+        ((10, 3), PYPI, True),
+        ((11, 0), PYPI, False),
+        ((12, 1), PYPI, True),
+        ((8, 0), ("sm_86",), False),  # machine code does not run on an earlier minor version
+        ((8, 0), ("compute_75",), True),  # PTX runs on all later devices
+        ((12, 0), ("sm_70", "compute_70"), True),
+        ((7, 0), ("compute_75",), False),
+        ((9, 0), ("sm_90a",), True),
+        ((9, 5), ("sm_90a",), False),
+        ((10, 0), ("compute_90a",), False),
+        ((10, 3), ("sm_100f",), True),
+        ((12, 0), ("compute_100f",), False),
+        ((9, 0), ("gfx90a", "gfx942"), True),  # a build for AMD says nothing about NVIDIA's versions
+        ((9, 0), (), True),
+    ],
+    ids=str,
+)
+def test_which_devices_run_what_torch_was_compiled_for(
+    capability: tuple[int, int], compiled: tuple[str, ...], expected: bool
+) -> None:
+    assert has_code_for(capability, compiled) is expected
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16"])
+@pytest.mark.parametrize(("chosen", "device"), [("auto", "cuda"), ("cuda", "cuda"), ("cuda:1", "cuda:1")])
+def test_a_gpu_that_torch_has_no_code_for_is_named(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, device: str, dtype: str
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(PYPI))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (asked.append(index), (7, 0))[1])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla V100-SXM2-16GB")
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_device(EngineConfig(model="m", device=chosen, dtype=dtype))
+    message = caught.value.message
+    assert message.startswith(f"--device is {device}, which is Tesla V100-SXM2-16GB of compute capability 7.0")
+    for part in (f"torch {torch.__version__} has code for sm_75,", "sm_120 alone", "a build of torch for sm_70", "cpu."):
+        assert part in message
+    assert asked == [int(device.partition(":")[2] or 0)]
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040). Please update"
+DRIVERS = {
+    "closed": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024\nGCC version: 12\n",
+    "open": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.14  Release Build  (a@b)\nGCC version: 12\n",
+}
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A torch with CUDA 13.0 that can use no device; returns where the version of the driver is looked for."""
+
+    def refuse() -> None:
+        raise RuntimeError(TOO_OLD)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(device, "_NVIDIA_DRIVER", tmp_path / "version")
+    return tmp_path / "version"
+
+
+@pytest.mark.parametrize("kind", DRIVERS)
+def test_an_old_driver_is_named_before_the_cpu_serves(
+    without_gpu: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_gpu.write_text(DRIVERS[kind])
+    assert resolve_device(EngineConfig(model="m")) == ("cpu", "float32")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    for part in ("driver 550.54.14", TOO_OLD, "CUDA 13.0 needs driver 580 or newer", "runs on the CPU", "--device cpu"):
+        assert part in record.getMessage()
+
+
+def test_an_old_driver_is_named_where_cuda_is_asked_for(without_gpu: Path) -> None:
+    without_gpu.write_text(DRIVERS["closed"])
+    with pytest.raises(ModelLoadError, match=r"sees 0 CUDA devices.*driver 550\.54\.14.*CUDA 13\.0 needs driver 580"):
+        resolve_device(EngineConfig(model="m", device="cuda"))
+
+
+@pytest.mark.parametrize("change", ["no driver", "torch for CPUs", "GPUs hidden", "--device cpu"])
+def test_a_machine_that_shall_serve_on_its_cpu_is_not_warned(
+    without_gpu: Path, change: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if change != "no driver":
+        without_gpu.write_text(DRIVERS["closed"])
+    if change == "torch for CPUs":
+        monkeypatch.setattr(torch.version, "cuda", None)
+    if change == "GPUs hidden":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = EngineConfig(model="m", device="cpu" if change == "--device cpu" else "auto")
+    assert resolve_device(config) == ("cpu", "float32")
+    assert not caplog.records

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import current_thread
 
 import pytest
 import torch
@@ -69,6 +70,35 @@ def test_a_device_that_fails_wakes_the_loop_which_meets_the_error(stream: Played
     bell.wait()
     with pytest.raises(torch.AcceleratorError):
         _ = mark.is_reached
+    watch.ring(None)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cuda:1", [1]), ("cuda", [0]), ("cpu", [])], ids=["second", "first", "none"]
+)
+def test_the_device_of_the_marks_is_current_in_the_thread(
+    stream: PlayedStream, device: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another one is current, a wait opens a context there."""
+    calls: list[tuple[str, object]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append((current_thread().name, index)))
+    bell, watch = Bell(), MarkWatch(torch.device(device))
+    watch.ring(bell.fd)
+    watch.add(stream.mark())
+    bell.wait()
+    assert calls == [("device-marks", index) for index in expected]
+    watch.ring(None)
+
+
+def test_a_lost_device_does_not_end_the_thread(stream: PlayedStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(index: int) -> None:
+        raise torch.AcceleratorError("gone")
+
+    monkeypatch.setattr(torch.cuda, "set_device", fail)
+    bell, watch = Bell(), MarkWatch(torch.device("cuda"))
+    watch.ring(bell.fd)
+    watch.add(stream.mark())
+    bell.wait()
     watch.ring(None)
 
 

@@ -1,0 +1,107 @@
+"""Which backend a kernel takes by the device that its input lies on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import _packed, grouped_linear, maxsim, ssd
+
+from ..engine.device.pretend_cuda import DEVICE, pretend_cuda
+
+CAPABILITIES = ((7, 5), (8, 0), (9, 0), (12, 0))
+
+
+@pytest.fixture(params=CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+    found: tuple[int, int] = request.param
+    with pretend_cuda():
+        monkeypatch.setattr(_packed, "has_triton", lambda: True)
+        monkeypatch.setattr(_packed, "capability_of", lambda device: found)
+        yield found
+
+
+def test_kernels_with_products_run_from_ampere_on(capability: tuple[int, int]) -> None:
+    x = torch.zeros(2, 3, device=DEVICE)
+    assert _packed.choose(None, x, has_products=True) == ("triton" if capability >= (8, 0) else "torch")
+
+
+def test_kernels_without_products_run_on_any_gpu(capability: tuple[int, int]) -> None:
+    assert _packed.choose(None, torch.zeros(2, 3, device=DEVICE)) == "triton"
+
+
+def test_a_backend_that_is_asked_for_is_taken(capability: tuple[int, int]) -> None:
+    assert _packed.choose("triton", torch.zeros(2, 3, device=DEVICE), has_products=True) == "triton"
+
+
+def test_without_triton_torch_is_taken(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_packed, "has_triton", lambda: False)
+    x = torch.zeros(2, 3, device=DEVICE)
+    assert _packed.choose(None, x) == _packed.choose(None, x, has_products=True) == "torch"
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+@pytest.mark.parametrize("kernel", ["ssd", "maxsim", "grouped_linear", "grouped_linear of odd widths"])
+def test_before_ampere_kernels_with_products_run_in_torch(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their triton kernels would be launched otherwise, which nothing here can run."""
+    monkeypatch.setattr(_packed, "capability_of", lambda device: (7, 5))
+    monkeypatch.setattr(grouped_linear, "capability_of", lambda device: (7, 5))
+    monkeypatch.setattr(_packed, "has_triton", lambda: True)
+
+    def run(device: torch.device) -> Tensor:
+        if kernel == "ssd":
+            x, dt, a, b = (numbers(*shape).to(device) for shape in ((5, 2, 4), (5, 2), (2,), (5, 1, 8)))
+            bounds = torch.tensor([0, 3, 5], dtype=torch.int32).to(device)
+            return ssd.ssd(x, dt.abs(), -a.abs(), b, b, bounds, (3, 2))[0]
+        if kernel == "maxsim":
+            queries, documents = numbers(4, 8).to(device), numbers(7, 8).to(device)
+            return maxsim.maxsim(queries, documents, query_lens=(4,), document_lens=(3, 4), query_of=(0, 0))
+        width = 7 if kernel.endswith("odd widths") else 8
+        x, weight = numbers(6, 8).to(device), numbers(2, width, 8).to(device)
+        return grouped_linear.grouped_linear(x, weight, torch.tensor([2, 6], dtype=torch.int32).to(device))
+
+    with pretend_cuda():
+        found = run(DEVICE).cpu()
+    torch.testing.assert_close(found, run(torch.device("cpu")), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width", "expected"),
+    [
+        ((9, 0), torch.bfloat16, 16, "torch"),
+        ((10, 0), torch.bfloat16, 16, "torch"),
+        ((9, 0), torch.bfloat16, 12, "triton"),
+        ((9, 0), torch.float16, 16, "triton"),
+        ((9, 0), torch.float32, 16, "triton"),
+        ((8, 0), torch.bfloat16, 16, "triton"),
+        ((12, 0), torch.bfloat16, 16, "triton"),
+        ((7, 5), torch.float16, 16, "torch"),
+        ((7, 5), torch.float16, 12, "reference"),
+    ],
+    ids=str,
+)
+def test_grouped_products_take_torch_where_it_does_not_wait(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    width: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (_packed, grouped_linear):
+        monkeypatch.setattr(module, "capability_of", lambda device: capability)
+    monkeypatch.setattr(_packed, "has_triton", lambda: True)
+    with pretend_cuda():
+        x = torch.zeros(3, 32, dtype=dtype, device=DEVICE)
+        weight = torch.zeros(2, width, 32, dtype=dtype, device=DEVICE)
+        assert grouped_linear._choose(x, weight) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_of_a_cpu_run_in_torch(dtype: torch.dtype) -> None:
+    assert grouped_linear._choose(torch.zeros(3, 5, dtype=dtype), torch.zeros(2, 7, 5, dtype=dtype)) == "torch"
