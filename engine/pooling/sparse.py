@@ -41,7 +41,7 @@ class SparsePooler:
     Args:
         recipe: Of the model.
         head: VOCABULARY_LOGITS: hidden states [R, D] to logits [R, V] of any float type, for R up to BLOCK_ROWS on a
-            CPU. TOKEN_WEIGHTS: hidden states [T, D] to weights [T, 1] float32.
+            CPU. On CUDA columns may follow the V of the vocabulary; they are left out. TOKEN_WEIGHTS: hidden states [T, D] to weights [T, 1] float32.
         vocab_size: V.
         unweighted_ids: TOKEN_WEIGHTS: tokens that have no weight.
     """
@@ -110,12 +110,14 @@ class SparsePooler:
             cu_seqlens = upload(torch.from_numpy(own_bounds.astype(np.int32)), device)
             lengths = cu_seqlens.diff()[:, None]
             for column in range(0, self._vocab_size, MAX_TRITON_WIDTH):
+                # The head may give columns beyond the vocabulary, so that rows are aligned: they are cut here.
                 stripe, sums = logits[:, column : column + MAX_TRITON_WIDTH], pooled[first:last]
                 sums = sums[:, column : column + MAX_TRITON_WIDTH]
+                rows = pool(stripe, cu_seqlens, "mean" if recipe.is_sum else "max")[:, : sums.shape[1]]
                 if recipe.is_sum:
-                    sums += pool(stripe, cu_seqlens, "mean") * lengths
+                    sums += rows * lengths
                 else:
-                    torch.maximum(sums, pool(stripe, cu_seqlens, "max"), out=sums)
+                    torch.maximum(sums, rows, out=sums)
         # Maxima below 0 have met the zeros that `pooled` began with.
         return pooled if recipe.is_sum else self._saturated(pooled)
 

@@ -150,7 +150,7 @@ def pool(
             weights=weights,
         )
         return rows.to(out_dtype)
-    if backend is None and width > MAX_TRITON_WIDTH:
+    if backend is None and hidden_size > MAX_TRITON_WIDTH:
         backend = "torch"
     backend = choose(backend, hidden_states)
     given = Pooling(

@@ -27,13 +27,14 @@ def columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS: tl.constexpr):
 
 
 @triton.jit
-def read_mask(columns, limit, width, is_row):
+def read_mask(columns, limit, hidden_size, is_row):
     """The columns to read: up to `limit`, none if not `is_row`.
 
-    Rounded up to 16, since a mask that may end anywhere forbids loads of 16 bytes.
+    Rounded up to 16, and cut at the end of the row, which is a multiple of 16 in most models: a mask that may end
+    anywhere forbids loads of 16 bytes.
     """
     read_limit = tl.where(is_row, tl.cdiv(limit, 16) * 16, 0)
-    return (columns < tl.multiple_of(read_limit, 16)) & (columns < width)
+    return (columns < tl.multiple_of(read_limit, 16)) & (columns < hidden_size)
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def reduce_block(
     end,
     columns,
     limit,
-    width,
+    hidden_size,
     POOLING: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -70,7 +71,7 @@ def reduce_block(
     for i in range(row, end, UNROLL):
         for u in tl.static_range(UNROLL):
             r = i + u
-            mask = read_mask(columns, limit, width, r < end)
+            mask = read_mask(columns, limit, hidden_size, r < end)
             address = hidden_ptr + r.to(tl.int64) * stride_row + columns
             if POOLING == "max":
                 x = tl.load(address, mask=mask, other=float("-inf")).to(tl.float32)

@@ -5,7 +5,7 @@ blocks and finishes. Both ways add the same numbers in the same order, so whethe
 result. README.md has the layout.
 
 Letters beside those of the layer: a block is `BLOCK_ROWS` rows of one sequence; `limit` is the number of columns a
-sequence keeps.
+sequence keeps; `width` is that of the output.
 """
 
 import torch
@@ -24,7 +24,7 @@ MAX_WIDTH = 8192
 COMPILE_OPTIONS = {"maxnreg": 128, "enable_fp_fusion": True}
 
 
-@triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "normalize_ptr", "skip_ptr"])
+@triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "normalize_ptr", "skip_ptr", "width"])
 def _pool_kernel(
     hidden_ptr,
     cu_seqlens_ptr,
@@ -34,6 +34,7 @@ def _pool_kernel(
     weights_ptr,
     out_ptr,
     stride_row,
+    hidden_size,
     width,
     POOLING: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -51,7 +52,7 @@ def _pool_kernel(
     weight = tl.full((), 0.0, tl.float32)
     if POOLING == "cls" or POOLING == "last":
         r = first if POOLING == "cls" else end - 1
-        mask = read_mask(columns, limit, width, first < end)
+        mask = read_mask(columns, limit, hidden_size, first < end)
         total = tl.load(hidden_ptr + r.to(tl.int64) * stride_row + columns, mask=mask, other=0.0).to(tl.float32)
     else:
         total = total_of_none(POOLING, BLOCK_D)
@@ -66,7 +67,7 @@ def _pool_kernel(
                 block_end,
                 columns,
                 limit,
-                width,
+                hidden_size,
                 POOLING,
                 UNROLL,
                 BLOCK_D,
@@ -79,7 +80,7 @@ def _pool_kernel(
     finish(out_ptr, normalize_ptr, total, weight, n, start, first, end, columns, limit, width, POOLING, NORMALIZE)
 
 
-@triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "skip_ptr", "num_blocks"])
+@triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "skip_ptr", "width", "num_blocks"])
 def _partial_kernel(
     hidden_ptr,
     cu_seqlens_ptr,
@@ -89,6 +90,7 @@ def _partial_kernel(
     block_total_ptr,
     block_weight_ptr,
     stride_row,
+    hidden_size,
     width,
     num_blocks,
     POOLING: tl.constexpr,
@@ -109,15 +111,26 @@ def _partial_kernel(
         row = first + block * BLOCK_ROWS
         block_end = tl.minimum(row + BLOCK_ROWS, end)
         total, weight = reduce_block(
-            hidden_ptr, weights_ptr, stride_row, start, row, block_end, columns, limit, width, POOLING, UNROLL, BLOCK_D
+            hidden_ptr,
+            weights_ptr,
+            stride_row,
+            start,
+            row,
+            block_end,
+            columns,
+            limit,
+            hidden_size,
+            POOLING,
+            UNROLL,
+            BLOCK_D,
         )
         index = n.to(tl.int64) * num_blocks + block
-        tl.store(block_total_ptr + index * width + columns, total, mask=columns < width)
+        tl.store(block_total_ptr + index * hidden_size + columns, total, mask=columns < hidden_size)
         if POOLING == "weighted":
             tl.store(block_weight_ptr + index, weight)
 
 
-@triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "normalize_ptr", "skip_ptr", "num_blocks"])
+@triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "normalize_ptr", "skip_ptr", "width", "num_blocks"])
 def _combine_kernel(
     block_total_ptr,
     block_weight_ptr,
@@ -126,6 +139,7 @@ def _combine_kernel(
     normalize_ptr,
     skip_ptr,
     out_ptr,
+    hidden_size,
     width,
     num_blocks,
     POOLING: tl.constexpr,
@@ -144,9 +158,8 @@ def _combine_kernel(
     total = total_of_none(POOLING, BLOCK_D)
     for block in range(tl.cdiv(end - first, BLOCK_ROWS)):
         index = n.to(tl.int64) * num_blocks + block
-        block_total = tl.load(
-            block_total_ptr + index * width + columns, mask=read_mask(columns, limit, width, first < end), other=0.0
-        )
+        mask = read_mask(columns, limit, hidden_size, first < end)
+        block_total = tl.load(block_total_ptr + index * hidden_size + columns, mask=mask, other=0.0)
         if POOLING == "max":
             total = tl.maximum(total, block_total, propagate_nan=tl.PropagateNan.ALL)
         else:
@@ -160,14 +173,18 @@ def pool_triton(given: Pooling, max_seqlen: int | None) -> Tensor:
     """Same as `pool`. Does not synchronise host and device.
 
     Raises:
-        ValueError: `width` is more than one program can hold.
+        ValueError: The rows are longer than one program can hold.
     """
     hidden_states, cu_seqlens, pooling, width, dimensions, normalize, skip_tokens, weights, out_dtype = given
-    if width > MAX_WIDTH:
-        raise ValueError(f"the triton backend holds at most {MAX_WIDTH} columns, got {width}; take the torch backend")
-    num_tokens, num_seqs = hidden_states.shape[0], cu_seqlens.shape[0] - 1
+    num_tokens, hidden_size = hidden_states.shape
+    num_seqs = cu_seqlens.shape[0] - 1
+    if hidden_size > MAX_WIDTH:
+        raise ValueError(
+            f"the triton backend holds at most {MAX_WIDTH} columns, got {hidden_size}; take the torch backend"
+        )
     out = torch.empty(num_seqs, width, dtype=out_dtype, device=hidden_states.device)
-    tile = tile_options(width)
+    # NOTE: by the model's width and not by `width`, which a client names: a new tile would be compiled during traffic.
+    tile = tile_options(hidden_size)
     # Pointers that a call does not need are never read; any tensor stands in for them.
     dimensions_or_any = cu_seqlens if dimensions is None else dimensions.contiguous()
     normalize_or_any = normalize.contiguous().view(torch.uint8) if isinstance(normalize, Tensor) else cu_seqlens
@@ -190,6 +207,7 @@ def pool_triton(given: Pooling, max_seqlen: int | None) -> Tensor:
                 weights_or_any,
                 out,
                 hidden_states.stride(0),
+                hidden_size,
                 width,
                 POOLING=pooling,
                 NORMALIZE=norm_mode,
@@ -199,7 +217,7 @@ def pool_triton(given: Pooling, max_seqlen: int | None) -> Tensor:
                 **tile,
             )
             return out
-        block_total = torch.empty(num_seqs, num_blocks, width, dtype=torch.float32, device=hidden_states.device)
+        block_total = torch.empty(num_seqs, num_blocks, hidden_size, dtype=torch.float32, device=hidden_states.device)
         block_weight = torch.empty(num_seqs, num_blocks, dtype=torch.float32, device=hidden_states.device)
         _partial_kernel[(num_seqs, num_blocks)](
             hidden_states,
@@ -210,6 +228,7 @@ def pool_triton(given: Pooling, max_seqlen: int | None) -> Tensor:
             block_total,
             block_weight,
             hidden_states.stride(0),
+            hidden_size,
             width,
             num_blocks,
             POOLING=pooling,
@@ -226,6 +245,7 @@ def pool_triton(given: Pooling, max_seqlen: int | None) -> Tensor:
             normalize_or_any,
             skip_or_any,
             out,
+            hidden_size,
             width,
             num_blocks,
             POOLING=pooling,
@@ -240,11 +260,11 @@ def pool_triton(given: Pooling, max_seqlen: int | None) -> Tensor:
     return out
 
 
-def tile_options(width: int) -> dict[str, int]:
-    """Launch options by width: 8 columns a thread (16 bytes in bfloat16), more where a program has no more threads.
+def tile_options(hidden_size: int) -> dict[str, int]:
+    """Launch options by the length of a row: 8 columns a thread (16 bytes in bfloat16), more beyond 4,096 columns.
 
     NOTE: without `maxnreg` ptxas spills two registers to get by with 32 or 40; 128 is what 16 warps can have.
     """
-    block_d = max(64, triton.next_power_of_2(width))
+    block_d = max(64, triton.next_power_of_2(hidden_size))
     num_warps = min(16, max(1, block_d // 256))
     return {"BLOCK_D": block_d, "num_warps": num_warps, "UNROLL": 8 if block_d <= 4096 else 4, **COMPILE_OPTIONS}

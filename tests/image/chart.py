@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ def pod_spec(values: dict[str, Any]) -> dict[str, Any]:
     return dict(pod)
 
 
-def podman_options(pod: dict[str, Any]) -> list[str]:
+def podman_options(pod: dict[str, Any], node: Path) -> list[str]:
     """Return the options with which podman runs the pod's container as Kubernetes would.
 
-    Each emptyDir is a tmpfs from which code may be loaded, as on a node.
+    Args:
+        pod: As `pod_spec` gives it.
+        node: A folder where the emptyDirs are made, with the owner and the mode that a kubelet gives them.
 
     Raises:
         ValueError: The pod has a setting that is not translated here.
@@ -44,5 +47,9 @@ def podman_options(pod: dict[str, Any]) -> list[str]:
     for mount in container["volumeMounts"]:
         if "emptyDir" not in kinds[mount["name"]]:
             raise ValueError(f"volume {mount['name']}: only an emptyDir has a translation to podman")
-        options.append(f"--tmpfs={mount['mountPath']}:rw,exec,nosuid,nodev,mode=2777")
+        folder = node / mount["name"]
+        folder.mkdir(exist_ok=True)
+        os.chown(folder, 0, user["fsGroup"])
+        folder.chmod(0o2777)
+        options.append(f"--volume={folder}:{mount['mountPath']}:rw")
     return options

@@ -142,7 +142,12 @@ def check_as_a_pod(name: str) -> None:
     repository, _, tagged = tag(name).rpartition(":")
     values = {"image": {"repository": repository, "tag": tagged}, "models": [{"name": "model"}]}
     volume = f"{HERE / 'write_caches.py'}:/write_caches.py:ro"
-    with Container(tag(name), "serve", volumes=[volume], confinement=podman_options(pod_spec(values))) as container:
+    with (
+        tempfile.TemporaryDirectory() as node,
+        Container(
+            tag(name), "serve", volumes=[volume], confinement=podman_options(pod_spec(values), Path(node))
+        ) as container,
+    ):
         container.wait_until_ready()
         container.check_confinement()
         container.check_health()
@@ -152,7 +157,12 @@ def check_as_a_pod(name: str) -> None:
         if written.returncode != 0:
             raise Fault(f"as a pod of the chart it cannot write its caches:\n{written.stdout}{written.stderr}")
         container.stop()
-    print(f"{name}: as a pod of the chart ready, answered and stopped", *written.stdout.splitlines(), sep="\n    ")
+    print(
+        f"{name}: as a pod of the chart ready, answered and stopped",
+        *written.stdout.splitlines(),
+        sep="\n    ",
+        flush=True,
+    )
 
 
 def check_models_on_torch() -> None:

@@ -33,6 +33,8 @@ OF_A_MODEL = re.compile(
     r"stride_(?!table)\w+|(\w+_)?(width|size|heads|channels|groups|positions)|heads_per_group|head_states|num_in|num_out"
 )
 """Integers that a model fixes: widths, numbers of heads, and how far rows of one projection lie apart."""
+OF_A_CLIENT = frozenset({("penstock.kernels.pooling._triton", "width")})
+"""Arguments with such a name that a client fixes: its `dimensions` are the width of the pooled rows."""
 FLOATS = frozenset({"cap", "eps", "log2_e", "scale"})
 """Arguments that are no integers: triton specialises none of them."""
 INDICES = (
@@ -69,16 +71,16 @@ def test_what_varies_from_batch_to_batch_is_not_specialised() -> None:
         f"{kernel.module} {kernel.__name__}: {param.name}"
         for kernel in kernels()
         for param in kernel.params
-        if not param.is_constexpr and not param.do_not_specialize and varies(param.name)
+        if not param.is_constexpr and not param.do_not_specialize and varies(kernel.module, param.name)
     ]
     assert not wrong, "list them in do_not_specialize, or in OF_A_MODEL where every batch of a model has the same"
 
 
-def varies(name: str) -> bool:
+def varies(module: str, name: str) -> bool:
     """Whether an argument of that name may differ between two batches of one model, though the numbers do not show."""
     if name.endswith("_ptr"):
         return name.removesuffix("_ptr") in INDICES
-    return name not in FLOATS and OF_A_MODEL.fullmatch(name) is None
+    return name not in FLOATS and (OF_A_MODEL.fullmatch(name) is None or (module, name) in OF_A_CLIENT)
 
 
 def test_compile_keys_are_the_same_for_all_numbers() -> None:
@@ -99,10 +101,11 @@ def test_compile_keys_are_the_same_for_all_numbers() -> None:
                 if param.is_constexpr:
                     arguments[param.name] = 64
                 elif param.name.endswith("_ptr"):
-                    arguments[param.name] = pointer if varies(param.name) else buffer
+                    arguments[param.name] = pointer if varies(kernel.module, param.name) else buffer
                 else:
                     is_float = param.name in FLOATS
-                    arguments[param.name] = number / 3 if is_float else number if varies(param.name) else 384
+                    is_varied = varies(kernel.module, param.name)
+                    arguments[param.name] = number / 3 if is_float else number if is_varied else 384
             _, specialization, _ = bind(**arguments)
             keys.add(str(specialization))
         assert len(keys) == 1, f"{kernel.module} {kernel.__name__}: {keys}"
@@ -114,10 +117,31 @@ def test_a_specialised_number_is_found_out() -> None:
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    kernel = next(k for k in kernels() if "width" in inspect.signature(k.fn).parameters)
-    param = next(p for p in kernel.params if p.name == "width")
-    assert not param.do_not_specialize
+    kernel, param = next((k, p) for k in kernels() for p in k.params if p.name == "width" and not p.do_not_specialize)
     bind = create_function_from_signature(
         inspect.Signature([kernel.signature.parameters["width"]]), [param], make_backend(GPUTarget("cuda", 90, 32))
     )
     assert len({str(bind(width=number)[1]) for number in (1, 16, 17)}) == 3
+
+
+@pytest.mark.parametrize("num_rows", [300, 10], ids=["in_blocks", "at_once"])
+def test_dimensions_of_a_client_compile_no_other_pooling(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile is part of the compile key, too: it follows the model's width alone."""
+    from penstock.kernels.pooling import _triton, pool
+
+    tiles: dict[str, set[str]] = {}
+
+    class Recorded:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *_, **options: tiles.setdefault(self.name, set()).add(str(sorted(options.items())))
+
+    for name in ("_pool_kernel", "_partial_kernel", "_combine_kernel"):
+        monkeypatch.setattr(_triton, name, Recorded(name))
+    rows, bounds = torch.zeros(num_rows, 768), torch.tensor([0, num_rows], dtype=torch.int32)
+    for dimensions in (1, 16, 17, 64, 100, 511, 512, 767, 768, None):
+        pool(rows, bounds, "mean", dimensions=dimensions, backend="triton")
+    assert set(tiles) == ({"_partial_kernel", "_combine_kernel"} if num_rows > 256 else {"_pool_kernel"})
+    assert all(len(keys) == 1 for keys in tiles.values()), tiles

@@ -68,13 +68,13 @@ def test_compiles_without_spills(
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     if width == 1:
         # triton makes a constant of an integer argument that is 1.
-        constants |= {"width": 1, "stride_row": 1}
+        constants |= {"hidden_size": 1, "stride_row": 1}
     types = POINTERS | {"hidden_ptr": f"*{dtype}"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
     # What triton finds out at launch: tensors are aligned, and so are rows whose length is a multiple of 16.
     aligned = [name for name in function.arg_names if name.endswith("_ptr")]
     if width % 16 == 0:
-        aligned += [name for name in ("stride_row", "width") if name in function.arg_names]
+        aligned += [name for name in ("stride_row", "hidden_size") if name in function.arg_names]
     attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
 
     source = ASTSource(function, signature, constexprs=constants, attrs=attributes)

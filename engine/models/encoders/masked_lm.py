@@ -20,6 +20,9 @@ from ...protocol.model_info import ModelInfo
 
 # Rows of one product: always as many, so that one kernel serves all batches (see layers/rows.py).
 BLOCK_ROWS: Final = 128
+# Columns of the product on CUDA. Rows of logits are then aligned to 16 bytes, as the fast kernels of cuBLAS and the
+# widest loads of the pooling kernel want them; the 30,522 tokens of BERT are no multiple of 8.
+_VOCAB_MULTIPLE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,15 @@ class VocabularyHead:
         bias = next((name for name in names.biases if weights.has(name)), None)
         table_VD = weights.tensor(table, info.vocab_size, size)
         bias_V = weights.tensor(bias, info.vocab_size) if bias is not None else None
+        if not on_host and (padding := -info.vocab_size % _VOCAB_MULTIPLE):
+            table_VD = F.pad(table_VD, (0, 0, 0, padding))
+            bias_V = None if bias_V is None else F.pad(bias_V, (0, padding))
         self._out = Linear(table_VD, bias_V)
 
     def __call__(self, x_RD: Tensor) -> Tensor:
         """Returns [R, V] of hidden states [R, D] of any float type, in the type of the head.
 
-        On a CPU R is at most BLOCK_ROWS.
+        On a CPU R is at most BLOCK_ROWS. On CUDA zeros follow the V columns, up to a multiple of 64.
         """
         num_rows = x_RD.shape[0]
         inner_RD = self._norm(self._dense(x_RD.to(self._dense.dtype)))

@@ -332,7 +332,10 @@ def test_sparse_vectors_of_a_head_in_bfloat16_stay_close(
     with device:
         head = load_model(replace(info, device=device.name, dtype="bfloat16")).vocabulary_head
         assert head is not None
-        assert head(hidden_states[:3].to(device.name)).dtype == torch.bfloat16
+        logits = head(hidden_states[:3].to(device.name)).cpu()
+        assert logits.dtype == torch.bfloat16
+        assert logits.shape == (3, 3008)  # rows are aligned to 16 bytes
+        assert not logits[:, 3001:].any()
         metadata = PoolingMetadata.for_batch(PackedBatch.build(inputs_of(), torch.device(device.name)), params)
         with torch.inference_mode():
             pairs, counts = sparse.SparsePooler(recipe, head, info.vocab_size, ()).pool(

@@ -109,6 +109,24 @@ def test_large_blocks_and_stripes_give_what_small_blocks_give(
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("padding", [1, 5, 53])
+@pytest.mark.parametrize("width", [4, 8, 64])
+@pytest.mark.parametrize("is_sum", [False, True], ids=["max", "sum"])
+def test_columns_beyond_the_vocabulary_are_left_out(
+    hidden_states: Tensor, monkeypatch: pytest.MonkeyPatch, is_sum: bool, width: int, padding: int
+) -> None:
+    """The head of a GPU pads its rows. Large values there would be seen."""
+    monkeypatch.setattr(sparse, "MAX_TRITON_WIDTH", width)
+    recipe, bounds = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum), np.array([0, *np.cumsum(LENGTHS)])
+
+    def padded(rows: Tensor) -> Tensor:
+        return torch.nn.functional.pad(to_logits(rows), (0, padding), value=1e3)
+
+    actual = SparsePooler(recipe, padded, VOCAB_SIZE, ())._pool_in_large_blocks(hidden_states, bounds)
+    expected = SparsePooler(recipe, to_logits, VOCAB_SIZE, ())._pool_in_large_blocks(hidden_states, bounds)
+    torch.testing.assert_close(actual, expected, atol=0, rtol=0)
+
+
 def test_a_sequence_without_rows_has_no_entries(hidden_states: Tensor) -> None:
     lengths = (3, 0, 2)
     pairs, counts = SparsePooler(BY_SPLADE, to_logits, VOCAB_SIZE, ()).pool(hidden_states[:5], describe(lengths))
