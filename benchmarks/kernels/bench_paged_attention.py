@@ -14,7 +14,6 @@ from measure import alternate, load_cases, parse_arguments, report, require_gree
 from torch import Tensor
 
 from penstock.kernels.attention import Backend, attention, attention_paged
-from penstock.kernels.kv_store import kv_store
 
 BLOCK_SIZE = 16
 CHUNK_SIZES = (256, 2048)
@@ -23,7 +22,7 @@ CHUNK_SIZES = (256, 2048)
 def main() -> None:
     """Measures one causal sequence: whole, and in chunks over neighbouring and over scattered blocks."""
     args = parse_arguments(__doc__)
-    require_green_tests("test_attention.py", "test_paged_attention.py", "test_kv_store.py")
+    require_green_tests("test_attention.py", "test_paged_attention.py")
     cases = load_cases()
     rows = []
     with torch.inference_mode():
@@ -81,7 +80,8 @@ def attend_sliced(q: Tensor, k: Tensor, v: Tensor, caches: Tensor, blocks: Tenso
     for start in range(0, len(q), chunk_size):
         rows = slice(start, min(start + chunk_size, len(q)))
         count = rows.stop - start
-        kv_store(k[rows], v[rows], k_cache, v_cache, rows=None, slots=slots[rows])
+        for cache, x in ((k_cache, k), (v_cache, v)):
+            cache.view(-1, *cache.shape[2:]).index_copy_(0, slots[rows], x[rows])
         if start == 0:
             out[rows] = attend(q[rows], k[rows], v[rows])
             continue

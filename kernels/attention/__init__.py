@@ -23,11 +23,11 @@ from .cpu import (
     takes_blockwise,
     takes_grouped,
 )
-from .paged import PagedBackend, attention_paged
+from .paged import PagedBackend, PagedLengths, attention_paged
 
 Backend = Literal["grouped", "blockwise", "sdpa", "varlen", "triton", "reference"]
 
-__all__ = ["AttentionPlan", "Backend", "PagedBackend", "attention", "attention_paged"]
+__all__ = ["AttentionPlan", "Backend", "PagedBackend", "PagedLengths", "attention", "attention_paged"]
 
 
 def attention(

@@ -1,4 +1,4 @@
-"""The triton kernels of attention, rotary and kv_store compiled for GPUs that this machine need not have."""
+"""The triton kernels of attention and rotary compiled for GPUs that this machine need not have."""
 
 from pathlib import Path
 from typing import Any
@@ -108,22 +108,6 @@ def test_attention_compiles_without_spills(
     if dtype != "fp32":
         wanted = "wgmma.mma_async" if capability == 90 else "mma.sync"
         assert wanted in ptx, "products do not run on the tensor cores of this device"
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("dtype", "width"), [("bf16", 128), ("fp32", 1024)])
-def test_kv_store_compiles_to_wide_copies(
-    dtype: str, width: int, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    from penstock.kernels.kv_store import _triton
-
-    options = _triton.tile_options(width, DTYPES[dtype].itemsize)
-    constants = {"HAS_ROWS": True, "BLOCK_D": options.pop("BLOCK_D")}
-    ptx, report = compile_kernel(_triton._kv_store_kernel, dtype, constants, options, capability, tmp_path)
-    assert "0 bytes spill stores, 0 bytes spill loads" in report, report
-    if dtype == "fp32":
-        assert ".v4.b32" in ptx, "rows are not copied 16 bytes at a time"
 
 
 @pytest.mark.parametrize("capability", [80, 90])

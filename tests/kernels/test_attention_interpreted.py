@@ -1,11 +1,11 @@
-"""The triton kernels of attention and kv_store on a machine without a GPU, through triton's interpreter."""
+"""The triton kernels of attention on a machine without a GPU, through triton's interpreter."""
 
 from pathlib import Path
 
 from ..interpreter import needs_triton, num_passed_interpreted
 
 FOLDER = Path(__file__).parent
-FILES = ("test_attention.py", "test_paged_attention.py", "test_kv_store.py")
+FILES = ("test_attention.py", "test_paged_attention.py")
 
 
 @needs_triton

@@ -62,7 +62,7 @@ def kernels() -> list[Any]:
 
 def test_all_modules_with_kernels_are_found() -> None:
     modules = {kernel.module for kernel in kernels()}
-    assert {f"penstock.kernels.{room}._triton" for room in ("attention", "pooling", "kv_store", "ssd")} <= modules
+    assert {f"penstock.kernels.{room}._triton" for room in ("attention", "pooling", "rotary", "ssd")} <= modules
     assert len(kernels()) >= 11
 
 

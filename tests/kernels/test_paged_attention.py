@@ -9,8 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.kernels._packed import capability_of
-from penstock.kernels.attention import PagedBackend, attention, attention_paged, paged
-from penstock.kernels.kv_store import kv_store
+from penstock.kernels.attention import PagedBackend, PagedLengths, attention, attention_paged, paged
 
 from ..interpreter import IS_INTERPRETED, needs_triton
 from .assertions import assert_close
@@ -102,7 +101,8 @@ def test_chunks_equal_the_whole(
     for start in range(0, length, chunk_size):
         rows = slice(start, min(start + chunk_size, length))
         count = rows.stop - rows.start
-        kv_store(k[rows], v[rows], k_cache, v_cache, rows=None, slots=slots[rows])
+        for cache, x in ((k_cache, k), (v_cache, v)):
+            cache.view(-1, *cache.shape[2:])[slots[rows]] = x[rows]
         actual = attention_paged(
             q[rows], k_cache, v_cache, table[None], make_cu_seqlens((count,), device), [count], [start], **options
         )
@@ -211,8 +211,9 @@ def test_heads_wider_than_the_kernel_knows(device: torch.device) -> None:
         ({"k_cache": torch.ones(4, 5, 2, 8).transpose(0, 1)}, "must be contiguous"),
         ({"cu_seqlens": make_cu_seqlens((3,))}, r"cu_seqlens must be int32 \[3\]"),
         ({"seq_lens": (1, 1)}, "seq_lens must sum to the 3 rows"),
-        ({"context_lens": (1,)}, "context_lens be 2 numbers"),
-        ({"context_lens": (1, -1)}, "context_lens be 2 numbers"),
+        ({"seq_lens": (4, -1)}, "seq_lens and context_lens must be 2 numbers from 0 on"),
+        ({"context_lens": (1,)}, "context_lens must be 2 numbers"),
+        ({"context_lens": (1, -1)}, "context_lens must be 2 numbers"),
         ({"block_tables": torch.zeros(2, 3)}, r"block_tables must be int32 \[2, M\]"),
         ({"context_lens": (0, 10)}, "too few for 12"),
         ({"softcap": 0.0}, "softcap must be positive"),
@@ -232,3 +233,23 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> Non
     }
     with pytest.raises(ValueError, match=message):
         attention_paged(**(arguments | changes))
+
+
+def test_lengths_are_checked_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers pass the lengths of their batch; other lists are checked anew."""
+    inputs = make_paged_inputs(case := PagedCase("", ((5, 3), (0, 9)), 4, 2, 16), torch.float32, torch.device("cpu"))
+    past, rows = (tuple(numbers) for numbers in zip(*case.chunks, strict=True))
+    lengths = PagedLengths.of(rows, past)
+    assert (lengths.num_rows, lengths.longest, lengths.longest_sequence) == (12, 9, 9)
+    given = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_tables, inputs.cu_seqlens)
+    expected = attention_paged(*given, rows, past, scale=1.0)
+    made: list[object] = []
+    original = PagedLengths.of
+    monkeypatch.setattr(PagedLengths, "of", lambda *lists: made.append(lists) or original(*lists))
+    for _ in range(3):
+        assert torch.equal(attention_paged(*given, rows, past, scale=1.0, lengths=lengths), expected)
+    assert not made
+    attention_paged(*given, list(rows), past, scale=1.0, lengths=lengths)
+    with pytest.raises(ValueError, match="seq_lens must sum"):
+        attention_paged(*given, (1, 1), past, scale=1.0, lengths=lengths)
+    assert len(made) == 2

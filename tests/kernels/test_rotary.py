@@ -98,7 +98,7 @@ def test_backend_equals_reference(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_reference_equals_the_layers(case: RotaryCase) -> None:
-    """On a CPU decoders call a norm, a rotation and kv_store one after the other."""
+    """On a CPU decoders call a norm, and a rotation one after the other, and then store."""
     made = make(case, torch.float32, torch.device("cpu"), True, False)
     cos, sin, num_turned = made.positional
     norm = made.options["norm"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from .heads import packed_attention, paged_attention, storing, turning, turning_and_storing
+from .heads import packed_attention, paged_attention, turning, turning_and_storing
 from .recurrent import convolution, duality, mamba_scan
 from .rows import embedding, experts, gate, gate_and_norm, late_interaction, pooling, sum_and_norm
 from .work import Groups, Heads, Inputs, Packed, States, Work
@@ -85,7 +85,6 @@ KERNELS: Final = {
         Heads((3, 9), 4, 2, 16, 20),
         3e-2,
     ),
-    "kv_store": Kernel(storing, Heads(ODD, 8, 2, 128), Heads((512,) * 32, 16, 8, 128), Heads((3, 9), 4, 2, 16), 0.0),
     "rotary": Kernel(turning, Heads(ODD), Heads((512,) * 32), Heads((3, 9), 2, 2, 16)),
     "rotary, norm and store": Kernel(
         turning_and_storing, Heads(ODD, 8, 2, 128), Heads((512,) * 32, 16, 8, 128), Heads((3, 9), 4, 2, 16)

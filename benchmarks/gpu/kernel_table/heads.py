@@ -1,4 +1,4 @@
-"""Kernels that see heads: attention, their norm and rotation, the storing of keys and values."""
+"""Kernels that see heads: attention, their norm and rotation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import attention, attention_paged
-from penstock.kernels.kv_store import kv_store
 from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
 
 from .work import Heads, Inputs, Work
@@ -53,15 +52,6 @@ def paged_attention(inputs: Inputs, size: Heads) -> Work:
     )
     seen = sum(length * (size.past + (length + 1) / 2) for length in size.lengths)
     return Work(call, 2 * q.nbytes + 2 * caches[0].nbytes, int(4 * size.heads * size.size * seen))
-
-
-def storing(inputs: Inputs, size: Heads) -> Work:
-    """Puts keys and values into their blocks."""
-    k, v = inputs.normal(sum(size.lengths), 2 * size.kv_heads, size.size).chunk(2, dim=1)
-    store = places(inputs, size)
-    call = partial(kv_store, k, v, store.k_cache, store.v_cache, rows=None, slots=store.slots)
-    moved = 4 * k.numel() * k.itemsize + store.slots.nbytes
-    return Work(call, moved, written=(store.k_cache, store.v_cache))
 
 
 def turning(inputs: Inputs, size: Heads) -> Work:

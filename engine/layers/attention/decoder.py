@@ -15,8 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention import AttentionPlan, attention, attention_paged
-from penstock.kernels.kv_store import kv_store
+from penstock.kernels.attention import AttentionPlan, PagedLengths, attention, attention_paged
 from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
 
 from ...packed_batch import BatchCache, KvCache
@@ -70,8 +69,8 @@ class DecoderPlan:
         new_cu_seqlens: Prefix sums of their lengths, int32.
         new_seq_lens: Their lengths.
         past_cu_seqlens: Prefix sums of the lengths of the latter, from 0; None where there are none.
-        past_seq_lens: Their lengths.
-        slots: [T] int64, the slot of the cache for every token, -1 for none; None where kv_store stores.
+        past: Their lengths; None where there are none.
+        slots: [T] int64, the slot of the cache for every token, -1 for none; None where the rotation does not store.
     """
 
     new: AttentionPlan | None
@@ -79,7 +78,7 @@ class DecoderPlan:
     new_cu_seqlens: Tensor
     new_seq_lens: tuple[int, ...]
     past_cu_seqlens: Tensor | None
-    past_seq_lens: tuple[int, ...]
+    past: PagedLengths | None
     slots: Tensor | None = None
 
 
@@ -158,14 +157,16 @@ class DecoderAttention:
                 window=spec.window,
                 device=rows.input_ids.device,
             )
-        has_past = num_new_seqs < len(seq_lens)
+        has_past = batch.cache is not None and num_new_seqs < len(seq_lens)
         return DecoderPlan(
             new=plan,
             num_new_tokens=batch.cache.num_new_tokens if batch.cache is not None else batch.num_tokens,
             new_cu_seqlens=cu_seqlens[: num_new_seqs + 1],
             new_seq_lens=new_seq_lens,
             past_cu_seqlens=cu_seqlens[num_new_seqs:] - cu_seqlens[num_new_seqs] if has_past else None,
-            past_seq_lens=seq_lens[num_new_seqs:],
+            past=PagedLengths.of(seq_lens[num_new_seqs:], batch.cache.past_lens)
+            if batch.cache is not None and has_past
+            else None,
             slots=_slots_of_tokens(rows) if self._is_fused else None,
         )
 
@@ -189,7 +190,7 @@ class DecoderAttention:
         if plan.new is not None:
             new = slice(plan.num_new_tokens)
             parts.append(self._attend_new(q_THK[new], k_TGK[new], v_TGK[new], plan))
-        if cache is not None and plan.past_cu_seqlens is not None:
+        if cache is not None and plan.past is not None and plan.past_cu_seqlens is not None:
             kv, block_tables = _paged(cache)
             parts.append(
                 attention_paged(
@@ -198,8 +199,9 @@ class DecoderAttention:
                     kv.v[self.kv_index],
                     block_tables,
                     plan.past_cu_seqlens,
-                    plan.past_seq_lens,
-                    cache.past_lens,
+                    plan.past.seq_lens,
+                    plan.past.context_lens,
+                    lengths=plan.past,
                     context_lens_on_device=cache.past_lens_on_device,
                     scale=self.spec.scale,
                     window=self.spec.window,
@@ -264,16 +266,13 @@ class DecoderAttention:
         return qk_TUK[:, : spec.num_heads], qk_TUK[:, spec.num_heads :], v_TGK
 
     def _store(self, k_TGK: Tensor, v_TGK: Tensor, cache: BatchCache) -> None:
-        """Writes what later chunks will look at."""
-        if cache.kv is not None and cache.store_slots is not None and len(cache.store_slots):
-            kv_store(
-                k_TGK,
-                v_TGK,
-                cache.kv.k[self.kv_index],
-                cache.kv.v[self.kv_index],
-                rows=cache.store_rows,
-                slots=cache.store_slots,
-            )
+        """Writes the keys and values that later chunks read into their slots of the cache."""
+        slots_S = cache.store_slots
+        if cache.kv is None or slots_S is None or not len(slots_S):
+            return
+        for x_TGK, cache_PBGK in ((k_TGK, cache.kv.k[self.kv_index]), (v_TGK, cache.kv.v[self.kv_index])):
+            x_SGK = x_TGK if cache.store_rows is None else x_TGK.index_select(0, cache.store_rows)
+            cache_PBGK.view(-1, *cache_PBGK.shape[2:]).index_copy_(0, slots_S, x_SGK)
 
     def _weights(self, query_HK: Tensor, keys_LGK: Tensor) -> Tensor:
         """Returns [L, H] float32, the attention of the last (or first) of L tokens."""

@@ -1,6 +1,9 @@
 """Attention of chunks of sequences over a paged cache: the public function, its checks, the choice of backend."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -12,6 +15,41 @@ from ._cpu import attention_paged_cpu
 from ._reference import attention_paged_reference
 
 PagedBackend = Literal["blockwise", "triton", "reference"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedLengths:
+    """The lengths of a batch of chunks, checked once for all layers. `of` makes one.
+
+    Attributes:
+        seq_lens: N numbers of rows.
+        context_lens: N numbers of tokens before the chunk.
+        num_rows: Sum of `seq_lens`.
+        longest: Largest of `seq_lens`; 0 without any.
+        longest_sequence: Largest sum of both numbers of one chunk; 0 without any.
+    """
+
+    seq_lens: Sequence[int]
+    context_lens: Sequence[int]
+    num_rows: int
+    longest: int
+    longest_sequence: int
+
+    @classmethod
+    def of(cls, seq_lens: Sequence[int], context_lens: Sequence[int]) -> PagedLengths:
+        """Returns the lengths that `attention_paged` takes.
+
+        Raises:
+            ValueError: There are not as many of both, or one is negative.
+        """
+        num_seqs = len(seq_lens)
+        if len(context_lens) != num_seqs or min(context_lens, default=0) < 0 or min(seq_lens, default=0) < 0:
+            raise ValueError(
+                f"seq_lens and context_lens must be {num_seqs} numbers from 0 on each, "
+                f"got {list(seq_lens)} and {list(context_lens)}"
+            )
+        ends = map(int.__add__, seq_lens, context_lens)
+        return cls(seq_lens, context_lens, sum(seq_lens), max(seq_lens, default=0), max(ends, default=0))
 
 
 def attention_paged(
@@ -27,12 +65,13 @@ def attention_paged(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     context_lens_on_device: Tensor | None = None,
+    lengths: PagedLengths | None = None,
     backend: PagedBackend | None = None,
 ) -> Tensor:
     """Causal softmax(scale * q k^T) v of chunks of sequences whose keys and values lie in blocks. Inference only.
 
     Row i of chunk n is token context_lens[n] + i of its sequence. It sees the tokens up to itself (and from its
-    position - window[0] on), all of which must be in the caches: store the chunk before, with `kv_store`. Chunks of one
+    position - window[0] on), all of which must be in the caches: store the chunk before. Chunks of one
     sequence give the rows that `attention` gives for the whole of it, to the rounding of sums. Nothing is read that
     the chunks do not see but the rest of a token's own sequence: other blocks, and the end of the last block, may hold
     anything, NaN included. Held to the float32 reference within 1e-5 (float32) and 3e-2 (bfloat16, float16) of the
@@ -53,6 +92,8 @@ def attention_paged(
         softcap: c > 0: the scaled scores s become c * tanh(s / c) (Gemma 2). None: they stay.
         context_lens_on_device: [N], int32, `context_lens` on the device of q, so that not every layer copies them.
             Read by "triton" alone.
+        lengths: What `PagedLengths.of` gave for the same `seq_lens` and `context_lens`. Make it once per batch and pass
+            it in every layer; None, or one of other lists, checks them anew.
         backend: None takes "blockwise" on CPU, "triton" on CUDA from compute capability 8.0 on where it is installed
             and K <= 256, else "reference".
 
@@ -62,21 +103,32 @@ def attention_paged(
     Raises:
         ValueError: Shapes, dtypes, devices, strides or lengths do not fit together; the message says which and how.
     """
-    _check(q, k_cache, v_cache, block_tables, cu_seqlens, seq_lens, context_lens, softcap)
+    if lengths is None or lengths.seq_lens is not seq_lens or lengths.context_lens is not context_lens:
+        lengths = PagedLengths.of(seq_lens, context_lens)
+    _check(q, k_cache, v_cache, block_tables, cu_seqlens, lengths, softcap)
     left = -1 if window is None or window[0] < 0 else window[0]
     if backend is None:
         backend = _choose(q)
     if backend == "triton":
         from .._triton import attention_triton
 
-        longest = max(seq_lens, default=0)
-        if longest == 0:
+        if lengths.longest == 0:
             return torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if context_lens_on_device is None:
             context_lens_on_device = torch.tensor(context_lens, dtype=torch.int32).to(q.device)
         tables = block_tables.to(q.device)
         return attention_triton(
-            q, k_cache, v_cache, cu_seqlens, longest, scale, (left, 0), softcap, None, tables, context_lens_on_device
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens,
+            lengths.longest,
+            scale,
+            (left, 0),
+            softcap,
+            None,
+            tables,
+            context_lens_on_device,
         )
     arguments = (q, k_cache, v_cache, block_tables, seq_lens, context_lens, scale, left, softcap)
     if backend == "blockwise":
@@ -98,8 +150,7 @@ def _check(
     v_cache: Tensor,
     block_tables: Tensor,
     cu_seqlens: Tensor,
-    seq_lens: Sequence[int],
-    context_lens: Sequence[int],
+    lengths: PagedLengths,
     softcap: float | None,
 ) -> None:
     """Checks what can be checked on the host, in a few microseconds: this runs once a layer."""
@@ -120,18 +171,15 @@ def _check(
         raise ValueError(f"the caches and cu_seqlens must be on {q.device} like q")
     if not k_cache.is_contiguous() or not v_cache.is_contiguous():
         raise ValueError("k_cache and v_cache must be contiguous")
-    num_seqs = len(seq_lens)
+    num_seqs = len(lengths.seq_lens)
     check_cu_seqlens(cu_seqlens, num_seqs)
-    if sum(seq_lens) != q.shape[0] or len(context_lens) != num_seqs or min(context_lens, default=0) < 0:
-        raise ValueError(
-            f"seq_lens must sum to the {q.shape[0]} rows of q, and context_lens be {num_seqs} numbers from 0 on, "
-            f"got a sum of {sum(seq_lens)} and {list(context_lens)}"
-        )
+    if lengths.num_rows != q.shape[0]:
+        raise ValueError(f"seq_lens must sum to the {q.shape[0]} rows of q, got a sum of {lengths.num_rows}")
     if block_tables.dim() != 2 or block_tables.shape[0] != num_seqs or block_tables.dtype != torch.int32:
         raise ValueError(f"block_tables must be int32 [{num_seqs}, M], got {describe(block_tables)}")
-    longest = max((length + past for length, past in zip(seq_lens, context_lens, strict=True)), default=0)
-    if longest > block_tables.shape[1] * k_cache.shape[1]:
+    if lengths.longest_sequence > block_tables.shape[1] * k_cache.shape[1]:
         raise ValueError(
-            f"block_tables hold {block_tables.shape[1]} blocks of {k_cache.shape[1]} tokens, too few for {longest}"
+            f"block_tables hold {block_tables.shape[1]} blocks of {k_cache.shape[1]} tokens, "
+            f"too few for {lengths.longest_sequence}"
         )
     check_softcap(softcap)
