@@ -173,11 +173,12 @@ test-wheel: wheel ## Install the wheel into a clean environment and run the quic
 # that the machine lacks. The smaller packages that such a machine may lack (the web server, the transport,
 # pytest: GPU_PACKAGES) come from build/gpu-packages, which `make gpu-packages` fills where there is a network.
 # Warnings of other versions of torch or transformers are shown there and are no errors. With pytest-xdist the tests run
-# in GPU_WORKERS processes, the kernels' first; they share the device. After nine minutes no further test begins.
+# in GPU_WORKERS processes, the kernels' first; they share the device. Tests marked `large` need much of its memory: they
+# run afterwards, in one process. After seven and two minutes no further test begins.
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 GPU_PLATFORM ?= x86_64
-GPU_WORKERS ?= 12
+GPU_WORKERS ?= 6
 GPU_REPORT ?= build/test-gpu.xml
 GPU_PACKAGES := fastapi fastapi-swagger httptools httpx hypothesis msgspec orjson prometheus-client pydantic \
 	pydantic-settings pytest pytest-asyncio pytest-timeout python-multipart uvicorn uvloop
@@ -208,12 +209,16 @@ test-gpu bench-gpu: export HF_HUB_OFFLINE := 1
 test-gpu: ## Run the tests marked `gpu` with the current python3 on a CUDA machine, without network.
 	@$(GPU_PYTHON) -c "$$GPU_PREFLIGHT"
 	@many=$$($(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo "-n $(GPU_WORKERS) --dist worksteal"); \
-	$(GPU_PYTHON) -m pytest -m gpu -W default $$many --session-timeout 540 --junitxml $(GPU_REPORT) \
-		tests/kernels $$(grep -rl 'mark\.gpu' tests --include 'test_*.py' --exclude-dir kernels) $(ARGS)
+	files="tests/kernels $$(grep -rl 'mark\.gpu' tests --include 'test_*.py' --exclude-dir kernels)"; failed=0; \
+	$(GPU_PYTHON) -m pytest -m 'gpu and not large' -W default $$many --session-timeout 420 --junitxml $(GPU_REPORT) \
+		$$files $(ARGS) || failed=$$?; \
+	$(GPU_PYTHON) -m pytest -m 'gpu and large' -W default --session-timeout 120 \
+		--junitxml $(GPU_REPORT:.xml=-large.xml) $$files $(ARGS) || test $$? = 5 || failed=1; \
+	exit $$failed
 
 # ARGS='--phases kernels forwards' runs some of them, ARGS='--output FOLDER' writes elsewhere than benchmarks/results.
 # `make bench-gpu GPU_PREFLIGHT= GPU_PYTHON=.venv/bin/python ARGS='--device cpu --tiny'` tries the code without a GPU.
-bench-gpu: ## Measure kernels, forwards, the engine and HTTP on a CUDA machine, in nine minutes; see docs/gpu.md.
+bench-gpu: ## Measure kernels, forwards, the engine and HTTP on a CUDA machine, in ten minutes; see docs/gpu.md.
 	@$(GPU_PYTHON) -c "$$GPU_PREFLIGHT"
 	@$(GPU_PYTHON) benchmarks/measure_gpu.py $(ARGS)
 

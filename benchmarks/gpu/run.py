@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +36,11 @@ def main(arguments: list[str], about: str | None) -> int:
     parser.add_argument("--phases", nargs="+", choices=list(PHASES), default=list(PHASES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, whose figures mean nothing")
-    parser.add_argument("--seconds", type=float, default=540.0, help="for all phases; each has a limit of its own too")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="for all phases, each of which keeps its own limit; for a single one, in place of its limit",
+    )
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON and the table")
     args = parser.parse_args(arguments)
     began_s = time.monotonic()
@@ -45,10 +50,10 @@ def main(arguments: list[str], about: str | None) -> int:
     report: dict[str, Any] = {"date": date, "device": args.device, "is_tiny": args.tiny, "phases": {}}
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
         for name in args.phases:
-            left_s = args.seconds - (time.monotonic() - began_s)
+            limit_s = phase_limit_s(name, args.phases, args.seconds, time.monotonic() - began_s)
             words = ["--device", args.device, "--folder", folder, *(["--tiny"] if args.tiny else [])]
             print(f"{name}: {PHASES[name].about}", flush=True)
-            phase = run_phase([name, *words], min(PHASES[name].seconds, left_s))
+            phase = run_phase([name, *words], limit_s)
             report["phases"][name] = {"about": PHASES[name].about, **phase}
             report |= {"seconds": time.monotonic() - began_s, "goals": judged(report)}
             write(target, json.dumps(report, indent=1) + "\n")
@@ -56,6 +61,21 @@ def main(arguments: list[str], about: str | None) -> int:
     write(target.with_suffix(".md"), as_markdown(report))
     print(*as_text(report), f"written: {target}", sep="\n")
     return int(any(phase["error"] for phase in report["phases"].values()))
+
+
+def phase_limit_s(name: str, phases: Sequence[str], seconds: float | None, passed_s: float) -> float:
+    """Returns the seconds after which a phase is ended.
+
+    Args:
+        name: Of the phase.
+        phases: All that run.
+        seconds: For all of them together; None: the sum of their limits. For a single phase it replaces the limit.
+        passed_s: Seconds that earlier phases took.
+    """
+    own_s = PHASES[name].seconds
+    if seconds is None:
+        return own_s
+    return seconds if len(phases) == 1 else min(own_s, seconds - passed_s)
 
 
 def run_phase(words: list[str], seconds: float) -> dict[str, Any]:

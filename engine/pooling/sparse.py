@@ -41,7 +41,8 @@ class SparsePooler:
     Args:
         recipe: Of the model.
         head: VOCABULARY_LOGITS: hidden states [R, D] to logits [R, V] of any float type, for R up to BLOCK_ROWS on a
-            CPU. On CUDA columns may follow the V of the vocabulary; they are left out. TOKEN_WEIGHTS: hidden states [T, D] to weights [T, 1] float32.
+            CPU. On CUDA columns may follow the V of the vocabulary; they are left out. TOKEN_WEIGHTS: hidden states
+            [T, D] to weights [T, 1] float32.
         vocab_size: V.
         unweighted_ids: TOKEN_WEIGHTS: tokens that have no weight.
     """

@@ -31,7 +31,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: Backend 
             a copy to the host.
         backend: On CUDA "torch" is `torch._grouped_mm`, which takes rows of multiples of 16 bytes. It does not wait for
             the sizes for bfloat16 on compute capability 9.0 and 10.0. None takes "torch" there, "triton" on CUDA from
-            8.0 on where it is installed, else "torch". On CUDA "reference" stands in for torch where it refuses a width.
+            8.0 on where it is installed, else "torch", or "reference" on CUDA where torch refuses a width.
 
     Returns:
         [M, O], type of `x`. Rows from the last end on hold anything.

@@ -100,7 +100,7 @@ def short_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.large])])
 def test_a_batch_that_finds_no_memory_runs_in_parts(
     folder: Path, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 
@@ -20,7 +21,11 @@ def main() -> None:
         print("triton is not installed")
         return
     compile_a_kernel()
-    if shutil.which("gcc") is not None:
+    if shutil.which("gcc") is None:
+        print("there is no compiler for launchers: this image runs no kernels")
+    elif not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        print("no launcher was built: the base lacks Python.h, which python:3.11-slim-bookworm has")
+    else:
         build_a_launcher()
 
 

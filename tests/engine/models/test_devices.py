@@ -177,8 +177,8 @@ def test_the_host_does_not_wait_in_a_forward(
     ("device", "num_tokens"),
     [
         ("cpu", 2_048),
-        pytest.param("cuda", 65_536, marks=pytest.mark.gpu),
-        pytest.param("cuda", 65_537, marks=pytest.mark.gpu),
+        pytest.param("cuda", 65_536, marks=[pytest.mark.gpu, pytest.mark.large]),
+        pytest.param("cuda", 65_537, marks=[pytest.mark.gpu, pytest.mark.large]),
     ],
 )
 @pytest.mark.parametrize("name", ["bert", "qwen3", "mamba2"])
