@@ -92,15 +92,15 @@ def create_app(
     """Builds the application. Its lifespan starts the engines, behind the open port, and stops them.
 
     Args:
-        models: What is to be served. The first model answers requests that name none.
-        settings: What the operator asked for.
-        cache: That of the engines, whose secret makes the namespaces of API keys; None for none.
+        models: Models to serve. The first one answers requests that name no model.
+        settings: Settings of the server.
+        cache: Vector cache of the engines; its secret makes the namespaces of API keys. None: there is no cache.
         on_ready: Called when all have been tried that are to be loaded first; `app.state.startup.wait()` waits for it.
         on_failure: Called with the first error where no model can be loaded. The application lives on without.
-        common: What it has in common with those of other processes of the same server; None where it is the only one.
+        common: Shared by all HTTP processes of the server; None: there is one process.
 
     Raises:
-        UsageError: A file of keys cannot be read or holds no key, or the extra is missing that sends traces.
+        UsageError: A file of keys cannot be read or holds no key, or the extra for traces is not installed.
     """
     batches = None if settings.data_dir is None else Batches(settings)
     common = common or Common()

@@ -132,11 +132,11 @@ class ModelRunner(Runner):
     def load(cls, config: EngineConfig, kernels: tuple[ModelInfo, Machine | None] | None = None) -> ModelRunner:
         """Loads the model that a configuration names.
 
-        The device becomes the current one of the calling thread, which must be the one that runs forwards.
+        Makes the device the current one of the calling thread. The same thread must run the forwards.
 
         Args:
-            config: What to serve.
-            kernels: The model on its device, and what choose_kernels said of it; None: that is decided here.
+            config: The model and its settings.
+            kernels: The model on its device and the result of choose_kernels; None: `load` calls it.
 
         Raises:
             ModelLoadError: The model cannot be served.

@@ -20,8 +20,8 @@ _TORCH_DOES_NOT_WAIT = ((9, 0), (10, 0))
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: Backend | None = None) -> Tensor:
     """Returns y[m] = W_g x[m] for every row m of group g.
 
-    Groups lie end to end from the first row; each may be empty. Nothing waits for the sizes on CUDA: the launch covers
-    every way in which the rows can be divided. Sums are float32 (no TF32) and rounded once. Every backend is held to
+    Groups lie end to end from the first row; each may be empty. The triton backend does not wait for the sizes: its
+    launch covers every division of the rows. Sums are float32 (no TF32) and rounded once. Every backend is held to
     the reference within 1e-5 of the largest value for float32, and a unit in the last place of the type otherwise.
 
     Args:
@@ -30,8 +30,9 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: Backend 
         ends: [G] int32, same device: where each group ends; not decreasing, and at most M. Not checked: that would cost
             a copy to the host.
         backend: On CUDA "torch" is `torch._grouped_mm`, which takes rows of multiples of 16 bytes. It does not wait for
-            the sizes for bfloat16 on compute capability 9.0 and 10.0. None takes "torch" there, "triton" on CUDA from
-            8.0 on where it is installed, else "torch", or "reference" on CUDA where torch refuses a width.
+            the sizes in bfloat16 on compute capability 9.0 and 10.0, and None takes it there. On other devices None
+            takes "triton" if it is installed and the compute capability is at least 8.0, else "torch"; on CUDA
+            "reference" stands in for torch if that refuses the widths.
 
     Returns:
         [M, O], type of `x`. Rows from the last end on hold anything.

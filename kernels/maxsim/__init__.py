@@ -30,7 +30,7 @@ def maxsim(
     come in parts. Columns past the length of the query are 0, and so is the row of a document without rows. A NaN or an
     infinity in one document or query never reaches the row of a pair without it.
 
-    Products and sums are float32 whatever the inputs are (no TF32). Every backend is held to the reference within 2e-6
+    Products and sums are float32 (no TF32). Every backend is held to the reference within 2e-6
     times the product of the largest norms.
 
     Args:
@@ -39,7 +39,7 @@ def maxsim(
         query_lens: M lengths; they sum to S.
         document_lens: N lengths, which may be 0; they sum to R.
         query_of: For each document the number of its query, 0 to M-1.
-        backend: None takes "triton" on CUDA from compute capability 8.0 on where it is installed, else "torch".
+        backend: None takes "triton" if it is installed and the compute capability is at least 8.0, else "torch".
 
     Returns:
         [N, max(query_lens)] float32.

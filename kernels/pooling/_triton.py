@@ -263,7 +263,7 @@ def pool_triton(given: Pooling, max_seqlen: int | None) -> Tensor:
 def tile_options(hidden_size: int) -> dict[str, int]:
     """Launch options by the length of a row: 8 columns a thread (16 bytes in bfloat16), more beyond 4,096 columns.
 
-    NOTE: without `maxnreg` ptxas spills two registers to get by with 32 or 40; 128 is what 16 warps can have.
+    NOTE: without `maxnreg` ptxas spills two registers to need 32 or 40 only; 16 warps can have 128 each.
     """
     block_d = max(64, triton.next_power_of_2(hidden_size))
     num_warps = min(16, max(1, block_d // 256))

@@ -42,7 +42,7 @@ def ssd(
     A sequence that is cut anywhere gives the same rows, if the final state of each chunk is the initial state of the
     next. Nothing in the rows of one sequence, a NaN included, reaches another.
 
-    States, decays and sums are float32 whatever x is. Every backend is held to the reference within 1e-5 of the largest
+    States, decays and sums are float32. Every backend is held to the reference within 1e-5 of the largest
     absolute value for float32, and 1e-2 for 16-bit x.
 
     Args:
@@ -58,8 +58,8 @@ def ssd(
         return_final_states: Whether the state after the last row of each sequence is wanted.
         chunk_size: Rows that are computed at once, a power of two from 16 to 256; a matter of speed alone. None takes
             64, and 128 on the triton backend for 16-bit x. That backend takes 128 at most, and 64 for float32.
-        backend: "triton", "torch" or "reference"; None takes triton on CUDA from compute capability 8.0 on where it is
-            installed, else torch.
+        backend: "triton", "torch" or "reference"; None takes triton if it is installed and the device has
+            compute capability 8.0 or later, else torch.
 
     Returns:
         y, [T, H, P], dtype and device of x, contiguous; and the final states, [N, H, P, S], float32, None unless asked

@@ -201,7 +201,7 @@ def test_a_pod_may_do_nothing_but_serve(render: Render, model: str) -> None:
 
 @pytest.mark.parametrize("variable", CACHES)
 def test_each_cache_lies_in_a_mounted_folder(render: Render, variable: str) -> None:
-    """The root is read-only. Triton raises where it cannot write its cache."""
+    """The root is read-only. Triton raises if it cannot write its cache."""
     pod = pod_of(render(), "minilm")
     folder = PurePosixPath(variables_of(pod)[variable])
     assert folder == PurePosixPath(IMAGE_VARIABLES[variable])

@@ -39,7 +39,7 @@ def test_volumes_with_a_name_are_declared() -> None:
 
 
 def test_triton_cache_is_a_volume() -> None:
-    """The root is read-only. Triton raises where it cannot write its cache."""
+    """The root is read-only. Triton raises if it cannot write its cache."""
     (folder,) = re.findall(r"TRITON_CACHE_DIR=(\S+)", (DOCKER.parent / "Dockerfile").read_text("utf-8"))
     service = COMPOSE["services"]["cuda"]
     assert service["read_only"] is True

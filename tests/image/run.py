@@ -1,7 +1,7 @@
 """Builds the images of the Dockerfile and runs them, without a Docker engine; prints size and seconds to ready.
 
-`make test-image` calls it, as root. Each image is started as compose would, asked what README.md asks, and stopped;
-then it is started once more as a pod of the Helm chart.
+`make test-image` calls it, as root. Each image is started as compose does, answers the requests of README.md, and is
+stopped. Then it is started once more as a pod of the Helm chart.
 """
 
 from __future__ import annotations

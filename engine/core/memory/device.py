@@ -34,7 +34,7 @@ _LEAST_DRIVERS: Final = {"11": "450.80.02", "12": "525.60.13", "13": "580"}
 
 
 def resolve_device(config: EngineConfig) -> tuple[str, str]:
-    """Returns the device and dtype that "auto" stands for on this machine; float32 on a CPU, see `cpu_dtype`.
+    """Returns the device and dtype of a configuration. "auto" is chosen here: float32 on a CPU, see `cpu_dtype`.
 
     Raises:
         ModelLoadError: There is no such device, or torch has no code for it.
@@ -71,9 +71,9 @@ def resolve_device(config: EngineConfig) -> tuple[str, str]:
 
 
 def why_unusable() -> str:
-    """Returns why torch cannot use the NVIDIA GPUs of this machine, and what to do; "" if that is as it should be.
+    """Returns the reason why torch can use no NVIDIA GPU of this machine, and the fix, as one sentence.
 
-    That is the case without an NVIDIA driver, with a torch without CUDA, and where CUDA_VISIBLE_DEVICES hides all GPUs.
+    Returns "" without an NVIDIA driver, for a build of torch without CUDA, and if CUDA_VISIBLE_DEVICES hides all GPUs.
     """
     cuda = torch.version.cuda
     if cuda is None or not _NVIDIA_DRIVER.is_file() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
@@ -99,7 +99,7 @@ def check_capability(device: str, index: int) -> None:
 
     Args:
         device: Its name, for the message.
-        index: Its number among those that torch sees.
+        index: Its number in torch.
 
     Raises:
         ModelLoadError: There is none: the first kernel would fail.
@@ -121,8 +121,8 @@ def has_code_for(capability: tuple[int, int], compiled: Sequence[str]) -> bool:
     """Returns whether a CUDA device can run one of the targets that torch was compiled for.
 
     sm_XY is machine code for devices of major version X and minor version Y or later. compute_XY is PTX, which the
-    driver compiles for devices of version X.Y or later. A target that ends with `a` runs on X.Y alone, one that ends
-    with `f` is like sm_XY. Without any such target, as in builds for AMD, the answer is True: nothing is known.
+    driver compiles for devices of version X.Y or later. A target with the suffix `a` runs on X.Y alone. One with
+    the suffix `f` follows the rule of sm_XY. Without any such target, as in builds for AMD, the result is True.
 
     Args:
         capability: Major and minor version of the device.

@@ -174,10 +174,9 @@ def make_current(device: torch.device | None) -> None:
 
 
 class MarkWatch:
-    """Writes to a bell when a mark is reached. Its thread sleeps on the device, and the loop hears others.
+    """Writes to a bell when a mark is reached. A thread of its own waits for the device.
 
-    CUDA calls nobody that torch could name when an event comes; and a loop that waited for the event itself would not
-    begin what arrives meanwhile.
+    torch has no callback for CUDA events. If the loop waited for the event, it could not start new requests meanwhile.
 
     Args:
         device: Of the marks; None: they need none.

@@ -68,7 +68,7 @@ def attention_paged(
     lengths: PagedLengths | None = None,
     backend: PagedBackend | None = None,
 ) -> Tensor:
-    """Causal softmax(scale * q k^T) v of chunks of sequences whose keys and values lie in blocks. Inference only.
+    """Causal softmax(scale * q k^T) v of chunks of sequences. Keys and values lie in blocks. Inference only.
 
     Row i of chunk n is token context_lens[n] + i of its sequence. It sees the tokens up to itself (and from its
     position - window[0] on), all of which must be in the caches: store the chunk before. Chunks of one
@@ -94,8 +94,8 @@ def attention_paged(
             Read by "triton" alone.
         lengths: What `PagedLengths.of` gave for the same `seq_lens` and `context_lens`. Make it once per batch and pass
             it in every layer; None, or one of other lists, checks them anew.
-        backend: None takes "blockwise" on CPU, "triton" on CUDA from compute capability 8.0 on where it is installed
-            and K <= 256, else "reference".
+        backend: None takes "blockwise" on CPU. On CUDA it takes "triton" if that is installed, the device has compute
+            capability 8.0 or later and K <= 256, else "reference".
 
     Returns:
         [T, H, K], dtype and device of q, contiguous.
