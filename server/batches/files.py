@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -22,8 +21,6 @@ from .data_dir import PART, DataDir
 from .records import StoredFile, new_file_id
 from .store import Store
 from .uploads import Upload
-
-logger = logging.getLogger(__name__)
 
 PURPOSE: Final = "batch"
 OUTPUT_PURPOSE: Final = "batch_output"
@@ -46,14 +43,24 @@ class Files:
         store: What is known of them.
         max_bytes: Of one that is uploaded.
         now: Unix time.
+        max_files: Of one owner.
     """
 
-    def __init__(self, data: DataDir, store: Store, max_bytes: int, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        data: DataDir,
+        store: Store,
+        max_bytes: int,
+        now: Callable[[], float] = time.time,
+        max_files: int = 10_000,
+    ) -> None:
         self._folder = data.files
         self._store = store
         self.max_bytes = max_bytes
+        self.max_files = max_files
         self._now = now
         self._adding = asyncio.Lock()
+        self._arriving: dict[str, list[Upload]] = {}  # uploads under way by their owners
 
     def path(self, file_id: str) -> Path:
         """Returns where the body of a file lies."""
@@ -67,25 +74,32 @@ class Files:
             HTTPException: 413 and 415; see Upload. 413 also where its owner has as much as one may.
             StorageError: The disk does not take it, or would have too little room for answers then.
         """
-        await self._check_owner(owner, 0)
         file_id = new_file_id()
         part = self.path(file_id + PART)
         try:
             upload = Upload(content_type, part, self.max_bytes)
         except OSError as error:
             raise StorageError(f"The server cannot keep the file: {error.strerror}. Please try again later.") from error
+        arriving = self._arriving.setdefault(owner, [])
+        arriving.append(upload)
         try:
-            await upload.receive(self._while_room(body))
+            await self._check_upload(owner, upload, num_bytes=1)
+            await upload.receive(self._while_room(body, owner, upload))
             file = self._record(file_id, upload, owner)
             await asyncio.to_thread(self._settle, part, file_id)
             async with self._adding:
-                await self._check_owner(owner, file.num_bytes)
+                await self._check_upload(owner, upload)
                 await self._store.add_file(file)
+                arriving.remove(upload)
         except BaseException:
             part.unlink(missing_ok=True)
             self.path(file_id).unlink(missing_ok=True)
             raise
         finally:
+            if upload in arriving:
+                arriving.remove(upload)
+            if not arriving:
+                self._arriving.pop(owner, None)
             with contextlib.suppress(OSError):  # a disk that is full has been told of already
                 upload.close()
         return file
@@ -102,12 +116,14 @@ class Files:
         await self._store.remove_file(file.id)
         await asyncio.to_thread(self.path(file.id).unlink, missing_ok=True)
 
-    async def sweep(self, in_use: Callable[[str], bool]) -> None:
-        """Removes the files that have expired, but for those that are in use."""
-        for file in await self._store.expired_files(int(self._now())):
-            if not in_use(file.id):
-                await self.remove(file)
-                logger.info("%s has expired", file.id)
+    async def remove_bodies(self, file_ids: Iterable[str]) -> None:
+        """Removes files without a record."""
+        for file_id in file_ids:
+            await asyncio.to_thread(self.path(file_id).unlink, missing_ok=True)
+
+    async def expired(self) -> list[StoredFile]:
+        """Returns the files that have expired."""
+        return await self._store.expired_files(int(self._now()))
 
     async def clear_away(self) -> None:
         """Removes what a server that was killed has left: bodies without a record."""
@@ -160,24 +176,46 @@ class Files:
             expires_at=created_at + _expiry_s(upload.fields),
         )
 
-    async def _check_owner(self, owner: str, num_bytes: int) -> None:
-        """Raises HTTPException if an owner would have too much with so many bytes more."""
-        there, most = await self._store.num_file_bytes(owner), MOST_LARGE_FILES * self.max_bytes
-        if there + num_bytes > most or there == most:
-            message = (
-                f"The files of this key take {there} bytes of {most}, those that batches made included; "
-                "delete some (DELETE /v1/files/ID), or wait until they expire."
-            )
-            raise LimitError(413, message, ServerRefusalReason.FILE_STORAGE, {"connection": "close"})
+    async def check_num_files(self, owner: str, num_files: int) -> None:
+        """Raises HTTPException if an owner may not have so many files more. Uploads under way count."""
+        count, _ = await self._store.sizes(owner)
+        self._check_count(count + len(self._arriving.get(owner, ())) + num_files)
 
-    async def _while_room(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yields a body as it comes. Raises StorageError when the disk has no room for more of it."""
+    async def _check_upload(self, owner: str, upload: Upload, num_bytes: int = 0) -> None:
+        """Raises HTTPException if an upload with so many bytes more is too much for its owner.
+
+        Uploads that began earlier count, too.
+        """
+        count, num_stored = await self._store.sizes(owner)
+        arriving = self._arriving[owner]
+        arriving = arriving[: arriving.index(upload) + 1]
+        self._check_count(count + len(arriving))
+        self._check_bytes(num_stored + sum(each.num_bytes for each in arriving) + num_bytes)
+
+    def _check_count(self, count: int) -> None:
+        if count > self.max_files:
+            raise _too_much(f"would be {count}; the limit is {self.max_files} (--max-files)")
+
+    def _check_bytes(self, num_bytes: int) -> None:
+        if num_bytes > (most := MOST_LARGE_FILES * self.max_bytes):
+            raise _too_much(
+                f"would take {num_bytes} bytes; the limit is {most}, {MOST_LARGE_FILES} of the largest files"
+            )
+
+    async def _while_room(self, body: AsyncIterator[bytes], owner: str, upload: Upload) -> AsyncIterator[bytes]:
+        """Yields a body as it comes.
+
+        Raises:
+            StorageError: The disk has no room for more of it.
+            HTTPException: The files of its owner have not.
+        """
         unseen = _LOOK_EVERY_BYTES
         async for piece in body:
             unseen += len(piece)
             if unseen >= _LOOK_EVERY_BYTES:
                 unseen = 0
                 await asyncio.to_thread(self._check_room)
+                await self._check_upload(owner, upload)
             yield piece
 
     def _check_room(self) -> None:
@@ -191,6 +229,14 @@ class Files:
     def _settle(self, part: Path, file_id: str) -> None:
         part.rename(self.path(file_id))
         sync_folder(self._folder)
+
+
+def _too_much(reason: str) -> HTTPException:
+    message = (
+        f"The files of this key {reason}, those that batches made included; "
+        "delete some (DELETE /v1/files/ID), or wait until they expire."
+    )
+    return LimitError(413, message, ServerRefusalReason.FILE_STORAGE, {"connection": "close"})
 
 
 def _expiry_s(fields: dict[str, str]) -> int:

@@ -1,10 +1,10 @@
-"""The lines of an input file: read one by one, checked before any of them runs, and read again as they run."""
+"""The lines of an input file: checked one by one before a batch runs, and read again one by one as they run."""
 
 from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -29,10 +29,23 @@ _EMBEDDING: Final = frozenset(
 _INPUT_KEYS: Final = ("input", "inputs", "texts")
 _SMALL_BYTES: Final = 64 * 1024
 """Lines that are parsed without a look at how many values they hold."""
-_SLICE_BYTES: Final = 1024 * 1024
 _SLICE_LINES: Final = 100
 _SLICE_S: Final = 0.001
 """What is checked before others get the interpreter for as long."""
+
+
+class LinePlace(NamedTuple):
+    """Where a line lies in its file.
+
+    Attributes:
+        number: Of the line, from 1.
+        offset: Of its first byte.
+        num_bytes: Its length.
+    """
+
+    number: int
+    offset: int
+    num_bytes: int
 
 
 class InputLine(NamedTuple):
@@ -40,13 +53,13 @@ class InputLine(NamedTuple):
 
     Attributes:
         number: Of its line, from 1.
-        custom_id: What its client calls it.
-        body: What is sent to the route.
+        custom_id: The client's name of the request.
+        content: JSON body for the route, without `priority`: all lines have the lowest.
     """
 
     number: int
     custom_id: str
-    body: dict[str, Any]
+    content: bytes
 
 
 class Checked(NamedTuple):
@@ -90,10 +103,12 @@ class InputFile:
                 return Checked(0, [LineError("too_many_lines", message, line=number)])
             try:
                 line = self._parsed(number, text)
-                if (first := seen.setdefault(line.custom_id, number)) != number:
-                    message = f"custom_id is {shown(line.custom_id)}, as in line {first}; each line needs its own."
+                custom_id = line["custom_id"]
+                if (first := seen.setdefault(custom_id, number)) != number:
+                    message = f"custom_id is {shown(custom_id)}, as in line {first}; each line needs its own."
                     raise _LineError("duplicate_custom_id", message, "custom_id")
-                num_inputs += _num_inputs(self._endpoint, line.body)
+                num_inputs += _num_inputs(self._endpoint, line["body"])
+                del line  # before the next one is read
             except _LineError as error:
                 errors.append(LineError(error.code, error.message, error.param, number))
             if len(errors) >= MAX_ERRORS:
@@ -108,25 +123,35 @@ class InputFile:
             errors.append(LineError("too_many_inputs", message))
         return Checked(num_lines, errors)
 
-    def slices(self, done: Container[int], after: int = 0) -> Iterator[list[InputLine]]:
-        """Yields the lines of a file that `check` has found good, but for those that are done, some at a time.
-
-        The first one has a number above `after`.
-
-        Raises OSError.
-        """
-        lines: list[InputLine] = []
-        num_bytes = 0
-        for number, text in self._texts():
-            if number <= after or number in done:
+    def slices(self, done: Container[int], after: LinePlace | None = None) -> Iterator[list[LinePlace]]:
+        """Yields the places of the lines behind `after` that are not in `done`, up to 100 at a time. Raises OSError."""
+        places: list[LinePlace] = []
+        for place in self._places(after):
+            if place.number in done:
                 continue
-            lines.append(self._parsed(number, text))
-            num_bytes += len(text)
-            if num_bytes >= _SLICE_BYTES or len(lines) == _SLICE_LINES:
-                yield lines
-                lines, num_bytes = [], 0
-        if lines:
-            yield lines
+            places.append(place)
+            if len(places) == _SLICE_LINES:
+                yield places
+                places = []
+        if places:
+            yield places
+
+    def read(self, place: LinePlace) -> InputLine:
+        """Reads a line of a file that `check` has found good. Raises OSError."""
+        line = self._parsed(place.number, self._text(place))
+        body = line["body"]
+        body.pop("priority", None)
+        return InputLine(place.number, line["custom_id"], orjson.dumps(body))
+
+    def custom_ids(self, places: Iterable[LinePlace]) -> list[tuple[int, str]]:
+        """Returns numbers and custom ids of lines. One line at a time is in memory. Raises OSError."""
+        return [(place.number, self._parsed(place.number, self._text(place))["custom_id"]) for place in places]
+
+    def _text(self, place: LinePlace) -> bytes:
+        with self._path.open("rb") as file:
+            file.seek(place.offset)
+            text = file.read(min(place.num_bytes, self._max_line_bytes + 1))
+        return _stripped(place.number, text)
 
     def _texts(self) -> Iterator[tuple[int, bytes]]:
         """Yields lines that are not empty, with their numbers. Of one that is too long, the beginning."""
@@ -134,16 +159,32 @@ class InputFile:
             number = 0
             while text := file.readline(self._max_line_bytes + 1):
                 number += 1
-                if number == 1:
-                    text = text.removeprefix(codecs.BOM_UTF8)
-                rest = text
-                while not rest.endswith(b"\n") and (rest := file.readline(_SMALL_BYTES)):
-                    pass
-                if stripped := text.strip():
-                    yield number, stripped
+                is_whole, is_longer = text.endswith(b"\n"), False
+                while not is_whole and (rest := file.readline(_SMALL_BYTES)):
+                    is_whole, is_longer = rest.endswith(b"\n"), is_longer or bool(rest.strip())
+                if not is_longer:
+                    text = _stripped(number, text)
+                if text:
+                    yield number, text
 
-    def _parsed(self, number: int, text: bytes) -> InputLine:
-        """Returns a line. Raises _LineError where it is no request for the endpoint."""
+    def _places(self, after: LinePlace | None) -> Iterator[LinePlace]:
+        """Yields the places of the lines that are not empty. Reads a small part of the file at a time."""
+        with self._path.open("rb") as file:
+            number, offset = (0, 0) if after is None else (after.number, after.offset + after.num_bytes)
+            file.seek(offset)
+            while piece := file.readline(_SMALL_BYTES):
+                number += 1
+                num_bytes = len(piece)
+                is_empty = not _stripped(number, piece)
+                while not piece.endswith(b"\n") and (piece := file.readline(_SMALL_BYTES)):
+                    num_bytes += len(piece)
+                    is_empty = is_empty and not piece.strip()
+                if not is_empty:
+                    yield LinePlace(number, offset, num_bytes)
+                offset += num_bytes
+
+    def _parsed(self, number: int, text: bytes) -> dict[str, Any]:
+        """Returns a line as its client wrote it. Raises _LineError where it is no request for the endpoint."""
         if len(text) > self._max_line_bytes:
             raise _LineError("line_too_long", f"The line is longer than {self._max_line_bytes} bytes.")
         try:
@@ -172,7 +213,7 @@ class InputFile:
             raise _LineError("mismatched_url", message, "url")
         if not isinstance(body, dict):
             raise _LineError("invalid_body", f"body is {shown(body)}; it must be an object.", "body")
-        return InputLine(number, custom_id, body)
+        return line
 
 
 class _LineError(Exception):
@@ -181,6 +222,11 @@ class _LineError(Exception):
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code, self.message, self.param = code, message, param
+
+
+def _stripped(number: int, text: bytes) -> bytes:
+    """Returns a line without white space around it, the first one without a byte order mark."""
+    return (text.removeprefix(codecs.BOM_UTF8) if number == 1 else text).strip()
 
 
 def _num_inputs(endpoint: str, body: dict[str, Any]) -> int:

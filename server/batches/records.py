@@ -138,6 +138,11 @@ class Batch(msgspec.Struct, kw_only=True):
         return self.status in ENDS
 
     @property
+    def ended_at(self) -> int | None:
+        """Unix time of its end; None while it has not ended."""
+        return self.completed_at or self.failed_at or self.expired_at or self.cancelled_at
+
+    @property
     def num_done(self) -> int:
         """Lines with an answer or an error."""
         return self.num_completed + self.num_failed

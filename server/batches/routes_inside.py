@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
-import orjson
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
 
@@ -78,18 +77,17 @@ class RoutesInside:
         self._namespace_of = namespace_of
         self._is_known = is_known
 
-    async def ask(self, path: str, body: Mapping[str, Any], owner: str, name: str) -> RouteAnswer:
+    async def ask(self, path: str, content: bytes, owner: str, name: str) -> RouteAnswer:
         """Returns what a route answers; 401 where the key of the owner is not valid any more.
 
         Args:
             path: Of the route.
-            body: Its own `priority` does not count.
+            content: JSON body.
             owner: Whose turns it takes.
             name: Of the request, unless the body has one.
         """
         if not self._is_known(owner):
             return RouteAnswer(401, {}, b"", name, "", 0)
-        content = orjson.dumps({key: value for key, value in body.items() if key != "priority"})
         scope: Scope = {
             "type": "http",
             "asgi": {"version": "3.0"},

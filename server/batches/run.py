@@ -15,26 +15,26 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from penstock.engine.protocol.errors import StorageError
 
 from .files import Files
-from .input_lines import Checked, InputFile, InputLine
+from .input_lines import Checked, InputFile, LinePlace
 from .journal import RETRY_S, Answer, Journal
 from .output_lines import answered, unanswered
 from .records import Batch, LineError, Status, ended
 from .routes_inside import RouteAnswer
-from .store import Store
+from .store import Crashes, Store
 from .window import Window
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-AskRoute = Callable[[str, Mapping[str, Any], str, str], Awaitable[RouteAnswer]]
-"""Asks a route: path, body, owner, name of the request."""
+AskRoute = Callable[[str, bytes, str, str], Awaitable[RouteAnswer]]
+"""Asks a route: path, JSON body, owner, name of the request."""
 
 TRY_AGAIN: Final = frozenset({429, 503, 504})
 """Statuses of a server that is full, starts, starts its engine again, or had no time: the line waits."""
@@ -42,8 +42,12 @@ _NO_KEY: Final = 401
 """Status of a line whose owner has lost the key: the batch ends."""
 _MOST_LOSSES: Final = 3
 """Times that a line may run into the deadline of the server, or may be in an engine that dies."""
+MOST_CRASHES: Final = 2
+"""Times that the server may be killed while a line runs alone, or while a file is checked."""
 _MOST_WAITING: Final = 16
-"""Lines of a batch that wait to be tried again, before it begins no others: each holds its body."""
+"""Lines of a batch that wait to be tried again, before it begins no others."""
+_CHECK: Final = 0
+"""Stands for the check of the input file where the store counts crashes by line."""
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 30.0
 _UNANSWERED: Final = {
@@ -51,6 +55,11 @@ _UNANSWERED: Final = {
     Status.CANCELLED: LineError("batch_cancelled", "The batch was cancelled before this request was answered."),
     Status.EXPIRED: LineError("batch_expired", "The completion window was over before this request was answered."),
 }
+_CRASHED: Final = LineError(
+    "server_crashed",
+    f"The server was killed {MOST_CRASHES} times while it answered this request alone, for example for lack of memory. "
+    "Send less in one request.",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +73,8 @@ class Surroundings:
         window: Says when.
         num_lines: Lines with an answer ("completed") and with an error ("failed") since the start.
         checking: Held while a file is checked: one after the other.
-        suspect: Held by a line that was in an engine when it died: if it dies again, it is known of which.
+        suspect: Held by a line that was running when the engine or the server died: if that happens again, this line
+            is known to be the cause.
         now: Unix time.
         retry_s: Seconds until a disk that refuses is tried again.
     """
@@ -87,20 +97,31 @@ class BatchRun:
         batch: What is known of it.
         input_file: Its lines.
         around: What it shares with others.
+        crashes: Its lines that ran when the server was killed; None: the last server stopped by itself.
     """
 
-    def __init__(self, batch: Batch, input_file: InputFile, around: Surroundings) -> None:
+    def __init__(
+        self, batch: Batch, input_file: InputFile, around: Surroundings, crashes: Crashes | None = None
+    ) -> None:
         self.batch = batch
         self._input = input_file
         self._around = around
         paths = around.files.path(batch.output_id), around.files.path(batch.error_id)
         self._journal = Journal(batch, around.store, *paths, retry_s=around.retry_s)
+        self._crashes = crashes or Crashes(0, {})
+        self._has_passed_suspects = crashes is None
+        self._suspects: set[int] = set()  # lines under way that may have killed the server
         self._num_waiting = 0
         self._may_feed = asyncio.Event()
         self._may_feed.set()
         self._cancelled = asyncio.Event()
         if batch.status is Status.CANCELLING:
             self._cancelled.set()
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a line without an answer may have killed the server."""
+        return bool(self._suspects) or not self._has_passed_suspects
 
     async def run(self) -> None:
         """Runs it to its end. Cancelled, it stops where it is, and another run goes on from there."""
@@ -148,7 +169,7 @@ class BatchRun:
         batch = self.batch
         await self._insist(self._journal.open)
         if not batch.num_lines and batch.status is Status.VALIDATING:
-            checked = await self._insist(self._check)
+            checked = await self._check()
             batch.errors = checked.errors
             if batch.errors:
                 return Status.FAILED
@@ -167,8 +188,15 @@ class BatchRun:
         return Status.COMPLETED
 
     async def _check(self) -> Checked:
+        store, batch_id = self._around.store, self.batch.id
+        if self._crashes.lines.get(_CHECK, 0) >= MOST_CRASHES:
+            message = f"The server was killed {MOST_CRASHES} times while it checked this file; send shorter lines."
+            return Checked(0, [LineError("server_crashed", message)])
         async with self._around.checking:
-            return await asyncio.to_thread(self._input.check)
+            await self._insist(lambda: store.begin_suspect(batch_id, _CHECK))
+            checked = await self._insist(lambda: asyncio.to_thread(self._input.check))
+            await self._insist(lambda: store.stop_suspect(batch_id, _CHECK))
+            return checked
 
     async def _run_lines(self) -> Status:
         """Runs lines until all are answered, or it is cancelled or expires; returns which."""
@@ -200,22 +228,39 @@ class BatchRun:
         """Begins line after line, as the window lets them, and returns when all have been answered."""
         if self._cancelled.is_set():
             return
-        window = self._around.window
+        store, batch_id = self._around.store, self.batch.id
         try:
-            async with asyncio.TaskGroup() as running:
-                async for lines in self._lines_left():
-                    for line in lines:
+            async with asyncio.TaskGroup() as running, contextlib.aclosing(self._lines_left()) as slices:
+                async for places in slices:
+                    last = places[-1].number
+                    if last > self._crashes.until:
+                        await self._insist(lambda last=last: store.begin_lines(batch_id, last))
+                    for place in places:
                         await self._may_feed.wait()
-                        await window.enter()
-                        running.create_task(self._answer(line)).add_done_callback(lambda _: window.leave())
+                        await self._around.window.enter(place.num_bytes)
+                        self._begin(running, place)
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
-    async def _lines_left(self) -> AsyncIterator[list[InputLine]]:
-        """Yields the lines that have no answer, some at a time. A disk that refuses them is tried again."""
-        slices, last = self._input.slices(self._journal.done), 0
+    def _begin(self, running: asyncio.TaskGroup, place: LinePlace) -> None:
+        """Starts the task of a line that has entered the window."""
+        is_suspect = place.number <= self._crashes.until or place.number in self._crashes.lines
+        if is_suspect:
+            self._suspects.add(place.number)
+        else:
+            self._has_passed_suspects = True
 
-        async def read() -> list[InputLine] | None:
+        def leave(_: asyncio.Task[None]) -> None:
+            self._around.window.leave(place.num_bytes)
+
+        running.create_task(self._answer(place, is_suspect=is_suspect)).add_done_callback(leave)
+
+    async def _lines_left(self) -> AsyncIterator[list[LinePlace]]:
+        """Yields the places of lines that have no answer, some at a time. A disk that refuses them is tried again."""
+        last: LinePlace | None = None
+        slices = self._input.slices(self._journal.done)
+
+        async def read() -> list[LinePlace] | None:
             nonlocal slices
             try:
                 return await asyncio.to_thread(next, slices, None)
@@ -223,45 +268,78 @@ class BatchRun:
                 slices = self._input.slices(self._journal.done, last)
                 raise
 
-        while lines := await self._insist(read):
-            last = lines[-1].number
-            yield lines
+        while places := await self._insist(read):
+            last = places[-1]
+            yield places
 
-    async def _answer(self, line: InputLine) -> None:
+    async def _answer(self, place: LinePlace, *, is_suspect: bool) -> None:
         """Runs a line until it has an answer, and returns when that is safe."""
-        await self._add(answered(self._name(line), line, await self._asked(line)))
+        if self._crashes.lines.get(place.number, 0) >= MOST_CRASHES:
+            logger.error("line %d of %s is not run: the server was killed with it", place.number, self.batch.id)
+            ((number, custom_id),) = await self._insist(lambda: asyncio.to_thread(self._input.custom_ids, [place]))
+            answer = unanswered(self._name(number), number, custom_id, _CRASHED)
+        else:
+            answer = await self._answer_of(place, is_suspect=is_suspect)
+        with self._around.window.answer(len(answer.text)):
+            await self._add(answer)
+        self._suspects.discard(place.number)
 
     async def _add(self, answer: Answer) -> None:
         await self._journal.add(answer)
         self._around.num_lines["failed" if answer.is_error else "completed"] += 1
 
-    async def _asked(self, line: InputLine) -> RouteAnswer:
-        """Returns what the route says in the end: while the server is full or starts, a line is tried again."""
-        batch, num_tries, num_losses, is_suspect = self.batch, 0, 0, False
+    async def _answer_of(self, place: LinePlace, *, is_suspect: bool) -> Answer:
+        """Returns the last answer of the route: while the server is full or starts, a line is tried again.
+
+        A line that waits is not in memory.
+        """
+        num_tries, num_losses, may_kill_engine = 0, 0, False
         while True:
-            async with self._around.suspect if is_suspect else contextlib.nullcontext():
-                with self._around.window.run():
-                    answer = await self._around.ask(batch.endpoint, line.body, batch.owner, self._name(line))
+            async with self._around.suspect if is_suspect or may_kill_engine else contextlib.nullcontext():
+                custom_id, answer = await self._ask(place, is_suspect=is_suspect)
             if answer.status == _NO_KEY:
                 raise _KeyLostError
             num_tries += 1
             was_lost = answer.status == 503 and answer.was_taken
-            is_suspect = is_suspect or was_lost
+            may_kill_engine = may_kill_engine or was_lost
             num_losses += was_lost or answer.status == 504
             if answer.status not in TRY_AGAIN or num_losses == _MOST_LOSSES:
-                return answer
+                return answered(self._name(place.number), place.number, custom_id, answer)
             self._around.window.refuse()
             least_s = float(answer.headers.get(b"retry-after", b"1"))
             wait_s = min(max(least_s, _FIRST_WAIT_S * 2.0 ** min(num_tries, 10)), _LONGEST_WAIT_S)
-            await self._wait_outside(wait_s * random.uniform(1.0, 1.25))  # noqa: S311 - no secret
+            await self._wait_outside(wait_s * random.uniform(1.0, 1.25), place)  # noqa: S311 - no secret
 
-    async def _wait_outside(self, seconds: float) -> None:
+    async def _ask(self, place: LinePlace, *, is_suspect: bool) -> tuple[str, RouteAnswer]:
+        """Returns the custom id of a line and the answer of the route."""
+        try:
+            return await self._read_and_ask(place, is_suspect=is_suspect)
+        except Exception as error:
+            logger.exception("line %d of %s failed", place.number, self.batch.id)
+            forget_frames(error)
+            raise
+        except asyncio.CancelledError as error:
+            forget_frames(error)
+            raise
+
+    async def _read_and_ask(self, place: LinePlace, *, is_suspect: bool) -> tuple[str, RouteAnswer]:
+        batch, store, name = self.batch, self._around.store, self._name(place.number)
+        line = await self._insist(lambda: asyncio.to_thread(self._input.read, place))
+        if is_suspect:
+            await self._insist(lambda: store.begin_suspect(batch.id, place.number))
+        with self._around.window.run():
+            answer = await self._around.ask(batch.endpoint, line.content, batch.owner, name)
+        if is_suspect and answer.status in TRY_AGAIN:
+            await self._insist(lambda: store.stop_suspect(batch.id, place.number))
+        return line.custom_id, answer
+
+    async def _wait_outside(self, seconds: float, place: LinePlace) -> None:
         """Waits with a line that was refused, whose place others have meanwhile: they may want another model."""
         self._num_waiting += 1
         if self._num_waiting >= _MOST_WAITING:
             self._may_feed.clear()
         try:
-            async with self._around.window.outside():
+            async with self._around.window.outside(place.num_bytes):
                 await asyncio.sleep(seconds)
         finally:
             self._num_waiting -= 1
@@ -270,8 +348,10 @@ class BatchRun:
 
     async def _write_unanswered(self, error: LineError) -> None:
         """Writes an error for each line that has no answer."""
-        async for lines in self._lines_left():
-            await asyncio.gather(*(self._add(unanswered(self._name(line), line, error)) for line in lines))
+        async for places in self._lines_left():
+            named = await self._insist(lambda places=places: asyncio.to_thread(self._input.custom_ids, places))
+            answers = [unanswered(self._name(number), number, custom_id, error) for number, custom_id in named]
+            await asyncio.gather(*map(self._add, answers))
 
     async def _end(self, status: Status) -> None:
         """Stores how it ended, with the files that it made."""
@@ -308,8 +388,16 @@ class BatchRun:
     def _become(self, status: Status) -> None:
         self.batch.become(status, int(self._around.now()))
 
-    def _name(self, line: InputLine) -> str:
-        return f"batch_req_{self.batch.id.removeprefix('batch_')}_{line.number}"
+    def _name(self, number: int) -> str:
+        return f"batch_req_{self.batch.id.removeprefix('batch_')}_{number}"
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drops the frames of an error and of its causes. They hold the line, and form cycles that keep it in memory."""
+    causes: BaseException | None = error
+    while causes is not None:
+        causes.__traceback__ = None
+        causes = causes.__cause__ or causes.__context__
 
 
 class _KeyLostError(Exception):

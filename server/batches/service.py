@@ -29,7 +29,7 @@ from .journal import RETRY_S
 from .records import Batch, StoredFile, ended, new_batch_id, new_file_id
 from .routes_inside import RoutesInside
 from .run import BatchRun, Surroundings
-from .store import Page, Store
+from .store import Crashes, Page, Store
 from .uploads import OVERHEAD_BYTES
 from .window import LiveTraffic, Window
 
@@ -39,6 +39,8 @@ MOST_UNFINISHED: Final = 32
 """Batches of one owner that have not ended."""
 SWEEP_EVERY_S: Final = 60.0
 _RETRY_AFTER_S: Final = 60.0
+_FILES_MADE: Final = 2
+"""Files that a batch may make: answers and errors."""
 
 
 class Batches:
@@ -71,7 +73,7 @@ class Batches:
             self._data.close()
             raise
         self.secret = self._data.secret
-        self.files = Files(self._data, self._store, int(settings.max_file_bytes), now)
+        self.files = Files(self._data, self._store, int(settings.max_file_bytes), now, settings.max_files)
         self.traffic = LiveTraffic()
         self.num_lines: Counter[str] = Counter()
         self.num_ended: Counter[str] = Counter()
@@ -80,6 +82,8 @@ class Batches:
         self._retry_s = retry_s
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._around: Surroundings | None = None
+        # Held from a check of batches and files to the change that relies on it.
+        self._changing = asyncio.Lock()
 
     @property
     def max_upload_bytes(self) -> int:
@@ -89,22 +93,30 @@ class Batches:
     @contextlib.asynccontextmanager
     async def running(self, routes: RoutesInside) -> AsyncIterator[None]:
         """Runs batches by these routes, those first that an earlier server has not ended."""
-        window = Window(self.traffic, self._settings.batch_share)
+        window = Window(self.traffic, self._settings.batch_share, int(self._settings.batch_memory))
         self._around = Surroundings(
             self._store, self.files, routes.ask, window, num_lines=self.num_lines, now=self._now, retry_s=self._retry_s
         )
         await self.files.clear_away()
+        crashes = await self._store.take_crashes()
         for batch in await self._store.unfinished():
             logger.info("%s goes on: %d of %d lines are done", batch.id, batch.num_done, batch.num_lines)
-            self._begin(batch)
+            if batch.id in crashes:
+                logger.warning("the server was killed while lines of %s ran; they run one at a time now", batch.id)
+            self._begin(batch, crashes.get(batch.id))
         sweeping = asyncio.create_task(self._sweep())
         try:
             yield
         finally:
-            tasks = [sweeping, *(task for _, task in self._runs.values())]
+            runs = list(self._runs.values())
+            tasks = [sweeping, *(task for _, task in runs)]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            try:
+                await self._store.stop_cleanly(run.batch.id for run, _ in runs if not run.has_suspects)
+            except StorageError as error:
+                logger.error("lines under way will run one at a time after the next start: %s", error)
             await self._store.close()
             self._data.close()
 
@@ -115,37 +127,43 @@ class Batches:
             UnknownObjectError: Its file is none of its owner's.
             InvalidRequestError: The file is no input, or the window is too long.
             EngineOverloadedError: The owner has many batches already.
+            HTTPException: 413, the owner has too many files for those that the batch makes.
             StorageError: The disk does not keep it.
         """
         hours = int(body.completion_window.removesuffix("h"))
         if hours > MOST_HOURS:
             message = f"completion_window is {hours}h; it must be 1h to {MOST_HOURS}h."
             raise InvalidRequestError(message, param="completion_window")
-        file = await self.files.find(body.input_file_id, owner)
-        if file.purpose != "batch":
-            message = f"{file.id} has the purpose {file.purpose!r}; an input file has 'batch'."
-            raise InvalidRequestError(message, param="input_file_id")
-        if sum(run.batch.owner == owner for run, _ in self._runs.values()) >= MOST_UNFINISHED:
-            message = f"{MOST_UNFINISHED} batches have not ended; wait for one of them."
-            raise EngineOverloadedError(
-                message, retry_after_s=_RETRY_AFTER_S, reason=ServerRefusalReason.UNFINISHED_BATCHES
-            )
         created_at, expiry = int(self._now()), body.output_expires_after
-        batch = Batch(
-            id=new_batch_id(),
-            owner=owner,
-            endpoint=body.endpoint,
-            input_file_id=file.id,
-            output_id=new_file_id(),
-            error_id=new_file_id(),
-            completion_window=body.completion_window,
-            metadata=body.metadata,
-            output_expires_s=MOST_EXPIRY_S if expiry is None else expiry.seconds,
-            created_at=created_at,
-            expires_at=created_at + 3600 * hours,
-        )
-        await self._store.add_batch(batch)
-        self._begin(batch)
+        async with self._changing:
+            file = await self.files.find(body.input_file_id, owner)
+            if file.purpose != "batch":
+                message = f"{file.id} has the purpose {file.purpose!r}; an input file has 'batch'."
+                raise InvalidRequestError(message, param="input_file_id")
+            num_unfinished = sum(run.batch.owner == owner for run, _ in self._runs.values())
+            if num_unfinished >= MOST_UNFINISHED:
+                message = f"{MOST_UNFINISHED} batches have not ended; wait for one of them."
+                raise EngineOverloadedError(
+                    message, retry_after_s=_RETRY_AFTER_S, reason=ServerRefusalReason.UNFINISHED_BATCHES
+                )
+            await self.files.check_num_files(owner, _FILES_MADE * (num_unfinished + 1))
+            for old in await self._store.oldest_ended(owner, self.files.max_files):
+                await self._forget(old)
+            batch = Batch(
+                id=new_batch_id(),
+                owner=owner,
+                endpoint=body.endpoint,
+                input_file_id=file.id,
+                output_id=new_file_id(),
+                error_id=new_file_id(),
+                completion_window=body.completion_window,
+                metadata=body.metadata,
+                output_expires_s=min(MOST_EXPIRY_S if expiry is None else expiry.seconds, self._retention_s),
+                created_at=created_at,
+                expires_at=created_at + 3600 * hours,
+            )
+            await self._store.add_batch(batch)
+            self._begin(batch)
         return batch
 
     async def find(self, batch_id: str, owner: str) -> Batch:
@@ -174,22 +192,26 @@ class Batches:
 
     async def remove_file(self, file_id: str, owner: str) -> None:
         """Removes a file. Raises UnknownObjectError, ConflictError or StorageError."""
-        file = await self.files.find(file_id, owner)
-        for run, _ in self._runs.values():
-            if run.batch.input_file_id == file_id:
-                raise ConflictError(f"{run.batch.id} reads this file; cancel it, or wait for its end.", param="file_id")
-        await self.files.remove(file)
+        async with self._changing:
+            file = await self.files.find(file_id, owner)
+            if (batch_id := await self._store.reader(file_id)) is not None:
+                raise ConflictError(f"{batch_id} reads this file; cancel it, or wait for its end.", param="file_id")
+            await self.files.remove(file)
 
     def num_unfinished(self) -> Mapping[str, int]:
         """Returns how many batches have not ended, by their status."""
         return Counter(run.batch.status.value for run, _ in self._runs.values())
 
-    def _begin(self, batch: Batch) -> None:
+    @property
+    def _retention_s(self) -> int:
+        return int(self._settings.batch_retention_s)
+
+    def _begin(self, batch: Batch, crashes: Crashes | None = None) -> None:
         assert self._around is not None
         settings = self._settings
         path = self.files.path(batch.input_file_id)
         lines = InputFile(path, batch.endpoint, settings.max_body_bytes, settings.max_json_values)
-        run = BatchRun(batch, lines, self._around)
+        run = BatchRun(batch, lines, self._around, crashes)
         self._runs[batch.id] = run, asyncio.create_task(self._run(run))
 
     async def _run(self, run: BatchRun) -> None:
@@ -203,9 +225,28 @@ class Batches:
 
     async def _sweep(self) -> None:
         while True:
-            in_use = {run.batch.input_file_id for run, _ in self._runs.values()}
             try:
-                await self.files.sweep(in_use.__contains__)
+                await self.sweep()
             except (OSError, StorageError) as error:
-                logger.warning("files that have expired stay: %s", error)
+                logger.warning("what has expired stays: %s", error)
             await asyncio.sleep(SWEEP_EVERY_S)
+
+    async def sweep(self) -> None:
+        """Removes ended batches after their retention, with their files, and files that have expired.
+
+        Nothing that an unfinished batch reads or writes is removed. Raises OSError or StorageError.
+        """
+        while old := await self._store.ended_before(int(self._now()) - self._retention_s):
+            for batch in old:
+                async with self._changing:
+                    await self._forget(batch)
+        for file in await self.files.expired():
+            async with self._changing:
+                if await self._store.reader(file.id) is None:
+                    await self.files.remove(file)
+                    logger.info("%s has expired", file.id)
+
+    async def _forget(self, batch: Batch) -> None:
+        """Removes the records of an ended batch and of its files, then the files."""
+        await self.files.remove_bodies(await self._store.remove_batch(batch))
+        logger.info("%s and its files have been removed", batch.id)

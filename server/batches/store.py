@@ -24,18 +24,34 @@ from .records import Batch, StoredFile
 Record = TypeVar("Record", StoredFile, Batch)
 Result = TypeVar("Result")
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, purpose TEXT, expires_at INTEGER, record BLOB
 );
 CREATE TABLE IF NOT EXISTS batches (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, has_ended INTEGER, record BLOB
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, has_ended INTEGER, record BLOB,
+    input_file_id TEXT, ended_at INTEGER
 );
 CREATE TABLE IF NOT EXISTS answers (batch_id TEXT, line INTEGER, PRIMARY KEY (batch_id, line)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS begun (batch_id TEXT PRIMARY KEY, line INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS suspects (
+    batch_id TEXT, line INTEGER, num_crashes INTEGER, is_running INTEGER, PRIMARY KEY (batch_id, line)
+) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS files_of_owners ON files (owner, seq);
 CREATE INDEX IF NOT EXISTS batches_of_owners ON batches (owner, seq);
 CREATE INDEX IF NOT EXISTS unfinished_batches ON batches (seq) WHERE NOT has_ended;
+CREATE INDEX IF NOT EXISTS batches_of_files ON batches (input_file_id);
+CREATE INDEX IF NOT EXISTS ended_batches ON batches (ended_at) WHERE has_ended;
+"""
+_FROM_VERSION_1: Final = """
+ALTER TABLE batches ADD COLUMN input_file_id TEXT;
+ALTER TABLE batches ADD COLUMN ended_at INTEGER;
+UPDATE batches SET input_file_id = json_extract(CAST(record AS TEXT), '$.input_file_id');
+UPDATE batches SET ended_at = coalesce(
+    json_extract(CAST(record AS TEXT), '$.completed_at'), json_extract(CAST(record AS TEXT), '$.failed_at'),
+    json_extract(CAST(record AS TEXT), '$.expired_at'), json_extract(CAST(record AS TEXT), '$.cancelled_at')
+) WHERE has_ended;
 """
 
 
@@ -51,6 +67,18 @@ class Page(NamedTuple):
     after: str | None
     limit: int
     is_ascending: bool = False
+
+
+class Crashes(NamedTuple):
+    """Lines of a batch that ran when the server was killed.
+
+    Attributes:
+        until: Unanswered lines up to this one may have run beside others.
+        lines: How often the server was killed while a line ran alone, by line; 0 is the check of the input file.
+    """
+
+    until: int
+    lines: dict[int, int]
 
 
 class Store:
@@ -91,10 +119,16 @@ class Store:
         where = "(expires_at IS NULL OR expires_at > ?)" + ("" if purpose is None else " AND purpose = ?")
         return await self._page(StoredFile, "files", owner, page, where, (now, *([] if purpose is None else [purpose])))
 
-    async def num_file_bytes(self, owner: str) -> int:
-        """Returns how many bytes the files of an owner have together."""
-        query = "SELECT total(json_extract(CAST(record AS TEXT), '$.num_bytes')) FROM files WHERE owner = ?"
-        return await self._do(lambda database: int(database.execute(query, (owner,)).fetchone()[0]))
+    async def sizes(self, owner: str) -> tuple[int, int]:
+        """Returns the number of the files of an owner, and their bytes."""
+        size = "total(json_extract(CAST(record AS TEXT), '$.num_bytes'))"
+        query = f"SELECT count(*), {size} FROM files WHERE owner = ?"  # noqa: S608 - of our own words
+
+        def read(database: sqlite3.Connection) -> tuple[int, int]:
+            count, num_bytes = database.execute(query, (owner,)).fetchone()
+            return count, int(num_bytes)
+
+        return await self._do(read)
 
     async def expired_files(self, now: int) -> list[StoredFile]:
         """Returns the files that have expired."""
@@ -117,8 +151,8 @@ class Store:
 
     async def add_batch(self, batch: Batch) -> None:
         """Keeps a new batch."""
-        values = (batch.id, batch.owner, batch.has_ended, msgspec.json.encode(batch))
-        insert = "INSERT INTO batches (id, owner, has_ended, record) VALUES (?, ?, ?, ?)"
+        values = (batch.id, batch.owner, batch.has_ended, msgspec.json.encode(batch), batch.input_file_id)
+        insert = "INSERT INTO batches (id, owner, has_ended, record, input_file_id) VALUES (?, ?, ?, ?, ?)"
         await self._do(lambda database: database.execute(insert, values))
 
     async def batch(self, batch_id: str, owner: str) -> Batch | None:
@@ -141,21 +175,105 @@ class Store:
 
         def write(database: sqlite3.Connection) -> None:
             database.executemany("INSERT INTO answers VALUES (?, ?)", rows)
+            database.executemany("DELETE FROM suspects WHERE batch_id = ? AND line = ?", rows)
             database.execute("UPDATE batches SET record = ? WHERE id = ?", (record, batch.id))
 
         await self._do(write)
 
     async def end(self, batch: Batch, files: Sequence[StoredFile]) -> None:
         """Stores that a batch has ended, with the files that it has made."""
-        record = msgspec.json.encode(batch)
+        values = (batch.ended_at, msgspec.json.encode(batch), batch.id)
 
         def write(database: sqlite3.Connection) -> None:
             for file in files:
                 _add_file(database, file)
-            database.execute("UPDATE batches SET has_ended = 1, record = ? WHERE id = ?", (record, batch.id))
-            database.execute("DELETE FROM answers WHERE batch_id = ?", (batch.id,))
+            database.execute("UPDATE batches SET has_ended = 1, ended_at = ?, record = ? WHERE id = ?", values)
+            for table in ("answers", "begun", "suspects"):
+                database.execute(f"DELETE FROM {table} WHERE batch_id = ?", (batch.id,))  # noqa: S608 - our own words
 
         await self._do(write)
+
+    async def begin_lines(self, batch_id: str, line: int) -> None:
+        """Records that the lines of a batch up to this one may run from now on."""
+        insert = "INSERT OR REPLACE INTO begun VALUES (?, ?)"
+        await self._do(lambda database: database.execute(insert, (batch_id, line)))
+
+    async def begin_suspect(self, batch_id: str, line: int) -> None:
+        """Records that a line runs alone from now on; line 0 is the check of the input file."""
+        insert = "INSERT INTO suspects VALUES (?, ?, 0, 1) ON CONFLICT DO UPDATE SET is_running = 1"
+        await self._do(lambda database: database.execute(insert, (batch_id, line)))
+
+    async def stop_suspect(self, batch_id: str, line: int) -> None:
+        """Records that a line does not run now."""
+
+        def write(database: sqlite3.Connection) -> None:
+            values = (batch_id, line)
+            database.execute("UPDATE suspects SET is_running = 0 WHERE batch_id = ? AND line = ?", values)
+            database.execute("DELETE FROM suspects WHERE batch_id = ? AND line = ? AND num_crashes = 0", values)
+
+        await self._do(write)
+
+    async def take_crashes(self) -> dict[str, Crashes]:
+        """Returns the lines that ran when the server was killed, by batch; empty after a clean stop.
+
+        A line that ran alone gets a crash more.
+        """
+
+        def read(database: sqlite3.Connection) -> dict[str, Crashes]:
+            update = "UPDATE suspects SET num_crashes = num_crashes + 1, is_running = 0 WHERE is_running"
+            database.execute(update)
+            found = {batch_id: Crashes(line, {}) for batch_id, line in database.execute("SELECT * FROM begun")}
+            rows = database.execute("SELECT batch_id, line, num_crashes FROM suspects WHERE num_crashes > 0")
+            for batch_id, line, num_crashes in rows:
+                found.setdefault(batch_id, Crashes(0, {})).lines[line] = num_crashes
+            return found
+
+        return await self._do(read)
+
+    async def stop_cleanly(self, batch_ids: Iterable[str]) -> None:
+        """Records that no line of these batches was lost: the server stops by itself."""
+        rows = [(batch_id,) for batch_id in batch_ids]
+
+        def write(database: sqlite3.Connection) -> None:
+            database.executemany("DELETE FROM begun WHERE batch_id = ?", rows)
+            database.execute("UPDATE suspects SET is_running = 0")
+            database.execute("DELETE FROM suspects WHERE num_crashes = 0")
+
+        await self._do(write)
+
+    async def ended_before(self, unix_time: int, limit: int = 100) -> list[Batch]:
+        """Returns batches that ended until a Unix time, up to `limit`."""
+        query = "SELECT record FROM batches WHERE has_ended AND ended_at <= ? ORDER BY ended_at LIMIT ?"
+        return await self._records(Batch, query, (unix_time, limit))
+
+    async def oldest_ended(self, owner: str, num_kept: int, limit: int = 100) -> list[Batch]:
+        """Returns the ended batches of an owner except for the newest `num_kept`, up to `limit`."""
+        query = "SELECT record FROM batches WHERE owner = ? AND has_ended ORDER BY seq DESC LIMIT ? OFFSET ?"
+        return await self._records(Batch, query, (owner, limit, num_kept))
+
+    async def remove_batch(self, batch: Batch) -> list[str]:
+        """Forgets a batch and its files. Returns the ids of those files; a file that another batch reads stays."""
+
+        def write(database: sqlite3.Connection) -> list[str]:
+            database.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
+            file_ids = [batch.output_id, batch.error_id]
+            query = "SELECT 1 FROM batches WHERE input_file_id = ? LIMIT 1"
+            if database.execute(query, (batch.input_file_id,)).fetchone() is None:
+                file_ids.append(batch.input_file_id)
+            database.executemany("DELETE FROM files WHERE id = ?", [(file_id,) for file_id in file_ids])
+            return file_ids
+
+        return await self._do(write)
+
+    async def reader(self, file_id: str) -> str | None:
+        """Returns the id of a batch that has not ended and reads this file."""
+        query = "SELECT id FROM batches WHERE input_file_id = ? AND NOT has_ended LIMIT 1"
+
+        def read(database: sqlite3.Connection) -> str | None:
+            row = database.execute(query, (file_id,)).fetchone()
+            return None if row is None else row[0]
+
+        return await self._do(read)
 
     async def answered(self, batch_id: str) -> set[int]:
         """Returns the lines of a batch that have been answered."""
@@ -211,10 +329,12 @@ def _opened(path: Path) -> sqlite3.Connection:
     try:
         with closing(database.execute("PRAGMA user_version")) as rows:
             (version,) = rows.fetchone()
-        if version not in (0, _VERSION):
+        if version not in (0, 1, _VERSION):
             raise ValueError(f"was written by another version of the server (format {version}, not {_VERSION})")
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
+        if version == 1:
+            database.executescript(f"BEGIN; {_FROM_VERSION_1} PRAGMA user_version = {_VERSION}; COMMIT;")
         database.executescript(_TABLES)
         database.execute(f"PRAGMA user_version = {_VERSION}")
     except BaseException:

@@ -1,7 +1,8 @@
-"""When a line of a batch may run: as many at once as keep the engine at work, one now and then while clients ask.
+"""Decides when the lines of batches run.
 
-The engine gives turns to those who wait, but a forward that runs is not interrupted: a request of a client that meets
-one of a batch waits for it. So while clients ask, lines run one by one, and take a small share of the time.
+While no request of a client is under way, as many lines run at once as are answered within AHEAD_S. A request of a
+client that arrives then waits at most for those: the engine does not interrupt a forward. While requests of clients
+follow each other without a pause, lines run one at a time and take a small share of the time.
 """
 
 from __future__ import annotations
@@ -12,23 +13,24 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Final
 
-QUIET_S: Final = 1.0
-"""Seconds after the last request of a client from which on lines have the engine for themselves."""
-AHEAD_S: Final = 0.1
-"""Seconds that a line may take then, if others run beside it: about what the next client finds in the engine."""
+QUIET_S: Final = 0.02
+"""Seconds without a request of a client after which lines use the engine. Clients that send their next request sooner
+count as a constant load."""
+AHEAD_S: Final = 0.05
+"""Seconds in which the lines that run at once are to be answered: a request of a client may wait for them."""
 MOST_LINES: Final = 64
-"""At once. Their answers are held until they are on the disk."""
+"""Lines at once, of all batches."""
 LONGEST_PAUSE_S: Final = 60.0
-"""Between two lines: nothing stands still."""
+"""Longest pause between two lines under a constant load of clients."""
 _LOOK_EVERY_S: Final = 0.02
 _MORE: Final = 0.25
-"""Lines that may run beside others after one that was quick."""
+"""Added to the number of lines at once after a line that took less than AHEAD_S."""
 _FEWER: Final = 0.9
-"""Share of them that may after one that was slow."""
+"""Factor on the number of lines at once after a line that took longer."""
 
 
 class LiveTraffic:
-    """What clients ask of the routes. Belongs to one event loop.
+    """Counts requests of clients under way. Belongs to one event loop.
 
     Args:
         clock_s: Monotonic time.
@@ -39,79 +41,90 @@ class LiveTraffic:
         self._num_under_way = 0
         self._quiet_from_s = 0.0
 
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        """Counts a request of a client while it is under way."""
+    def begin(self) -> None:
+        """Counts a request."""
         self._num_under_way += 1
-        try:
-            yield
-        finally:
-            self._num_under_way -= 1
-            self._quiet_from_s = self._clock_s() + QUIET_S
+
+    def end(self) -> None:
+        """Stops counting a request."""
+        self._num_under_way -= 1
+        self._quiet_from_s = self._clock_s() + QUIET_S
 
     @property
     def is_busy(self) -> bool:
-        """Whether clients ask, or have asked a moment ago."""
+        """Whether a request is under way, or the last one ended less than QUIET_S ago."""
         return self._num_under_way > 0 or self._clock_s() < self._quiet_from_s
+
+    @property
+    def quiet_in_s(self) -> float:
+        """Seconds until `is_busy` may become false, if no further request comes."""
+        return max(self._quiet_from_s - self._clock_s(), 0.0)
 
 
 class Window:
-    """Lets lines of all batches run, in the order in which they come. Belongs to one event loop.
+    """Admits lines of all batches in the order of their arrival. Belongs to one event loop.
 
     Args:
-        traffic: What clients ask.
-        busy_share: Of the time, which lines take while clients ask.
+        traffic: Requests of clients.
+        busy_share: Share of the time that lines take under a constant load of clients.
+        max_bytes: Bytes of all lines at once. A larger line runs alone.
         clock_s: Monotonic time.
 
     Attributes:
-        num_lines: Lines that have a place.
+        num_lines: Admitted lines.
+        num_bytes: Bytes of the admitted lines, and of answers on their way to the disk.
     """
 
     def __init__(
         self,
         traffic: LiveTraffic,
         busy_share: float,
+        max_bytes: int,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_lines = 0
+        self.num_bytes = 0
         self._traffic = traffic
-        self._most = 1.0  # lines at once, while nobody else asks
+        self._most = 1.0  # lines at once while no client asks
         self._busy_share = busy_share
+        self._max_bytes = max_bytes
         self._clock_s = clock_s
         self._turn = asyncio.Lock()
         self._changed = asyncio.Event()
         self._pause_until_s = 0.0
 
-    async def enter(self) -> None:
-        """Waits until a line may run, and counts it until `leave`."""
+    async def enter(self, num_bytes: int) -> None:
+        """Waits until a line of so many bytes may run, and counts it until `leave`."""
         async with self._turn:
-            while not self._has_room():
+            while not self.has_room(num_bytes):
                 self._changed.clear()
+                wait_s = self._traffic.quiet_in_s or _LOOK_EVERY_S
                 # NOTE: asyncio.wait_for of Python 3.11 loses a cancellation that comes with the event.
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_EVERY_S):
+                    async with asyncio.timeout(min(wait_s, _LOOK_EVERY_S)):
                         await self._changed.wait()
-            self.num_lines += 1
+            self._add(num_bytes)
 
-    def leave(self) -> None:
-        """Counts a line no more."""
+    def leave(self, num_bytes: int) -> None:
+        """Stops counting a line of so many bytes."""
         self.num_lines -= 1
+        self.num_bytes -= num_bytes
         self._changed.set()
 
     @contextlib.asynccontextmanager
-    async def outside(self) -> AsyncIterator[None]:
-        """Lets others have the place of a line, and waits for another one at the end."""
-        self.leave()
+    async def outside(self, num_bytes: int) -> AsyncIterator[None]:
+        """Gives the place of a line to others, and waits for a new one at the end."""
+        self.leave(num_bytes)
         try:
             yield
-            await self.enter()
+            await self.enter(num_bytes)
         except BaseException:
-            self.num_lines += 1  # whoever has entered leaves, too
+            self._add(num_bytes)  # the caller leaves in any case
             raise
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Notes for how long a line runs: others follow that, and the next one leaves time to clients."""
+        """Measures how long a line runs. The number of lines at once and the pause under a constant load follow it."""
         began_s = self._clock_s()
         try:
             yield
@@ -124,11 +137,28 @@ class Window:
             else:
                 self._most = min(self._most + _MORE, MOST_LINES)
 
+    @contextlib.contextmanager
+    def answer(self, num_bytes: int) -> Iterator[None]:
+        """Counts the bytes of an answer until it is on the disk."""
+        self.num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.num_bytes -= num_bytes
+            self._changed.set()
+
     def refuse(self) -> None:
-        """Notes that a server which is full, or not ready, has refused a line."""
+        """Records that a server that is full or not ready refused a line."""
         self._most = max(self._most / 2, 1.0)
 
-    def _has_room(self) -> bool:
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a line of so many bytes may run now."""
+        if self.num_lines and self.num_bytes + num_bytes > self._max_bytes:
+            return False
         if self._traffic.is_busy:
             return self.num_lines == 0 and self._clock_s() >= self._pause_until_s
         return self.num_lines < int(self._most)
+
+    def _add(self, num_bytes: int) -> None:
+        self.num_lines += 1
+        self.num_bytes += num_bytes

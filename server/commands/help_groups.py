@@ -74,7 +74,10 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "Batches": {
         "data_dir": "FOLDER",
         "max_file_bytes": "SIZE",
+        "max_files": "N",
         "batch_share": "SHARE",
+        "batch_memory": "SIZE",
+        "batch_retention_s": "SECONDS",
     },
     "Memory": {
         "answer_memory": "SIZE",

@@ -1,21 +1,24 @@
-"""Tells batches what clients ask of the routes, so that they wait."""
+"""Counts requests of clients for the batches, whose lines give way to them."""
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..batches.window import LiveTraffic
 
 BATCH_PATHS = ("/v1/files", "/v1/batches")
-"""Whoever waits for a batch is no reason to hold it back."""
+"""Requests for files and batches hold no line back."""
 
 
 class LiveTrafficMiddleware:
-    """Counts what is posted, but for files and batches themselves.
+    """Counts each POST request, except for files and batches, while the server works on it.
+
+    The count begins when the body has arrived and ends when the response starts: a slow upload or a slow reader keeps
+    the engine idle and holds no line back.
 
     Args:
-        app: What comes next.
-        traffic: Where it is counted.
+        app: The next ASGI application.
+        traffic: The count.
     """
 
     def __init__(self, app: ASGIApp, traffic: LiveTraffic) -> None:
@@ -27,5 +30,29 @@ class LiveTrafficMiddleware:
         if scope["method"] != "POST" or scope["path"].startswith(BATCH_PATHS):
             await self.app(scope, receive, send)
             return
-        with self.traffic.request():
-            await self.app(scope, receive, send)
+        is_counted = has_answer = False
+
+        async def receive_and_begin() -> Message:
+            nonlocal is_counted
+            message = await receive()
+            is_whole = message["type"] == "http.request" and not message.get("more_body", False)
+            if is_whole and not is_counted and not has_answer:
+                is_counted = True
+                self.traffic.begin()
+            return message
+
+        def end() -> None:
+            nonlocal is_counted, has_answer
+            has_answer = True
+            if is_counted:
+                is_counted = False
+                self.traffic.end()
+
+        async def end_and_send(message: Message) -> None:
+            end()
+            await send(message)
+
+        try:
+            await self.app(scope, receive_and_begin, end_and_send)
+        finally:
+            end()

@@ -141,9 +141,20 @@ class ServerSettings(EngineSettings):
         ),
     )
     batch_share: float = Field(
-        0.02, gt=0, le=1, description="Share of the time that lines of batches take while clients ask for answers."
+        0.02, gt=0, le=1, description="Share of the time that lines of batches get under a constant load of clients."
+    )
+    batch_memory: Bytes = Field(
+        ByteSize(64 * 1024 * 1024),
+        description="Bytes of the lines of all batches that run at once; a longer line runs alone.",
+    )
+    batch_retention_s: PositiveInt = Field(
+        30 * 24 * 3600,
+        description="Seconds after its end when a batch is removed with its input file, answers and errors.",
     )
     max_file_bytes: Bytes = Field(ByteSize(200 * 1024 * 1024), description="Largest file that may be uploaded.")
+    max_files: PositiveInt = Field(
+        10_000, description="Files that one API key may have; also the number of its ended batches that are kept."
+    )
     access_log: bool = Field(False, description="Log a line for each request, with the time of its stages.")
     otlp_traces_endpoint: Url | None = Field(
         None, description="OpenTelemetry collector that gets traces (extra `otel`), such as http://localhost:4318."

@@ -118,16 +118,22 @@ class SmallDisk:
 def launch(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Iterator[Launch]:
     """Start a server of the default model in float32: `launch("--max-queued-tokens", "8000", PENSTOCK_PORT="1")`.
 
-    `model` is another model, `log` the file of its stderr, and `ready` whether to wait until it can serve.
+    `model` is another model, `log` the file of its stderr, and `ready` whether to wait until it can serve. `program` is
+    another way to call `penstock`.
     """
     servers: list[Server] = []
 
     def start(
-        *flags: str, model: object = minilm_folder, log: Path | None = None, ready: bool = True, **environment: str
+        *flags: str,
+        model: object = minilm_folder,
+        log: Path | None = None,
+        ready: bool = True,
+        program: tuple[str, ...] = COMMAND,
+        **environment: str,
     ) -> Server:
         port = free_port()
         log = log or tmp_path_factory.mktemp("server") / "log.txt"
-        command = [*COMMAND, "serve", str(model), "--device", "cpu"]
+        command = [*program, "serve", str(model), "--device", "cpu"]
         with log.open("wb") as stderr:
             process = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", *flags],

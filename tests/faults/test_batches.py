@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 import statistics
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+
+from .. import gated_server
+from ..gated_server import Gate
 
 MIB = 2**20
 COMMAND = (sys.executable, "-P", "-m", "penstock.server")
@@ -79,32 +85,43 @@ def check_all_answered_once(url: str, batch: dict[str, Any], num_lines: int) -> 
     return answers
 
 
-def check_killed_twice(launch: Any, model: Path, data_dir: Path, num_lines: int) -> None:
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path / "gate")
+
+
+@pytest.fixture
+def launch_gated(launch: Any, gate: Gate) -> Any:
+    """Start a server whose lines wait for the gate."""
+
+    def start(*flags: str, model: Path) -> Any:
+        return launch(*flags, model=model, program=gated_server.COMMAND, **gate.environment)
+
+    return start
+
+
+def check_killed_twice(launch_gated: Any, gate: Gate, model: Path, data_dir: Path, num_lines: int) -> None:
     """Kill a server when it has answered a third of a batch, and when it has answered two thirds."""
     flags = ("--data-dir", str(data_dir))
-    server = launch(*flags, model=model)
+    gate.let_through(num_lines // 3)
+    server = launch_gated(*flags, model=model)
     batch_id = begin(server.url, jsonl(num_lines))
-    began_s = time.monotonic()
-    seen = []
     for share in (1, 2):
         batch = wait_for_lines(server.url, batch_id, share * num_lines // 3)
-        seen.append(batch["request_counts"]["completed"])
+        assert (batch["status"], batch["request_counts"]["completed"]) == ("in_progress", share * num_lines // 3)
         server.process.kill()
         server.process.wait()
-        assert batch["status"] == "in_progress", "it was done before it could be killed"
-        server = launch(*flags, model=model)
+        server = launch_gated(*flags, model=model)
         after = batch_of(server.url, batch_id)["request_counts"]["completed"]
-        assert after >= seen[-1], "what was answered has been lost"
+        assert after == share * num_lines // 3, "an answer has been lost, or a line has passed the gate"
+        gate.let_through(2 * num_lines // 3)
+    gate.open()
     batch = wait_for_end(server.url, batch_id)
     answers = check_all_answered_once(server.url, batch, num_lines)
     rows = np.stack([np.frombuffer(_decoded(answer), "<f4") for answer in answers[:: num_lines // 20]])
     texts = [f"text number {answer['custom_id'][5:]}" for answer in answers[:: num_lines // 20]]
     alone = httpx.post(f"{server.url}/v1/embeddings", json={"input": texts}, timeout=60).json()
     np.testing.assert_allclose(rows, [row["embedding"] for row in alone["data"]], atol=1e-6)
-    seconds = time.monotonic() - began_s
-    print(
-        f"{num_lines} lines, killed after {seen[0]} and {seen[1]}: all answered once, in {seconds:.1f} s with 2 starts"
-    )
     names = {batch["input_file_id"], batch["output_file_id"]}
     assert {path.name for path in (data_dir / "files").iterdir()} == names
     server.process.send_signal(signal.SIGTERM)
@@ -117,16 +134,87 @@ def _decoded(answer: dict[str, Any]) -> bytes:
     return base64.b64decode(answer["response"]["body"]["data"][0]["embedding"])
 
 
-def test_a_server_that_is_killed_goes_on_with_its_batch(launch, small_bert: Path, tmp_path: Path) -> None:
-    check_killed_twice(launch, small_bert, tmp_path / "data", 900)
+def test_killed_server_continues_its_batch(launch_gated, gate: Gate, small_bert: Path, tmp_path: Path) -> None:
+    check_killed_twice(launch_gated, gate, small_bert, tmp_path / "data", 900)
 
 
 @pytest.mark.slow
-def test_10_000_lines_and_two_kills(launch, minilm_folder: Path, tmp_path: Path) -> None:
-    check_killed_twice(launch, minilm_folder, tmp_path / "data", 10_000)
+def test_10_000_lines_and_two_kills(launch_gated, gate: Gate, minilm_folder: Path, tmp_path: Path) -> None:
+    check_killed_twice(launch_gated, gate, minilm_folder, tmp_path / "data", 10_000)
 
 
-def p99_ms(url: str, num_clients: int, seconds: float) -> tuple[float, float, int]:
+def test_line_that_kills_the_server_fails_alone(launch_gated, gate: Gate, small_bert: Path, tmp_path: Path) -> None:
+    """The server is killed whenever line 20 is the one under way, as the OOM killer would do."""
+    flags = ("--data-dir", str(tmp_path / "data"))
+    gate.let_through(19)
+    server = launch_gated(*flags, model=small_bert)
+    batch_id = begin(server.url, jsonl(60))
+    for num_starts in range(2, 5):
+        batch = wait_for_lines(server.url, batch_id, 19)
+        assert (batch["status"], batch["request_counts"]["completed"]) == ("in_progress", 19)
+        if num_starts > 2:  # a line that runs alone is recorded before it runs
+            wait_for_suspect(tmp_path / "data" / "penstock.db", 20)
+        server.process.kill()
+        server.process.wait()
+        server = launch_gated(*flags, model=small_bert)
+    gate.open()
+    batch = wait_for_end(server.url, batch_id)
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": 60, "completed": 59, "failed": 1}
+    output, errors = (
+        [json.loads(line) for line in httpx.get(f"{server.url}/v1/files/{batch[name]}/content").text.splitlines()]
+        for name in ("output_file_id", "error_file_id")
+    )
+    assert sorted(answer["custom_id"] for answer in output) == sorted(f"line-{i}" for i in range(60) if i != 19)
+    assert [(error["custom_id"], error["error"]["code"]) for error in errors] == [("line-19", "server_crashed")]
+
+
+def wait_for_suspect(database: Path, line: int) -> None:
+    """Wait until the server has recorded that it runs a line alone."""
+    give_up_s = time.monotonic() + 240
+    while True:
+        with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+            if connection.execute("SELECT 1 FROM suspects WHERE line = ? AND is_running", (line,)).fetchone():
+                return
+        assert time.monotonic() < give_up_s
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_batch_beside_one_request_a_second(launch, tmp_path: Path) -> None:
+    """Prints lines per second and the latency of a client, each alone and beside the other."""
+    server = launch("--data-dir", str(tmp_path / "data"))
+
+    def lines_per_s() -> float:
+        batch_id = begin(server.url, jsonl(3000))
+        before = wait_for_lines(server.url, batch_id, 100)["request_counts"]["completed"]
+        began_s = time.monotonic()
+        time.sleep(10)
+        done = batch_of(server.url, batch_id)["request_counts"]["completed"] - before
+        rate = done / (time.monotonic() - began_s)
+        httpx.post(f"{server.url}/v1/batches/{batch_id}/cancel", timeout=60)
+        wait_for_end(server.url, batch_id)
+        return rate
+
+    alone, beside = [], []
+    latency_alone = p99_ms(server.url, 1, 10, pause_s=1.0)
+    latency_beside = []
+    for _ in range(3):
+        alone.append(lines_per_s())
+        with ThreadPoolExecutor(1) as pool:
+            latency = pool.submit(p99_ms, server.url, 1, 12, pause_s=1.0)
+            beside.append(lines_per_s())
+            latency_beside.append(latency.result())
+    for name, rates in (("alone", alone), ("beside a request a second", beside)):
+        print(f"lines/s {name}: {', '.join(f'{rate:.1f}' for rate in rates)}")
+    print(f"ratio of the medians: {statistics.median(beside) / statistics.median(alone):.2f}")
+    print("p50/p99 ms of the client alone: {:.1f}/{:.1f} of {}".format(*latency_alone))
+    for figures in latency_beside:
+        print("p50/p99 ms of the client beside a batch: {:.1f}/{:.1f} of {}".format(*figures))
+
+
+def p99_ms(url: str, num_clients: int, seconds: float, *, pause_s: float = 0.002) -> tuple[float, float, int]:
     """The median and the 99th percentile of requests for one short text, and how many there were."""
     took: list[float] = []
 
@@ -138,7 +226,7 @@ def p99_ms(url: str, num_clients: int, seconds: float) -> tuple[float, float, in
             while (began_s := time.monotonic()) < end_s:
                 assert client.post("/v1/embeddings", json=body).status_code == 200
                 took.append(1000 * (time.monotonic() - began_s))
-                time.sleep(0.002)
+                time.sleep(pause_s)
 
     clients = [threading.Thread(target=ask) for _ in range(num_clients)]
     for client in clients:
@@ -175,13 +263,16 @@ def test_clients_do_not_wait_for_batches(launch, tmp_path: Path, num_clients: in
 
 
 @pytest.mark.slow
-def test_a_batch_waits_while_the_disk_is_full(launch, small_bert: Path, small_disk) -> None:
+def test_batch_waits_while_the_disk_is_full(launch_gated, gate: Gate, small_bert: Path, small_disk) -> None:
     disk = small_disk(8 * MIB)
-    server = launch("--data-dir", str(disk.folder / "data"), model=small_bert)
+    flags = ("--data-dir", str(disk.folder / "data"))
+    gate.let_through(100)
+    server = launch_gated(*flags, model=small_bert)
     batch_id = begin(server.url, jsonl(2000))
-    wait_for_lines(server.url, batch_id, 100)
+    batch = wait_for_lines(server.url, batch_id, 100)
     disk.fill()
-    time.sleep(1)
+    gate.let_through(1000)  # their answers find no room
+    wait_for_log(server, "answers cannot be written")
     batch = batch_of(server.url, batch_id)
     assert (batch["status"], batch["error_file_id"]) == ("in_progress", None)
     done = batch["request_counts"]["completed"]
@@ -195,27 +286,38 @@ def test_a_batch_waits_while_the_disk_is_full(launch, small_bert: Path, small_di
     body = {"input_file_id": batch["input_file_id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
     response = httpx.post(f"{server.url}/v1/batches", json=body, timeout=60)
     assert response.status_code == 507, response.text
-    assert "waits" in server.log.read_text()
     server.process.kill()  # and killed beside it
     server.process.wait()
     disk.make_room()
-    server = launch("--data-dir", str(disk.folder / "data"), model=small_bert)
+    gate.open()
+    server = launch_gated(*flags, model=small_bert)
     check_all_answered_once(server.url, wait_for_end(server.url, batch_id), 2000)
+    gate.let_through(100)
     batch_id = begin(server.url, jsonl(2000))
     wait_for_lines(server.url, batch_id, 100)
     disk.fill()
-    time.sleep(1)
+    gate.let_through(1000)
+    wait_for_log(server, "answers cannot be written")
     disk.make_room()
+    gate.open()
     check_all_answered_once(server.url, wait_for_end(server.url, batch_id), 2000)
-    print(f"2000 lines, the disk full after {done}: all answered once when there was room again")
 
 
-def test_lines_wait_for_an_engine_that_starts_again(launch, small_bert: Path, tmp_path: Path) -> None:
-    server = launch("--data-dir", str(tmp_path / "data"), model=small_bert)
+def wait_for_log(server: Any, text: str) -> None:
+    give_up_s = time.monotonic() + 240
+    while text not in server.log.read_text():
+        assert time.monotonic() < give_up_s, server.log.read_text()
+        time.sleep(0.05)
+
+
+def test_lines_wait_for_an_engine_that_starts_again(launch_gated, gate: Gate, small_bert: Path, tmp_path: Path) -> None:
+    gate.let_through(100)
+    server = launch_gated("--data-dir", str(tmp_path / "data"), model=small_bert)
     batch_id = begin(server.url, jsonl(2000))
-    wait_for_lines(server.url, batch_id, 100)
+    assert wait_for_lines(server.url, batch_id, 100)["status"] == "in_progress"
     (worker,) = server.children()
     os.kill(worker, signal.SIGKILL)
+    gate.open()
     check_all_answered_once(server.url, wait_for_end(server.url, batch_id), 2000)
 
 

@@ -1,6 +1,8 @@
 """Input files: read line by line, whatever they hold."""
 
+import gc
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -29,8 +31,11 @@ def codes(file: InputFile) -> list[tuple[str, int | None]]:
 def test_marks_and_empty_lines_are_passed_over(read) -> None:
     file = read(b"\xef\xbb\xbf" + line("a") + b"\r\n\n  \n" + line("b"))
     assert file.check() == (2, [])
-    assert [(found.number, found.custom_id) for part in file.slices(set()) for found in part] == [(1, "a"), (4, "b")]
-    assert [found.number for part in file.slices({1}) for found in part] == [4]
+    places = [place for part in file.slices(set()) for place in part]
+    assert [file.read(place)[:2] for place in places] == [(1, "a"), (4, "b")]
+    assert file.custom_ids(places) == [(1, "a"), (4, "b")]
+    assert [place.number for part in file.slices({1}) for place in part] == [4]
+    assert [place.number for part in file.slices(set(), after=places[0]) for place in part] == [4]
 
 
 def test_other_keys_are_passed_over(read) -> None:
@@ -57,10 +62,39 @@ def test_inputs_are_counted_as_texts(read) -> None:
     assert codes(read(b"\n".join(ids))) == []
 
 
-def test_slices_are_small(read) -> None:
-    file = read(b"\n".join(line(str(i), input="x" * 20_000) for i in range(150)))
-    sizes = [len(part) for part in file.slices(set())]
-    assert sum(sizes) == 150
-    assert max(sizes) < 60
-    many = read(b"\n".join(line(str(i)) for i in range(250)))
-    assert [len(part) for part in many.slices(set())] == [100, 100, 50]
+def test_slices_hold_places_and_no_lines(read) -> None:
+    file = read(b"\n".join(line(str(i), input="x" * 200_000) for i in range(150)))
+    tracemalloc.start()
+    slices = list(file.slices(set()))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [len(part) for part in slices] == [100, 50]
+    assert peak < 500_000
+    assert file.read(slices[1][49]).custom_id == "149"
+
+
+def test_content_is_the_body_without_its_priority(read) -> None:
+    file = read(line(input="é", priority=-5, dimensions=3))
+    ((place,),) = file.slices(set())
+    assert json.loads(file.read(place).content) == {"input": "é", "dimensions": 3}
+
+
+def test_line_with_much_white_space_is_not_dropped(read) -> None:
+    file = read(b" " * 200_000 + line("a") + b"\n" + line("b"), max_line_bytes=1000)
+    assert codes(file) == [("line_too_long", 1)]
+    assert [place.number for part in file.slices(set()) for place in part] == [1, 2]
+    assert read(b" " * 200_000 + b"\n" + line("b"), max_line_bytes=1000).check() == (1, [])
+
+
+def test_check_leaves_no_line_in_memory(read) -> None:
+    file = read(b"\n".join(line(str(i), input="x" * 1_000_000) for i in range(20)) + b"\n{" + b"x" * 1_000_000)
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        assert codes(file) == [("invalid_json_line", 21)]
+        left, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert left < 500_000
