@@ -72,7 +72,7 @@ class Surroundings:
         ask: Asks a route.
         window: Says when.
         num_lines: Lines with an answer ("completed") and with an error ("failed") since the start.
-        checking: Held while a file is checked: one after the other.
+        checking: Held while a file is checked, or read for its custom ids: one after the other.
         suspect: Held by a line that was running when the engine or the server died: if that happens again, this line
             is known to be the cause.
         now: Unix time.
@@ -276,7 +276,7 @@ class BatchRun:
         """Runs a line until it has an answer, and returns when that is safe."""
         if self._crashes.lines.get(place.number, 0) >= MOST_CRASHES:
             logger.error("line %d of %s is not run: the server was killed with it", place.number, self.batch.id)
-            ((number, custom_id),) = await self._insist(lambda: asyncio.to_thread(self._input.custom_ids, [place]))
+            ((number, custom_id),) = await self._insist(lambda: self._custom_ids([place]))
             answer = unanswered(self._name(number), number, custom_id, _CRASHED)
         else:
             answer = await self._answer_of(place, is_suspect=is_suspect)
@@ -324,7 +324,7 @@ class BatchRun:
 
     async def _read_and_ask(self, place: LinePlace, *, is_suspect: bool) -> tuple[str, RouteAnswer]:
         batch, store, name = self.batch, self._around.store, self._name(place.number)
-        line = await self._insist(lambda: asyncio.to_thread(self._input.read, place))
+        line = await self._insist(lambda: _on_thread(lambda: self._input.read(place)))
         if is_suspect:
             await self._insist(lambda: store.begin_suspect(batch.id, place.number))
         with self._around.window.run():
@@ -349,9 +349,14 @@ class BatchRun:
     async def _write_unanswered(self, error: LineError) -> None:
         """Writes an error for each line that has no answer."""
         async for places in self._lines_left():
-            named = await self._insist(lambda places=places: asyncio.to_thread(self._input.custom_ids, places))
+            named = await self._insist(lambda places=places: self._custom_ids(places))
             answers = [unanswered(self._name(number), number, custom_id, error) for number, custom_id in named]
             await asyncio.gather(*map(self._add, answers))
+
+    async def _custom_ids(self, places: list[LinePlace]) -> list[tuple[int, str]]:
+        """Reads numbers and custom ids. Of all batches, one line at a time is in memory for that."""
+        async with self._around.checking:
+            return await _on_thread(lambda: self._input.custom_ids(places))
 
     async def _end(self, status: Status) -> None:
         """Stores how it ended, with the files that it made."""
@@ -390,6 +395,17 @@ class BatchRun:
 
     def _name(self, number: int) -> str:
         return f"batch_req_{self.batch.id.removeprefix('batch_')}_{number}"
+
+
+async def _on_thread(work: Callable[[], Result]) -> Result:
+    """Runs work on a thread. A cancellation takes effect after the work: until then it holds memory."""
+    running = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        running.exception()  # retrieved, so that asyncio does not log it
+        raise
 
 
 def forget_frames(error: BaseException) -> None:
