@@ -40,10 +40,10 @@ class Files:
 
     Args:
         data: The folder.
-        store: What is known of them.
-        max_bytes: Of one that is uploaded.
+        store: Their records.
+        max_bytes: Largest upload.
         now: Unix time.
-        max_files: Of one owner.
+        max_files: Most files of one owner.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Files:
 
         Raises:
             StorageError: The disk has no room for more of it.
-            HTTPException: The files of its owner have not.
+            HTTPException: 413, the owner has too many files or bytes.
         """
         unseen = _LOOK_EVERY_BYTES
         async for piece in body:

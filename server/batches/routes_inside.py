@@ -78,12 +78,12 @@ class RoutesInside:
         self._is_known = is_known
 
     async def ask(self, path: str, content: bytes, owner: str, name: str) -> RouteAnswer:
-        """Returns what a route answers; 401 where the key of the owner is not valid any more.
+        """Returns the answer of a route; 401 where the key of the owner is not valid any more.
 
         Args:
             path: Of the route.
             content: JSON body.
-            owner: Whose turns it takes.
+            owner: Owner of the batch. The request takes the turns of this owner.
             name: Of the request, unless the body has one.
         """
         if not self._is_known(owner):

@@ -15,8 +15,9 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeVar
 
 from penstock.engine.protocol.errors import StorageError
@@ -64,7 +65,7 @@ _CRASHED: Final = LineError(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Surroundings:
-    """What the runs of one application share.
+    """State that the runs of one application share.
 
     Attributes:
         store: Keeps batches.
@@ -74,7 +75,7 @@ class Surroundings:
         num_lines: Lines with an answer ("completed") and with an error ("failed") since the start.
         checking: Held while a file is checked, or read for its custom ids: one after the other.
         suspect: Held by a line that was running when the engine or the server died: if that happens again, this line
-            is known to be the cause.
+            is the cause.
         now: Unix time.
         retry_s: Seconds until a disk that refuses is tried again.
     """
@@ -94,10 +95,10 @@ class BatchRun:
     """The run of one batch. Belongs to one event loop.
 
     Args:
-        batch: What is known of it.
+        batch: Its record.
         input_file: Its lines.
-        around: What it shares with others.
-        crashes: Its lines that ran when the server was killed; None: the last server stopped by itself.
+        around: State shared with other runs.
+        crashes: Its lines that ran when the server was killed; None after a clean stop.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class BatchRun:
                 async for places in slices:
                     last = places[-1].number
                     if last > self._crashes.until:
-                        await self._insist(lambda last=last: store.begin_lines(batch_id, last))
+                        await self._insist(partial(store.begin_lines, batch_id, last))
                     for place in places:
                         await self._may_feed.wait()
                         await self._around.window.enter(place.num_bytes)
@@ -255,7 +256,7 @@ class BatchRun:
 
         running.create_task(self._answer(place, is_suspect=is_suspect)).add_done_callback(leave)
 
-    async def _lines_left(self) -> AsyncIterator[list[LinePlace]]:
+    async def _lines_left(self) -> AsyncGenerator[list[LinePlace], None]:
         """Yields the places of lines that have no answer, some at a time. A disk that refuses them is tried again."""
         last: LinePlace | None = None
         slices = self._input.slices(self._journal.done)
@@ -349,7 +350,7 @@ class BatchRun:
     async def _write_unanswered(self, error: LineError) -> None:
         """Writes an error for each line that has no answer."""
         async for places in self._lines_left():
-            named = await self._insist(lambda places=places: self._custom_ids(places))
+            named = await self._insist(partial(self._custom_ids, places))
             answers = [unanswered(self._name(number), number, custom_id, error) for number, custom_id in named]
             await asyncio.gather(*map(self._add, answers))
 

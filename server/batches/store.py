@@ -231,7 +231,7 @@ class Store:
         return await self._do(read)
 
     async def stop_cleanly(self, batch_ids: Iterable[str]) -> None:
-        """Records that no line of these batches was lost: the server stops by itself."""
+        """Records a clean stop: no line of these batches is a suspect after the next start."""
         rows = [(batch_id,) for batch_id in batch_ids]
 
         def write(database: sqlite3.Connection) -> None:
@@ -252,7 +252,7 @@ class Store:
         return await self._records(Batch, query, (owner, limit, num_kept))
 
     async def remove_batch(self, batch: Batch) -> list[str]:
-        """Forgets a batch and its files. Returns the ids of those files; a file that another batch reads stays."""
+        """Forgets a batch and its files. Returns the ids of the removed files. A file that another batch reads stays."""
 
         def write(database: sqlite3.Connection) -> list[str]:
             database.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
