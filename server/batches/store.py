@@ -252,7 +252,7 @@ class Store:
         return await self._records(Batch, query, (owner, limit, num_kept))
 
     async def remove_batch(self, batch: Batch) -> list[str]:
-        """Forgets a batch and its files. Returns the ids of the removed files. A file that another batch reads stays."""
+        """Removes the records of a batch and of its files, and returns their ids. The input of another batch stays."""
 
         def write(database: sqlite3.Connection) -> list[str]:
             database.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
