@@ -231,7 +231,7 @@ class Files:
         sync_folder(self._folder)
 
 
-def _too_much(reason: str) -> HTTPException:
+def _too_much(reason: str) -> LimitError:
     message = (
         f"The files of this key {reason}, those that batches made included; "
         "delete some (DELETE /v1/files/ID), or wait until they expire."

@@ -627,7 +627,7 @@ async def test_parallel_uploads_stay_within_the_limits(running, monkeypatch) -> 
     monkeypatch.setattr("penstock.server.batches.files.MOST_LARGE_FILES", 2)
     async with running(Routes(), max_file_bytes=1000, max_files=5) as batches:
         sent = await asyncio.gather(*(upload(batches, b"") for _ in range(30)), return_exceptions=True)
-        assert Counter(type(each) for each in sent) == {str: 5, HTTPException: 25}
+        assert Counter(type(each) for each in sent) == {str: 5, LimitError: 25}
         refusal = next(each for each in sent if isinstance(each, HTTPException))
         assert (refusal.status_code, "--max-files" in refusal.detail) == (413, True)
         sent = await asyncio.gather(*(upload(batches, b"", owner="other") for _ in range(2)))
@@ -635,7 +635,7 @@ async def test_parallel_uploads_stay_within_the_limits(running, monkeypatch) -> 
         sent = await asyncio.gather(
             *(upload(batches, bytes(900), owner="other") for _ in range(5)), return_exceptions=True
         )
-        assert Counter(type(each) for each in sent) == {str: 2, HTTPException: 3}
+        assert Counter(type(each) for each in sent) == {str: 2, LimitError: 3}
         assert len(list(batches.files.path("x").parent.iterdir())) == 7
 
 
@@ -645,7 +645,7 @@ async def test_batches_leave_room_for_the_files_they_make(running) -> None:
     async with running(routes, max_files=5) as batches:
         file_id = await upload(batches, lines(range(1)))
         made = await asyncio.gather(*(create(batches, file_id) for _ in range(5)), return_exceptions=True)
-        assert Counter(type(each) for each in made) == {Batch: 2, HTTPException: 3}
+        assert Counter(type(each) for each in made) == {Batch: 2, LimitError: 3}
 
 
 async def test_ended_batch_expires_with_its_files(running, clock) -> None:
