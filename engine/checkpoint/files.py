@@ -10,6 +10,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from ..model_files.json_files import read_object
 from ..protocol.errors import ModelLoadError, WeightError
+from .headers import check_file
 
 logger = logging.getLogger("penstock.engine")
 
@@ -145,6 +146,18 @@ def tensor_files(folder: Path) -> list[Path]:
     raise _no_weights(folder)
 
 
+def check_weights(folder: Path) -> None:
+    """Checks the first bytes of all weight files of a folder. A folder without weights passes.
+
+    Raises:
+        WeightError: A file is damaged or missing; see check_file and indexed_files.
+    """
+    names = [folder / f"{name}{suffix}" for name in WEIGHT_FILES for suffix in ("", ".index.json")]
+    if any(path.is_file() for path in names):
+        for path in tensor_files(folder):
+            check_file(path)
+
+
 def indexed_files(index: Path) -> dict[str, str]:
     """Returns the names of files in an index of shards, by tensor; none leads out of the folder.
 
@@ -173,13 +186,22 @@ def _find_tensors(folder: Path, open_file: OpenFile[StoredT]) -> dict[str, Path]
     for name in WEIGHT_FILES:
         path, index = folder / name, folder / f"{name}.index.json"
         if path.is_file():
+            check_file(path)
             return dict.fromkeys(open_file(path).keys(), path)
         if index.is_file():
-            return _read_index(index)
+            files = _read_index(index)
+            for shard in set(files.values()):
+                check_file(shard)
+            return files
     raise _no_weights(folder)
 
 
 def _no_weights(folder: Path) -> WeightError:
+    for path in (folder / name for name in WEIGHT_FILES):
+        if path.is_dir():
+            return WeightError(f"{path} is a folder; it must be a file of weights.")
+        if path.is_symlink():
+            return WeightError(f"{path} is a link to a file that does not exist; download the model again.")
     return WeightError(
         f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, nor an index of shards of either."
     )

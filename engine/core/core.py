@@ -20,6 +20,7 @@ from ..protocol.errors import (
     DeadlineExceededError,
     EngineError,
     InvalidRequestError,
+    MachineError,
     ModelExecutionError,
     ModelLoadError,
 )
@@ -100,7 +101,7 @@ class EngineCore:
             return
         except Exception as error:  # start-up boundary: whatever went wrong must reach the operator
             logger.exception("loading %s failed", self._config.model)
-            self._send(LoadFailed(ModelLoadError.__name__, f"loading {self._config.model} failed: {error!r}"), [])
+            self._send(LoadFailed(MachineError.__name__, f"loading {self._config.model} failed: {error!r}"), [])
             return
         try:
             self._runner.ring(self._bell.fd)

@@ -14,7 +14,7 @@ import msgspec
 
 from ..protocol import errors
 from ..protocol.config import EngineConfig
-from ..protocol.errors import ModelLoadError
+from ..protocol.errors import MachineError, ModelLoadError
 from ..protocol.ipc.messages import Failed, Frame, FromCore, LoadFailed, PrefixesCleared, Ready, Rows, Start
 from ..protocol.model_info import ModelInfo
 from .engine_process import EngineProcess
@@ -187,7 +187,7 @@ class CoreSupervisor:
         """Called when the core is gone without having been asked to go."""
         self._replica.disconnect(reason)
         if not self._ready.done():
-            self._ready.set_exception(ModelLoadError(f"The model could not be loaded: {reason}."))
+            self._ready.set_exception(MachineError(f"The model could not be loaded: {reason}."))
         elif self.state is EngineState.READY:
             logger.error("%s; it is started again.", reason)
             self._enter(EngineState.STARTING)

@@ -7,7 +7,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from ..protocol.errors import ModelLoadError
+from ..protocol.errors import MachineError
 from ..protocol.ipc.messages import Frame, FromCore, Start, Turn
 from .process_core import OnExit, OnMessage
 
@@ -29,7 +29,7 @@ class ThreadCore:
         self._thread: threading.Thread | None = None
 
     async def start(self) -> None:
-        """Starts the core; Ready or LoadFailed follows as a message. Raises ModelLoadError if none can be made."""
+        """Starts the core; Ready or LoadFailed follows as a message. Raises MachineError if none can be made."""
         loop = asyncio.get_running_loop()
 
         def send(message: FromCore, frames: list[Frame]) -> None:
@@ -52,7 +52,7 @@ class ThreadCore:
 
         def ended(reason: str) -> None:
             if not created.done():
-                created.set_exception(ModelLoadError(reason))
+                created.set_exception(MachineError(reason))
             elif not self._closing:
                 self._on_exit(reason)
 

@@ -32,7 +32,8 @@ def locate_model(name: str, revision: str | None = None) -> Path:
         revision: Branch, tag or commit of a hub id; None takes the default branch.
 
     Raises:
-        ModelLoadError: No such folder or repository, or a folder without model files; the message says what was tried.
+        ModelLoadError: No such folder (see is_local) or repository, or a folder without model files; the message says
+            what was tried.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -41,9 +42,25 @@ def locate_model(name: str, revision: str | None = None) -> Path:
         return folder.resolve()
     if folder.exists():
         raise ModelLoadError(f"{folder} is a file; a model is a folder with config.json, or a hub id.")
+    if is_local(name, revision) and _HUB_ID.fullmatch(name):
+        raise ModelLoadError(
+            f"There is no folder {folder.name!r} in the folder {str(folder.parent)!r}. To load the hub repository "
+            f"{name!r}, give --revision main, or run the command in another folder."
+        )
     if not _HUB_ID.fullmatch(name):
         raise ModelLoadError(f"There is no folder {str(folder)!r}, and {name!r} is not a hub id (owner/name).")
     return _fetch(name, revision)
+
+
+def is_local(name: str, revision: str | None = None) -> bool:
+    """Whether a name means a local folder, which may not exist, and not a repository of the hub.
+
+    A name such as "a/b" means the hub, unless it exists, or the folder "a" exists and no revision is given.
+    """
+    folder = Path(name).expanduser()
+    if _HUB_ID.fullmatch(name) is None or folder.exists():
+        return True
+    return "/" in name and revision is None and folder.parent.is_dir()
 
 
 def _fetch(name: str, revision: str | None) -> Path:

@@ -13,6 +13,8 @@ from ..protocol.json_text import parse_json
 
 logger = logging.getLogger("penstock.engine")
 
+LFS_HINT: Final = "is a Git LFS pointer, not the file itself; run `git lfs pull` in the model's folder"
+_LFS_START: Final = b"version https://git-lfs.github.com/spec/"
 _MAX_SHOWN: Final = 400
 # What a value of a wrong kind, or of an absurd size, raises where it is used.
 _VALUE_ERRORS: Final = (
@@ -27,16 +29,25 @@ _VALUE_ERRORS: Final = (
     ValueError,
 )
 
+# What the files themselves are to blame for; a full disk or too many open files are not.
+_FILE_ERRORS: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+
 
 def read_json(path: Path) -> Any:
     """Returns the content of a JSON file; None where there is no such file.
 
     Raises:
-        ModelLoadError: The file cannot be read, or is not JSON within bounds; see parse_json.
+        ModelLoadError: The file cannot be read, is a Git LFS pointer, holds null, or is not JSON within bounds; see
+            parse_json.
     """
     try:
-        return parse_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if text.startswith(_LFS_START.decode()):
+            raise ModelLoadError(f"{path} {LFS_HINT}.")
+        value = parse_json(text)
     except FileNotFoundError:
+        if path.is_symlink():
+            raise ModelLoadError(f"{path} is a link to a file that does not exist; download the model again.") from None
         return None
     except UnicodeDecodeError as error:
         raise ModelLoadError(f"{path} cannot be read: it is not UTF-8 text ({error.reason}).") from error
@@ -44,6 +55,15 @@ def read_json(path: Path) -> Any:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
         raise ModelLoadError(f"{path} cannot be read: {error}.") from error
+    if value is None:
+        raise ModelLoadError(f"{path} holds null instead of a value; download the model again.")
+    return value
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is the text that Git keeps in place of a large file. Raises OSError if it cannot be read."""
+    with path.open("rb") as file:
+        return file.read(len(_LFS_START)) == _LFS_START
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -74,6 +94,8 @@ def as_load_error(found: str) -> Iterator[None]:
         yield
     except EngineError:
         raise
+    except _FILE_ERRORS as error:
+        raise ModelLoadError(f"{found}: {error.filename}: {error.strerror or error}.") from error
     except _VALUE_ERRORS as error:
         logger.debug("%s", found, exc_info=True)
         raise ModelLoadError(

@@ -60,7 +60,8 @@ def resolve_model(config: EngineConfig) -> ModelInfo:
         UnsupportedModelError: The architecture or one of its modules is not known; the message names it.
         ModelLoadError: The model is not found, a file is broken, or a setting does not fit the model.
     """
-    root = locate_model(config.model, config.revision)
+    with as_load_error(f"The folder {config.model} cannot be used"):
+        root = locate_model(config.model, config.revision)
     with as_load_error(f"The JSON files of {root} cannot be used"):
         return _resolve(root, config)
 

@@ -20,6 +20,7 @@
     +-- ModelLoadError               the model cannot be served at all (start-up only)
         +-- UnsupportedModelError    unknown architecture or model file
         +-- WeightError              a tensor is missing or has the wrong shape
+        +-- MachineError             the machine or the installation lacks what the model needs
 
 Knows nothing about HTTP: server/errors/table.py holds the only table from class to status.
 """
@@ -215,3 +216,7 @@ class UnsupportedModelError(ModelLoadError):
 
 class WeightError(ModelLoadError):
     """A checkpoint tensor is missing or has the wrong shape."""
+
+
+class MachineError(ModelLoadError):
+    """The machine or the installation lacks what the model needs: a device, memory, a library. Its files are fine."""

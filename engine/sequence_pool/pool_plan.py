@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ..protocol.errors import ModelLoadError
+from ..protocol.errors import MachineError
 from .cache_spec import CacheSpec
 
 _SLOT_SHARE: Final = 0.25
@@ -38,7 +38,7 @@ def plan_pool(spec: CacheSpec, memory_bytes: int, *, block_size: int, itemsize: 
         max_num_seqs: Sequences that may be in flight; more slots than that would never be used.
 
     Raises:
-        ModelLoadError: Not even one block and one slot fit.
+        MachineError: Not even one block and one slot fit.
         ValueError: The model keeps nothing, or a size is less than 1.
     """
     for name, value in (("block_size", block_size), ("itemsize", itemsize), ("max_num_seqs", max_num_seqs)):
@@ -49,7 +49,7 @@ def plan_pool(spec: CacheSpec, memory_bytes: int, *, block_size: int, itemsize: 
     if not block_bytes and not slot_bytes:
         raise ValueError("the model keeps nothing between chunks; it needs no pool.")
     if memory_bytes < block_bytes + slot_bytes:
-        raise ModelLoadError(
+        raise MachineError(
             f"The pool has {max(memory_bytes, 0):,} bytes, but one sequence takes at least {block_bytes + slot_bytes:,}"
             f" ({block_bytes:,} per block of {block_size} tokens, {slot_bytes:,} per state). "
             "Give it more with --kv-cache-memory."

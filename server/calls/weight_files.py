@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Final, NamedTuple
 
-_LENGTH_BYTES: Final = 8
+from penstock.engine.checkpoint.headers import read_header
+from penstock.engine.protocol.errors import WeightError
+
 _SIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -28,12 +29,14 @@ class WeightFiles(NamedTuple):
     def of(cls, folder: str) -> WeightFiles:
         """Returns what is known of the weights in a folder, modules below it included.
 
+        A damaged file counts with its size and no parameters: the engine names the damage when it loads the model.
+
         Raises:
-            OSError: They cannot be read.
+            OSError: The folder cannot be read.
         """
         root = Path(folder)
-        tensors = sorted(root.rglob("*.safetensors"))
-        files = tensors or sorted((*root.glob("*.bin"), *root.glob("*.pt")))
+        tensors = sorted(filter(Path.is_file, root.rglob("*.safetensors")))
+        files = tensors or sorted(filter(Path.is_file, (*root.glob("*.bin"), *root.glob("*.pt"))))
         stats = [path.stat() for path in files] or [root.stat()]
         num_bytes = sum(stat.st_size for stat in stats) if files else 0
         return cls(num_bytes, sum(map(_num_parameters, tensors)), max(stat.st_mtime for stat in stats))
@@ -44,10 +47,8 @@ class WeightFiles(NamedTuple):
 
 
 def _num_parameters(path: Path) -> int:
-    """Returns the numbers in a safetensors file, by its header: its length in 8 bytes, then JSON; 0 if it has none."""
-    with path.open("rb") as file:
-        num_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if num_bytes > path.stat().st_size:
-            return 0
-        header = json.loads(file.read(num_bytes))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    """Returns the numbers in a safetensors file by its header; 0 for a damaged file."""
+    try:
+        return sum(math.prod(entry.shape) for entry in read_header(path).values())
+    except WeightError:
+        return 0

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -188,16 +189,21 @@ def _info(given: dict[str, Any]) -> int:
     as_json = given.pop("json")
     settings = load(InfoSettings, given, positional=("model",))
     model, names = model_and_names(settings.model)
+    from penstock.engine.checkpoint.files import check_weights
     from penstock.engine.model_files.resolve import resolve_model, resolved_table
     from penstock.engine.protocol.errors import ModelLoadError
 
     from ..calls.weight_files import WeightFiles
     from ..models.resolved_rows import format_table
+    from .load_failures import load_failure
 
     try:
         info = resolve_model(settings.engine_config(model, names[0]))
+        check_weights(Path(info.path))
+        for spec in info.dense:
+            check_weights(Path(info.path) / spec.folder)
     except ModelLoadError as error:
-        raise CommandError(error.message) from error
+        raise load_failure(error, model, settings.revision) from error
     files, rows = WeightFiles.of(info.path), [row for row in resolved_table(info) if row[0] not in _DECIDED_BY_LOADING]
     if as_json:
         fields = {name: {"value": getattr(info, name), "from": source} for name, _, source in rows}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..cluster.settings import RayEmbedSettings, RayServeSettings, check_flags
-from ..settings import CommandError, UsageError
+from ..settings import UsageError
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, load
 from .model_plans import planned
@@ -90,13 +90,14 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     from ..cluster.mounts import everywhere
     from ..cluster.pieces import check_apart, digest_of, list_inputs, pieces_of
     from .embed.run import check_options, model_digest, pooling_params
+    from .load_failures import load_failure
 
     configure_logging(settings.log_level, settings.log_format)
     config = settings.on_replica(settings.engine_config(everywhere(model), name))
     try:
         info = resolve_model(config)
     except ModelLoadError as error:
-        raise CommandError(error.message) from error
+        raise load_failure(error, config.model, config.revision) from error
     check_options(settings, info)
     inputs = list_inputs(source, settings.field)
     check_apart(inputs, Path(settings.output))

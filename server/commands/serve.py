@@ -34,8 +34,9 @@ from ..transport.connection_limits import TransferLimits, raise_file_limit
 from ..transport.http_server import HttpServer, freeze, uvicorn_config
 from ..wire.limit_errors import ServerRefusalReason
 from .announcement import announcement, exposure
+from .load_failures import exit_code_of
 from .model_plans import ModelPlan
-from .served_models import kept_config, served_model
+from .served_models import kept_config, served_models
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +61,13 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
         logger.warning("the environment variable %s is not known and has no effect", variable)
     num_engines = min(len(plans), settings.max_loaded_models or len(plans))
     cache = open_cache(settings)
-    models = [served_model(plan, settings, num_engines, process if plan is plans[0] else None, cache) for plan in plans]
+    models = served_models(plans, settings, num_engines, process, cache)
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     if settings.api_workers > 1:
         check_workers(settings, plans)
         configs = [kept_config(plan, num_engines) for plan in plans]
         listener = bound_socket(settings.host, settings.port)
-        _serve_by_workers(settings, list(zip(models, configs, strict=True)), listener, process)
+        _serve_by_workers(settings, plans, list(zip(models, configs, strict=True)), listener, process)
         return
     failures: list[Exception] = []
 
@@ -91,11 +92,12 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     for error in failures:  # told last: what is read first is the end of a log
         _tell(error)
     if failures or not server.started:
-        raise SystemExit(START_FAILED)
+        raise SystemExit(_exit_code(failures, plans))
 
 
 def _serve_by_workers(
     settings: ServerSettings,
+    plans: Sequence[ModelPlan],
     models: Sequence[tuple[ServedModel, EngineConfig]],
     listener: socket.socket,
     process: EngineProcess | None,
@@ -117,7 +119,7 @@ def _serve_by_workers(
         else:
             _tell(error)
     if supervisor.failures:
-        raise SystemExit(START_FAILED)
+        raise SystemExit(_exit_code(supervisor.failures, plans))
     if supervisor.signals[:1] == [signal.SIGINT]:
         raise KeyboardInterrupt
 
@@ -149,6 +151,12 @@ def _announce(entries: Sequence[ModelEntry], settings: ServerSettings, listener:
     logger.info("%s", announcement(entries, settings, listener.getsockname()[1]))
     if (warning := exposure(settings)) is not None:
         logger.warning("%s", warning)
+
+
+def _exit_code(failures: Sequence[Exception], plans: Sequence[ModelPlan]) -> int:
+    """Returns the exit code of a start that failed: the first failure is that of the first model."""
+    plan = plans[0]
+    return exit_code_of(failures[0], plan.model, plan.settings.revision, START_FAILED) if failures else START_FAILED
 
 
 def _tell(failure: Exception) -> None:

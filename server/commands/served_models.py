@@ -2,49 +2,84 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import Final
+import logging
+from collections.abc import Sequence
 
 from penstock.engine import AsyncEngine, EngineConfig, ModelInfo
 from penstock.engine.frontend.engine_process import EngineProcess
 from penstock.engine.frontend.replicas.places import replica_configs
 from penstock.engine.frontend.vector_cache.cache import VectorCache
+from penstock.engine.model_files.hub import is_local
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.errors import ModelLoadError
 
 from ..calls.weight_files import WeightFiles
 from ..models.served_model import ServedModel, check_prompt_name
 from ..settings import ServerSettings, UsageError
+from ..wire.shown_values import shown_bytes
 from .model_plans import ModelPlan
 
-_MAYBE_HUB_ID: Final = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+logger = logging.getLogger(__name__)
 
 
-def served_model(
-    plan: ModelPlan,
+class UnusableModelError(UsageError):
+    """The files of a local model are missing or damaged, or do not fit its settings."""
+
+
+def served_models(
+    plans: Sequence[ModelPlan],
     settings: ServerSettings,
     num_engines: int,
     process: EngineProcess | None = None,
     cache: VectorCache | None = None,
-) -> ServedModel:
-    """Returns a model as the application serves it.
+) -> list[ServedModel]:
+    """Returns the models as the application serves them.
+
+    A model with damaged files keeps no other from serving: its engine refuses it when it is loaded, and requests for it
+    get 503. A log line says why now, where the model is not loaded at the start.
 
     Args:
-        plan: What is asked for.
+        plans: What is asked for.
         settings: Of the server.
         num_engines: Engines that share the machine.
-        process: Of its engine, where it has been started already; the first start takes it.
+        process: Of the first model's engine, where it has been started already; the first start takes it.
         cache: Of embeddings, which all models share; None for none.
 
     Raises:
-        UsageError: The engine would refuse the model, it lacks the prompt, or it is larger than all models may be.
+        UsageError: None of the models can be used, a model lacks its prompt, a place of replicas is not there, or a
+            model is larger than all models may be.
     """
-    config = engine_config(plan, num_engines)
-    info = resolved(config, plan.default_prompt_name)
+    models: list[ServedModel] = []
+    unusable: list[UnusableModelError] = []
+    for plan in plans:
+        config = engine_config(plan, num_engines)
+        try:
+            info = resolved(config, plan.default_prompt_name)
+        except UnusableModelError as error:
+            info = None
+            unusable.append(error)
+            if not plan.is_preloaded:
+                logger.error("%s could not be loaded now: %s", plan.names[0], error)
+        models.append(_served_model(plan, config, info, settings, process if plan is plans[0] else None, cache))
+    if len(unusable) == len(plans):
+        raise unusable[0]
+    return models
+
+
+def _served_model(
+    plan: ModelPlan,
+    config: EngineConfig,
+    info: ModelInfo | None,
+    settings: ServerSettings,
+    process: EngineProcess | None,
+    cache: VectorCache | None,
+) -> ServedModel:
     num_bytes = 0 if info is None else _num_bytes(info) * len(replica_configs(config))
     if settings.model_memory is not None and num_bytes > settings.model_memory:
-        raise UsageError(f"--model-memory: {plan.names[0]} alone takes {num_bytes} bytes")
+        raise UsageError(
+            f"--model-memory: {plan.names[0]} alone takes {shown_bytes(num_bytes)}, and the limit is "
+            f"{shown_bytes(settings.model_memory)}; raise the limit, or leave the model out"
+        )
     started = [] if process is None else [process]
 
     async def start() -> AsyncEngine:
@@ -93,13 +128,20 @@ def resolved(config: EngineConfig, default_prompt_name: str | None) -> ModelInfo
     A hub id is left to the engine, which may download it.
 
     Raises:
-        UsageError: The engine would refuse the model or a place, or the model lacks the prompt.
+        UnusableModelError: The engine would refuse the model.
+        UsageError: A place is not there, or the model lacks the prompt.
     """
     try:
         replica_configs(config)
-        if _MAYBE_HUB_ID.fullmatch(config.model) and not Path(config.model).exists():
+        if not is_local(config.model, config.revision):
             return None
+    except ModelLoadError as error:
+        raise UsageError(error.message) from error
+    try:
         info = resolve_model(config)
+    except ModelLoadError as error:
+        raise UnusableModelError(error.message) from error
+    try:
         check_prompt_name(default_prompt_name, info)
     except ModelLoadError as error:
         raise UsageError(error.message) from error

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from ...model_files.json_files import as_load_error, one_line
-from ...protocol.errors import ModelLoadError, UnsupportedModelError
+from ...protocol.errors import MachineError
 from ...protocol.model_info import ModelInfo
 from ..runner import DeviceMemoryError
 
@@ -22,7 +22,7 @@ def load_errors(info: ModelInfo) -> Iterator[None]:
         try:
             yield
         except (DeviceMemoryError, MemoryError) as error:
-            raise ModelLoadError(
+            raise MachineError(
                 f"There is too little memory on {info.device} for {info.name} in {info.dtype} ({one_line(error)}): "
                 "free some, or take a narrower --dtype or a smaller model."
             ) from error
@@ -37,14 +37,14 @@ def needs_torch(name: str, why: str) -> Iterator[None]:
         why: What of it needs them; the end of a sentence.
 
     Raises:
-        UnsupportedModelError: See above.
+        MachineError: See above.
     """
     try:
         yield
     except ModuleNotFoundError as error:
         if error.name not in _LEFT_OUT:
             raise
-        raise UnsupportedModelError(
+        raise MachineError(
             f"{name} needs {error.name}, which is not installed: {why}. Run `pip install torch transformers`, or take "
             "the image that has them: penstock in the place of penstock:slim."
         ) from error

@@ -12,7 +12,7 @@ from penstock.kernels.native.self_check import multiplies_right
 from ...model_files.registry import has_own_code
 from ...native.array_encoder import find_reader
 from ...protocol.config import EngineConfig
-from ...protocol.errors import ModelLoadError
+from ...protocol.errors import MachineError
 from ...protocol.model_info import ModelInfo
 from ..host import threads_of
 from .bfloat16_gain import bfloat16_gain
@@ -34,13 +34,13 @@ def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Ma
         `info` with kernels, dtype and arithmetic, and the native kernels; None where torch runs it.
 
     Raises:
-        ModelLoadError: The operator insists on native kernels that are not here, or do not know the model.
+        MachineError: The operator insists on native kernels that are not here, or do not know the model.
     """
     machine = _open(info, config) if info.device == "cpu" and config.cpu_kernels != "torch" else None
     sources = dict(info.sources) | {"kernels": "chosen at start-up"}
     if info.dtype == "int8" and (machine is None or Format.INT8 not in machine.formats):
         lack = f"{machine.isa} is what this one has" if machine else f"nothing but torch runs {info.architecture} here"
-        raise ModelLoadError(
+        raise MachineError(
             "--dtype int8 needs the native kernels, on a processor with AVX-512 VNNI or AVX-VNNI, and "
             f"{lack}; take float32 or bfloat16."
         )
@@ -79,7 +79,7 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
     has_own = config.trust_remote_code and has_own_code(info.architecture, info.config)  # transformers runs it
     if has_own or find_reader(info) is None:
         if insists:
-            raise ModelLoadError(
+            raise MachineError(
                 f"The native kernels do not know {info.architecture} in {info.dtype}; --cpu-kernels auto lets torch "
                 "run it."
             )
@@ -88,7 +88,7 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
         return _checked(threads_of(config))
     except NativeError as error:
         if insists:
-            raise ModelLoadError(
+            raise MachineError(
                 f"There are no native kernels: {error}; --cpu-kernels auto lets torch run it."
             ) from error
         logger.warning("torch runs %s, at about half the speed: %s", info.name, error)

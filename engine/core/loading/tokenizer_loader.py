@@ -40,6 +40,7 @@ def load_tokenizer(
 
     Raises:
         UnsupportedModelError: The model has no tokenizer that the `tokenizers` library can run.
+        ModelLoadError: Its tokenizer.json is damaged.
     """
     try:
         tokenizer = read_tokenizer(info)
@@ -133,6 +134,7 @@ def _through_transformers(info: ModelInfo, trust_remote_code: bool) -> LoadedTok
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises no other class for a file that it cannot read
+        read_object(Path(info.path) / "tokenizer.json")  # names the fault of a file that is no JSON object
         raise UnsupportedModelError(
             f"The tokenizer of {info.name} in {info.path} cannot be loaded: {one_line(error)}"
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import struct
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,20 @@ from torch import Tensor
 from penstock.kernels.native import Machine
 
 from ...checkpoint.array_file import Array
-from ...checkpoint.files import WEIGHT_FILES, Checkpoint, TensorFile, indexed_files, open_checkpoint
+from ...checkpoint.files import (
+    WEIGHT_FILES,
+    Checkpoint,
+    TensorFile,
+    check_weights,
+    indexed_files,
+    open_checkpoint,
+)
 from ...checkpoint.views import ArrayWeights
 from ...layers.dense import Dense
 from ...layers.fusion import Fusion
 from ...layers.rows import limit_kept_kernels
 from ...layers.weights import Weights
+from ...model_files.json_files import one_line
 from ...model_files.registry import has_own_code
 from ...models import find_model_class
 from ...models.base import PackedModel
@@ -41,6 +50,20 @@ _DTYPES: Final = {
     "float16": torch.float16,
     "int8": torch.float32,
 }  # what stands beside products in int8
+
+# What safetensors and torch.load raise for a damaged file.
+_READ_ERRORS: Final = (
+    SafetensorError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 
 
 def load_model(
@@ -69,6 +92,7 @@ def load_model(
         for name in WEIGHT_FILES:  # transformers follows an index wherever it leads
             if (index := Path(info.path) / f"{name}.index.json").is_file():
                 indexed_files(index)
+        check_weights(Path(info.path))
         return TransformersModel(info, trust_remote_code=trust_remote_code)
     device = torch.device(info.device)
     reader = None if machine is None else find_reader(info)
@@ -170,5 +194,12 @@ def open_tensors(path: Path) -> TensorFile[Tensor]:
     """
     try:
         return _SafetensorsFile(path) if path.suffix == ".safetensors" else _TorchFile(path)
-    except (SafetensorError, pickle.UnpicklingError, EOFError, OSError, RuntimeError, TypeError) as error:
-        raise WeightError(f"{path} cannot be read: {error}") from error
+    except pickle.UnpicklingError as error:
+        raise WeightError(
+            f"{path} cannot be read: it is damaged, or holds Python objects that are not tensors, which are never run; "
+            "download the model again, or save it as safetensors."
+        ) from error
+    except _READ_ERRORS as error:
+        raise WeightError(
+            f"{path} cannot be read ({type(error).__name__}: {one_line(error)}); download the model again."
+        ) from error

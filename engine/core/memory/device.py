@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from ...protocol.config import EngineConfig
-from ...protocol.errors import ModelLoadError
+from ...protocol.errors import MachineError
 from ..host import available_memory
 from ..runner import DeviceLostError, DeviceMemoryError, ForwardTime
 from .device_stream import DeviceStream, Mark
@@ -37,7 +37,7 @@ def resolve_device(config: EngineConfig) -> tuple[str, str]:
     """Returns the device and dtype of a configuration. "auto" is chosen here: float32 on a CPU, see `cpu_dtype`.
 
     Raises:
-        ModelLoadError: There is no such device, or torch has no code for it.
+        MachineError: There is no such device, or torch has no code for it.
     """
     device = config.device
     if device == "auto":
@@ -53,12 +53,12 @@ def resolve_device(config: EngineConfig) -> tuple[str, str]:
             else "install a CUDA build of torch and a driver, or take --device cpu."
         )
         reason = "" if count else why_unusable()
-        raise ModelLoadError(
+        raise MachineError(
             f"--device is {device}, but torch {torch.__version__} sees {count} CUDA devices; {way_out}"
             + (f" {reason}" if reason else "")
         )
     if device != "cpu" and config.dtype == "int8":
-        raise ModelLoadError(f"--dtype int8 is for the native kernels of a CPU, and the device is {device}.")
+        raise MachineError(f"--dtype int8 is for the native kernels of a CPU, and the device is {device}.")
     if device != "cpu":
         check_capability(device, index)
     if config.dtype != "auto":
@@ -102,7 +102,7 @@ def check_capability(device: str, index: int) -> None:
         index: Its number in torch.
 
     Raises:
-        ModelLoadError: There is none: the first kernel would fail.
+        MachineError: There is none: the first kernel would fail.
     """
     compiled = torch.cuda.get_arch_list()
     capability = torch.cuda.get_device_capability(index)
@@ -110,7 +110,7 @@ def check_capability(device: str, index: int) -> None:
         return
     major, minor = capability
     name = torch.cuda.get_device_name(index)
-    raise ModelLoadError(
+    raise MachineError(
         f"--device is {device}, which is {name} of compute capability {major}.{minor}, but "
         f"torch {torch.__version__} has code for {', '.join(compiled)} alone. Install a build of torch for "
         f"sm_{major}{minor} (https://pytorch.org/get-started/previous-versions lists older ones), or take --device cpu."

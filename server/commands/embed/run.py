@@ -20,11 +20,13 @@ from penstock.engine.protocol.errors import (
     EngineError,
     EngineOverloadedError,
     InvalidRequestError,
+    ModelLoadError,
     RequestTooLongError,
 )
 
 from ...settings import CommandError, EmbedSettings, UsageError
 from ..flags import flag_of
+from ..load_failures import load_failure
 from .input import BadRowError, InputFile, Row, open_input
 from .journal import Journal
 from .output import Writer, write_output, writer_for
@@ -71,6 +73,8 @@ def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None 
         if output.exists() and not settings.overwrite:
             raise UsageError(f"--output: {output} exists; give --overwrite to replace it")
         asyncio.run(_run(source, output, write, settings, settings.engine_config(model, name)))
+    except ModelLoadError as error:
+        raise load_failure(error, model, settings.revision) from error
     except (EngineError, OSError) as error:
         raise CommandError(str(error)) from error
 

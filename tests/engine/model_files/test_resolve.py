@@ -13,6 +13,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Dropout, Normalize, Pooling, Transformer
 from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 
+from penstock.engine.model_files.hub import is_local
 from penstock.engine.model_files.resolve import locate_model, resolve_model, resolved_table, with_device
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
@@ -558,6 +559,29 @@ def hub_cache(cache: Path, name: str, files: dict[str, Any]) -> Path:
     repo = cache / f"models--{name.replace('/', '--')}"
     write(repo, {"refs/main": commit, **{f"snapshots/{commit}/{path}": content for path, content in files.items()}})
     return repo / "snapshots" / commit
+
+
+def test_name_below_a_local_folder_means_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not is_local("mods/nosuch")
+    (tmp_path / "mods").mkdir()
+    assert is_local("mods/nosuch")
+    assert not is_local("mods/nosuch", "main")
+    assert not is_local("mods-nosuch")
+    with pytest.raises(ModelLoadError, match=r"no folder 'nosuch' in the folder 'mods'.*--revision main"):
+        locate_model("mods/nosuch")
+
+
+@pytest.mark.parametrize("file", ["config.json", "modules.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"), ("null", "holds null")],
+)
+def test_file_that_holds_no_value_is_refused(file: str, content: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BERT))
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ModelLoadError, match=reason):
+        resolve_model(EngineConfig(model=str(tmp_path)))
 
 
 def test_locate_in_the_hub_cache_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -35,3 +36,15 @@ def test_what_only_has_the_name_counts_nothing(tmp_path: Path) -> None:
     (tmp_path / "onnx").mkdir()
     (tmp_path / "onnx" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     assert WeightFiles.of(str(tmp_path)).num_parameters == 15
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", len(b"[1]").to_bytes(8, "little") + b"[1]"])
+def test_damaged_file_counts_no_parameters(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert WeightFiles.of(str(tmp_path))[:2] == (len(content), 0)
+
+
+def test_folders_and_dangling_links_are_no_weight_files(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    (tmp_path / "other.safetensors").symlink_to(tmp_path / "nothing")
+    assert WeightFiles.of(str(tmp_path))[:2] == (0, 0)

@@ -75,7 +75,7 @@ def test_a_wrong_variable_is_named() -> None:
 
 def test_info_of_something_that_is_no_model_is_one_line(tmp_path) -> None:
     done = run("info", str(tmp_path))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
 
 

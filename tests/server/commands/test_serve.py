@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.engine import AsyncEngine
-from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.errors import MachineError, ModelLoadError, UnsupportedModelError, WeightError
 from penstock.server.commands import cli, serve, served_models
 from penstock.server.commands.model_plans import ModelPlan
 from penstock.server.settings import EngineSettings, ServerSettings, UsageError
@@ -24,14 +24,23 @@ def _signals_as_before() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_signals_as_before")
 @pytest.mark.parametrize(
-    ("failure", "line"),
+    ("model", "failure", "line", "code"),
     [
-        (ModelLoadError("There are no weights in /models/x."), "There are no weights in /models/x."),
-        (OSError(28, "No space left on device"), "could not be started: [Errno 28] No space left on device"),
+        ("/models/x", WeightError("There are no weights in /models/x."), "There are no weights in /models/x.", 2),
+        ("/models/x", UnsupportedModelError("Its tokenizer is unknown."), "Its tokenizer is unknown.", 2),
+        ("/models/x", MachineError("There is no CUDA."), "There is no CUDA.", 3),
+        ("/models/x", OSError(28, "No space left on device"), "started: [Errno 28] No space left on device", 3),
+        ("owner/name", WeightError("There are no weights."), "There are no weights.", 3),
+        ("owner/name", ModelLoadError("The hub does not answer."), "The hub does not answer.", 3),
     ],
 )
 def test_an_engine_that_cannot_start_ends_the_server_in_a_line(
-    failure: Exception, line: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: str,
+    failure: Exception,
+    line: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def fail(*_: object, **__: object) -> None:
         raise failure
@@ -40,8 +49,8 @@ def test_an_engine_that_cannot_start_ends_the_server_in_a_line(
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
     monkeypatch.setattr(served_models, "resolved", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", "/models/x", "--host", "127.0.0.1", "--port", "0"])
-    assert ended.value.code == serve.START_FAILED
+        cli.main(["serve", model, "--host", "127.0.0.1", "--port", "0"])
+    assert ended.value.code == code
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert line in record.getMessage()
     assert record.exc_info is None
@@ -86,7 +95,7 @@ def test_one_place_is_where_the_engine_of_several_processes_runs(
     monkeypatch.setattr(served_models, "resolved", lambda *_: None)
     made = ModelPlan("/models/a", ("a",), settings, is_pinned=True, ttl_s=math.inf)
     serve.serve(ServerSettings(api_workers=2, host="127.0.0.1", port=0), [made])
-    _, ((_, config),), listener, _ = served.call_args.args
+    _, _, ((_, config),), listener, _ = served.call_args.args
     listener.close()
     assert (config.device, config.devices) == (device, ())
     assert bool(config.cores) == (settings.devices == ("cpu",))
