@@ -86,6 +86,7 @@ class RayEmbedSettings(ClusterSettings, EmbedSettings):
 
 
 _NOT_HERE: Final = {
+    "on_bad_row": "a row that cannot be embedded ends the run; leave such rows out of the input",
     "in_process": "an engine of a cluster has a process of its own, beside its replica",
     "max_loaded_models": "each model has replicas of its own, which --min-replicas and --max-replicas bound",
     "model_memory": "each model has replicas of its own, which --min-replicas and --max-replicas bound",

@@ -28,6 +28,7 @@ from .model_plans import planned
 from .vllm_flags import translated
 
 INTERRUPTED: Final = 130
+TERMINATED: Final = 143
 CUT_SHORT: Final = 141
 """As a shell shows a program that SIGPIPE ended."""
 
@@ -38,6 +39,10 @@ _EMBED = "Embed the rows of a file. An interrupted run continues when the same c
 _MODELS = "List some models that work, each with the command that serves it."
 _CONFIG = "Print a file for `penstock serve --config`, with every setting as a comment."
 _INFO = "Show what was resolved for a model, and from which file, without loading weights."
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM, as the same end of a command as Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,8 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say_last(f"penstock: error: the output cannot be written: {error.strerror}")
         return CommandError.exit_code
     except KeyboardInterrupt as interrupt:
-        _say_last("; ".join(["penstock: interrupted", *map(str, interrupt.args)]))
-        return INTERRUPTED
+        is_terminated = isinstance(interrupt, TerminatedError)
+        word = "terminated" if is_terminated else "interrupted"
+        _say_last("; ".join([f"penstock: {word}", *map(str, interrupt.args)]))
+        return TERMINATED if is_terminated else INTERRUPTED
 
 
 def _forget_output() -> None:
@@ -176,13 +183,20 @@ def _embed(given: dict[str, Any]) -> int:
     file = given.pop("file")
     settings = load(EmbedSettings, given)
     model, names = model_and_names(settings.model)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         from .embed.run import embed_file
 
         embed_file(file, settings, model, names[0])
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command goes on where it stopped") from None
+    except KeyboardInterrupt as interrupt:
+        raise type(interrupt)("the same command goes on where it stopped") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _terminate(*_: object) -> None:
+    raise TerminatedError
 
 
 def _info(given: dict[str, Any]) -> int:

@@ -11,6 +11,7 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "overwrite": "",
         "field": "NAME",
         "batch_size": "ROWS",
+        "on_bad_row": "",
         "dimensions": "N",
         "normalize": "",
         "prompt_name": "NAME",

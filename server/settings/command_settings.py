@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, PositiveInt
 
 from .engine_settings import EngineSettings
@@ -15,6 +17,13 @@ class EmbedSettings(EngineSettings):
     field: str = Field("text", description="JSONL or Parquet field that holds the text.")
     batch_size: PositiveInt = Field(
         512, description="Rows in flight at once; a killed run loses none that was answered."
+    )
+    on_bad_row: Literal["fail", "skip"] = Field(
+        "fail",
+        description=(
+            "A row that cannot be read, holds no text, or that the model refuses: end with its line, or leave it out "
+            "and list it in OUTPUT.skipped.jsonl."
+        ),
     )
     dimensions: PositiveInt | None = Field(
         None, description="Width of the embeddings (Matryoshka); default: the model's own."

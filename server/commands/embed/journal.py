@@ -113,9 +113,18 @@ class Journal:
             self._write_job(done, width)
         self.done, self._width = done, width
 
-    def vectors(self) -> NDArray[np.float32]:
-        """Returns all rows [N, D], mapped from the disk, when all are done."""
-        return np.memmap(self._vectors_path, np.float32, "r", shape=(self.num_rows, self._width))
+    def vectors(self, num_rows: int) -> NDArray[np.float32]:
+        """Returns rows [N, D], mapped from the disk. A row that is not done has no meaning.
+
+        Args:
+            num_rows: N, at least the rows that are done.
+
+        Raises:
+            JournalError: Nothing can be written.
+        """
+        with self._writing():
+            self._file.truncate(num_rows * self._width * ITEM_BYTES)
+        return np.memmap(self._vectors_path, np.float32, "r", shape=(num_rows, self._width))
 
     def remove(self) -> None:
         """Deletes the journal; the output is in place."""

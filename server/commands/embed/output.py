@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import orjson
@@ -15,10 +16,10 @@ from numpy.typing import NDArray
 from penstock.engine.model_files.json_files import one_line
 
 from ...settings import CommandError, UsageError
-from .input import InputFile, ParquetRows, blocks, require_pyarrow
+from .columns import JsonColumns
+from .input import BadRow, InputFile, JsonLines, ParquetRows, Row, require_pyarrow
 
 Vectors = NDArray[np.float32]
-Writer = Callable[[Path, InputFile, Vectors], None]
 
 ROWS_AT_ONCE: Final = 1024
 COLUMN: Final = "embedding"
@@ -43,28 +44,87 @@ def writer_for(output: Path) -> Writer:
     raise UsageError(f"--output: {output.name} must end in .parquet, .jsonl or .npy")
 
 
-def write_output(output: Path, write: Writer, source: InputFile, vectors: Vectors) -> None:
-    """Writes the whole output beside its place and moves it there.
+class Results(NamedTuple):
+    """The outcome of a run.
+
+    Attributes:
+        vectors: [N, D] float32, a row for each row of the input; those of bad and refused rows have no meaning.
+        refused: Why the model refused rows, by their numbers, counted from 0.
+        num_skipped: Bad and refused rows.
+        columns: Of a JSONL input, for Parquet.
+    """
+
+    vectors: Vectors
+    refused: Mapping[int, str]
+    num_skipped: int
+    columns: JsonColumns | None
+
+
+Writer = Callable[[Path, InputFile, Results], None]
+
+
+def columns_of(source: InputFile, output: Path) -> JsonColumns | None:
+    """Returns the columns that are to be found of a JSONL input for a Parquet output, else None.
+
+    Raises:
+        UsageError: The output cannot hold the columns of the input, which a Parquet file lists.
+    """
+    if output.suffix.lower() == ".npy":
+        return None
+    if isinstance(source, ParquetRows):
+        names = source.column_names()
+        if COLUMN in names:
+            raise UsageError(
+                f"FILE: {source.path} has a column {COLUMN!r}, the name of the one that is added; rename it"
+            )
+        if len(set(names)) < len(names) and output.suffix.lower() != ".parquet":
+            raise UsageError(f"FILE: {source.path} has several columns of one name; rename them, or write .parquet")
+        return None
+    if not isinstance(source, JsonLines):
+        if source.field == COLUMN:
+            raise UsageError(f"--field: {COLUMN!r} is the name of the column that is added; take another name")
+        return None
+    return JsonColumns(source) if output.suffix.lower() == ".parquet" else None
+
+
+def check_names(source: InputFile, row: Row) -> None:
+    """Raises BadRowError for a row of an input that has the field that is added."""
+    if COLUMN in row.record:
+        raise source.bad_row(row.line, f"it has a field {COLUMN!r}, the name of the one that is added; rename it")
+
+
+def report_path(output: Path) -> Path:
+    """Returns the file that lists the rows that were left out."""
+    return output.with_name(f"{output.name}.skipped.jsonl")
+
+
+def write_output(output: Path, write: Writer, source: InputFile, results: Results) -> None:
+    """Writes the whole output beside its place and moves it there; before it the list of rows that were left out.
 
     Args:
         output: The file; one that is there is replaced in one step.
         write: See `writer_for`.
         source: The input; its rows are read again.
-        vectors: [N, D] float32, a row for each of the input.
+        results: Of the run.
 
     Raises:
         CommandError: The disk refuses, or the format; the message says what to do.
     """
     temporary = output.with_name(f".{output.name}.tmp")
     try:
-        write(temporary, source, vectors)
+        if results.num_skipped:
+            _write_report(temporary, source, results.refused)
+            temporary.replace(report_path(output))
+        else:
+            report_path(output).unlink(missing_ok=True)  # of an earlier run
+        write(temporary, source, results)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(output)
     except OSError as error:
         raise CommandError(
-            f"{output} cannot be written: {error.strerror or error}; all {len(vectors)} rows are done and kept: "
-            "give the same command again when it can"
+            f"{output} cannot be written: {error.strerror or error}; all {len(results.vectors)} rows are done and "
+            "kept: give the same command again when it can"
         ) from error
     except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         raise CommandError(
@@ -77,51 +137,96 @@ def write_output(output: Path, write: Writer, source: InputFile, vectors: Vector
         temporary.unlink(missing_ok=True)
 
 
-def write_npy(path: Path, source: InputFile, vectors: Vectors) -> None:
-    """Writes the vectors alone, [N, D] float32, in the order of the rows."""
+def _write_report(path: Path, source: InputFile, refused: Mapping[int, str]) -> None:
+    with path.open("wb") as file:
+        for number, row in enumerate(source.rows()):
+            reason = row.reason if isinstance(row, BadRow) else refused.get(number)
+            if reason is not None:
+                file.write(orjson.dumps({source.unit: row.line, "reason": reason}) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_npy(path: Path, source: InputFile, results: Results) -> None:
+    """Writes the vectors alone, [N, D] float32: row i is that of row i of the input, and NaN if it was left out."""
+    vectors = results.vectors
+    skipped = _skipped(source, results.refused) if results.num_skipped else iter(())
+    next_skipped = next(skipped, None)
     with path.open("wb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": vectors.shape}
         np.lib.format.write_array_header_1_0(file, header)
         for start in range(0, len(vectors), ROWS_AT_ONCE):
-            file.write(np.ascontiguousarray(vectors[start : start + ROWS_AT_ONCE], "<f4").data)
+            block = np.array(vectors[start : start + ROWS_AT_ONCE], "<f4")
+            while next_skipped is not None and next_skipped < start + len(block):
+                block[next_skipped - start] = np.nan
+                next_skipped = next(skipped, None)
+            file.write(block.data)
 
 
-def write_jsonl(path: Path, source: InputFile, vectors: Vectors) -> None:
+def write_jsonl(path: Path, source: InputFile, results: Results) -> None:
     """Writes each row with all of its fields and the field `embedding`."""
-    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
     with path.open("wb") as file:
-        for row, vector in zip(source.rows(), vectors, strict=True):
-            record = {**row.record, COLUMN: np.asarray(vector)}
+        for number, row in _kept(source.full_rows(), results.refused):
+            vector = np.asarray(results.vectors[number])
             try:
-                file.write(orjson.dumps(record, option=option, default=str))
+                fields = source.json_object(row)
             except orjson.JSONEncodeError as error:
                 raise source.bad_row(
                     row.line,
                     f"its fields cannot be written as JSON ({error}). All embeddings are done and kept: rename the "
                     "folder OUTPUT.jsonl.partial to OUTPUT.npy.partial, and give the same command with an OUTPUT.npy",
                 ) from error
+            values = orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY)
+            file.write(b'%b,"%b":%b}\n' % (fields[:-1].rstrip(), COLUMN.encode(), values))
 
 
-def write_parquet(path: Path, source: InputFile, vectors: Vectors) -> None:
-    """Writes a Parquet input's own columns, or the text of any other input, and the column `embedding`."""
+def write_parquet(path: Path, source: InputFile, results: Results) -> None:
+    """Writes the columns of the input and the column `embedding`. A field that a row of JSONL lacks is null."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    kept = _parquet_schema(source)
-    column = pa.field(COLUMN, pa.list_(pa.float32(), vectors.shape[1]))
+    kept, width = _parquet_schema(source, results.columns), results.vectors.shape[1]
+    column = pa.field(COLUMN, pa.list_(pa.float32(), width))
     with parquet.ParquetWriter(path, kept.append(column)) as writer:
-        for start, rows in zip(itertools.count(0, ROWS_AT_ONCE), blocks(source.rows(), ROWS_AT_ONCE), strict=False):
-            block = np.ascontiguousarray(vectors[start : start + len(rows)])
-            table = pa.Table.from_pylist([row.record for row in rows], schema=kept)
-            values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), vectors.shape[1])
+        for numbers, table in _tables(source, results, kept):
+            block = np.ascontiguousarray(results.vectors[numbers])
+            values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), width)
             writer.write_table(table.append_column(column, values))
 
 
-def _parquet_schema(source: InputFile) -> Any:
+def _tables(source: InputFile, results: Results, schema: Any) -> Iterator[tuple[list[int], Any]]:
+    """Yields the rows to write as pyarrow.Table, with their numbers."""
+    import pyarrow as pa
+
+    if isinstance(source, ParquetRows):
+        start = 0
+        for batch in source.batches(None):
+            texts = batch.column(source.field).to_pylist()
+            places = [i for i, text in enumerate(texts) if isinstance(text, str) and start + i not in results.refused]
+            table = pa.Table.from_batches([batch], schema=schema)
+            yield [start + i for i in places], table if len(places) == len(texts) else table.take(places)
+            start += len(texts)
+        return
+    rows = _kept(source.full_rows(), results.refused)
+    record = operator.attrgetter("record") if results.columns is None else results.columns.record
+    while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
+        yield [number for number, _ in block], pa.Table.from_pylist([record(row) for _, row in block], schema=schema)
+
+
+def _kept(rows: Iterator[Row | BadRow], refused: Collection[int]) -> Iterator[tuple[int, Row]]:
+    return ((n, row) for n, row in enumerate(rows) if isinstance(row, Row) and n not in refused)
+
+
+def _skipped(source: InputFile, refused: Collection[int]) -> Iterator[int]:
+    return (number for number, row in enumerate(source.rows()) if isinstance(row, BadRow) or number in refused)
+
+
+def _parquet_schema(source: InputFile, columns: JsonColumns | None) -> Any:
     import pyarrow as pa
     from pyarrow import parquet
 
+    if columns is not None:
+        return pa.schema(columns.fields())
     if not isinstance(source, ParquetRows):
         return pa.schema([pa.field(source.field, pa.string())])
-    schema = parquet.read_schema(source.path)
-    return pa.schema([field for field in schema if field.name != COLUMN], schema.metadata)
+    return parquet.read_schema(source.path)

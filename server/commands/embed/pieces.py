@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from .input import InputFile, Row
+from .input import BadRow, InputFile, Row
 
 PIECE_ROWS: Final = 32
 PIECE_CHARS: Final = 8_000
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 def rows_to_do(
     source: InputFile, done: Sequence[tuple[int, int]], skip: Callable[[str], None]
 ) -> Iterator[tuple[int, Row]]:
-    """Yields the rows that are left to do, with their numbers, counted from 0.
+    """Yields the good rows that are left to do, with their numbers, counted from 0 over all rows.
 
     Args:
         source: All rows.
@@ -41,6 +41,8 @@ def rows_to_do(
     for number, row in enumerate(source.rows()):
         if number == end:
             start, end = next(ranges, _NONE)
+        if isinstance(row, BadRow):
+            continue
         if start <= number:
             skip(row.text)
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final
@@ -10,14 +13,18 @@ from tqdm import tqdm
 
 from penstock.engine import ModelInfo
 
+logger = logging.getLogger(__name__)
+
 _CHARS_PER_TOKEN: Final = 4
 _ROW_CHARS: Final = 4
 """What a row costs beside its text: about the tokens around it."""
 _FORM: Final = "{desc} {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
+LOG_EVERY_S: Final = 30.0
+"""Seconds between two log lines."""
 
 
 class Progress:
-    """A bar on stderr; used as a context manager.
+    """A bar on a terminal, or a log line every 30 seconds; used as a context manager.
 
     Tokens are known when a row has been read by the model, characters from the start: a row weighs its characters, and
     no more of them than the model reads.
@@ -25,16 +32,21 @@ class Progress:
     Args:
         lengths: Number of rows by the characters of their text.
         info: The model.
+        is_terminal: Draw a bar; None: if stderr is a terminal.
     """
 
-    def __init__(self, lengths: Mapping[int, int], info: ModelInfo) -> None:
+    def __init__(self, lengths: Mapping[int, int], info: ModelInfo, *, is_terminal: bool | None = None) -> None:
         is_cut = info.auto_truncate and not info.enable_chunked_processing
         self._most_chars = info.max_model_len * _CHARS_PER_TOKEN if is_cut else None
         self._num_rows = sum(lengths.values())
         self._num_done = 0
-        total = sum(number * self._weight(length) for length, number in lengths.items())
+        self._total = sum(number * self._weight(length) for length, number in lengths.items())
+        self._earlier = self._done = 0
+        self._began_s = self._logged_s = time.monotonic()
+        is_off = not (sys.stderr.isatty() if is_terminal is None else is_terminal)
         # Every answer is a reason to draw (miniters), ten times a second at most.
-        self._bar: Any = tqdm(total=total, bar_format=_FORM, dynamic_ncols=True, miniters=0, desc=self._rows())
+        self._bar: Any = None if is_off else tqdm(total=self._total, bar_format=_FORM, dynamic_ncols=True, miniters=0)
+        self._draw(0)
 
     def __enter__(self) -> Progress:
         """See the class."""
@@ -44,21 +56,36 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Draws it for the last time."""
-        self._bar.set_description_str(self._rows(), refresh=False)
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.set_description_str(self._rows(), refresh=False)
+            self._bar.close()
 
     def skip(self, text: str) -> None:
         """Counts a row that an earlier run has done: it tells nothing of the speed of this one."""
-        self._bar.initial += self._weight(len(text))
-        self._bar.n += self._weight(len(text))
+        weight = self._weight(len(text))
+        self._earlier += weight
+        self._done += weight
         self._num_done += 1
+        if self._bar is not None:
+            self._bar.initial += weight
+            self._bar.n += weight
 
     def update(self, texts: Iterable[str]) -> None:
-        """Counts rows that are done, and draws them."""
+        """Counts rows that are done, and shows them."""
         weights = [self._weight(len(text)) for text in texts]
         self._num_done += len(weights)
-        self._bar.set_description_str(self._rows(), refresh=False)
-        self._bar.update(sum(weights))
+        self._done += sum(weights)
+        self._draw(sum(weights))
+
+    def _draw(self, weight: int) -> None:
+        if self._bar is not None:
+            self._bar.set_description_str(self._rows(), refresh=not weight)
+            self._bar.update(weight)
+        elif (now_s := time.monotonic()) - self._logged_s >= LOG_EVERY_S:
+            self._logged_s = now_s
+            left = (now_s - self._began_s) * (self._total - self._done) / max(self._done - self._earlier, 1)
+            percentage = 100 * self._done // self._total
+            logger.info("%s, %d%%, about %s left", self._rows(), percentage, tqdm.format_interval(left))
 
     def _weight(self, num_chars: int) -> int:
         return _ROW_CHARS + (num_chars if self._most_chars is None else min(num_chars, self._most_chars))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import logging
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -27,27 +28,32 @@ from penstock.engine.protocol.errors import (
 from ...settings import CommandError, EmbedSettings, UsageError
 from ..flags import flag_of
 from ..load_failures import load_failure
-from .input import BadRowError, InputFile, Row, open_input
+from .columns import JsonColumns
+from .input import BadRow, BadRowError, InputFile, Row, Survey, open_input
 from .journal import Journal
-from .output import Writer, write_output, writer_for
+from .output import Results, Writer, check_names, columns_of, report_path, write_output, writer_for
 from .pieces import Piece, pieces_of, rows_to_do
 from .progress import Progress
+
+logger = logging.getLogger(__name__)
 
 MAX_WAIT_S: Final = 1.0
 """Longest wait, in seconds, before an engine that has no room is asked again."""
 
 
 class Embedded(NamedTuple):
-    """What became of a piece.
+    """The answers to a piece.
 
     Attributes:
-        piece: What was asked.
-        vectors: [N, D] float32, of its first rows; of all of them where there is no error.
+        piece: The rows that were asked for.
+        answers: Numbers of first rows, with vectors [N, D] float32 from there on.
+        refused: Why the model refused rows that are left out, by their numbers.
         error: Why there are no more.
     """
 
     piece: Piece
-    vectors: NDArray[np.float32]
+    answers: list[tuple[int, NDArray[np.float32]]]
+    refused: dict[int, str]
     error: Exception | None
 
 
@@ -67,47 +73,94 @@ def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None 
     configure_logging(settings.log_level, settings.log_format)
     try:
         source, output = open_input(Path(file), settings.field), Path(settings.output)
-        write = writer_for(output)
+        write, columns = writer_for(output), columns_of(source, output)
         if output.is_dir():
             raise UsageError(f"--output: {output} is a folder; name a file")
         if output.exists() and not settings.overwrite:
             raise UsageError(f"--output: {output} exists; give --overwrite to replace it")
-        asyncio.run(_run(source, output, write, settings, settings.engine_config(model, name)))
+        asyncio.run(_run(source, output, write, columns, settings, settings.engine_config(model, name)))
     except ModelLoadError as error:
         raise load_failure(error, model, settings.revision) from error
     except (EngineError, OSError) as error:
         raise CommandError(str(error)) from error
 
 
-async def _run(source: InputFile, output: Path, write: Writer, settings: EmbedSettings, config: EngineConfig) -> None:
-    lengths = source.check()
-    if not lengths:
-        raise BadRowError(f"{source.path} holds no rows")
+async def _run(
+    source: InputFile,
+    output: Path,
+    write: Writer,
+    columns: JsonColumns | None,
+    settings: EmbedSettings,
+    config: EngineConfig,
+) -> None:
+    survey = _survey(source, output, columns, settings)
     engine = await AsyncEngine.start(config, log_level=settings.log_level.upper(), log_format=settings.log_format)
     try:
         check_options(settings, engine.info)
         options = {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
         identity = {"input": source.digest(), "model": model_digest(engine.info), **options}
-        with Journal(output, identity, lengths.total()) as journal:
-            with Progress(lengths, engine.info) as progress:
-                await _embed_rows(engine, source, journal, progress, settings)
-            write_output(output, write, source, journal.vectors())
+        with Journal(output, identity, survey.num_rows) as journal:
+            with Progress(survey.lengths, engine.info) as progress:
+                refused = await _embed_rows(engine, source, journal, progress, settings)
+            if not journal.num_rows:
+                line, reason = _first_refused(source, refused)
+                raise source.bad_row(line, f"{reason}; no row of the file can be embedded")
+            vectors = journal.vectors(survey.num_rows)
+            num_skipped = survey.num_rows - journal.num_rows
+            write_output(output, write, source, Results(vectors, refused, num_skipped, columns))
             journal.remove()
     finally:
         await engine.close()
+    left_out = f"; {num_skipped} bad rows were left out, see {report_path(output)}" if num_skipped else ""
+    logger.info("%d rows are in %s%s", survey.num_rows - num_skipped, output, left_out)
+
+
+def _survey(source: InputFile, output: Path, columns: JsonColumns | None, settings: EmbedSettings) -> Survey:
+    """Reads the input once. Raises CommandError if it holds no good row, or rows that the output cannot hold."""
+
+    def visit(row: Row) -> None:
+        if not is_npy:
+            check_names(source, row)
+        if columns is not None:
+            columns.add(row)
+
+    is_npy = output.suffix.lower() == ".npy"
+    survey = source.check(visit, skip_bad=settings.on_bad_row == "skip")
+    if not survey.num_rows:
+        raise BadRowError(f"{source.path} holds no rows")
+    if not survey.lengths:
+        line, reason = _first_refused(source, {})
+        raise source.bad_row(line, f"{reason}; no row of the file can be embedded")
+    if columns is not None:
+        columns.fields()
+    return survey
+
+
+def _first_refused(source: InputFile, refused: Mapping[int, str]) -> tuple[int, str]:
+    """Returns the line of the first row that is left out, and the reason."""
+    return next(
+        (row.line, row.reason if isinstance(row, BadRow) else refused[number])
+        for number, row in enumerate(source.rows())
+        if isinstance(row, BadRow) or number in refused
+    )
 
 
 async def _embed_rows(
     engine: AsyncEngine, source: InputFile, journal: Journal, progress: Progress, settings: EmbedSettings
-) -> None:
-    """Embeds what the journal does not have yet. Answers are on disk before the next ones are looked at.
+) -> dict[int, str]:
+    """Embeds the rows that the journal does not have yet. Answers are on disk before the next ones are looked at.
 
-    Where one fails, no more is asked for, and what is in flight is waited for.
+    If one fails, no more is asked for, and the rows in flight are waited for. A row that the model refused in an
+    earlier run is asked for again, so that the list of such rows is complete.
+
+    Returns:
+        Why the model refused rows that are left out, by their numbers.
     """
     pieces = pieces_of(rows_to_do(source, journal.done, progress.skip), max(settings.batch_size // 2, 1))
     in_flight: set[asyncio.Task[Embedded]] = set()
     num_in_flight = 0
     failed: list[tuple[int, Exception]] = []
+    refused: dict[int, str] = {}
     try:
         while True:
             while not failed and num_in_flight < settings.batch_size and (piece := next(pieces, None)) is not None:
@@ -119,6 +172,8 @@ async def _embed_rows(
             answers = [task.result() for task in ended]
             num_in_flight -= sum(len(answer.piece.rows) for answer in answers)
             failed += [(answer.piece.start, answer.error) for answer in answers if answer.error is not None]
+            for answer in answers:
+                refused.update(answer.refused)
             _keep(answers, journal, progress)
     finally:
         for task in in_flight:
@@ -126,34 +181,39 @@ async def _embed_rows(
         await asyncio.gather(*in_flight, return_exceptions=True)
     if failed:
         raise min(failed, key=operator.itemgetter(0))[1]
+    return refused
 
 
 def _keep(answers: Iterable[Embedded], journal: Journal, progress: Progress) -> None:
-    """Writes what was answered to the journal, then shows it."""
-    given = [answer for answer in answers if len(answer.vectors)]
-    if given:
-        journal.add([(answer.piece.start, answer.vectors) for answer in given])
-    for answer in given:
-        progress.update(row.text for row in answer.piece.rows[: len(answer.vectors)])
+    """Writes the vectors to the journal, then shows the rows that are done."""
+    if given := [part for answer in answers for part in answer.answers]:
+        journal.add(given)
+    for answer in answers:
+        num_done = sum(len(vectors) for _, vectors in answer.answers) + len(answer.refused)
+        if num_done:
+            progress.update(row.text for row in answer.piece.rows[:num_done])
 
 
 async def _embed(engine: AsyncEngine, source: InputFile, piece: Piece, settings: EmbedSettings) -> Embedded:
-    """Embeds a piece; where the engine refuses it, row by row up to the one at fault."""
+    """Embeds a piece; if the engine refuses it, row by row. A row that is refused ends it unless it may be left out."""
     params = pooling_params(settings)
     options = RequestOptions(prompt_name=settings.prompt_name)
-    done: list[NDArray[np.float32]] = []
-    error: Exception | None = None
+    answers: list[tuple[int, NDArray[np.float32]]] = []
+    refused: dict[int, str] = {}
     try:
         try:
-            return Embedded(piece, await _ask(engine, piece.rows, params, options), None)
+            return Embedded(piece, [(piece.start, await _ask(engine, piece.rows, params, options))], {}, None)
         except InvalidRequestError:
-            for row in piece.rows:
-                done += [await _ask(engine, [row], params, options)]
-    except InvalidRequestError as refusal:
-        error = source.bad_row(piece.rows[len(done)].line, _reason(refusal))
+            for number, row in enumerate(piece.rows, piece.start):
+                try:
+                    answers.append((number, await _ask(engine, [row], params, options)))
+                except InvalidRequestError as refusal:
+                    if settings.on_bad_row == "fail":
+                        return Embedded(piece, answers, {}, source.refused_row(row.line, _reason(refusal)))
+                    refused[number] = _reason(refusal)
     except (EngineError, OSError) as failure:
-        error = failure
-    return Embedded(piece, np.concatenate(done) if done else np.empty((0, 0), np.float32), error)
+        return Embedded(piece, answers, refused, failure)
+    return Embedded(piece, answers, refused, None)
 
 
 async def _ask(

@@ -97,7 +97,7 @@ def test_start_is_refused_where_no_model_can_be_used(tmp_path: Path) -> None:
     bad = model(tmp_path / "bad")
     (bad / "config.json").write_text("")
     shutil.copytree(bad, tmp_path / "worse")
-    with pytest.raises(UsageError, match="bad/config.json cannot be read"):
+    with pytest.raises(UsageError, match=r"bad/config\.json cannot be read"):
         served_models([plan(bad, "bad"), plan(tmp_path / "worse", "worse")], ServerSettings(), 2)
 
 
@@ -112,5 +112,5 @@ def test_model_above_the_memory_limit_names_both_sizes(tmp_path: Path) -> None:
     big = model(tmp_path / "big")
     text = json.dumps({"a": {"dtype": "F32", "shape": [1 << 18], "data_offsets": [0, 1 << 20]}}).encode()
     (big / "model.safetensors").write_bytes(header(text) + bytes(1 << 20))
-    with pytest.raises(UsageError, match="big alone takes 1.0 MiB, and the limit is 512.0 KiB"):
+    with pytest.raises(UsageError, match=r"big alone takes 1\.0 MiB, and the limit is 512\.0 KiB"):
         served_models([plan(big, "big")], ServerSettings(model_memory="512KiB"), 1)

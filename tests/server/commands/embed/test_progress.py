@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from penstock.server.commands.embed import progress as progress_module
 from penstock.server.commands.embed.progress import Progress
 
 
@@ -21,7 +22,7 @@ def shown(capsys: pytest.CaptureFixture[str]):
 
 
 def bar(info, *texts: str) -> Progress:
-    return Progress(Counter(map(len, texts)), info)
+    return Progress(Counter(map(len, texts)), info, is_terminal=True)
 
 
 def test_the_first_answer_is_shown(make_engine, shown) -> None:
@@ -42,6 +43,18 @@ def test_what_is_cut_weighs_nothing(make_engine, shown) -> None:
     with bar(make_engine(auto_truncate=True, max_model_len=24).info, "a" * 10_000, "a" * 96) as progress:
         progress.update(["a" * 10_000])
     assert shown() == (50, "1/2 rows")
+
+
+def test_log_file_gets_plain_lines(make_engine, capsys, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level("INFO")
+    with Progress(Counter({96: 1000}), make_engine().info, is_terminal=False) as progress:
+        progress.update(["a" * 96] * 10)
+        assert not caplog.messages  # less than 30 s have passed
+        monkeypatch.setattr(progress_module, "LOG_EVERY_S", 0.0)
+        progress.update(["a" * 96] * 490)
+    (line,) = caplog.messages
+    assert line.startswith("500/1000 rows, 50%, about ")
+    assert capsys.readouterr().err == ""
 
 
 def test_rows_of_an_earlier_run_tell_no_speed(make_engine, shown) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.server.commands.embed import output as output_module, run as module
+from penstock.server.commands.embed.input import InputFile, JsonLines
 from penstock.server.commands.embed.journal import Journal
 from penstock.server.commands.embed.run import embed_file
 from penstock.server.commands.flags import load
@@ -57,7 +58,7 @@ def lines(tmp_path):
 def jsonl(tmp_path):
     path = tmp_path / "in.jsonl"
     rows = [json.dumps({"id": i, "body": text}) for i, text in enumerate(TEXTS)]
-    path.write_text("\n\n".join(rows) + "\n\n")
+    path.write_text("\n".join(rows) + "\n\n")
     return path
 
 
@@ -145,7 +146,7 @@ def test_rows_behind_the_last_commit_are_dropped(tmp_path) -> None:
             file.write(b"torn row")
     with Journal(output, {"input": "x"}) as journal:
         journal.add([(2, np.full((1, 8), 2, np.float32))])
-        np.testing.assert_array_equal(journal.vectors()[:, 0], [1, 1, 2])
+        np.testing.assert_array_equal(journal.vectors(3)[:, 0], [1, 1, 2])
 
 
 def test_answers_are_kept_in_whatever_order_they_come(lines, fake, tmp_path) -> None:
@@ -304,7 +305,9 @@ def test_two_processes_do_not_write_one_output(lines, tmp_path) -> None:
 # (what, file, content, part of the message)
 BAD_ROWS = [
     ("not JSON", "in.jsonl", b'{"text": "a"}\n{"text": \n', "in.jsonl, line 2: not valid JSON"),
-    ("not an object", "in.jsonl", b'{"text": "a"}\n\n[1]\n', "in.jsonl, line 3: not a JSON object"),
+    ("not an object", "in.jsonl", b'{"text": "a"}\n[1]\n', "in.jsonl, line 2: not a JSON object"),
+    ("a blank line", "in.jsonl", b'{"text": "a"}\n \n{"text": "b"}\n', "in.jsonl, line 2: a blank line holds no row"),
+    ("null", "in.jsonl", b'{"text": null}\n', "line 1: the field 'text' holds no text"),
     ("no field", "in.jsonl", b'{"body": "a"}\n', "line 1: no field 'text'; it has body; see --field"),
     ("not a text", "in.jsonl", b'{"text": 5}\n', "line 1: the field 'text' holds no text"),
     ("not UTF-8", "in.txt", b"a\nb\n\xff\n", "in.txt, line 3: not valid UTF-8"),
@@ -455,9 +458,10 @@ def test_a_byte_order_mark_is_skipped(name: str, content: str, fake, tmp_path) -
     assert embedded_texts(fake) == ["a", "b"]
 
 
-def test_fields_that_cannot_be_written_do_not_lose_the_embeddings(fake, tmp_path) -> None:
+def test_fields_that_cannot_be_written_do_not_lose_the_embeddings(fake, tmp_path, monkeypatch) -> None:
     deep = "[" * 500 + "]" * 500
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": "b", "deep": ' + deep + "}\n")
+    monkeypatch.setattr(JsonLines, "json_object", InputFile.json_object)  # such as a value of Parquet
     with pytest.raises(CommandError, match=r"in\.jsonl, line 2: its fields cannot be written as JSON"):
         run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()

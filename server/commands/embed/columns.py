@@ -1,0 +1,163 @@
+"""The Parquet columns that hold the rows of a JSONL file: one type for each column, found by reading every row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from .input import BadRowError, InputFile, Row
+
+_EXACT: Final = 1 << 53
+"""Integers up to here are exact as float64."""
+_KINDS: Final[dict[type, str]] = {
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+class ColumnError(Exception):
+    """A value fits no column.
+
+    Args:
+        line: Line of the value.
+        column: Such as "meta.years[]".
+        reason: The end of a sentence about the column.
+    """
+
+    def __init__(self, line: int, column: str, reason: str) -> None:
+        super().__init__(reason)
+        self.line, self.column, self.reason = line, column, reason
+
+
+class ColumnType:
+    """The type of the values of one column. Null has no type: every column may hold it.
+
+    Args:
+        column: Its name, for messages.
+    """
+
+    def __init__(self, column: str) -> None:
+        self._column = column
+        self._kind = ""
+        self._line = 0
+        self._is_float = False
+        self._least, self._most = (0, 0), (0, 0)  # integers, each with its line
+        self._items: ColumnType | None = None
+        self._fields: dict[str, ColumnType] = {}
+
+    def add(self, value: object, line: int) -> None:
+        """Takes a value of a line. Raises ColumnError if the values before it are of another kind."""
+        if value is None:
+            return
+        kind = _KINDS[type(value)]
+        if not self._kind:
+            self._kind, self._line = kind, line
+        elif self._kind != kind:
+            raise ColumnError(line, self._column, f"holds {kind}, but {self._kind} in line {self._line}")
+        if isinstance(value, float):
+            self._is_float = True
+        elif isinstance(value, int) and not isinstance(value, bool):
+            self._least, self._most = min(self._least, (value, line)), max(self._most, (value, line))
+        elif isinstance(value, list):
+            self._items = self._items or ColumnType(f"{self._column}[]")
+            for item in value:
+                self._items.add(item, line)
+        elif isinstance(value, dict):
+            for name, inner in value.items():
+                self.field(name).add(inner, line)
+
+    def field(self, name: str) -> ColumnType:
+        """Returns the type of a field of objects."""
+        return self._fields.setdefault(name, ColumnType(f"{self._column}.{name}" if self._column else name))
+
+    def arrow(self) -> Any:
+        """Returns the pyarrow type. Raises ColumnError if Parquet has no type that holds all values."""
+        import pyarrow as pa
+
+        if not self._kind:
+            return pa.null()
+        if self._items is not None:
+            return pa.list_(self._items.arrow())
+        if self._kind == _KINDS[dict]:
+            if not self._fields:
+                raise ColumnError(self._line, self._column, "holds objects without keys alone")
+            return pa.struct(self.fields())
+        return {_KINDS[bool]: pa.bool_(), _KINDS[str]: pa.string()}.get(self._kind) or self._number()
+
+    def fields(self) -> list[Any]:
+        """Returns the pyarrow fields of objects, in the order in which they first appear."""
+        import pyarrow as pa
+
+        return [pa.field(name, column.arrow()) for name, column in self._fields.items()]
+
+    def _number(self) -> Any:
+        import pyarrow as pa
+
+        (least, least_line), (most, most_line) = self._least, self._most
+        largest, line = max((-least, least_line), (most, most_line))
+        if self._is_float:
+            if largest > _EXACT:
+                raise ColumnError(line, self._column, "holds an integer above 2**53 beside fractions")
+            return pa.float64()
+        if least >= -(1 << 63) and most < 1 << 63:
+            return pa.int64()
+        if least >= 0 and most < 1 << 64:
+            return pa.uint64()
+        raise ColumnError(line, self._column, "holds an integer that does not fit into 64 bits")
+
+
+class JsonColumns:
+    """The columns of a JSONL file.
+
+    Args:
+        source: The file.
+    """
+
+    def __init__(self, source: InputFile) -> None:
+        self._source = source
+        self._row = ColumnType("")
+
+    def add(self, row: Row) -> None:
+        """Takes a row. Raises BadRowError if a value fits no column."""
+        try:
+            for name, value in self.record(row).items():
+                self._row.field(name).add(value, row.line)
+        except ColumnError as error:
+            raise self._refusal(error) from error
+
+    def fields(self) -> Sequence[Any]:
+        """Returns the pyarrow fields. Raises BadRowError if Parquet has no type for one of them."""
+        try:
+            return self._row.fields()
+        except ColumnError as error:
+            raise self._refusal(error) from error
+
+    def record(self, row: Row) -> Mapping[str, Any]:
+        """Returns the fields of a row, with integers of any size. Raises BadRowError for a key that comes twice."""
+        try:
+            record: dict[str, Any] = json.loads(row.raw, object_pairs_hook=_object)
+        except (ValueError, RecursionError) as error:
+            raise self._source.bad_row(
+                row.line, f"its fields cannot be written as Parquet ({error}); write .jsonl"
+            ) from error
+        return record
+
+    def _refusal(self, error: ColumnError) -> BadRowError:
+        return self._source.bad_row(
+            error.line,
+            f"the column {error.column!r} {error.reason}; Parquet has one type for each column: change the values, or "
+            "write .jsonl",
+        )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} comes twice")
+    return found

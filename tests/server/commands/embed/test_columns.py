@@ -1,0 +1,166 @@
+"""Every column of the input is in the output of `penstock embed`, or the command names the value that has no place."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.server.commands.embed import run as module
+from penstock.server.commands.embed.run import embed_file
+from penstock.server.commands.flags import load
+from penstock.server.settings import CommandError, EmbedSettings, UsageError
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+ROWS = [
+    {"id": 9_007_199_254_740_993, "text": "a", "score": 1, "meta": {"tags": ["x"], "at": {"page": 1}}, "flag": None},
+    {"text": "b", "score": 0.5, "meta": {"tags": [], "lang": "de"}, "flag": True},
+    {"id": -3, "text": "c", "meta": None, "list": [[1], None, [2, 3]], "none": None},
+]
+WHOLE = [
+    {
+        "id": row.get("id"),
+        "text": row["text"],
+        "score": row.get("score"),
+        "meta": row["meta"]
+        and {"tags": row["meta"]["tags"], "at": row["meta"].get("at"), "lang": row["meta"].get("lang")},
+        "flag": row.get("flag"),
+        "list": row.get("list"),
+        "none": None,
+    }
+    for row in ROWS
+]
+
+
+@pytest.fixture(autouse=True)
+def fake(engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    async def start(config, *, log_level, log_format):
+        return engine
+
+    fields = {name: getattr(engine.info, name) for name in type(engine.info).__dataclass_fields__}
+    engine.info = type(engine.info)(**{**fields, "path": str(tmp_path)})
+    monkeypatch.setattr(module.AsyncEngine, "start", start)
+    monkeypatch.setattr(module, "configure_logging", lambda *_: None)
+    return engine
+
+
+def run(source: Path, output: Path, **settings: object) -> None:
+    embed_file(str(source), load(EmbedSettings, {"output": str(output), "batch_size": 4, **settings}), "fake-model")
+
+
+def write_jsonl(path: Path, *rows: object) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def without_vectors(rows: list[dict]) -> list[dict]:
+    assert all(len(row.pop("embedding")) for row in rows)
+    return rows
+
+
+def test_jsonl_to_parquet_keeps_every_column(tmp_path: Path) -> None:
+    run(write_jsonl(tmp_path / "in.jsonl", *ROWS), tmp_path / "out.parquet")
+    table = parquet.read_table(tmp_path / "out.parquet")
+    assert str(table.schema.field("id").type) == "int64"
+    assert str(table.schema.field("score").type) == "double"
+    assert without_vectors(table.to_pylist()) == WHOLE
+
+
+def test_column_of_a_late_row_is_kept(tmp_path: Path) -> None:
+    rows = [{"text": str(i)} for i in range(3000)]
+    run(write_jsonl(tmp_path / "in.jsonl", *rows, {"text": "z", "late": "here"}), tmp_path / "out.parquet")
+    column = parquet.read_table(tmp_path / "out.parquet")["late"].to_pylist()
+    assert column == [None] * 3000 + ["here"]
+
+
+def test_jsonl_to_jsonl_keeps_values_to_the_digit(tmp_path: Path) -> None:
+    line = (
+        '{"n": 123456789012345678901234567890, "f": 0.10000000000000000001, "text": "é", "o": {}, "l": [1, "x", null]}'
+    )
+    run(write_jsonl(tmp_path / "in.jsonl", line), tmp_path / "out.jsonl")
+    (written,) = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert written.startswith(line[:-1] + ',"embedding":[')
+    assert json.loads(written)["n"] == 123456789012345678901234567890
+
+
+def test_jsonl_of_a_parquet_keeps_every_column(tmp_path: Path) -> None:
+    table = pyarrow.table(
+        {"id": pyarrow.array([2**64 - 1, None], pyarrow.uint64()), "text": ["a", "b"], "b": [b"\0", b"\1"]}
+    )
+    parquet.write_table(table, tmp_path / "in.parquet")
+    run(tmp_path / "in.parquet", tmp_path / "out.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert without_vectors(rows) == [
+        {"id": 2**64 - 1, "text": "a", "b": "AA=="},
+        {"id": None, "text": "b", "b": "AQ=="},
+    ]
+
+
+def test_parquet_to_parquet_keeps_types_and_metadata(tmp_path: Path) -> None:
+    table = pyarrow.table(
+        {
+            "text": ["a", "b"],
+            "at": pyarrow.array([1, 2], pyarrow.timestamp("ns", "UTC")),
+            "kind": pyarrow.array(["x", "x"]).dictionary_encode(),
+            "price": pyarrow.array([1, 2], pyarrow.decimal128(20, 3)),
+            "map": pyarrow.array([[("k", 1)], []], pyarrow.map_(pyarrow.string(), pyarrow.int8())),
+        }
+    ).replace_schema_metadata({"made": "by hand"})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    before = parquet.read_table(tmp_path / "in.parquet")
+    run(tmp_path / "in.parquet", tmp_path / "out.parquet")
+    after = parquet.read_table(tmp_path / "out.parquet")
+    assert after.drop_columns(["embedding"]).equals(before)
+    assert after.schema.metadata[b"made"] == b"by hand"
+
+
+def test_lines_of_text_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a\n\nb\n")
+    run(tmp_path / "in.txt", tmp_path / "out.parquet", field="body")
+    assert parquet.read_table(tmp_path / "out.parquet")["body"].to_pylist() == ["a", "", "b"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "part"),
+    [
+        ([{"id": 1}, {"id": "x"}], "line 2: the column 'id' holds a string, but a number in line 1"),
+        ([{"id": True}, {"id": 1}], "line 2: the column 'id' holds a number, but true or false in line 1"),
+        (
+            [{"m": {"a": [1]}}, {}, {"m": {"a": ["x"]}}],
+            "line 3: the column 'm.a[]' holds a string, but a number in line",
+        ),
+        ([{"id": 2**64}], "line 1: the column 'id' holds an integer that does not fit into 64 bits"),
+        ([{"id": -1}, {"id": 2**63}], "line 2: the column 'id' holds an integer that does not fit into 64 bits"),
+        ([{"id": 2**53 + 1}, {"id": 0.5}], "line 1: the column 'id' holds an integer above 2**53 beside fractions"),
+        ([{"m": {}}, {"m": {}}], "line 1: the column 'm' holds objects without keys alone"),
+        (
+            ['{"text": "a", "b": 1, "b": 2}'],
+            "line 1: its fields cannot be written as Parquet (the key 'b' comes",
+        ),
+    ],
+)
+def test_value_that_parquet_cannot_hold_is_named_first(rows: list, part: str, fake, tmp_path: Path) -> None:
+    rows = [row if isinstance(row, str) else {"text": "a", **row} for row in rows]
+    with pytest.raises(CommandError) as error:
+        run(write_jsonl(tmp_path / "in.jsonl", *rows), tmp_path / "out.parquet")
+    assert part in str(error.value)
+    assert not fake.calls  # before any work is done
+    run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_column_named_embedding_is_refused(suffix: str, fake, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", {"text": "a"}, {"text": "b", "embedding": [1]})
+    with pytest.raises(CommandError, match="line 2: it has a field 'embedding'"):
+        run(source, tmp_path / f"out{suffix}")
+    parquet.write_table(pyarrow.table({"text": ["a"], "embedding": [1]}), tmp_path / "in.parquet")
+    with pytest.raises(UsageError, match="has a column 'embedding'"):
+        run(tmp_path / "in.parquet", tmp_path / f"out{suffix}")
+    (tmp_path / "in.txt").write_text("a\n")
+    with pytest.raises(UsageError, match="--field: 'embedding'"):
+        run(tmp_path / "in.txt", tmp_path / f"out{suffix}", field="embedding")
+    assert not fake.calls
+    run(source, tmp_path / "out.npy")  # which has no columns
+    assert len(np.load(tmp_path / "out.npy")) == 2
