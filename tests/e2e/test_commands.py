@@ -1,45 +1,55 @@
 """`penstock embed` and `penstock info` as processes on a real model."""
 
 import json
-import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
 import numpy as np
+import pytest
 
 
-def test_a_killed_embed_run_goes_on(tmp_path: Path, penstock, run, server, http: httpx.Client) -> None:
-    """Killed as soon as anything is shown, long before 256 rows: nothing that was shown is done again."""
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGKILL, -9, ""),
+        (signal.SIGTERM, 143, "penstock: terminated; the same command goes on where it stopped\n"),
+        (signal.SIGINT, 130, "penstock: interrupted; the same command goes on where it stopped\n"),
+    ],
+)
+def test_stopped_embed_run_goes_on(
+    number: int, code: int, said: str, tmp_path: Path, penstock, run, server, http: httpx.Client
+) -> None:
+    """Stopped as soon as any row is done, long before 256 rows."""
     texts = [f"text number {i} about water and gates" + ", water and gates" * 30 for i in range(500)]
     source, output = tmp_path / "in.txt", tmp_path / "out.npy"
     source.write_text("\n".join(texts))
     embed = ("embed", str(source), "--output", str(output), "--dtype", "float32")
-    first = subprocess.Popen([*penstock, *embed], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    num_shown, line = 0, b""
-    while not num_shown:
-        byte = first.stderr.read(1)
-        assert byte, "the run ended before it was killed"
-        line = b"" if byte == b"\r" else line + byte
-        if found := re.match(rb"(\d+)/500 rows", line):
-            num_shown = int(found[1])
-    first.kill()
-    first.wait()
-    first.stderr.close()
-    job = json.loads((tmp_path / "out.npy.partial" / "job.json").read_bytes())
-    num_done = sum(end - start for start, end in job["done"])
-    assert 0 < num_shown <= num_done < len(texts)
+    first = subprocess.Popen([*penstock, *embed], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (num_done := rows_done(output)):
+        assert first.poll() is None, "the run ended before it was stopped"
+        time.sleep(0.01)
+    first.send_signal(number)
+    assert first.communicate(timeout=60)[1] == said
+    assert first.returncode == code
+    assert num_done <= rows_done(output) < len(texts)
     assert not output.exists()
 
     second = run(*embed)
     assert second.returncode == 0, second.stderr
-    counts = [int(count) for count in re.findall(r"(\d+)/500 rows", second.stderr)]
-    assert counts == sorted(counts)
-    assert (counts[-1], "100%" in second.stderr) == (len(texts), True)
+    assert f"500 rows are in {output}" in second.stderr
+    assert "\r" not in second.stderr
     vectors = np.load(output)
     answer = http.post("/v1/embeddings", json={"input": texts}).json()
     np.testing.assert_allclose(vectors, [row["embedding"] for row in answer["data"]], atol=1e-6)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out.npy"]
+
+
+def rows_done(output: Path) -> int:
+    job = output.with_name(output.name + ".partial") / "job.json"
+    return sum(end - start for start, end in json.loads(job.read_bytes())["done"]) if job.exists() else 0
 
 
 def test_info_shows_the_resolved_table(run, default_model: Path) -> None:
