@@ -29,6 +29,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Final
+
+CUT_TO_FIT: Final = "truncate_prompt_tokens to -1"
+"""What a request sets to have its inputs cut, in vLLM's words; the value of `cut_to_fit` in messages."""
 
 
 class RefusalReason(StrEnum):
@@ -128,7 +132,7 @@ class RequestTooLongError(InvalidRequestError):
             max_num_tokens=max_num_tokens,
             param=param,
             found=found,
-            cut_to_fit="truncate_prompt_tokens to -1",
+            cut_to_fit=CUT_TO_FIT,
         )
 
 

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from ..protocol.config import EngineConfig
-from ..protocol.errors import InvalidRequestError, RequestTooLongError
+from ..protocol.errors import CUT_TO_FIT, InvalidRequestError, RequestTooLongError
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, Text, TokenizedInput
@@ -125,9 +125,10 @@ class InputEncoder:
             num_tokens, room = len(offsets[too_long]), rooms[too_long]
             at_least = "" if read[too_long] is documents[too_long] else "at least "
             raise RequestTooLongError(
-                f"Document {too_long} has {at_least}{num_tokens} tokens, which do not fit into {options.max_pieces} "
-                f"pieces of up to {room - spare}. Please allow more pieces, or set truncate_prompt_tokens to -1 to cut "
-                "it.",
+                "{found}. Please allow more pieces, or set {cut_to_fit} to cut it.",
+                found=f"Document {too_long} has {at_least}{num_tokens} tokens, which do not fit into "
+                f"{options.max_pieces} pieces of up to {room - spare}",
+                cut_to_fit=CUT_TO_FIT,
                 num_tokens=num_tokens,
                 max_num_tokens=options.max_pieces * (room - spare),
                 param=None,

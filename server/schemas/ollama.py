@@ -77,6 +77,8 @@ class OllamaEmbedRequest(OllamaEmbedBody):
         {"model": "all-MiniLM-L6-v2", "input": "One text is fine too.", "truncate": False},
     )
 
+    own_names: ClassVar = {"truncate_prompt_tokens": "options.num_ctx", "cut_to_fit": "truncate to true"}
+
     input: TextOrTexts = Field(description="A text or a list of texts.")
     truncate: Flag | None = Field(None, description="Cut over-long texts (default); false refuses them.")
     dimensions: Width | None = Field(None, description="Width of the embeddings (Matryoshka).")
@@ -94,7 +96,7 @@ class OllamaEmbedRequest(OllamaEmbedBody):
 class OllamaEmbeddingRequest(OllamaEmbedBody):
     """Body of POST /api/embeddings, which is older."""
 
-    own_names: ClassVar = {"input": "prompt"}
+    own_names: ClassVar = {"input": "prompt", "truncate_prompt_tokens": "options.num_ctx"}
     model_config = documented({"model": "all-MiniLM-L6-v2", "prompt": "A gate holds the water."})
 
     prompt: str = Field(description="The text; it is cut to fit.")
