@@ -155,7 +155,7 @@ def create_app(
             yield {SHEDDER: shedder}
 
     app = Application(
-        names=[name for model in models for name in model.names],
+        names=[name for model in models for name in model.shown_names],
         needs_key=keys.are_required,
         title="penstock",
         version=penstock_version(),

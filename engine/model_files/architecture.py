@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
@@ -32,6 +33,20 @@ _LAYER_KEYS: Final = (
 )
 # fmt: on
 _MOST_LAYERS: Final = 10_000
+# Parts of config.json that describe an encoder of something else than text.
+_TOWERS: Final = {
+    "vision_config": "images",
+    "image_config": "images",
+    "audio_config": "audio",
+    "speech_config": "audio",
+}
+# Keys of models that read no text; one of them alone may mean something else.
+_OTHER_KEYS: Final = {
+    "images": frozenset(("image_size", "num_channels", "patch_size", "image_mean")),
+    "audio": frozenset(("num_mel_bins", "feat_extract_norm", "conv_kernel", "sampling_rate", "max_source_positions")),
+}
+_INPUT_TOKEN: Final = re.compile(r"(image|vision|video|audio|img|boi|eoi).*token")
+_GENERATORS: Final = ("ForConditionalGeneration", "ForCausalLM", "ForImageTextToText")
 _ACTIVATIONS: Final = {"Sigmoid": Activation.SIGMOID, "Softmax": Activation.SOFTMAX, "Identity": Activation.IDENTITY}
 _PROBLEM_ACTIVATIONS: Final = {
     "regression": Activation.IDENTITY,
@@ -70,6 +85,7 @@ def resolve_architecture(draft: ModelDraft) -> None:
     draft.set("model_type", model_type, draft.source_of("model_type"))
     draft.set("architecture", architecture, draft.source_of("architectures") if architectures else "default")
     draft.set("native", native, draft.sources["model_type"])
+    _refuse_other_inputs(draft, architecture)
     for name in ("hidden_size", "vocab_size"):
         value, source = draft.lookup(name)
         if type(value) is not int or value < 1:
@@ -104,6 +120,27 @@ def resolve_architecture(draft: ModelDraft) -> None:
     scores_rows = native and model_type in DECODER_MODEL_TYPES and architecture.endswith("ForSequenceClassification")
     by_token = (PoolingTask.TOKEN_CLASSIFY,) if scores_rows and draft.answers is None and not pools else ()
     draft.set("tasks", (*_TASKS[kind], *by_token), "kind")
+
+
+def _refuse_other_inputs(draft: ModelDraft, architecture: str) -> None:
+    """Refuses a model that reads images or audio beside or in place of text, as far as config.json tells.
+
+    A language model that finds images among the tokens of a text runs on text alone, and is not refused.
+
+    Raises:
+        UnsupportedModelError: See above.
+    """
+    config = draft.config
+    inputs = sorted({_TOWERS[key] for key in _TOWERS if isinstance(config.get(key), dict)})
+    reads_tokens = any(_INPUT_TOKEN.search(key) for key in config) or architecture.endswith(_GENERATORS)
+    if not inputs and draft.lookup("vocab_size")[0] is None:
+        inputs = [name for name, keys in _OTHER_KEYS.items() if len(keys & config.keys()) > 1]
+        reads_tokens = False
+    if inputs and not reads_tokens:
+        raise UnsupportedModelError(
+            f"{draft.name} (model_type {draft.fields['model_type']!r}) reads {' and '.join(inputs)}; "
+            "penstock serves text models."
+        )
 
 
 def _check_layers(draft: ModelDraft) -> None:

@@ -23,7 +23,7 @@ def model_card(context: ServerContext, model: Described) -> dict[str, Any]:
         "owned_by": "penstock",
         "max_model_len": max_model_len,
         "name": model.name,
-        "aliases": [name for name in entry.model.names if name != model.name],
+        "aliases": [name for name in entry.model.shown_names if name != model.name],
         "endpoints": [] if info is None else cohere_endpoints(info),
         "context_length": max_model_len,
         "status": {"value": entry.status, "state": entry.state},

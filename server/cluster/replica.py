@@ -28,7 +28,9 @@ def build_app(settings: ServerSettings, mount: Mount) -> FastAPI:
     start = partial(
         AsyncEngine.start, mount.config, log_level=settings.log_level.upper(), log_format=settings.log_format
     )
-    return create_app([ServedModel(mount.names, start, mount.default_prompt_name)], settings)
+    hidden_names = frozenset({mount.config.model} & set(mount.names[1:]))  # a path
+    model = ServedModel(mount.names, start, mount.default_prompt_name, hidden_names=hidden_names)
+    return create_app([model], settings)
 
 
 class WithoutPrefix:

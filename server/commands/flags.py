@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar, get_args
 
@@ -27,6 +28,17 @@ _Group: TypeAlias = argparse._ArgumentGroup  # the type that add_argument_group 
 
 class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line instead of the usage and a line."""
+
+    def parse_known_args(  # type: ignore[override]  # typeshed has overloads by the namespace
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Returns what argparse does. Raises UsageError with the flags that a misspelt one may mean."""
+        found, extras = super().parse_known_args(args, namespace)
+        for flag in extras:
+            name, known = flag.partition("=")[0], self._option_string_actions
+            if name.startswith("--") and (near := difflib.get_close_matches(name.replace("_", "-"), known, n=1)):
+                self.error(f"unrecognized argument: {name}; did you mean {near[0]}?")
+        return found, extras
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError."""

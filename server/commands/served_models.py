@@ -101,6 +101,7 @@ def _served_model(
         plan.is_pinned,
         plan.ttl_s,
         num_bytes,
+        frozenset({plan.model} & set(plan.names[1:])) if is_local(plan.model) else frozenset(),
     )
 
 

@@ -63,6 +63,7 @@ ERROR_KINDS: Final[dict[type[EngineError], ErrorKind]] = {
     engine_errors.InvalidSlot: ErrorKind(500, "server_error", "internal_error", is_hidden=True),
     engine_errors.ModelLoadError: ErrorKind(500, "server_error", "model_load_failed", is_hidden=True),
     engine_errors.UnsupportedModelError: ErrorKind(500, "server_error", "model_load_failed", is_hidden=True),
+    engine_errors.MachineError: ErrorKind(500, "server_error", "model_load_failed", is_hidden=True),
     engine_errors.WeightError: ErrorKind(500, "server_error", "model_load_failed", is_hidden=True),
 }
 

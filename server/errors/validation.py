@@ -32,7 +32,7 @@ def _sentence(error: dict[str, Any], given: Collection[str]) -> str:
             return "The body is empty; send a JSON object."
         return f"The body must be a JSON object, not {shown(error['input'])}."
     if kind == "missing":
-        return f"{field} is missing; the body has {shown_names(given)}."
+        return f"{field} is missing; the body {f'has {shown_names(given)}' if given else 'is empty'}."
     reason = error["msg"].removeprefix("Value error, ").removesuffix(".")  # one: names that go on end in three
     if kind in ("value_error", "unknown_key", "empty_text"):
         return f"{field} {reason}."

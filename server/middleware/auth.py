@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
+import stat
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
@@ -68,7 +69,8 @@ class AuthMiddleware:
             scope["api_client"], scope["api_owner"] = keys.client_name(owner), owner
             scope["api_namespace"] = keys.namespace_of(owner)
             return self.app(scope, receive, send)
-        message = "The API key is missing or wrong; send it as the header 'Authorization: Bearer KEY'."
+        kind = "admin key" if keys is self.admin_keys else "API key"
+        message = f"The {kind} is missing or wrong; send it as the header 'Authorization: Bearer KEY'."
         response = refusal(scope["path"], 401, message, {"www-authenticate": "Bearer"})
         return response(scope, receive, send)
 
@@ -184,10 +186,12 @@ class ApiKeys:
             if version != self._version or version is None:
                 logger.error("%s: %s; the keys stay as they were", self._flag, _reason(error, self._file))
         else:
-            logger.info("%s: read again, %d keys are valid", self._flag, len(self._digests))
+            logger.info("%s: read again; valid keys: %d", self._flag, len(self._digests))
         self._version = version
 
     def _read(self, file: Path) -> list[bytes]:
+        if file.stat().st_mode & stat.S_IWOTH:
+            raise ValueError("may be written by every user of the machine; run chmod o-w on it")
         lines = (line.strip() for line in file.read_text("utf-8-sig").splitlines())
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:

@@ -26,6 +26,7 @@ class ServedModel:
         is_pinned: Once loaded it stays, whatever else wants room.
         ttl_s: Seconds without a request after which it is unloaded; infinity: never.
         num_bytes: Bytes of memory that it is expected to take; 0 where that is not known before it is loaded.
+        hidden_names: Names that requests may use and no client is shown: paths on the server's disk.
     """
 
     names: tuple[str, ...]
@@ -37,6 +38,12 @@ class ServedModel:
     is_pinned: bool = False
     ttl_s: float = inf
     num_bytes: int = 0
+    hidden_names: frozenset[str] = frozenset()
+
+    @property
+    def shown_names(self) -> tuple[str, ...]:
+        """The names that clients are shown."""
+        return tuple(name for name in self.names if name not in self.hidden_names)
 
     @property
     def comes_and_goes(self) -> bool:

@@ -15,7 +15,7 @@ from penstock.engine.protocol.model_info import ModelKind
 
 from ..observability.timing import REQUEST
 from ..wire.limit_errors import ServerRefusalReason
-from ..wire.shown_values import shown
+from ..wire.shown_values import shown, shown_names
 from .keeper import ModelKeeper
 from .model_entry import ModelEntry, ModelStatus
 
@@ -145,7 +145,7 @@ class ModelTable:
         if not name or name == UNNAMED:
             made_for_it = (each for each in self.entries if each.info is not None and each.info.kind in kinds)
             return next(made_for_it, self.entries[0])
-        served = ", ".join(self._named)
+        served = shown_names([entry.name for entry in self.entries])
         raise ModelNotFoundError(f"The model {shown(name)} does not exist; this server has {served}.", param="model")
 
     def describe(self, name: str | None) -> Described:

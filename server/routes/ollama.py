@@ -98,7 +98,7 @@ async def tags(request: Request) -> Response:
     for model in context_of(request).models.describe_all():
         if model.info is not None:
             files = await _weights(model.info.path)
-            cards += [_card(name, model.info, files) for name in model.entry.model.names]
+            cards += [_card(name, model.info, files) for name in model.entry.model.shown_names]
     return json_response({"models": cards})
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Final, Literal, get_args
 
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
 
 from ..wire.json_bodies import JsonBody
 from ..wire.json_schema import documented
+from ..wire.shown_values import shown
 from .fields.options import Count
 
 LEAST_EXPIRY_S: Final = 3600
 MOST_EXPIRY_S: Final = 30 * 24 * 3600
 """Also what files get whose clients do not say."""
 MOST_HOURS: Final = 168
+_HOURS: Final = r"^[1-9][0-9]{0,2}h$"
 
 Endpoint = Literal[
     "/v1/embeddings",
@@ -53,6 +56,15 @@ class ExpiresAfter(BaseModel):
     seconds: Annotated[Count, Field(ge=LEAST_EXPIRY_S, le=MOST_EXPIRY_S)]
 
 
+def _hours(value: Any) -> Any:
+    if isinstance(value, str) and re.fullmatch(_HOURS, value) is None:
+        raise ValueError(f"must be 1h to {MOST_HOURS}h, such as 24h, not {shown(value)}")
+    return value
+
+
+CompletionWindow = Annotated[str, StringConstraints(pattern=_HOURS), BeforeValidator(_hours)]
+
+
 class BatchRequest(JsonBody):
     """Body of POST /v1/batches."""
 
@@ -62,7 +74,7 @@ class BatchRequest(JsonBody):
 
     input_file_id: str = Field(description="An uploaded file of JSON lines.")
     endpoint: Endpoint = Field(description="The route of all its lines.")
-    completion_window: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,2}h$")] = Field(
+    completion_window: CompletionWindow = Field(
         description=f"Hours after which what is left is given up, from 1h to {MOST_HOURS}h; OpenAI's clients send 24h."
     )
     metadata: Metadata | None = Field(None, description="Notes, which the answers hold again.")

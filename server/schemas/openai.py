@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal
 
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import BaseModel, Field
 
 from penstock.engine import PoolingParams, PoolingTask, PoolingType
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelKind
 
-from ..wire import json_schema
 from ..wire.json_schema import documented
 from .chat import InputFields
 from .encode import Output
 from .fields.encodings import EmbeddingTypeOptions
-from .fields.options import Count, EmbeddingBody, Flag, ListAnswer, Width
+from .fields.options import EmbeddingBody, Flag, ListAnswer, Width, WidthOrZero
 from .fields.passed_keys import let_pass
 from .fields.truncation import Truncate, truncated
 
@@ -46,7 +45,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     passed_keys: ClassVar = let_pass("openai", "jina", "voyage", "vllm", "infinity")
     prompt_fields: ClassVar = (*EmbeddingBody.prompt_fields, "task", "instruction")
 
-    dimensions: Annotated[Count, WithJsonSchema(json_schema.WIDTH)] | None = Field(
+    dimensions: WidthOrZero | None = Field(
         None,
         description=(
             "Width of the embeddings (Matryoshka). 0 is refused, unless it stands beside `modality`, as Infinity's "
@@ -102,7 +101,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
         if _PARAM_FIELDS.isdisjoint(self.model_fields_set):
             return _PLAIN_PARAMS
         if self.dimensions == 0 and self.modality is None:
-            raise InvalidRequestError("dimensions is 0; it must be at least 1.", param="dimensions")
+            raise InvalidRequestError("dimensions must be at least 1, not 0.", param="dimensions")
         dimensions = self.output_dimension if self.dimensions is None else self.dimensions or None
         params = PoolingParams(
             truncate_prompt_tokens=self.truncate_prompt_tokens,

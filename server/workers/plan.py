@@ -30,6 +30,7 @@ class PlannedModel:
         default_prompt_name: See ServedModel.
         settings: See ServedModel.
         info: See ServedModel.
+        hidden_names: See ServedModel.
     """
 
     names: tuple[str, ...]
@@ -38,11 +39,13 @@ class PlannedModel:
     default_prompt_name: str | None = None
     settings: EngineSettings | None = None
     info: ModelInfo | None = None
+    hidden_names: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: ServedModel, config: EngineConfig, board: int) -> PlannedModel:
         """Returns what other processes have to know of a served model."""
-        return cls(model.names, config, board, model.default_prompt_name, model.settings, model.info)
+        prompt_name = model.default_prompt_name
+        return cls(model.names, config, board, prompt_name, model.settings, model.info, model.hidden_names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,14 @@ def main() -> None:
 
     link = SupervisorLink(plan, figures, end)
     models = [
-        ServedModel(model.names, partial(link.engine, number), model.default_prompt_name, model.settings, model.info)
+        ServedModel(
+            model.names,
+            partial(link.engine, number),
+            model.default_prompt_name,
+            model.settings,
+            model.info,
+            hidden_names=model.hidden_names,
+        )
         for number, model in enumerate(plan.models)
     ]
     common = Common(plan.salt, plan.started_s, link.gather, plan.num_workers)

@@ -99,7 +99,7 @@ class VectorCache:
             figures.append(
                 TierFigures(
                     name="disk",
-                    num_bytes=tier.num_bytes,
+                    num_bytes=self._shared.num_bytes(),
                     num_evicted=tier.num_evicted,
                     num_dropped=self._shared.num_dropped,
                     num_damaged=tier.num_damaged,

@@ -63,7 +63,6 @@ class DiskTier:
     Attributes:
         secret: Of the folder, the same for all its processes: keys and the namespaces of clients are made with it.
         max_bytes: Size of the file.
-        num_bytes: Bytes of the pages in use, at the last `write`.
         num_evicted: Rows that this process has removed because room was needed.
         num_damaged: Rows that this process has found to be damaged.
 
@@ -111,7 +110,17 @@ class DiskTier:
         with _errors(self._folder):
             for batch in self._batches(rows):
                 self._write(batch)
-            self.num_bytes = self._used_bytes()
+
+    def num_bytes(self) -> int:
+        """Returns the Bytes of the pages in use, by whichever process. Takes microseconds.
+
+        Raises:
+            NoRoomError: Too many read.
+            DiskError: The file is damaged.
+        """
+        self._check_size()
+        with _errors(self._folder):
+            return self._used_bytes()
 
     def close(self) -> None:
         """Lets go of the file. Nobody may read or write then."""
@@ -143,7 +152,6 @@ class DiskTier:
             self._rows = self._env.open_db(b"rows")
             self._numbers = self._env.open_db(b"numbers")
             self._file = open_own(data, os.O_RDONLY)
-            self.num_bytes = self._used_bytes()
         except BaseException:
             self._env.close()
             raise

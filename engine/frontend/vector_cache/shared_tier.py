@@ -29,7 +29,7 @@ _CLOSE_S: Final = 10.0
 
 
 class SharedTier:
-    """The rows that processes share. `find`, `put` and `close` belong to one event loop.
+    """The rows that processes share. `find`, `num_bytes`, `put` and `close` belong to one event loop.
 
     Args:
         folder: See DiskTier.
@@ -49,6 +49,7 @@ class SharedTier:
         self.tier = DiskTier(folder, max_bytes)
         self.is_working = True
         self.num_dropped = 0
+        self._num_bytes = 0
         self._clock_s = clock_s
         self._is_damaged = False
         self._resumes_s = 0.0
@@ -70,6 +71,15 @@ class SharedTier:
         except DiskError as error:
             self._note(error)
             return [None] * len(keys)
+
+    def num_bytes(self) -> int:
+        """Returns the Bytes that the rows of all processes take now; as before while the disk cannot be read."""
+        if not self._is_damaged:
+            try:
+                self._num_bytes = self.tier.num_bytes()
+            except DiskError as error:
+                self._note(error)
+        return self._num_bytes
 
     def put(self, key: bytes, row: bytes) -> None:
         """Has a row written soon, if it can be."""

@@ -21,7 +21,7 @@ from ..base import ModelOutput, PackedModel
 from ..heads import TokenHead
 from .network import Network, Sharing, in_float32
 from .packed_attention import NAME, NotPackableError, register
-from .pretrained import load_pretrained
+from .pretrained import CODE_ERRORS, load_pretrained, other_inputs
 
 logger = logging.getLogger("penstock.engine")
 
@@ -120,7 +120,7 @@ class TransformersModel(PackedModel):
             rows = backbone.run_padded(probe)
             is_same = _agree(score(rows[row : row + 1 or None]), pooling.run_padded(probe))
         except _CALL_ERRORS as error:
-            raise _cannot_run(info, error) from error
+            raise _cannot_run(info, error, self._network.module) from error
         if is_same:
             self._network, self.sequence_head = backbone, _ScoreHead(score)
 
@@ -140,7 +140,7 @@ class TransformersModel(PackedModel):
             self._network = Network(network.base_model, gives_logits=False)
             is_same = _agree(head.logits(self._network.run_padded(probe)[-1:]), expected)
         except _CALL_ERRORS as error:
-            raise _cannot_run(info, error) from error
+            raise _cannot_run(info, error, self._network.module) from error
         if not is_same:
             raise UnsupportedModelError(
                 f"{info.name} computes its logits in a way of its own, which classifier_from_token cannot read."
@@ -154,7 +154,7 @@ class TransformersModel(PackedModel):
         try:
             expected = network.run_padded(probe)
         except _CALL_ERRORS as error:
-            raise _cannot_run(info, error) from error
+            raise _cannot_run(info, error, self._network.module) from error
         if not network.takes_positions:
             return "it takes no position ids"
         implementation = module.config._attn_implementation
@@ -181,7 +181,7 @@ class TransformersModel(PackedModel):
                 is_equal = self._network.sharing is Sharing.EQUAL
                 self._network.sharing = Sharing.NONE if is_equal else Sharing.EQUAL
         except _CALL_ERRORS as error:
-            raise _cannot_run(info, error) from error
+            raise _cannot_run(info, error, self._network.module) from error
         return self._network.sharing.consequence
 
     def _run_as_if_alone(self, info: ModelInfo) -> bool:
@@ -247,10 +247,18 @@ class _ScoreHead:
         return logits.float()
 
 
-def _cannot_run(info: ModelInfo, error: Exception) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"transformers cannot run {info.name} ({info.path}): {type(error).__name__}: {one_line(error)}"
+def _cannot_run(info: ModelInfo, error: Exception, network: nn.Module) -> UnsupportedModelError:
+    """Returns the error of a model that transformers cannot run on token ids; a traceback is in the log of debug."""
+    logger.debug("transformers cannot run %s", info.name, exc_info=error)
+    name = f"{info.name} (model_type {info.model_type!r})"
+    if others := other_inputs(type(network)):
+        return UnsupportedModelError(f"{name} reads {others} beside text; penstock serves text models.")
+    reason = (
+        f"{type(network).__name__} does not run on token ids alone (--log-level debug shows the place)"
+        if isinstance(error, CODE_ERRORS)
+        else one_line(error)
     )
+    return UnsupportedModelError(f"transformers cannot run {name} from {info.path}: {reason}")
 
 
 def _identity(logits: Tensor) -> Tensor:

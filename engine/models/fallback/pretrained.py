@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Final
@@ -14,6 +15,8 @@ from ...layers.weights import are_finite
 from ...model_files.json_files import one_line, read_object
 from ...protocol.errors import UnsupportedModelError, WeightError
 from ...protocol.model_info import ModelInfo, ModelKind
+
+logger = logging.getLogger("penstock.engine")
 
 _LOAD_ERRORS: Final = (
     ArithmeticError,
@@ -29,6 +32,8 @@ _LOAD_ERRORS: Final = (
     UnpicklingError,
     ValueError,
 )
+CODE_ERRORS: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError)
+"""Errors whose text is for programmers."""
 _AUTO_CLASSES: Final = {
     ModelKind.SEQUENCE_CLASSIFIER: "AutoModelForSequenceClassification",
     ModelKind.CROSS_ENCODER: "AutoModelForSequenceClassification",
@@ -50,7 +55,10 @@ def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
         config = transformers.AutoConfig.from_pretrained(
             info.path, trust_remote_code=trust_remote_code, **_overrides(info)
         )
-        model, report = _auto_class(info, config).from_pretrained(
+        auto_class = _auto_class(info, config)
+        if not trust_remote_code:
+            _refuse_other_inputs(info, auto_class, config)
+        model, report = auto_class.from_pretrained(
             info.path,
             config=config,
             dtype=getattr(torch, info.dtype),
@@ -58,10 +66,15 @@ def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
             output_loading_info=True,
         )
     except _LOAD_ERRORS as error:
+        logger.debug("transformers cannot load %s", info.name, exc_info=True)
+        reason = (
+            "its code does not fit the files (--log-level debug shows the place)"
+            if isinstance(error, CODE_ERRORS)
+            else one_line(error)
+        )
         raise UnsupportedModelError(
             f"transformers cannot load {info.name} from {info.path} ({info.architecture}, "
-            f"model_type {info.model_type!r}): "
-            f"{one_line(error)}"
+            f"model_type {info.model_type!r}): {reason}"
         ) from error
     missing = sorted(
         name for name in report["missing_keys"] if info.kind is not ModelKind.EMBEDDING or "pooler" not in name
@@ -80,6 +93,25 @@ def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
             "download the model again, or serve another."
         )
     return model.eval().to(info.device)
+
+
+def other_inputs(model_class: Any) -> str:
+    """Returns the inputs of a class of transformers beside text, such as "image and video"; "" for text alone."""
+    modalities = getattr(model_class, "input_modalities", None) or ("text",)
+    modalities = (modalities,) if isinstance(modalities, str) else modalities
+    return " and ".join(name for name in modalities if name != "text")
+
+
+def _refuse_other_inputs(info: ModelInfo, auto_class: Any, config: Any) -> None:
+    """Refuses a model whose main input is not text, before its weights are read."""
+    model_class = auto_class._model_mapping.get(type(config), None)
+    if isinstance(model_class, tuple | list):
+        model_class = model_class[0]
+    others = other_inputs(model_class)
+    if others and model_class.main_input_name != "input_ids":
+        raise UnsupportedModelError(
+            f"{info.name} (model_type {info.model_type!r}) reads {others}; penstock serves text models."
+        )
 
 
 def _check_architecture(info: ModelInfo, *, trust_remote_code: bool) -> None:

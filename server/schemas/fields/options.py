@@ -33,8 +33,31 @@ def parse_whole_number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def parse_width(value: Any) -> Any:
+    """Returns a width as `parse_whole_number` does, and refuses one below 1."""
+    return check_width(parse_whole_number(value), 1)
+
+
+def parse_width_or_zero(value: Any) -> Any:
+    """Returns a width as `parse_width` does, or 0."""
+    return check_width(parse_whole_number(value), 0)
+
+
+def check_width(value: Any, least: int) -> Any:
+    """Returns a value, and raises ValueError for an integer below `least`, in the words for every width below 1."""
+    if isinstance(value, int) and value < least:
+        raise ValueError(f"must be at least 1, not {value}")
+    return value
+
+
 Count = Annotated[int, Field(ge=0, le=json_schema.MAX_INTEGER), BeforeValidator(parse_whole_number)]
-Width = Annotated[int, Field(ge=1, le=json_schema.MAX_INTEGER), BeforeValidator(parse_whole_number)]
+Width = Annotated[int, Field(ge=1, le=json_schema.MAX_INTEGER), BeforeValidator(parse_width)]
+WidthOrZero = Annotated[
+    int,
+    Field(ge=0, le=json_schema.MAX_INTEGER),
+    BeforeValidator(parse_width_or_zero),
+    WithJsonSchema(json_schema.WIDTH),
+]
 TokenLimit = Annotated[int, BeforeValidator(parse_whole_number), WithJsonSchema(json_schema.TOKEN_LIMIT)]
 Flag = StrictBool
 """true or false, and not the 0, "no" or "off" that pydantic would take for them."""
