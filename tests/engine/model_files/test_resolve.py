@@ -561,6 +561,36 @@ def hub_cache(cache: Path, name: str, files: dict[str, Any]) -> Path:
     return repo / "snapshots" / commit
 
 
+TEXT_TOWER = {"hidden_size": 32, "vocab_size": 100, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "inputs"),
+    [
+        ({"model_type": "clip", "text_config": TEXT_TOWER, "vision_config": {"image_size": 16}}, "images"),
+        ({"model_type": "siglip", "architectures": ["SiglipModel"], "vision_config": {}}, "images"),
+        ({"model_type": "clap", "text_config": TEXT_TOWER, "audio_config": {}}, "audio"),
+        ({"model_type": "flava", "image_config": {}, "audio_config": {}}, "audio and images"),
+        ({"model_type": "vit", "hidden_size": 32, "image_size": 16, "patch_size": 8, "num_channels": 3}, "images"),
+        ({"model_type": "ast", "hidden_size": 32, "num_mel_bins": 8, "max_source_positions": 30}, "audio"),
+    ],
+)
+def test_model_that_reads_no_text_is_refused(config: dict[str, Any], inputs: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = f"model_type '{config['model_type']}'\\) reads {inputs}; penstock serves text models"
+    with pytest.raises(UnsupportedModelError, match=message):
+        resolve_model(EngineConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "more", [{"architectures": ["LlavaForConditionalGeneration"]}, {"image_token_id": 9}, {"image_token_index": 9}]
+)
+def test_language_model_that_may_read_images_is_served(more: dict[str, Any], tmp_path: Path) -> None:
+    config = {"model_type": "llava", "text_config": TEXT_TOWER, "vision_config": {"image_size": 16}, **more}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert resolve_model(EngineConfig(model=str(tmp_path))).hidden_size == 32
+
+
 def test_name_below_a_local_folder_means_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not is_local("mods/nosuch")

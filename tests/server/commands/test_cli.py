@@ -273,3 +273,21 @@ def test_info_as_json() -> None:
     assert answer["fields"]["path"]["from"] == "default"
     named = json.loads(run("info", answer["path"], "--json").stdout)
     assert named["fields"]["path"]["from"] == "--model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (("serve", "--prot", "80"), "--prot; did you mean --port?"),
+        (("serve", "--max-modl-len=5"), "--max-modl-len; did you mean --max-model-len?"),
+        (("embed", "a.txt", "--outptu", "b.npy"), "--outptu; did you mean --output?"),
+        (("ray", "serve", "--min-replica-s", "2"), "--min-replica-s; did you mean --min-replicas?"),
+        (("info", "--jsn"), "--jsn; did you mean --json?"),
+        (("serve", "--quite-another"), "unrecognized arguments: --quite-another"),
+    ],
+)
+def test_misspelt_flag_gets_a_suggestion(
+    arguments: tuple[str, ...], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert meant in capsys.readouterr().err

@@ -274,3 +274,28 @@ async def test_a_number_that_no_integer_holds_is_out_of_range(client: httpx.Asyn
 async def test_a_width_beyond_all_answers_is_refused_by_its_name(client, path: str, field: str, body: dict) -> None:
     message = (await client.post(path, json={**body, field: 2**53 - 1})).json()["message"]
     assert message.startswith(f"{field} is {2**53 - 1}; ")
+
+
+async def test_empty_object_is_called_empty(client) -> None:
+    response = await client.post("/rerank", json={})
+    assert response.json()["error"]["message"].startswith("query is missing; the body is empty.")
+
+
+@pytest.mark.parametrize("width", [-1, 0])
+@pytest.mark.parametrize(
+    ("path", "name", "body"),
+    [
+        ("/v1/embeddings", "dimensions", {"input": "a"}),
+        ("/v1/embeddings", "output_dimension", {"input": "a"}),
+        ("/v1/encode", "dimensions", {"input": "a", "outputs": ["dense"]}),
+        ("/pooling", "dimensions", {"input": "a"}),
+        ("/v1/embed", "output_dimension", {"texts": ["a"], "input_type": "clustering"}),
+        ("/v2/embed", "output_dimension", {"texts": ["a"], "input_type": "clustering"}),
+        ("/embed", "dimensions", {"inputs": "a"}),
+        ("/api/embed", "dimensions", {"model": "alias", "input": "a"}),
+    ],
+)
+async def test_width_below_1_has_one_message(width: int, path: str, name: str, body: dict, client) -> None:
+    response = await client.post(path, json={**body, name: width})
+    assert response.status_code in (400, 413, 422)
+    assert f"{name} must be at least 1, not {width}." in response.text

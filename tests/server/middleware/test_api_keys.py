@@ -106,7 +106,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureF
     assert not accepts(keys, "old-key")
     assert accepts(keys, "new-key")
     assert accepts(keys, "other-key")
-    assert "2 keys are valid" in caplog.text
+    assert "valid keys: 2" in caplog.text
     assert not any(key in caplog.text for key in ("old-key", "new-key", "other-key"))
 
 
@@ -214,3 +214,19 @@ async def test_a_server_with_a_file_of_keys(serving, engine, tmp_path: Path) -> 
         for key, status in (("one", 200), ("two", 200), ("three", 401)):
             response = await client.post("/v1/embeddings", json=BODY, headers={"authorization": f"Bearer {key}"})
             assert response.status_code == status
+
+
+def test_file_that_everybody_may_write_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, clock = tmp_path / "keys", Clock()
+    write(file, "a-key\n")
+    file.chmod(0o666)
+    with pytest.raises(UsageError, match="keys may be written by every user of the machine; run chmod o-w on it"):
+        ApiKeys((), file)
+    file.chmod(0o664)
+    keys = ApiKeys((), file, clock_s=clock)
+    write(file, "b-key\n")
+    file.chmod(0o646)
+    clock.tick()
+    assert accepts(keys, "a-key")
+    assert not accepts(keys, "b-key")
+    assert "the keys stay as they were" in caplog.text

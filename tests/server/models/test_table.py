@@ -161,3 +161,22 @@ async def test_keep_alive_without_a_name_is_for_the_model_that_answers(make_engi
         await app.state.startup.wait()
         assert (await client.post("/api/embed", json={"input": "a", "keep_alive": 7})).status_code == 200
         assert [entry.ttl_s for entry in app.state.context.models.entries] == [60.0, 7.0]
+
+
+async def test_path_of_a_model_is_accepted_and_not_shown(make_engine) -> None:
+    names, hidden = ("one", "/srv/models/one", "alias"), frozenset({"/srv/models/one"})
+    model = ServedModel(names, partial(started, make_engine(name="one")), hidden_names=hidden)
+    app = create_app([model], ServerSettings())
+    async with app.router.lifespan_context(app), client_of(app) as client:
+        await app.state.startup.wait()
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert (card["id"], card["aliases"]) == ("one", ["alias"])
+        unknown = [
+            await client.post(path, json={"input": "a", "model": "two"}) for path in ("/v1/embeddings", "/api/embed")
+        ]
+        lists = [await client.get(path) for path in ("/api/tags", "/openapi.json", "/v1/models")]
+        assert [answer.status_code for answer in unknown] == [404, 404]
+        assert not any("/srv/models" in answer.text for answer in (*unknown, *lists))
+        assert unknown[0].json()["message"] == "The model 'two' does not exist; this server has one."
+        answer = await client.post("/v1/embeddings", json={"input": "a", "model": "/srv/models/one"})
+        assert answer.status_code == 200

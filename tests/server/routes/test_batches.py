@@ -485,3 +485,10 @@ async def test_a_line_takes_no_model_from_clients(make_engine, tmp_path: Path, m
         monkeypatch.setattr("penstock.server.models.keeper.UNMISSED_S", 0.05)
         assert (await ended(client, batch))["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
         assert started == ["a", "b"]
+
+
+@pytest.mark.parametrize("window", ["1d", "24", "0h", "24 h", ""])
+async def test_wrong_completion_window_is_told_in_plain_words(window: str, client) -> None:
+    body = {"input_file_id": "file-none", "endpoint": "/v1/embeddings", "completion_window": window}
+    message = (await client.post("/v1/batches", json=body)).json()["error"]["message"]
+    assert message == f"completion_window must be 1h to 168h, such as 24h, not {window!r}."

@@ -89,7 +89,7 @@ def test_the_rows_that_came_first_leave_when_it_is_full(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, 4 * MIB)
     for first in range(0, 6_000, 100):
         tier.write(rows(first, first + 100))
-        assert tier.num_bytes <= tier.max_bytes
+        assert tier.num_bytes() <= tier.max_bytes
     left = numbers_in(tier, 6_000)
     assert left == list(range(left[0], 6_000))
     assert tier.num_evicted == left[0]
@@ -127,7 +127,7 @@ def test_a_process_that_is_killed_leaves_no_lock_and_no_wrong_row(tmp_path: Path
         victim.wait()
         tier.write(rows(6_000, 6_010))
         assert numbers_in(tier, 6_000)
-        assert 0 < tier.num_bytes <= 4 * MIB
+        assert 0 < tier.num_bytes() <= 4 * MIB
     tier.close()
 
 
@@ -195,3 +195,17 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match=r"Not a directory|File exists"):
         DiskTier(tmp_path / "file", MIB)
+
+
+def test_size_counts_rows_of_other_processes(tmp_path: Path) -> None:
+    reader = DiskTier(tmp_path / "cache", 8 * MIB)
+    before = reader.num_bytes()
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from penstock.engine.frontend.vector_cache.disk import DiskTier\n"
+        "DiskTier(Path(sys.argv[1]), 1).write([(bytes([i]) * 32, bytes(1000)) for i in range(200)])"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code, str(tmp_path / "cache")], check=True)
+    assert reader.num_bytes() > before
+    reader.close()

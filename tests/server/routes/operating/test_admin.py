@@ -33,6 +33,7 @@ async def test_only_the_admin_key_opens_them(serving, engine, api_key: tuple[str
             headers = {"authorization": f"Bearer {key}"} if key else {}
             refused = await client.post("/models/unload", json={"model": "alias"}, headers=headers)
             assert refused.status_code == 401
+            assert refused.json()["error"]["message"].startswith("The admin key is missing or wrong")
         as_admin = {"authorization": "Bearer admin"}
         embedded = await client.post("/v1/embeddings", json={"input": "a"}, headers=as_admin)
         assert embedded.status_code == (401 if api_key else 200)
