@@ -32,7 +32,7 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads by the namespace
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Returns what argparse does. Raises UsageError with the flags that a misspelt one may mean."""
+        """See argparse. Raises UsageError for a misspelt flag and suggests the nearest one."""
         found, extras = super().parse_known_args(args, namespace)
         for flag in extras:
             name, known = flag.partition("=")[0], self._option_string_actions

@@ -39,7 +39,7 @@ def served_models(
     get 503. A log line says why now, where the model is not loaded at the start.
 
     Args:
-        plans: What is asked for.
+        plans: The models of the command line or the file.
         settings: Of the server.
         num_engines: Engines that share the machine.
         process: Of the first model's engine, where it has been started already; the first start takes it.

@@ -1,4 +1,4 @@
-"""Models whose files are damaged: alone they end the server with a documented code; beside others they get 503."""
+"""Models with damaged files: alone they end the server with a documented code; beside others they get 503."""
 
 import json
 import shutil

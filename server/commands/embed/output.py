@@ -108,7 +108,7 @@ def write_output(output: Path, write: Writer, source: InputFile, results: Result
         results: Of the run.
 
     Raises:
-        CommandError: The disk refuses, or the format; the message says what to do.
+        CommandError: The disk refuses, or the format; the message names the next step.
     """
     temporary = output.with_name(f".{output.name}.tmp")
     try:
