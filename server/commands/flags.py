@@ -30,8 +30,8 @@ class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line instead of the usage and a line."""
 
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads by the namespace
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         """See argparse. Raises UsageError for a misspelt flag and suggests the nearest one."""
         found, extras = super().parse_known_args(args, namespace)
         for flag in extras:

@@ -82,7 +82,7 @@ class Journal:
         """Releases files and lock. Rows that are done stay; a folder without any goes."""
         with contextlib.suppress(OSError):  # a disk that is full: what it has not taken is not counted either
             self._file.close()
-        if not self.done:
+        if not self.done and not self._has_rows_on_disk():
             self.remove()
         self._lock.close()
 
@@ -129,6 +129,13 @@ class Journal:
     def remove(self) -> None:
         """Deletes the journal; the output is in place."""
         shutil.rmtree(self.folder)
+
+    def _has_rows_on_disk(self) -> bool:
+        """Whether job.json counts rows: a signal may end `add` between the file and `done`."""
+        try:
+            return bool(json.loads(self._job_path.read_bytes())["done"])
+        except FileNotFoundError:
+            return False
 
     @property
     def _vectors_path(self) -> Path:
