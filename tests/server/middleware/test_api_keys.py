@@ -200,7 +200,7 @@ def test_errors_and_logs_name_the_flag_of_the_file(tmp_path: Path, caplog: pytes
     write(file, "one\ntwo\n")
     clock.tick()
     assert accepts(keys, "two")
-    assert "--admin-key-file: read again, 2 keys are valid" in caplog.text
+    assert "--admin-key-file: read again; valid keys: 2" in caplog.text
     file.unlink()
     clock.tick()
     assert accepts(keys, "two")
