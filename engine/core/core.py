@@ -47,6 +47,7 @@ from .intake import Intake
 from .make_scheduler import make_scheduler
 from .runner import DeviceLostError, DeviceMemoryError, Runner
 from .running import Running, has_room, has_use
+from .step_watch import Step, StepWatch
 
 logger = logging.getLogger("penstock.engine")
 
@@ -66,6 +67,7 @@ class EngineCore:
         load_runner: Loads the model, on the device thread.
         on_ready: Called on the device thread when the model is loaded, before the frontend is told.
         bell: What the device thread sleeps on; it may watch sockets, whose messages are then taken in on that thread.
+        on_stuck: Called once, on a thread of its own, if a step exceeds its time limit; see StepWatch.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class EngineCore:
         load_runner: Callable[[EngineConfig], Runner],
         on_ready: Callable[[], None] = lambda: None,
         bell: Bell | None = None,
+        on_stuck: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._config = config
         self._send = send
@@ -82,6 +85,7 @@ class EngineCore:
         self._load_runner = load_runner
         self._lock = threading.Lock()  # of the scheduler, and of what follows
         self._bell = bell or Bell()
+        self._watch = StepWatch(config.step_timeout_s, on_stuck)
         self._scheduler: Scheduler
         self._runner: Runner
         self._intake: Intake
@@ -103,12 +107,14 @@ class EngineCore:
             logger.exception("loading %s failed", self._config.model)
             self._send(LoadFailed(MachineError.__name__, f"loading {self._config.model} failed: {error!r}"), [])
             return
-        try:
-            self._runner.ring(self._bell.fd)
-            while self.step():
-                pass
-        finally:
-            self._runner.ring(None)
+        with self._watch.running():
+            try:
+                self._runner.ring(self._bell.fd)
+                while self.step():
+                    pass
+            finally:
+                with self._watch.during(Step()):
+                    self._runner.ring(None)
 
     def load(self) -> None:
         """Loads the model and tells the frontend.
@@ -124,6 +130,11 @@ class EngineCore:
         block_size = None if allocator.prefixes is None else self._config.cache.block_size
         self._intake = Intake(info, block_size, seed=f"{info.path}@{self._config.revision}")
         self._runner.warm_up()
+        self._watch.in_order = self._runner.keeps_order
+        self._watch.record(Step(num_tokens=self._runner.limits.max_tokens or 0), 0.0)
+        for forward in self._runner.take_times():  # of the warm-up
+            self._scheduler.pace.record(*forward)
+            self._watch.record(Step(num_tokens=forward.chunk_tokens + forward.whole_tokens), forward.seconds)
         self._on_ready()
         self._send(Ready(info, self._runner.tokenizer), [])
         if allocator.can_hold(1):
@@ -136,16 +147,17 @@ class EngineCore:
 
         Returns False when it is time to end.
         """
-        self._wait()
-        with self._lock:
-            is_last = self._stopping
-            batch = self._next_batch() if not is_last and self._can_begin() else None
-        if batch is not None:
-            self._begin(batch)
-        for running in list(self._running):
-            if running in self._running and (running.forward.is_done or is_last):
-                self._finish(running)
-        return not is_last
+        with self._watch.during(Step()):
+            self._wait()
+            with self._lock:
+                is_last = self._stopping
+                batch = self._next_batch() if not is_last and self._can_begin() else None
+            if batch is not None:
+                self._begin(batch)
+            for running in list(self._running):
+                if running in self._running and (running.forward.is_done or is_last):
+                    self._finish(running)
+            return not is_last
 
     def receive(self, turn: Turn, frame: Frame) -> None:
         """Takes in at once what the frontend has to say.
@@ -190,7 +202,8 @@ class EngineCore:
                 if self._stopping or self._can_begin() or any(running.forward.is_done for running in self._running):
                     return
                 self._wants_work = self._has_room()
-            heard = self._bell.wait()
+            with self._watch.idle():
+                heard = self._bell.wait()
             with self._lock:
                 self._wants_work = False
 
@@ -216,8 +229,11 @@ class EngineCore:
         """Begins a batch; the next chunks of its prompts may follow while it runs."""
         for sequence, allocation in batch.preempted:
             self._preempt(sequence, allocation)
-        running = Running.begin(self._runner, batch, time.monotonic(), is_beside=bool(self._running))
+        step = Step.of(batch.chunks)
+        with self._watch.during(step):
+            running = Running.begin(self._runner, batch, time.monotonic(), step, is_beside=bool(self._running))
         self._running.append(running)
+        self._watch.in_flight.append(step)
         if batch.num_long and not running.forward.is_done:
             with self._lock:
                 self._scheduler.go_on(batch)
@@ -227,9 +243,15 @@ class EngineCore:
         while running.batch.num_long and self._running[0] is not running:
             self._finish(self._running[0])
         self._running.remove(running)
+        self._watch.in_flight.remove(running.step)
         self._found_nothing &= not running.batch.chunks
-        finished = self._collect(running.batch.chunks, running.forward.outputs, is_beside=running.is_beside)
-        self._deliver(running.batch, finished, running.started_s, time.monotonic())
+        outputs_of, step = running.forward.outputs, running.step
+        finished = self._collect(running.batch.chunks, outputs_of, step, is_beside=running.is_beside)
+        ended_s = time.monotonic()
+        if len(finished) == 1:  # one forward, and none that failed
+            began_s = max(running.started_s, self._ended_s) if self._runner.keeps_order else running.started_s
+            self._watch.record(step, ended_s - began_s)
+        self._deliver(running.batch, finished, running.started_s, ended_s)
 
     def _submit(self, request: Request) -> None:
         """Queues a request. The caller holds the lock."""
@@ -261,14 +283,15 @@ class EngineCore:
             self._fail(sequence, error)
 
     def _collect(
-        self, chunks: list[Chunk], outputs_of: Callable[[], BatchOutputs], *, is_beside: bool = False
+        self, chunks: list[Chunk], outputs_of: Callable[[], BatchOutputs], step: Step, *, is_beside: bool = False
     ) -> list[Collected]:
         """Returns what a batch gives; on an error runs its halves, so that only the sequences at fault fail.
 
         Where memory was short while others ran (`is_beside`), it runs again alone first.
         """
         try:
-            outputs = outputs_of()
+            with self._watch.during(step):
+                outputs = outputs_of()
         except DeviceLostError:
             raise  # for all requests: the process ends and another takes over
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
@@ -305,7 +328,7 @@ class EngineCore:
         """Runs what still counts of a batch that failed, or of a part of it; see `_collect`."""
         with self._lock:
             chunks = [chunk for chunk in chunks if chunk.sequence.is_under_way(chunk)]
-        return self._collect(chunks, partial(self._runner.execute, chunks)) if chunks else []
+        return self._collect(chunks, partial(self._runner.execute, chunks), Step.of(chunks)) if chunks else []
 
     def _fail(self, sequence: QueuedSequence, error: Exception) -> None:
         """Ends the request of a sequence with an error."""

@@ -66,14 +66,17 @@ class DeviceForward:
     Attributes:
         copy: Of what it gives.
         ended: When that has come.
+        watch: Waits for `ended`, too.
     """
 
     copy: OutputCopy
     ended: Mark
+    watch: MarkWatch
 
     @property
     def is_done(self) -> bool:
         """See Forward. DeviceLostError where the device has failed."""
+        self.watch.check()
         with device_errors():
             return self.ended.is_reached
 
@@ -240,7 +243,7 @@ class ModelRunner(Runner):
             return EndedForward(result)
         self._under_way.append(ended)
         self._watch.add(ended)
-        return DeviceForward(result, ended)
+        return DeviceForward(result, ended, self._watch)
 
     def _make_room(self, memory: DeviceMemory, gauge: MemoryGauge | None) -> None:
         """Reserves the memory of sequences in chunks: a share of what the largest forward leaves, where that is known.

@@ -10,6 +10,7 @@ from typing import Final
 from ..protocol.ipc.batch_outputs import BatchOutputs
 from ..scheduling import Batch, Scheduler
 from .runner import DeviceLostError, EndedForward, Forward, Runner
+from .step_watch import Step
 
 _BUDGETS_UNDER_WAY: Final = 2
 """Of tokens. The next batch begins while the last sequences of one before it run."""
@@ -23,6 +24,7 @@ class Running:
         batch: What the scheduler has taken.
         forward: Of its chunks.
         started_s: Seconds, of time.monotonic.
+        step: Tells how long it has run.
         num_tokens: Of the chunks.
         is_beside: Whether others ran when it was begun.
     """
@@ -30,11 +32,12 @@ class Running:
     batch: Batch
     forward: Forward
     started_s: float
+    step: Step
     num_tokens: int
     is_beside: bool
 
     @classmethod
-    def begin(cls, runner: Runner, batch: Batch, started_s: float, *, is_beside: bool) -> Running:
+    def begin(cls, runner: Runner, batch: Batch, started_s: float, step: Step, *, is_beside: bool) -> Running:
         """Begins a batch. An error is told by the outputs of its forward: it belongs to some of the requests.
 
         Raises:
@@ -47,7 +50,7 @@ class Running:
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             clear_frames(error.__traceback__)  # they hold what the forward had come to, until it is collected
             forward = EndedForward(error)
-        return cls(batch, forward, started_s, sum(chunk.end - chunk.start for chunk in batch.chunks), is_beside)
+        return cls(batch, forward, started_s, step, step.num_tokens, is_beside)
 
 
 def has_room(runner: Runner, scheduler: Scheduler, running: Sequence[Running]) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from ..logs import configure_logging, flush_logs
+from ..protocol.ipc.messages import STUCK_EXIT_CODE
 from .bell import Bell
 from .core import EngineCore
 from .frontends import Frontends
@@ -44,7 +45,7 @@ def main() -> None:
     frontends = Frontends(socket.socket(fileno=int(descriptor)), bell)
     start = frontends.await_start()
     configure_logging(start.log_level, start.log_format)
-    core = EngineCore(start.config, frontends.send, load_runner, on_ready=_freeze, bell=bell)
+    core = EngineCore(start.config, frontends.send, load_runner, on_ready=_freeze, bell=bell, on_stuck=_end_stuck)
     frontends.serve(core)
     try:
         core.run()
@@ -65,6 +66,12 @@ def _freeze() -> None:
     gc.set_threshold(_COLLECT_AFTER, *gc.get_threshold()[1:])
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
+
+
+def _end_stuck(reason: str) -> None:
+    """Ends the process, whose engine thread is stuck. If a driver prevents that, the heartbeat stops, too."""
+    flush_logs()
+    os._exit(STUCK_EXIT_CODE)
 
 
 def _answer_parent(address: Path) -> None:

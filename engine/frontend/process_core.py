@@ -11,6 +11,7 @@ from typing import Final
 
 from ..protocol.ipc.connection import Connection
 from ..protocol.ipc.messages import (
+    STUCK_EXIT_CODE,
     Frame,
     FromCore,
     Ready,
@@ -227,6 +228,8 @@ class ProcessCore:
             if self._link is not None:
                 self._link.hear()  # its last messages, such as LoadFailed
             reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+            if code == STUCK_EXIT_CODE:
+                reason += ", as a step exceeded its time limit"
             self._report_end(f"the engine process {process.pid} ended with {reason}")
 
     def _give_up(self) -> None:

@@ -1,8 +1,12 @@
-"""An engine core in a thread of this process, for library use and quick tests."""
+"""An engine core in a thread of this process, for library use and quick tests.
+
+A thread cannot be killed: one whose step hangs is left behind, with the memory of its model, and another one is started.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from typing import TYPE_CHECKING
@@ -27,13 +31,16 @@ class ThreadCore:
         self._closing = False
         self._core: EngineCore | None = None
         self._thread: threading.Thread | None = None
+        self._is_stuck = False
+        self._has_ended = asyncio.Event()  # or is stuck
 
     async def start(self) -> None:
         """Starts the core; Ready or LoadFailed follows as a message. Raises MachineError if none can be made."""
         loop = asyncio.get_running_loop()
 
         def send(message: FromCore, frames: list[Frame]) -> None:
-            loop.call_soon_threadsafe(self._on_message, message, frames)
+            if not self._is_stuck:  # else nobody waits for it any more
+                loop.call_soon_threadsafe(self._on_message, message, frames)
 
         def run() -> None:
             try:
@@ -41,16 +48,25 @@ class ThreadCore:
                 from ..core.core import EngineCore
                 from ..core.load_runner import load_runner
 
-                core = EngineCore(self._start.config, send, load_runner)
+                core = EngineCore(self._start.config, send, load_runner, on_stuck=stuck)
                 loop.call_soon_threadsafe(created.set_result, core)
                 core.run()
                 reason = "the engine thread ended"
             except Exception as error:
                 logger.exception("the engine thread failed")
                 reason = f"the engine thread failed: {error!r}"
-            loop.call_soon_threadsafe(ended, reason)
+            if not self._is_stuck:
+                loop.call_soon_threadsafe(ended, reason)
+
+        def stuck(reason: str) -> None:
+            self._is_stuck = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(ended, f"the engine thread is stuck: {reason}")
 
         def ended(reason: str) -> None:
+            if self._has_ended.is_set():
+                return
+            self._has_ended.set()
             if not created.done():
                 created.set_exception(MachineError(reason))
             elif not self._closing:
@@ -72,9 +88,16 @@ class ThreadCore:
         return 0
 
     async def close(self) -> None:
-        """Stops the core and waits for the step that runs now. May be called twice."""
+        """Stops the core and waits for the step that runs now. May be called twice.
+
+        A thread whose step exceeds its time limit is left behind.
+        """
         self._closing = True
         if self._core is None or self._thread is None:
             return
         self._core.stop()
-        await asyncio.to_thread(self._thread.join)
+        await self._has_ended.wait()
+        if self._is_stuck:
+            logger.critical("the engine thread is stuck and is left behind, with the memory of its model.")
+        else:
+            await asyncio.to_thread(self._thread.join)

@@ -179,6 +179,8 @@ class EngineConfig:
         trust_remote_code: Let the fallback run code that comes with the model.
         in_process: Run the core in a thread of this process instead of a supervised one.
         hang_timeout_s: Seconds without a sign of life after which a supervised process is replaced; 0: never.
+        step_timeout_s: Seconds that a forward may always take. One that takes longer, and 10 times as long as the
+            longest forward before it, counts as hung: its engine is replaced; 0: never.
         num_threads: CPU threads of the forward, of each replica; None takes all cores, or this engine's part of them.
         num_engines: Engines that share the machine: each takes its part of what it is not told the amount of, cores and
             memory for prompts in chunks.
@@ -211,6 +213,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     in_process: bool = False
     hang_timeout_s: float = 60.0
+    step_timeout_s: float = 60.0
     num_threads: int | None = None
     num_engines: int = 1
     cores: tuple[int, ...] | None = None
@@ -237,7 +240,8 @@ class EngineConfig:
             raise ValueError(f"arithmetic is {self.arithmetic!r}; it must be float32, bfloat16 or None.")
         if self.empty_input not in EMPTY_INPUTS:
             raise ValueError(f"empty_input is {self.empty_input!r}; it must be one of {', '.join(EMPTY_INPUTS)}.")
-        if not 0 <= self.hang_timeout_s < inf:
-            raise ValueError(f"hang_timeout_s is {self.hang_timeout_s}; it must be seconds, or 0 for never.")
+        for name, value in (("hang_timeout_s", self.hang_timeout_s), ("step_timeout_s", self.step_timeout_s)):
+            if not 0 <= value < inf:
+                raise ValueError(f"{name} is {value}; it must be seconds, or 0 for never.")
         counts = ("data_parallel", "num_threads", "num_engines", "tokenizer_workers")
         check_least(self, 1, "max_model_len", "max_queued_chars", *counts)

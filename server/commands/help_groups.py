@@ -38,6 +38,7 @@ HELP_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "tokenizer_workers": "N",
         "in_process": "",
         "hang_timeout_s": "SECONDS",
+        "step_timeout_s": "SECONDS",
     },
     "Limits": {
         "max_model_len": "TOKENS",

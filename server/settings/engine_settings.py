@@ -146,6 +146,13 @@ class EngineSettings(BaseSettings):
     hang_timeout_s: Seconds = Field(
         60.0, description="Seconds without a sign of life after which the engine process is replaced; 0: never."
     )
+    step_timeout_s: Seconds = Field(
+        60.0,
+        description=(
+            "Seconds that a forward may always take. One that takes longer, and 10 times as long as the longest "
+            "forward before it, counts as hung, and the engine process is replaced; 0: never."
+        ),
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
     log_format: Literal["console", "json"] = Field("console", description="Log lines for people or for machines.")
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ..hanging import HANGING_TEXT, write_hanging_forwards
+
 SLOW_BODY = {"input": ["word " * 150] * 64}
 
 
@@ -80,6 +82,43 @@ def test_an_engine_that_hangs_is_replaced(launch) -> None:
     assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "again"}, timeout=60).status_code == 200
     assert server.metric("penstock_engine_restarts_total") == 1
     assert "has not answered for 4 s" in server.log.read_text()
+
+
+@pytest.mark.slow
+def test_engine_whose_forward_hangs_is_replaced(launch, tmp_path: Path) -> None:
+    write_hanging_forwards(tmp_path, "forward")
+    server = launch("--step-timeout-s", "3", PYTHONPATH=str(tmp_path))
+    (worker,) = server.children()
+    asked_s = time.monotonic()
+    response = httpx.post(f"{server.url}/v1/embeddings", json={"input": HANGING_TEXT}, timeout=120)
+    lost_s = time.monotonic() - asked_s
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+    assert "a step exceeded its time limit" in response.json()["error"]["message"]
+    server.wait_until("/health/ready", 200)
+    print(f"hanging forward: 503 after {lost_s:.1f} s, ready again after {time.monotonic() - asked_s:.1f} s")
+    assert worker not in server.children()
+    assert server.metric("penstock_engine_restarts_total") == 1
+    assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "again"}, timeout=60).status_code == 200
+    assert "tokens in 1 sequence has not ended for" in server.log.read_text()
+
+
+@pytest.mark.slow
+def test_hanging_forward_does_not_block_sigterm(launch, tmp_path: Path) -> None:
+    write_hanging_forwards(tmp_path, "begin")
+    server = launch("--step-timeout-s", "0", "--drain-timeout-s", "1", PYTHONPATH=str(tmp_path))
+    (worker,) = server.children()
+    statuses: list[tuple[int, float]] = []
+    asking = ask(server, statuses)
+    while not server.metric("penstock_engine_requests"):
+        time.sleep(0.05)
+    ended_s = time.monotonic()
+    server.process.terminate()
+    server.process.wait(120)
+    asking.join(60)
+    assert [status for status, _ in statuses] == [503]
+    print(f"SIGTERM while a forward hangs: ended after {time.monotonic() - ended_s:.1f} s")
+    assert not Path(f"/proc/{worker}").exists()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 from ...staging import empty_for, views
+from ..runner import DeviceLostError
+
+logger = logging.getLogger("penstock.engine")
 
 
 class Mark(Protocol):
@@ -186,6 +190,12 @@ class MarkWatch:
         self._device = device
         self._marks: SimpleQueue[Mark | None] = SimpleQueue()
         self._thread: Thread | None = None
+        self._error: Exception | None = None
+
+    def check(self) -> None:
+        """Raises DeviceLostError if waiting for a mark has failed: nobody knows whether later ones are reached."""
+        if self._error is not None:
+            raise DeviceLostError(f"waiting for a forward failed: {self._error!r}") from self._error
 
     def ring(self, bell: int | None) -> None:
         """See Runner.ring."""
@@ -206,7 +216,10 @@ class MarkWatch:
         with contextlib.suppress(torch.AcceleratorError):  # the loop meets a lost device by itself
             make_current(self._device)
         while (mark := self._marks.get()) is not None:
-            with contextlib.suppress(torch.AcceleratorError):  # the loop meets it where it asks for the forward
+            try:
                 mark.wait()
+            except Exception as error:
+                logger.exception("waiting for the end of a forward failed")
+                self._error = error  # the loop, woken below, raises it where it asks for a forward
             with contextlib.suppress(BlockingIOError):  # the bell has rung as often as a pipe can keep
                 os.write(bell, b"\0")

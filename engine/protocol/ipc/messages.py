@@ -21,6 +21,9 @@ from .frontends import Attach
 
 Frame = bytes | bytearray | memoryview
 
+STUCK_EXIT_CODE: Final = 75
+"""Exit code of an engine process that ended itself because a step exceeded its time limit."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSpec:

@@ -34,7 +34,7 @@ from penstock.engine.sequence_pool import NullAllocator, SequenceAllocator
 from penstock.engine.sequence_pool.cache_spec import CacheSpec, KvLayerSpec
 
 from .fake_runner import PARAMS, TOKENIZER, model
-from .played_stream import PlayedStream
+from .played_stream import PlayedMark, PlayedStream
 
 INFO = replace(model(), device="cpu", dtype="float32")
 
@@ -203,6 +203,21 @@ def test_a_bell_rings_when_a_forward_ends(stream: PlayedStream) -> None:
         bell.wait()
     made.ring(None)
     assert rows_of(forward.outputs()) == [[5.0, 0.0]]
+
+
+def test_forward_fails_when_its_event_cannot_be_awaited(stream: PlayedStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(mark: PlayedMark) -> None:
+        raise ValueError("made up")
+
+    monkeypatch.setattr(PlayedMark, "wait", fail)
+    made, bell = flying(Counting(), stream), Bell()
+    made.ring(bell.fd)
+    stream.gate.clear()
+    forward = made.begin([ids(5)])
+    bell.wait()
+    with pytest.raises(DeviceLostError, match="made up"):
+        _ = forward.is_done
+    made.ring(None)
 
 
 def test_on_a_cpu_a_forward_has_ended_when_it_has_begun() -> None:

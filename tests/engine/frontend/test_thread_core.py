@@ -17,18 +17,25 @@ from penstock.engine.protocol.ipc.messages import Failed, Frame, FromCore, Start
 
 
 class Core:
-    """Echoes the numbers of what is to be cleared; ends when it is stopped, or fails when it hears 13."""
+    """Echoes the numbers of what is to be cleared; ends when it is stopped, or fails when it hears 13.
 
-    def __init__(self, config: EngineConfig, send: Any, load: Any) -> None:
+    The model "stuck" does not end when it is stopped, but when `released` is set.
+    """
+
+    def __init__(self, config: EngineConfig, send: Any, load: Any, on_stuck: Any) -> None:
         if config.model == "unmakeable":
             raise OSError("no memory")
         self._send = send
+        self.on_stuck = on_stuck
+        self.released = threading.Event()
+        self._is_stuck = config.model == "stuck"
         self._end = threading.Event()
         self._has_failed = self.is_stopped = False
 
     def run(self) -> None:
         self._send(Failed(0, "run", threading.current_thread().name), [])
         assert self._end.wait(30)
+        assert not self._is_stuck or self.released.wait(30)
         if self._has_failed:
             raise RuntimeError("made up")
 
@@ -121,3 +128,38 @@ async def test_a_core_that_cannot_be_made_is_no_end() -> None:
         await asyncio.wait_for(owner.core.start(), 30)
     owner.on_exit.assert_not_called()
     await owner.core.close()
+
+
+async def test_stuck_thread_is_left_behind() -> None:
+    owner = Owner("stuck")
+    await owner.core.start()
+    core, thread = owner.core._core, owner.core._thread
+    assert isinstance(core, Core)
+    assert thread is not None
+    core.on_stuck("A forward has not ended.")
+    async with asyncio.timeout(30):
+        while not owner.on_exit.call_count:
+            await asyncio.sleep(0.001)
+    owner.on_exit.assert_called_once_with("the engine thread is stuck: A forward has not ended.")
+    await asyncio.wait_for(owner.core.close(), 30)
+    assert thread.is_alive()
+    num_heard = len(owner.heard)
+    owner.core.send(Turn(0, [], [], [5]), b"frame")  # its answer comes too late
+    core.released.set()
+    await asyncio.to_thread(thread.join)
+    await asyncio.sleep(0)
+    assert len(owner.heard) == num_heard
+    owner.on_exit.assert_called_once()
+
+
+async def test_thread_that_is_stuck_at_the_end_is_left_behind() -> None:
+    owner = Owner("stuck")
+    await owner.core.start()
+    closing = asyncio.create_task(owner.core.close())
+    await asyncio.sleep(0.01)
+    assert not closing.done()
+    assert isinstance(owner.core._core, Core)
+    owner.core._core.on_stuck("A forward has not ended.")
+    await asyncio.wait_for(closing, 30)
+    owner.on_exit.assert_not_called()
+    owner.core._core.released.set()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from penstock.engine.core.bell import Bell
-from penstock.engine.core.memory.device_stream import HostStream, MarkWatch, stream_of
+from penstock.engine.core.memory.device_stream import HostMark, HostStream, MarkWatch, stream_of
+from penstock.engine.core.runner import DeviceLostError
 from penstock.engine.pooling.output import OutputBlock, PoolerOutput
 
 from ..played_stream import PlayedStream
@@ -99,6 +100,28 @@ def test_a_lost_device_does_not_end_the_thread(stream: PlayedStream, monkeypatch
     watch.ring(bell.fd)
     watch.add(stream.mark())
     bell.wait()
+    watch.ring(None)
+
+
+class FailingMark(HostMark):
+    """A mark that cannot be waited for."""
+
+    error = ValueError("made up")
+
+    def wait(self) -> None:
+        raise self.error
+
+
+def test_watch_survives_a_mark_that_raises(caplog: pytest.LogCaptureFixture) -> None:
+    bell, watch = Bell(), MarkWatch()
+    watch.check()
+    watch.ring(bell.fd)
+    for _ in range(2):
+        watch.add(FailingMark())
+        bell.wait()
+        with pytest.raises(DeviceLostError, match="made up"):
+            watch.check()
+    assert "waiting for the end of a forward failed" in caplog.text
     watch.ring(None)
 
 

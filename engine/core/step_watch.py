@@ -1,0 +1,157 @@
+"""Detects a step of the engine that does not end, such as a kernel that hangs on its device."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from ..scheduling import Chunk
+
+logger = logging.getLogger("penstock.engine")
+
+_LOOKS: Final = 10
+"""Looks of the watching thread in the shortest limit."""
+_FACTOR: Final = 10
+"""A forward may take this many times the duration of the longest one before it."""
+_SHOWN_FRAMES: Final = 6
+"""Innermost calls of the engine thread that the log shows."""
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A call that the engine thread makes, or a forward in flight.
+
+    Attributes:
+        num_seqs: Sequences of its forward; 0 for a call without a forward.
+        num_tokens: Tokens of its forward.
+        num_looks: Times that the watching thread has found it unfinished.
+    """
+
+    num_seqs: int = 0
+    num_tokens: int = 0
+    num_looks: int = 0
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> Step:
+        """Returns the step that runs a forward of these chunks."""
+        return cls(len(chunks), sum(chunk.end - chunk.start for chunk in chunks))
+
+    def __str__(self) -> str:
+        if not self.num_seqs:
+            return "A step without a forward"
+        return f"A forward of {self.num_tokens} tokens in {self.num_seqs} sequence{'s' * (self.num_seqs > 1)}"
+
+
+class StepWatch:
+    """Measures how long the current call of the engine thread, and each forward in flight, has run.
+
+    The limit of a forward is 10 times the longest forward so far, and at least `least_s`. It grows with the number of
+    tokens where a forward has more of them than any before it. Time is counted in looks of the watching thread, so a
+    process that was stopped, or a machine that slept, exceeds no limit.
+
+    All methods but `look` belong to the engine thread.
+
+    Args:
+        least_s: Seconds. The smallest limit; 0 switches the watch off.
+        on_stuck: Called once, on the watching thread, with a sentence that names the step.
+
+    Attributes:
+        in_flight: Steps of forwards that have begun and have not been collected, in the order in which they began.
+        in_order: Whether the device runs them one after another, so that only the first of them makes progress.
+    """
+
+    def __init__(self, least_s: float, on_stuck: Callable[[str], None]) -> None:
+        self.in_flight: list[Step] = []
+        self.in_order = True
+        self._least_s = least_s
+        self._interval_s = least_s / _LOOKS
+        self._on_stuck = on_stuck
+        self._current: Step | None = None
+        self._longest_s = 0.0
+        self._most_tokens = 0
+        self._ended = threading.Event()
+        self._thread_id = 0
+
+    @contextmanager
+    def during(self, step: Step) -> Iterator[None]:
+        """Watches a call of the engine thread. Calls may be nested: the innermost one is watched."""
+        outer, self._current = self._current, step
+        try:
+            yield
+        finally:
+            self._current = outer
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Stops watching the current call while the engine thread waits for requests or forwards."""
+        outer, self._current = self._current, None
+        try:
+            yield
+        finally:
+            if outer is not None:
+                outer.num_looks = 0
+            self._current = outer
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Runs the watching thread."""
+        self._thread_id = threading.get_ident()
+        thread = threading.Thread(target=self._run, name="step-watch", daemon=True)
+        if self._least_s:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            if self._least_s:
+                thread.join()
+
+    def record(self, step: Step, seconds: float) -> None:
+        """Learns from a forward that has ended, and took this many seconds, how long the next ones may take.
+
+        Seconds in which the process was stopped do not count: the watching thread has not looked meanwhile.
+        """
+        self._longest_s = max(self._longest_s, min(seconds, (step.num_looks + 1) * self._interval_s))
+        self._most_tokens = max(self._most_tokens, step.num_tokens)
+
+    def limit_s(self, step: Step) -> float:
+        """Returns the seconds that a step may take."""
+        scale = max(1.0, step.num_tokens / max(self._most_tokens, 1)) if self._longest_s else 1.0
+        return max(self._least_s, _FACTOR * self._longest_s * scale)
+
+    def look(self) -> str | None:
+        """Counts one more interval for the steps that run; returns a sentence if one has exceeded its limit."""
+        current, watched = self._current, []
+        if current is not None:
+            watched.append(current)
+        if current is None or not current.num_looks:  # else the engine thread itself makes no progress
+            in_flight = self.in_flight[:1] if self.in_order else self.in_flight[:]
+            watched += [step for step in in_flight if step is not current]
+        for step in watched:
+            step.num_looks += 1
+            seconds, limit_s = (step.num_looks - 1) * self._interval_s, self.limit_s(step)
+            if seconds >= limit_s:
+                return f"{step} has not ended for {seconds:g} s; its limit is {limit_s:.3g} s"
+        return None
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            if (reason := self.look()) is not None:
+                logger.critical(
+                    "%s (%d times the longest forward so far, at least --step-timeout-s). The engine thread is in:\n%s",
+                    reason,
+                    _FACTOR,
+                    self._stack(),
+                )
+                self._on_stuck(reason)
+                return
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self._thread_id)  # noqa: SLF001 - documented for debugging
+        return "".join(traceback.format_stack(frame)[-_SHOWN_FRAMES:]) if frame is not None else ""

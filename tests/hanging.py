@@ -1,0 +1,48 @@
+"""Engine processes whose forward hangs on a marked input, as it does when a kernel or a driver never returns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+HANGING_TOKENS = 100
+"""Tokens. A forward with an input of at least this length hangs."""
+HANGING_TEXT = "word " * HANGING_TOKENS
+
+Where = Literal["begin", "forward"]
+"""The engine thread hangs while it begins the forward, or the forward in flight never ends."""
+
+_SOURCE = '''
+import sys
+
+if "penstock.engine.core.worker" in sys.orig_argv:
+    import time
+
+    def hang():
+        while True:
+            time.sleep(1)  # without the interpreter's lock
+
+    class EndlessForward:
+        is_done = False
+        outputs = staticmethod(hang)
+
+    def hanging(begin):
+        def replaced(self, chunks):
+            if max(len(chunk.sequence.prompt) for chunk in chunks) < {tokens}:
+                return begin(self, chunks)
+            return hang() if {where!r} == "begin" else EndlessForward()
+
+        return replaced
+
+    if {torch}:
+        from penstock.engine.core.model_runner import ModelRunner as Runner
+    else:
+        from penstock.engine.core.array_runner import ArrayRunner as Runner
+    Runner.begin = hanging(Runner.begin)
+'''
+
+
+def write_hanging_forwards(folder: Path, where: Where, *, torch: bool = False) -> None:
+    """Lets forwards hang in all engine processes that are started with `folder` as their PYTHONPATH."""
+    source = _SOURCE.format(tokens=HANGING_TOKENS, where=where, torch=torch)
+    (folder / "sitecustomize.py").write_text(source)
