@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -34,6 +35,7 @@ class Bell:
         self._fds = self._waiting_fd, self.fd = os.pipe()
         os.set_blocking(self.fd, False)
         self._selector = selectors.DefaultSelector()
+        self._paused: list[tuple[float, HasDescriptor, Callable[[], None]]] = []
         self._selector.register(self._waiting_fd, selectors.EVENT_READ)
 
     def __del__(self) -> None:
@@ -55,6 +57,11 @@ class Bell:
         """Ends `watch`, before the file is closed."""
         self._selector.unregister(file)
 
+    def pause(self, file: HasDescriptor, seconds: float) -> None:
+        """Ignores a watched file for some seconds. `wait` may return nothing when they are over."""
+        key = self._selector.unregister(file)
+        self._paused.append((time.monotonic() + seconds, file, key.data))
+
     def wait(self) -> list[Callable[[], None]]:
         """Sleeps until it has rung since the last call, or a file that it watches can be read.
 
@@ -69,9 +76,21 @@ class Bell:
 
     def _heard(self, timeout_s: float | None) -> list[Callable[[], None]]:
         heard = []
+        if self._paused:
+            pause_s = self._resume()
+            timeout_s = pause_s if timeout_s is None else timeout_s
         for key, _ in self._selector.select(timeout_s):
             if key.fd == self._waiting_fd:
                 os.read(self._waiting_fd, _MOST)
             else:
                 heard.append(key.data)
         return heard
+
+    def _resume(self) -> float | None:
+        """Watches files again whose pause is over. Returns the seconds until the next pause ends; None for none."""
+        now_s, paused = time.monotonic(), self._paused
+        self._paused = [entry for entry in paused if entry[0] > now_s]
+        for until_s, file, hear in paused:
+            if until_s <= now_s:
+                self.watch(file, hear)
+        return min((until_s - now_s for until_s, _, _ in self._paused), default=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import select
 import socket
-import time
 from functools import partial
 from typing import Final
 
@@ -33,8 +32,8 @@ from .core import EngineCore
 
 logger = logging.getLogger("penstock.engine")
 
-_PAUSE_S: Final = 0.01
-"""Before who cannot be accepted is looked at again."""
+_PAUSE_S: Final = 0.5
+"""Seconds before the next attempt to accept a connection after one has failed."""
 
 _Part = tuple[FromCore, list[Frame]]
 
@@ -100,7 +99,7 @@ class Frontends:
             return
         except OSError as error:  # this process may open no more files, say; those who are here are served on
             logger.error("a frontend cannot connect: %s", error)
-            time.sleep(_PAUSE_S)
+            self._bell.pause(self._listener, _PAUSE_S)  # it stays readable, and would take time of every step
             return
         self._watch(Connection(stream))
 

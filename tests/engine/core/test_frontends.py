@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import select
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from penstock.engine.core import bell as bell_module
 from penstock.engine.core.bell import Bell
 from penstock.engine.core.frontends import Frontends, split
 from penstock.engine.protocol.config import EngineConfig
@@ -197,3 +202,54 @@ def test_one_that_goes_before_it_is_accepted_is_nobody(frontends: Frontends, add
     take_in(bell)
     core.forget.assert_not_called()
     first.close()
+
+
+@pytest.fixture
+def taken_files() -> Iterator[list[int]]:
+    """Descriptors: with them this process has as many open files as it may have. Those that a test closes are free."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64 + max(map(int, os.listdir("/proc/self/fd"))), limits[1]))
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(1))
+        yield taken
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_listener_is_ignored_while_files_are_exhausted(
+    frontends: Frontends,
+    address: str,
+    bell: Bell,
+    taken_files: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(bell_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for _ in range(4):
+        os.close(taken_files.pop())
+    first, core = Frontend(address), Mock()
+    first.say(START)
+    frontends.await_start()
+    frontends.serve(core)
+    other = Frontend(address)
+    other.say(Attach(4), Turn(4, [], [], []), frame=b"")
+    taken_files.append(os.dup(1))
+    take_in(bell)
+    assert "cannot connect" in caplog.text
+    assert bell.look() == []  # the steps of the model pay nothing for it
+    first.say(Turn(0, [], [], []), frame=b"")
+    take_in(bell)
+    core.receive.assert_called_once()
+    os.close(taken_files.pop())
+    now_s += 60.0
+    take_in(bell)  # its connection
+    take_in(bell)  # its words
+    assert core.receive.call_count == 2
+    for frontend in (first, other):
+        frontend.close()
