@@ -263,6 +263,7 @@ def _resolve_operator_settings(draft: ModelDraft) -> None:
     draft.set("auto_truncate", engine.auto_truncate, "--auto-truncate" if engine.auto_truncate else "default")
     # What computes, and in what, is decided where the model is loaded.
     draft.set("kernels", "torch", "default")
+    draft.set("num_lanes", 0, "default")
     draft.set("arithmetic", None, "default")
     for name in ("dtype", "device"):
         value = getattr(engine, name)

@@ -133,7 +133,8 @@ class ModelInfo:
         auto_truncate: Cut over-long inputs unless the request says otherwise.
         dtype: Resolved type of weights and hidden states, such as "float32".
         device: Resolved device, such as "cpu".
-        kernels: What runs the forward: "torch", or the native kernels with their instruction set and lanes.
+        kernels: What runs the forward: "torch", or the native kernels with their instruction set ("native, avx2").
+        num_lanes: Threads that the native kernels compute on. They change no vector. 0 where torch runs the model.
         arithmetic: What native kernels compute in where numbers are rounded to bfloat16: "bfloat16", or "float32" where
             the processor is no faster in it; None where nothing is rounded to it, or torch runs the model.
         root: Local folder of the whole model, where `path` is a part of it.
@@ -189,6 +190,7 @@ class ModelInfo:
     dtype: str = "float32"
     device: str = "cpu"
     kernels: str = "torch"
+    num_lanes: int = 0
     arithmetic: str | None = None
     root: str | None = None
     sources: dict[str, str] = field(default_factory=dict)

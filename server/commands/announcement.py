@@ -66,7 +66,8 @@ def _device(info: ModelInfo, settings: EngineSettings) -> str:
         why = "--device"
     else:
         why = "auto: there is no CUDA device" if info.device == "cpu" else "auto: there is a CUDA device"
-    return f"{info.device} ({why}) by {info.kernels}"
+    lanes = f", {info.num_lanes} lane{'s' * (info.num_lanes > 1)}" if info.num_lanes else ""
+    return f"{info.device} ({why}) by {info.kernels}{lanes}"
 
 
 def _replicas(places: Sequence[str]) -> str:

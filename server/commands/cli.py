@@ -32,7 +32,7 @@ TERMINATED: Final = 143
 CUT_SHORT: Final = 141
 """As a shell shows a program that SIGPIPE ended."""
 
-_DECIDED_BY_LOADING: Final = ("kernels", "arithmetic")
+_DECIDED_BY_LOADING: Final = ("kernels", "num_lanes", "arithmetic")
 
 _SERVE = "Serve models over HTTP. Without MODEL: the embedded all-MiniLM-L6-v2."
 _EMBED = "Embed the rows of a file. An interrupted run continues when the same command is given again."

@@ -46,8 +46,10 @@ def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Ma
         )
     if machine is None:
         return dataclasses.replace(info, sources=sources), None
-    lanes = "1 lane" if machine.num_lanes == 1 else f"{machine.num_lanes} lanes"
-    info = dataclasses.replace(info, kernels=f"native, {machine.isa}, {lanes}", sources=sources)
+    sources["num_lanes"] = sources["kernels"]
+    info = dataclasses.replace(
+        info, kernels=f"native, {machine.isa}", num_lanes=machine.num_lanes, sources=sources
+    )
     return _with_arithmetic(info, config, machine), machine
 
 

@@ -255,7 +255,7 @@ def _reason(error: InvalidRequestError) -> str:
 def model_digest(info: ModelInfo) -> str:
     """Returns a digest of everything that decides a model's numbers: what was resolved, and the weight files."""
     resolved = dataclasses.asdict(info)
-    for name in ("name", "path", "root", "sources", "device", "kernels", "auto_truncate"):
+    for name in ("name", "path", "root", "sources", "device", "kernels", "num_lanes", "auto_truncate"):
         del resolved[name]
     folder = Path(info.path)
     weights = sorted((*folder.rglob("*.safetensors"), *folder.rglob("*.bin")))

@@ -48,7 +48,7 @@ def test_replicas_are_told_with_their_places(info: ModelInfo) -> None:
 
 
 def test_what_was_measured_is_the_reason_for_the_type(make_engine, tmp_path: Path) -> None:
-    info = make_engine(path=str(tmp_path), kernels="native, avx512, 2 lanes", dtype="bfloat16").info
+    info = make_engine(path=str(tmp_path), kernels="native, avx512", num_lanes=2, dtype="bfloat16").info
     info.sources["dtype"] = "measured: 1.8 times as fast as float32 here"
     assert ") by native, avx512, 2 lanes, in bfloat16 (measured: 1.8 times as fast as float32 here); " in said(info)[2]
 

@@ -266,7 +266,7 @@ def test_info_as_json() -> None:
     answer = json.loads(done.stdout)
     assert answer["parameters"] == 22_713_728
     assert answer["bytes"] > 4 * answer["parameters"]
-    assert not {"kernels", "arithmetic"} & set(answer["fields"])  # decided where the model is loaded
+    assert not {"kernels", "num_lanes", "arithmetic"} & set(answer["fields"])  # decided where the model is loaded
     assert answer["memory"] == {"float32": 90_854_912, "bfloat16": 45_427_456, "float16": 45_427_456}
     assert answer["fields"]["max_model_len"] == {"value": 64, "from": "--max-model-len"}
     assert answer["fields"]["sequence_pooling"]["value"] == ["MEAN"]

@@ -46,7 +46,7 @@ OTHERS: dict[str, Any] = {
     "is_causal": True,
     "dtype": "bfloat16",
     "device": "cuda",
-    "kernels": "native, avx512, 2 lanes",
+    "kernels": "native, avx512",
     "arithmetic": "bfloat16",
     "config": {"hidden_size": 4, "rope_theta": 1},
 }
@@ -64,6 +64,7 @@ UNUSED: dict[str, Any] = {
     "do_lower_case": True,
     "auto_truncate": True,
     "sources": {"dtype": "--dtype"},
+    "num_lanes": 3,
 }
 
 

@@ -220,7 +220,7 @@ def test_another_run_is_not_mixed_in(change: str, what: str, lines, fake, tmp_pa
 def test_a_run_goes_on_with_another_number_of_lanes(lines, fake, tmp_path) -> None:
     output = tmp_path / "out.npy"
     _run_and_stop(lines, output, fake)
-    fake.info = type(fake.info)(**{**_fields(fake.info), "kernels": "native, avx2, 1 lane"})
+    fake.info = type(fake.info)(**{**_fields(fake.info), "kernels": "native, avx2", "num_lanes": 1})
     run(lines, output)
     assert np.array_equal(np.load(output), expected(fake))
 
