@@ -94,7 +94,8 @@ def create_app(
     Args:
         models: Models to serve. The first one answers requests that name no model.
         settings: Settings of the server.
-        cache: Vector cache of the engines; its secret makes the namespaces of API keys. None: there is no cache.
+        cache: Vector cache of the engines. If it has a folder, its secret makes the namespaces of API keys. None: there
+            is no cache.
         on_ready: Called when all have been tried that are to be loaded first; `app.state.startup.wait()` waits for it.
         on_failure: Called with the first error where no model can be loaded. The application lives on without.
         common: Shared by all HTTP processes of the server; None: there is one process.
@@ -108,7 +109,7 @@ def create_app(
         settings.api_key,
         settings.api_key_file,
         salt=common.salt if batches is None else batches.secret,
-        namespace_salt=None if cache is None else cache.secret,
+        namespace_salt=None if cache is None else cache.shared_secret,
     )
     admin_keys = ApiKeys(settings.admin_key, settings.admin_key_file, flag="--admin-key-file", salt=common.salt)
     keeper = ModelKeeper(

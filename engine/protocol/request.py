@@ -51,7 +51,8 @@ class RequestOptions:
         timeout_s: Seconds until its answer is of no use.
         priority: Lower goes first among the requests of its client; a level is worth one second of waiting.
         client: Whose request it is. Clients that wait share the device evenly, however much each of them sends.
-        namespace: Whose cached vectors it may find: it takes no less time for what another namespace has asked for.
+        namespace: Whose cached vectors and prefixes it may find. A request takes no less time because another namespace
+            has sent the same text.
         prompt_name: Named prompt of the model to put before every text.
         prompt: Text to put before every text; wins over `prompt_name`.
         instruction: What `score` tells the model to look for; None takes the model's own.

@@ -59,7 +59,7 @@ class RoutesInside:
         app: The application, whose state they read.
         paths: Its routes, without what surrounds them.
         client_name: Returns the identity by which an owner takes turns with others.
-        namespace_of: Returns the namespace of an owner's cached vectors.
+        namespace_of: Returns the namespace of an owner's cached vectors and prefixes.
         is_known: Whether the key of an owner is valid still.
     """
 

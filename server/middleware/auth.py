@@ -46,7 +46,7 @@ class AuthMiddleware:
     """Lets a request through that carries one of the keys as `Bearer KEY`, as `KEY`, or as `api-key: KEY`.
 
     It leaves in scope["api_client"] who shares the device with others as one, in scope["api_owner"] whose files are its
-    own, and in scope["api_namespace"] whose cached vectors.
+    own, and in scope["api_namespace"] whose cached vectors and prefixes.
 
     Args:
         app: What comes next.
@@ -103,7 +103,8 @@ class ApiKeys:
         flag: Option that names the file, for errors and logs.
         salt: Secret behind the identities; the same one makes the same identities after a restart, and in other
             processes. Default: a new one.
-        namespace_salt: Secret behind the namespaces of cached vectors, as that of the cache. Default: the identities.
+        namespace_salt: Secret behind the namespaces of cached vectors and prefixes, if servers share a cache: that of its
+            folder. Default: the identities.
         clock_s: Monotonic time.
 
     Raises:
@@ -156,7 +157,7 @@ class ApiKeys:
         return not owner or not self._digests or any(known.hex() == owner for known in self._digests)
 
     def namespace_of(self, owner: str) -> str:
-        """Returns the namespace of an owner's cached vectors: of the key alone, in all processes with the same salt."""
+        """Returns the namespace of an owner's cached vectors and prefixes. It follows from the key and the salt."""
         return self._namespaces.get(owner, owner)
 
     def owner_of(self, offers: Iterable[bytes]) -> str | None:

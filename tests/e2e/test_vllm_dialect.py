@@ -20,6 +20,7 @@ CHATML = """{%- for message in messages %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What holds back the <water>?"}]
 KEY = "key-of-this-server"
+OTHER_KEY = "key-of-another-client"
 OTHER = [{"role": "user", "content": "naïve café"}]
 
 
@@ -61,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def http(launch: Any, folder: Path) -> Any:
-    flags = ("--operator-routes", "--api-key", KEY, "--chunk-size", "64")
+    flags = ("--operator-routes", "--api-key", f"{KEY},{OTHER_KEY}", "--chunk-size", "64")
     server = launch(str(folder), "--dtype", "float32", "--served-model-name", "chat", *flags)
     with httpx.Client(base_url=server.url, timeout=60, headers={"authorization": f"Bearer {KEY}"}) as client:
         yield client
@@ -190,6 +191,16 @@ def test_no_token_of_a_prompt_is_cached_after_a_reset(http: httpx.Client) -> Non
     assert answer["models"]["chat"]["cleared_blocks"] >= 14
     assert cached_tokens(http, text) == 0
     assert cached_tokens(http, text) == 224
+
+
+def test_keys_share_no_prefixes(http: httpx.Client) -> None:
+    text = "A weir holds back the river. " * 8
+    assert cached_tokens(http, text) == 0
+    num_cached = cached_tokens(http, text)
+    assert num_cached > 64
+    with httpx.Client(base_url=http.base_url, timeout=60, headers={"authorization": f"Bearer {OTHER_KEY}"}) as other:
+        assert cached_tokens(other, text) == 0
+        assert cached_tokens(other, text) == num_cached
 
 
 def test_resets_hurt_no_request_that_runs(http: httpx.Client) -> None:

@@ -121,7 +121,8 @@ class Replica:
             run.num_tokens = list(map(len, inputs))
             self.stats.enter(sum(run.num_tokens))
         self._runs[run.request_id] = run
-        self._turn().ask(Asked(run.request_id, params, inputs, options.priority, left_s, options.client))
+        client = options.client, options.namespace
+        self._turn().ask(Asked(run.request_id, params, inputs, options.priority, left_s, *client))
         return run
 
     def end(self, run: Run) -> None:

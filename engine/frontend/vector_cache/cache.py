@@ -59,8 +59,7 @@ class VectorCache:
         disk_bytes: Size of a new file in it.
 
     Attributes:
-        secret: What keys are made with, and the namespaces of clients ought to be: processes that share a folder have
-            the same.
+        secret: What keys are made with. Processes that share a folder have the same.
     """
 
     def __init__(self, max_bytes: int, folder: Path | None = None, disk_bytes: int = 0) -> None:
@@ -68,6 +67,11 @@ class VectorCache:
         self._has_folder = folder is not None
         self._shared = None if folder is None else _open(folder, disk_bytes)
         self.secret = secrets.token_bytes(SECRET_BYTES) if self._shared is None else self._shared.tier.secret
+
+    @property
+    def shared_secret(self) -> bytes | None:
+        """The secret if other processes have it, too, since they share the folder; None without a folder."""
+        return None if self._shared is None else self.secret
 
     async def find(self, keys: Sequence[bytes]) -> Found:
         """Returns the outputs of those keys that have some."""

@@ -68,13 +68,13 @@ class Turn(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         frontend: The number of whoever says it.
         params: The parameters of requests.
-        clients: Whose requests they are.
+        clients: Whose requests they are: client and namespace of each.
         clears: Ids of demands to empty the prefix cache, each answered with PrefixesCleared. Requests that run go on.
     """
 
     frontend: int
     params: list[PoolingParams]
-    clients: list[str]
+    clients: list[tuple[str, str]]
     clears: list[int]
 
 

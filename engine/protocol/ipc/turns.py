@@ -33,6 +33,7 @@ class Asked(NamedTuple):
         priority: Lower goes first.
         timeout_s: Seconds until its answer is of no use; None: it always is.
         client: Whose it is.
+        namespace: Sets apart the clients that share no cached prefixes; see RequestOptions.
     """
 
     request_id: int
@@ -41,6 +42,7 @@ class Asked(NamedTuple):
     priority: int = 0
     timeout_s: float | None = None
     client: str = ""
+    namespace: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +59,7 @@ class Outgoing:
     cancels: list[int] = field(default_factory=list)
     clears: list[int] = field(default_factory=list)
     _params: dict[int, tuple[int, PoolingParams]] = field(default_factory=dict)  # by identity
-    _clients: dict[str, int] = field(default_factory=dict)
+    _clients: dict[tuple[str, str], int] = field(default_factory=dict)
     _columns: tuple[list[int], ...] = field(default_factory=lambda: ([], [], [], []))
     _timeouts_s: list[float] = field(default_factory=list)
     _inputs: list[TokenizedInput] = field(default_factory=list)
@@ -69,9 +71,9 @@ class Outgoing:
 
     def ask(self, asked: Asked) -> None:
         """Adds a request."""
-        request_id, params, inputs, priority, timeout_s, client = asked
+        request_id, params, inputs, priority, timeout_s, *client = asked
         place, _ = self._params.setdefault(id(params), (len(self._params), params))
-        own = place, len(inputs), priority, self._clients.setdefault(client, len(self._clients))
+        own = place, len(inputs), priority, self._clients.setdefault(tuple(client), len(self._clients))
         for column, value in zip(self._columns, own, strict=True):
             column.append(value)
         self.request_ids.append(request_id)
@@ -136,7 +138,7 @@ def unpack_turn(turn: Turn, frame: Frame) -> tuple[list[Asked], list[int]]:
             inputs[end - count : end],
             priority,
             None if timeout_s != timeout_s else timeout_s,  # not a number
-            turn.clients[client],
+            *turn.clients[client],
         )
         for request_id, place, count, end, priority, client, timeout_s in zip(
             ids, params, counts, accumulate(counts), priorities, clients, timeouts_s, strict=True

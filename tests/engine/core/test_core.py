@@ -175,6 +175,16 @@ def test_what_is_found_of_a_prefix_does_not_run_again() -> None:
     assert (use.prefix_queried_tokens_total, use.prefix_hit_tokens_total) == (98, 48)
 
 
+def test_prefix_is_computed_once_for_each_namespace() -> None:
+    runner = FakeRunner(pool(prefixes=True))
+    steps = Steps(runner)
+    prompt = TokenizedInput(np.ones(50, np.int32))
+    for request_id, namespace in enumerate(("one", "two", "", "one", "two", "")):
+        steps.tell(Asked(request_id, PARAMS, [prompt], client="c", namespace=namespace))
+        steps.run_all()
+    assert runner.batches == [[(number, 0, 0 if number < 3 else 48, 50)] for number in range(6)]
+
+
 def test_a_prefix_cache_that_is_cleared_amid_a_prompt_is_empty_after_it_too() -> None:
     runner = FakeRunner(pool(prefixes=True))
     steps = Steps(runner, chunk_size=32)

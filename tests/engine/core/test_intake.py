@@ -42,6 +42,13 @@ def test_full_blocks_are_named_after_the_model_and_the_tokens() -> None:
     assert not set(first.block_keys) & set(other.block_keys)
 
 
+def test_blocks_of_namespaces_have_different_names() -> None:
+    intake = Intake(model(), 16, "a")
+    names = [intake.request(Asked(7, PARAMS, INPUTS, namespace=n), 0.0).sequences[0].block_keys for n in ("", "b", "c")]
+    assert len({key for keys in names for key in keys}) == 6
+    assert Intake(model(), 16, "ab").request(Asked(7, PARAMS, INPUTS), 0.0).sequences[0].block_keys not in names
+
+
 @pytest.mark.parametrize(
     ("pooling", "task", "expected"),
     [

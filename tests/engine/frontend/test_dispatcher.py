@@ -278,7 +278,7 @@ async def test_a_client_with_its_share_is_refused_unread(dispatcher: Dispatcher,
 
 async def test_the_deadline_counts_from_the_arrival(dispatcher: Dispatcher, core: Core) -> None:
     began_s = asyncio.get_running_loop().time()
-    async with dispatcher.open(RequestOptions(timeout_s=30.0, priority=3, client="who")) as request:
+    async with dispatcher.open(RequestOptions(timeout_s=30.0, priority=3, client="who", namespace="its")) as request:
         for request_id in (0, 1):  # of several runs, too
             await asyncio.sleep(0.05)  # such as tokenization takes
             run = asyncio.create_task(request.run(tokens(3), PoolingParams(dimensions=7)))
@@ -287,7 +287,7 @@ async def test_the_deadline_counts_from_the_arrival(dispatcher: Dispatcher, core
             told_s = core.sent[-1].timeout_s
             assert told_s is not None
             assert 30.0 - spent_s <= told_s <= 30.0 - 0.05 * (request_id + 1)
-            assert core.sent[-1]._replace(inputs=()) == Asked(request_id, core.params[0], (), 3, told_s, "who")
+            assert core.sent[-1]._replace(inputs=()) == Asked(request_id, core.params[0], (), 3, told_s, "who", "its")
             assert core.params == [PoolingParams(dimensions=7)]
             core.answer((request_id, 0, 0.0))
             await run

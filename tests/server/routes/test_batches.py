@@ -212,11 +212,12 @@ async def test_files_and_batches_belong_to_their_key(serving, engine, tmp_path: 
         assert (await client.get("/v1/files")).status_code == 401
         client.headers.update(key("one"))
         batch = await ended(client, await begin(client, [embedding(1)]))
-        own = {options.client for _, (_, _, options) in engine.calls}
+        own = {(options.client, options.namespace) for _, (_, _, options) in engine.calls}
     async with serving(engine, **keys) as client:  # another process would salt keys in another way
         engine.calls.clear()
         assert (await client.post("/v1/embeddings", json={"input": "a"}, headers=key("one"))).status_code == 200
-        assert {options.client for _, (_, _, options) in engine.calls} == own != {""}
+        assert {(options.client, options.namespace) for _, (_, _, options) in engine.calls} == own
+        assert "" not in own.pop()
         paths = [f"/v1/files/{batch['input_file_id']}", f"/v1/files/{batch['output_file_id']}/content"]
         paths.append(f"/v1/batches/{batch['id']}")
         for path in paths:

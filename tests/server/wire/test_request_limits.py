@@ -90,6 +90,19 @@ async def test_clients_are_told_apart_by_their_keys(serving, engine) -> None:
     assert not {"one", "two"} & set(seen.values())
 
 
+@pytest.mark.parametrize("path", ROUTES)
+async def test_every_route_passes_the_namespace_of_its_key(serving, engine, path: str) -> None:
+    namespaces = []
+    async with serving(engine, api_key=("one", "two")) as client:
+        for key in ("one", "two", "one"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await client.post(path, json=ROUTES[path], headers=headers)).status_code == 200
+            namespaces.append(options_of(engine).namespace)
+    first, second, third = namespaces
+    assert first == third
+    assert len({"", first, second}) == 3
+
+
 @pytest.mark.parametrize("keys", [(), ("one",)])
 async def test_without_keys_to_tell_apart_all_are_one_client(serving, engine, keys: tuple[str, ...]) -> None:
     async with serving(engine, api_key=keys) as client:

@@ -40,7 +40,7 @@ CONFIG = EngineConfig(
     "message",
     [
         m.Start(CONFIG, "DEBUG"),
-        m.Turn(3, [PoolingParams(dimensions=3, task=PoolingTask.EMBED)], ["", "me"], [4]),
+        m.Turn(3, [PoolingParams(dimensions=3, task=PoolingTask.EMBED)], [("", ""), ("me", "mine")], [4]),
         m.Stop(),
     ],
 )

@@ -32,6 +32,7 @@ def requests(draw: st.DrawFn) -> Asked:
         draw(st.integers(-(2**63), 2**63 - 1)),
         draw(st.none() | st.floats(0, 1e9)),
         draw(st.sampled_from(["", "me", "you"])),
+        draw(st.sampled_from(["", "mine", "yours"])),
     )
 
 
@@ -66,7 +67,8 @@ def test_queries_of_inputs_survive_and_are_sent_once() -> None:
     order = [queries[0], None, queries[1], queries[0]]
     inputs = [TokenizedInput(np.arange(2, dtype=np.int32), num_hidden=i, query=q) for i, q in enumerate(order)]
     turn, frame = sent(Asked(1, PARAMS[0], inputs))
-    ((*_, received, _, _, _),), _ = unpack_turn(turn, frame)
+    (asked,), _ = unpack_turn(turn, frame)
+    received = asked.inputs
     assert [got.num_hidden for got in received] == [0, 1, 2, 3]
     for got, query in zip(received, order, strict=True):
         assert got.query is None if query is None else np.array_equal(got.query, query)
