@@ -1,7 +1,7 @@
 """Reads what sentence-transformers saves beside a model: modules.json, its modules' configs and its settings.
 
-JSON only: no torch, no weights. Modules are known by the last part of their class path, so that files of every
-sentence-transformers version (and of libraries that extend it) read alike.
+JSON only: no torch, no weights. The package and the last part of its class path identify a module, as versions of
+sentence-transformers have different paths between the two.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from .module_configs import read_dense, read_logit_score, read_pooling, read_tra
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles
 
 _KNOWN_MODULES: Final = "Transformer, Pooling, Dense, Normalize, Dropout, LogitScore, MultiVectorMask and SpladePooling"
+
+_PACKAGES: Final = ("sentence_transformers.", "pylate.")
+"""Packages whose modules are known. Another package's Transformer or Pooling may compute something else."""
 
 
 def read_modules(root: Path) -> SentenceTransformersFiles | None:
@@ -32,6 +35,14 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
     files = SentenceTransformersFiles()
     folders: list[tuple[str, dict[str, Any]]] = []
     for place, entry in enumerate(entries):
+        if not entry["type"].startswith(_PACKAGES):
+            raise _unsupported(
+                root,
+                f"lists the module {entry['type']}, which is code of another package; penstock knows the modules of "
+                "sentence_transformers and pylate only. Serve a version of the model without code of its own; or, if "
+                f"the class computes the same as one of sentence_transformers ({_KNOWN_MODULES}), write the path of "
+                "that class into modules.json",
+            )
         kind, folder = entry["type"].rsplit(".", 1)[-1], _checked_folder(root, entry.get("path", ""))
         if place == 0:
             if kind not in ("Transformer", "MLMTransformer"):

@@ -71,9 +71,10 @@ class Outgoing:
 
     def ask(self, asked: Asked) -> None:
         """Adds a request."""
-        request_id, params, inputs, priority, timeout_s, *client = asked
+        request_id, params, inputs, priority, timeout_s, *_ = asked
+        client = asked.client, asked.namespace
         place, _ = self._params.setdefault(id(params), (len(self._params), params))
-        own = place, len(inputs), priority, self._clients.setdefault(tuple(client), len(self._clients))
+        own = place, len(inputs), priority, self._clients.setdefault(client, len(self._clients))
         for column, value in zip(self._columns, own, strict=True):
             column.append(value)
         self.request_ids.append(request_id)

@@ -1,6 +1,7 @@
 """Model files to ModelInfo: small folders written here, and folders that sentence-transformers itself has saved."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,8 @@ BERT = {
 }
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+DENSE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+CNN = {"idx": 1, "name": "1", "path": "1_CNN", "type": "sentence_transformers.models.CNN"}
 NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
 MEAN = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
 
@@ -446,10 +449,10 @@ def test_long_text_mode_is_the_operators(tmp_path: Path) -> None:
         ({"config.json": BERT, "modules.json": {}}, "must hold a list of modules"),
         ({"config.json": BERT, "modules.json": [POOLING]}, "needs a Transformer first"),
         (
-            {"config.json": BERT, "modules.json": [TRANSFORMER, {"type": "x.y.CNN", "path": "1_CNN"}]},
-            r"x\.y\.CNN \(1_CNN\)",
+            {"config.json": BERT, "modules.json": [TRANSFORMER, CNN]},
+            r"sentence_transformers\.models\.CNN \(1_CNN\)",
         ),
-        ({"config.json": BERT, "modules.json": [TRANSFORMER, {"type": "x.Dense", "path": "../up"}]}, r"'\.\./up'"),
+        ({"config.json": BERT, "modules.json": [TRANSFORMER, DENSE | {"path": "../up"}]}, r"'\.\./up'"),
         ({"config.json": BERT, "modules.json": [TRANSFORMER, NORMALIZE, POOLING]}, r"models\.Pooling \(1_Pooling\)"),
         (
             {
@@ -462,7 +465,7 @@ def test_long_text_mode_is_the_operators(tmp_path: Path) -> None:
         (
             {
                 "config.json": BERT,
-                "modules.json": [TRANSFORMER, POOLING, {"type": "x.Dense", "path": "2_Dense"}],
+                "modules.json": [TRANSFORMER, POOLING, DENSE],
                 "2_Dense/config.json": {"in_features": 7, "out_features": 3},
             },
             "rows of 7, .* gives 32",
@@ -470,7 +473,7 @@ def test_long_text_mode_is_the_operators(tmp_path: Path) -> None:
         (
             {
                 "config.json": BERT,
-                "modules.json": [TRANSFORMER, POOLING, {"type": "x.Dense", "path": "2_Dense"}],
+                "modules.json": [TRANSFORMER, POOLING, DENSE],
                 "2_Dense/config.json": {"in_features": 32, "out_features": 3, "activation_function": "os.system"},
             },
             r"os\.system",
@@ -507,6 +510,36 @@ def test_long_text_mode_is_the_operators(tmp_path: Path) -> None:
 def test_refusals_name_the_file_and_the_value(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         resolve(write(tmp_path, files))
+
+
+@pytest.mark.parametrize("trust_remote_code", [False, True])
+@pytest.mark.parametrize(
+    "modules",
+    [
+        [TRANSFORMER | {"type": "custom_st.Transformer"}, POOLING],
+        [TRANSFORMER, POOLING | {"type": "my_repo.modeling.Pooling"}],
+        [TRANSFORMER, POOLING, NORMALIZE | {"type": "sentence_transformers_extra.models.Normalize"}],
+        [TRANSFORMER, POOLING, NORMALIZE | {"type": "Normalize"}],
+    ],
+)
+def test_modules_of_other_packages_are_refused(
+    tmp_path: Path, modules: list[dict[str, Any]], trust_remote_code: bool
+) -> None:
+    folder = write(tmp_path, {"config.json": BERT, "modules.json": modules, "1_Pooling/config.json": MEAN})
+    (foreign,) = (m["type"] for m in modules if not m["type"].startswith("sentence_transformers."))
+    with pytest.raises(UnsupportedModelError, match=r"modules\.json lists the module " + re.escape(foreign) + ","):
+        resolve(folder, trust_remote_code=trust_remote_code)
+
+
+@pytest.mark.parametrize(
+    "package", ["sentence_transformers.models", "sentence_transformers.base.models.any", "pylate.models.any"]
+)
+def test_modules_of_known_packages_are_read(tmp_path: Path, package: str) -> None:
+    kinds = ("Transformer", "Pooling", "Normalize")
+    modules = [{"type": f"{package}.{kind}", "path": f"{i}_{kind}" if i else ""} for i, kind in enumerate(kinds)]
+    pooling = {"pooling_mode": "cls"}
+    info = resolve(write(tmp_path, {"config.json": BERT, "modules.json": modules, "1_Pooling/config.json": pooling}))
+    assert (info.sequence_pooling, info.normalize) == ((PoolingType.CLS,), True)
 
 
 @pytest.mark.parametrize(
