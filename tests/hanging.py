@@ -12,7 +12,7 @@ HANGING_TEXT = "word " * HANGING_TOKENS
 Where = Literal["begin", "forward"]
 """The engine thread hangs while it begins the forward, or the forward in flight never ends."""
 
-_SOURCE = '''
+_SOURCE = """
 import sys
 
 if "penstock.engine.core.worker" in sys.orig_argv:
@@ -39,7 +39,7 @@ if "penstock.engine.core.worker" in sys.orig_argv:
     else:
         from penstock.engine.core.array_runner import ArrayRunner as Runner
     Runner.begin = hanging(Runner.begin)
-'''
+"""
 
 
 def write_hanging_forwards(folder: Path, where: Where, *, torch: bool = False) -> None:

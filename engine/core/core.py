@@ -127,6 +127,11 @@ class EngineCore:
         self._scheduler, info = make_scheduler(
             self._config, self._runner.info, allocator, self._runner.num_lanes, self._runner.limits
         )
+        if info.adapters:
+            logger.warning(
+                "%s comes with LoRA adapters (%s; %s), and none is applied: its vectors are those of the base weights.",
+                *(info.name, ", ".join(info.adapters), info.sources.get("adapters")),
+            )
         block_size = None if allocator.prefixes is None else self._config.cache.block_size
         self._intake = Intake(info, block_size, seed=f"{info.path}@{self._config.revision}")
         self._runner.warm_up()

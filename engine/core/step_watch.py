@@ -153,5 +153,5 @@ class StepWatch:
                 return
 
     def _stack(self) -> str:
-        frame = sys._current_frames().get(self._thread_id)  # noqa: SLF001 - documented for debugging
+        frame = sys._current_frames().get(self._thread_id)
         return "".join(traceback.format_stack(frame)[-_SHOWN_FRAMES:]) if frame is not None else ""

@@ -1,6 +1,6 @@
 """An engine core in a thread of this process, for library use and quick tests.
 
-A thread cannot be killed: one whose step hangs is left behind, with the memory of its model, and another one is started.
+A thread cannot be killed. If its step hangs, it is left behind with the memory of its model, and another one starts.
 """
 
 from __future__ import annotations

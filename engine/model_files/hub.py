@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ..protocol.errors import ModelLoadError
+from .adapters import no_model_error
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DESCRIPTION_FILES: Final = ("config.json", "modules.json")
@@ -38,7 +39,8 @@ def locate_model(name: str, revision: str | None = None) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not any((folder / file).is_file() for file in _DESCRIPTION_FILES):
-            raise ModelLoadError(f"The folder {folder} is not a model: it holds neither config.json nor modules.json.")
+            message = f"The folder {folder} is not a model: it holds neither config.json nor modules.json."
+            raise no_model_error(folder, message)
         return folder.resolve()
     if folder.exists():
         raise ModelLoadError(f"{folder} is a file; a model is a folder with config.json, or a hub id.")
@@ -73,9 +75,8 @@ def _fetch(name: str, revision: str | None) -> Path:
             snapshot_download(name, revision=revision, allow_patterns=list(_ALLOW), ignore_patterns=list(_IGNORE))
         )
         if not any((path / file).is_file() for file in _DESCRIPTION_FILES):
-            raise ModelLoadError(
-                f"The hub repository {where} is not a model: it holds neither config.json nor modules.json."
-            )
+            message = f"The hub repository {where} is not a model: it holds neither config.json nor modules.json."
+            raise no_model_error(path, message)
         if bin_files := _missing_weights(path):
             snapshot_download(name, revision=revision, allow_patterns=bin_files)
     except Exception as error:

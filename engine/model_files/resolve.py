@@ -17,6 +17,7 @@ from ..protocol.model_info import DenseSpec, ModelInfo, ModelKind, PairChat
 from ..protocol.tasks import PoolingTask, PoolingType, listed
 from ..protocol.templates import ScoreTemplate
 from ..protocol.vectors import MultiVector, SparsePooling, TokenHeads
+from .adapters import no_model_error, resolve_adapters
 from .architecture import DECODER_MODEL_TYPES, resolve_architecture, resolve_classes
 from .draft import ModelDraft, merged
 from .hub import locate_model
@@ -70,13 +71,14 @@ def _resolve(root: Path, config: EngineConfig) -> ModelInfo:
     files = read_modules(root) or read_stanford_modules(root)
     path = root / (files.transformer_folder if files else "")
     if not (path / "config.json").is_file():
-        raise ModelLoadError(f"{path} holds no config.json.")
+        raise no_model_error(path, f"{path} holds no config.json.")
     model_config = merged(read_object(path / "config.json"), config.hf_overrides)
     draft = ModelDraft(config.model, model_config, config, files)
     draft.set("name", config.name or config.model, "--served-model-name" if config.name else config.model_source)
     draft.set("path", str(path), config.model_source if path == root else MODULES_FILE)
     draft.set("root", None if path == root else str(root), config.model_source)
     resolve_architecture(draft)
+    resolve_adapters(draft, root)
     resolve_classes(draft)
     _resolve_pooling(draft)
     _resolve_embedding(draft)

@@ -127,6 +127,8 @@ class ModelInfo:
         sparse: How it makes sparse vectors; None where it makes none.
         token_heads: Heads for each token beside the sentence embedding; None for none.
         is_causal: Attention looks back only.
+        adapters: Names of the LoRA adapters that come with the model. None is applied: vectors are those of the base
+            weights.
         prompts: Named prompts of the model.
         default_prompt_name: Prompt applied when a request names none.
         do_lower_case: Lower-case text before tokenizing.
@@ -183,6 +185,7 @@ class ModelInfo:
     sparse: SparsePooling | None = None
     token_heads: TokenHeads | None = None
     is_causal: bool = False
+    adapters: tuple[str, ...] = ()
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     do_lower_case: bool = False
@@ -200,6 +203,11 @@ class ModelInfo:
     def folder(self) -> str:
         """Local folder that gives this very model again, whatever the name stands for by then."""
         return self.root or self.path
+
+    @property
+    def has_task_adapters(self) -> bool:
+        """Whether the model was trained to compute each task with an adapter of its own."""
+        return len(self.adapters) > 1
 
     @property
     def num_labels(self) -> int:

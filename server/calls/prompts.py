@@ -71,11 +71,14 @@ def prompt_for(
         default_name: The prompt for requests that say nothing.
 
     Raises:
-        InvalidRequestError: A purpose that is not known, an instruction for a model that takes none or for documents.
+        InvalidRequestError: A purpose that is not known, or that the model serves with an adapter; an instruction for a
+            model that takes none or for documents.
     """
     name = prompt_name or None
     role: Role = ()
     for param, value in (("input_type", input_type), ("task", task)):
+        if value and info.has_task_adapters:
+            raise _no_adapter_error(info, value, param)
         if value and name is None and not role:
             name, role = find_prompt(info, value, param=param)
     if instruction:
@@ -112,6 +115,15 @@ def find_prompt(info: ModelInfo, purpose: str, *, param: str) -> tuple[str | Non
     raise InvalidRequestError(
         f"{param} is {shown(purpose)}; send query, document, classification, clustering or similarity in the words of "
         f"Cohere, Jina or Voyage{own}.",
+        param=param,
+    )
+
+
+def _no_adapter_error(info: ModelInfo, purpose: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{param} is {shown(purpose)}; {info.name} computes each task with a LoRA adapter of its own "
+        f"({', '.join(info.adapters)}), and this server applies no adapters. Leave {param} out to get vectors of the "
+        "base weights, or ask for a model whose weights have the adapter merged.",
         param=param,
     )
 

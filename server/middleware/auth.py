@@ -103,8 +103,8 @@ class ApiKeys:
         flag: Option that names the file, for errors and logs.
         salt: Secret behind the identities; the same one makes the same identities after a restart, and in other
             processes. Default: a new one.
-        namespace_salt: Secret behind the namespaces of cached vectors and prefixes, if servers share a cache: that of its
-            folder. Default: the identities.
+        namespace_salt: Secret behind the namespaces of cached vectors and prefixes, if servers share a cache: that of
+            its folder. Default: the identities.
         clock_s: Monotonic time.
 
     Raises:

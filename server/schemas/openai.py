@@ -63,7 +63,13 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     prefix: str | None = Field(
         None, description="Text to put before every text in place of the model's prompt, as Open WebUI may send it."
     )
-    task: str | None = Field(None, description="Jina's name of `input_type`, such as `retrieval.query`.")
+    task: str | None = Field(
+        None,
+        description=(
+            "Jina's name of `input_type`, such as `retrieval.query`. Refused for models that have a LoRA adapter for "
+            "each task: adapters are not applied."
+        ),
+    )
     instruction: str | None = Field(
         None,
         description="For queries, and models with a prompt of the form `Instruct: ...`: replaces its instruction.",

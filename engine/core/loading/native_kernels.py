@@ -47,9 +47,7 @@ def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Ma
     if machine is None:
         return dataclasses.replace(info, sources=sources), None
     sources["num_lanes"] = sources["kernels"]
-    info = dataclasses.replace(
-        info, kernels=f"native, {machine.isa}", num_lanes=machine.num_lanes, sources=sources
-    )
+    info = dataclasses.replace(info, kernels=f"native, {machine.isa}", num_lanes=machine.num_lanes, sources=sources)
     return _with_arithmetic(info, config, machine), machine
 
 

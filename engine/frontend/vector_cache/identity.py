@@ -26,6 +26,7 @@ NUMERICS: Final = 2
 CHANGES_NO_VECTOR: Final = frozenset(
     {
         *("name", "path", "root", "sources", "labels", "problem_type"),
+        "adapters",  # none is applied
         "num_lanes",  # rows are the same to the bit on any number of them
         # These decide the tokens, which are part of every key.
         *("max_model_len", "auto_truncate", "do_lower_case", "prompts", "default_prompt_name", "score_template"),

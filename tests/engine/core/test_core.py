@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,6 +68,15 @@ def above(num_tokens: int) -> Callable[[Sequence[Chunk]], None]:
 
 
 # Start and end
+
+
+def test_adapters_that_are_not_applied_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    Steps(FakeRunner())
+    assert "adapters" not in caplog.text
+    runner = FakeRunner()
+    runner.info = replace(runner.info, adapters=("query", "passage"), sources={"adapters": "config.json"})
+    Steps(runner)
+    assert "comes with LoRA adapters (query, passage; config.json), and none is applied" in caplog.text
 
 
 def test_the_client_is_told_when_the_model_is_warm_and_all_is_prepared() -> None:

@@ -210,7 +210,9 @@ def taken_files() -> Iterator[list[int]]:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64 + max(map(int, os.listdir("/proc/self/fd"))), limits[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (64 + max(int(file.name) for file in Path("/proc/self/fd").iterdir()), limits[1])
+        )
         with suppress(OSError):
             while True:
                 taken.append(os.dup(1))

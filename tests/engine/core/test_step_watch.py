@@ -161,7 +161,7 @@ async def serving(folder: Path, **config: Any) -> AsyncIterator[AsyncEngine]:
 
 
 async def check_replaced(engine: AsyncEngine, num_restarts: int) -> None:
-    with pytest.raises(EngineUnavailableError, match="time limit|stuck"):
+    with pytest.raises(EngineUnavailableError, match=r"time limit|stuck"):
         await asyncio.wait_for(engine.embed([HANGING_TEXT], PARAMS), 120)
     await until(lambda: engine.state is EngineState.READY and engine.num_restarts == num_restarts)
     assert (await engine.embed(["again"], PARAMS)).embeddings.shape == (1, 384)

@@ -91,6 +91,23 @@ def test_an_instruction_replaces_that_of_the_query_prompt(make_engine) -> None:
         assert (options.prompt, options.instruction) == ("Instruct: Find the law\nQuery:", None)
 
 
+@pytest.mark.parametrize("field", ["input_type", "task"])
+def test_task_with_an_adapter_is_refused(make_engine, field: str) -> None:
+    target = Target(make_engine(name="jina", prompts=JINA_V3, adapters=tuple(JINA_V3)), "m", None)
+    with pytest.raises(InvalidRequestError) as caught:
+        context().embed_options(REQUEST, target, body(**{field: "retrieval.query"}))
+    assert caught.value.param == field
+    assert f"{field} is 'retrieval.query'" in caught.value.message
+    assert "this server applies no adapters" in caught.value.message
+    assert context().embed_options(REQUEST, target, body()).prompt_name is None
+    assert context().embed_options(REQUEST, target, body(prompt_name="separation")).prompt_name == "separation"
+
+
+def test_single_adapter_leaves_tasks_open(make_engine) -> None:
+    target = Target(make_engine(prompts=E5, adapters=("lora",)), "m", None)
+    assert context().embed_options(REQUEST, target, body(task="retrieval.query")).prompt_name == "query"
+
+
 @pytest.mark.parametrize(
     ("prompts", "arguments", "param", "part"),
     [

@@ -200,3 +200,25 @@ async def test_vectors_in_base64(client: httpx.AsyncClient) -> None:
     body = {"input": "one two", "embedding_type": "base64"}
     (row,) = (await client.post("/v1/multi-vector", json=body)).json()["data"]
     assert len(base64.b64decode(row["embeddings"])) == 4 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": TEXTS, "task": "retrieval.query"}, "task"),
+        ("/v1/embeddings", {"input": TEXTS, "input_type": "query"}, "input_type"),
+        ("/v2/embed", {"texts": TEXTS, "input_type": "search_query", "embedding_types": ["float"]}, "input_type"),
+        ("/v1/encode", {"input": TEXTS, "input_type": "query"}, "input_type"),
+        ("/v1/multi-vector", {"input": TEXTS, "task": "retrieval.query"}, "task"),
+    ],
+)
+async def test_tasks_with_adapters_of_their_own_are_refused(
+    serving: Serving, make_engine: type[FakeEngine], path: str, body: dict, param: str
+) -> None:
+    async with serving(make_engine(adapters=("retrieval.query", "retrieval.passage"))) as client:
+        response = await client.post(path, json=body)
+        assert response.status_code == 400
+        assert f"{param} is {body[param]!r}" in response.text.replace("\\", "")
+        assert "applies no adapters" in response.text
+        plain = {name: value for name, value in body.items() if name != param}
+        assert "adapters" not in (await client.post(path, json=plain)).text
