@@ -62,11 +62,11 @@ class EngineCore:
     `receive` and `stop` may be called from any thread; `run` is the device thread, or whoever calls `load` and `step`.
 
     Args:
-        config: What to serve.
+        config: Model and limits.
         send: Called on the device thread with each message for the frontend.
         load_runner: Loads the model, on the device thread.
-        on_ready: Called on the device thread when the model is loaded, before the frontend is told.
-        bell: What the device thread sleeps on; it may watch sockets, whose messages are then taken in on that thread.
+        on_ready: Called on the device thread when the model is loaded, before the frontend gets Ready.
+        bell: Wakes the device thread. It may watch sockets; the device thread then takes their messages.
         on_stuck: Called once, on a thread of its own, if a step exceeds its time limit; see StepWatch.
     """
 

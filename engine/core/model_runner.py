@@ -64,9 +64,9 @@ class DeviceForward:
     """A Forward on a device beside the host.
 
     Attributes:
-        copy: Of what it gives.
-        ended: When that has come.
-        watch: Waits for `ended`, too.
+        copy: The copy of its outputs to the host.
+        ended: The event behind that copy.
+        watch: The thread that waits for `ended`.
     """
 
     copy: OutputCopy

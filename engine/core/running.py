@@ -24,7 +24,7 @@ class Running:
         batch: What the scheduler has taken.
         forward: Of its chunks.
         started_s: Seconds, of time.monotonic.
-        step: Tells how long it has run.
+        step: Counts how long it has run.
         num_tokens: Of the chunks.
         is_beside: Whether others ran when it was begun.
     """

@@ -50,9 +50,9 @@ class RequestOptions:
     Attributes:
         timeout_s: Seconds until its answer is of no use.
         priority: Lower goes first among the requests of its client; a level is worth one second of waiting.
-        client: Whose request it is. Clients that wait share the device evenly, however much each of them sends.
-        namespace: Whose cached vectors and prefixes it may find. A request takes no less time because another namespace
-            has sent the same text.
+        client: The client that sent it. Clients that wait share the device evenly, however much each of them sends.
+        namespace: Cached vectors and prefixes of this namespace alone may be used. A request takes no less time because
+            another namespace has sent the same text.
         prompt_name: Named prompt of the model to put before every text.
         prompt: Text to put before every text; wins over `prompt_name`.
         instruction: What `score` tells the model to look for; None takes the model's own.

@@ -45,12 +45,12 @@ ADMIN_PATHS: Final = frozenset({"/models/load", "/models/unload"})
 class AuthMiddleware:
     """Lets a request through that carries one of the keys as `Bearer KEY`, as `KEY`, or as `api-key: KEY`.
 
-    It leaves in scope["api_client"] who shares the device with others as one, in scope["api_owner"] whose files are its
-    own, and in scope["api_namespace"] whose cached vectors and prefixes.
+    It sets scope["api_client"] to the identity in the fair queue, scope["api_owner"] to the owner of files, and
+    scope["api_namespace"] to the namespace of cached vectors and prefixes.
 
     Args:
-        app: What comes next.
-        keys: For data; where there are none, data is open.
+        app: The next application.
+        keys: For data; without any, data is open.
         admin_keys: For ADMIN_PATHS.
     """
 

@@ -40,7 +40,7 @@ class RequestLimits:
         timeout_s: Seconds after which its answer is of no use; None: it does not say.
         priority: A ChunkPriority or another level; lower goes first.
         client: Who shares the device with others as one; "" where nobody is told apart.
-        namespace: Whose cached vectors and prefixes it may find; "" where there are no keys.
+        namespace: Cached vectors and prefixes of this namespace alone may be used; "" without API keys.
     """
 
     timeout_s: float | None = None

@@ -66,9 +66,9 @@ class Turn(msgspec.Struct, tag=True, frozen=True):
     The requests themselves are arrays in its frame; see turns.py.
 
     Attributes:
-        frontend: The number of whoever says it.
+        frontend: The number of the sending frontend.
         params: The parameters of requests.
-        clients: Whose requests they are: client and namespace of each.
+        clients: Client and namespace of requests.
         clears: Ids of demands to empty the prefix cache, each answered with PrefixesCleared. Requests that run go on.
     """
 

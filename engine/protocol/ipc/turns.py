@@ -28,11 +28,11 @@ class Asked(NamedTuple):
 
     Attributes:
         request_id: Its number.
-        params: What for, resolved.
+        params: Its resolved parameters.
         inputs: At least one.
         priority: Lower goes first.
-        timeout_s: Seconds until its answer is of no use; None: it always is.
-        client: Whose it is.
+        timeout_s: Seconds until its deadline; None: it has none.
+        client: The client that sent it.
         namespace: Sets apart the clients that share no cached prefixes; see RequestOptions.
     """
 

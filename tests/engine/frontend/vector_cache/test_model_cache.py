@@ -388,3 +388,11 @@ async def test_what_stands_for_a_folder_is_no_change_of_its_files(make: Make, fo
         cache.open(str(folder), engine.info)
         await cache.wait()
         assert cache.stats.is_open is is_open
+
+
+def test_secret_is_shared_through_a_folder_only(tmp_path: Path) -> None:
+    assert VectorCache(2**20).shared_secret is None
+    pytest.importorskip("lmdb")
+    rows = VectorCache(0, tmp_path / "cache", 2**20)
+    assert rows.shared_secret == rows.secret == (tmp_path / "cache" / "secret").read_bytes()
+    rows.close()
