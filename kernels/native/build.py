@@ -1,7 +1,7 @@
 """Compiles csrc/ into the library beside this file: `python -m penstock.kernels.native.build`.
 
-Takes `cc`, or the compiler that CC names; without one, the `ziglang` package where it is installed. A machine without
-any is served by torch, more slowly.
+Takes `cc`, or the compiler that CC names; without one, the `ziglang` package where it is installed. On a machine
+without any, torch serves and takes up to twice as long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -56,13 +56,20 @@ class NoCompilerError(Exception):
     """There is nothing here to compile with, or not for this machine."""
 
 
-def build(target: Path = LIBRARY, *, machine: str | None = None, flags: Sequence[str] = ()) -> Path:
+def build(
+    target: Path = LIBRARY,
+    *,
+    machine: str | None = None,
+    flags: Sequence[str] = (),
+    isas: Mapping[str, Sequence[str]] | None = None,
+) -> Path:
     """Compiles the library.
 
     Args:
         target: The file to write; an older one is replaced only by one that is whole.
         machine: Architecture, as `platform.machine` names it; None is this one's.
         flags: Added to each call of the compiler.
+        isas: By the name of an instruction set, compiler flags that replace its own.
 
     Returns:
         `target`.
@@ -75,7 +82,8 @@ def build(target: Path = LIBRARY, *, machine: str | None = None, flags: Sequence
     if machine not in _ISAS:
         raise NoCompilerError(f"there are no native kernels for {machine}, only for {', '.join(_ISAS)}")
     compiler = _compiler()
-    units = [(SOURCES / "isa.c", name, (f"-DISA={name}", *more)) for name, more in _ISAS[machine].items()]
+    flags_of = {**_ISAS[machine], **(isas or {})}
+    units = [(SOURCES / "isa.c", name, (f"-DISA={name}", *more)) for name, more in flags_of.items()]
     said = (f'-DSOURCES="{digest() or ""}"',)
     units += [(path, path.stem, said) for path in sorted(SOURCES.glob("*.c")) if path.name != "isa.c"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -115,7 +123,7 @@ def main() -> int:
     except (NoCompilerError, subprocess.CalledProcessError, OSError) as error:
         cause = f"{error.cmd[0]} failed" if isinstance(error, subprocess.CalledProcessError) else error
         fits = LIBRARY.is_file() and (digest() or "").encode() in LIBRARY.read_bytes()
-        left = "the one that is there stays" if fits else "torch serves CPUs, at about half the speed"
+        left = "the one that is there stays" if fits else "torch serves CPUs and takes up to twice as long"
         sys.stdout.write(f"native kernels are not built ({cause}): {left}\n")
     return 0
 

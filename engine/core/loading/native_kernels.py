@@ -91,12 +91,12 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
             raise MachineError(
                 f"There are no native kernels: {error}; --cpu-kernels auto lets torch run it."
             ) from error
-        logger.warning("torch runs %s, at about half the speed: %s", info.name, error)
+        logger.warning("torch runs %s and takes up to twice as long: %s", info.name, error)
         return None
 
 
 def _checked(num_lanes: int) -> Machine:
-    """Opens the best instruction set; AMX, which was tested on a model of it, only where it multiplies right."""
+    """Opens the best instruction set; avx512bf16 instead of AMX if AMX gives a wrong product."""
     machine = Machine(num_lanes)
     if machine.isa != "amx" or multiplies_right(machine):
         return machine

@@ -4,7 +4,7 @@
 #include "isa.h"
 
 #ifndef AMX_MODEL
-#define AMX_MODEL 0 /* 1: the tile registers are played by amx_model.h */
+#define AMX_MODEL 0 /* 1: amx_model.h emulates the tile registers; 2: and amx needs no AVX-512 (vec.h) */
 #endif
 
 #if defined(__x86_64__)
@@ -46,7 +46,7 @@ const Isa *find_isa(const char *name) {
     int bf16 = avx512 && vnni && latest & bit_AVX512BF16;
     int wants_tiles = !name || !strcmp(name, isa_amx.name);
     const Isa *here[] = {
-        bf16 && tiles && wants_tiles && may_use_tiles() ? &isa_amx : NULL,
+        (bf16 || AMX_MODEL == 2) && tiles && wants_tiles && may_use_tiles() ? &isa_amx : NULL,
         bf16 ? &isa_avx512bf16 : NULL,
         avx512 && vnni ? &isa_avx512vnni : NULL,
         avx512 ? &isa_avx512 : NULL,

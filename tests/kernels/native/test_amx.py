@@ -1,6 +1,8 @@
-"""AMX: where a processor has none, by a model of its instructions; tiles that are not set up end the process there."""
+"""AMX, emulated in C where the processor has none; tiles that are not set up end the process there."""
 
-from collections.abc import Callable
+import ctypes
+import math
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from penstock.kernels.native import Format, Machine, NativeEncoder, NativeError
 from penstock.kernels.native.self_check import multiplies_right
 
 from .chunked import ChunkedDecoder
-from .specs import DECODERS, SHAPES, make_spec, make_texts
+from .specs import DECODERS, SHAPES, Shape, make_spec, make_texts
 
 Opener = Callable[[int], Machine]
 
@@ -27,11 +29,21 @@ def amx(request: pytest.FixtureRequest) -> Opener:
     return lambda num_lanes: Machine(num_lanes, isa="amx")
 
 
+@pytest.fixture
+def avx512() -> Iterator[Machine]:
+    try:
+        opened = Machine(1, isa="avx512bf16")
+    except NativeError as error:
+        pytest.skip(str(error))
+    with opened:
+        yield opened
+
+
 @pytest.mark.parametrize("num_in", [2, 4, 30, 32, 34, 64, 68, 312, 384])
-def test_products_are_those_of_avx512(amx: Opener, num_in: int) -> None:
+def test_products_are_those_of_avx512(amx: Opener, avx512: Machine, num_in: int) -> None:
     """In int8 to the bit, as whole numbers are summed; bfloat16 is summed in another order."""
     numbers = np.random.default_rng(num_in)
-    with amx(1) as tiles, Machine(1, isa="avx512bf16") as plain:
+    with amx(1) as tiles:
         for num_out in (1, 31, 33, 96):
             weight = numbers.standard_normal((num_out, num_in), np.float32)
             for num_rows in (1, 15, 16, 17, 31, 32, 33, 48, 193):
@@ -40,7 +52,7 @@ def test_products_are_those_of_avx512(amx: Opener, num_in: int) -> None:
                     if form is Format.INT8 and num_in % 4:
                         continue
                     actual = tiles.product(tiles.pack(weight, None, form), x)
-                    expected = plain.product(plain.pack(weight, None, form), x)
+                    expected = avx512.product(avx512.pack(weight, None, form), x)
                     size = np.abs(x) @ np.abs(weight).T
                     assert (np.abs(actual - expected) <= limit * size).all(), f"{num_rows} rows to {num_out}, {form}"
 
@@ -68,6 +80,22 @@ def test_chunks_of_decoders_give_the_whole_to_the_bit(amx: Opener, shape, form: 
         decoder = NativeEncoder(machine, spec, form, attention=Format.DOT)
         whole, _ = decoder(texts.ids, texts.places, texts.starts)
         assert np.array_equal(ChunkedDecoder(decoder, spec, texts, 16).run(70), whole)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], DECODERS[7]], ids=lambda shape: shape.name)
+def test_attention_fills_the_tiles(shape: Shape, amx_model: Path) -> None:
+    """Each product of two tiles takes 16 rows; the last ones of 33 and of 49 queries take fewer."""
+    count = ctypes.c_long.in_dll(ctypes.CDLL(str(amx_model)), "amx_model_products")
+    with Machine(1, isa="amx", library=amx_model) as machine:
+        encoder = NativeEncoder(machine, make_spec(shape), Format.F32, attention=Format.DOT)
+        for length in (1, 16, 17, 32, 33, 49, 128, 200):
+            texts, before = make_texts([length]), count.value
+            encoder(texts.ids, texts.places, texts.starts)
+            # 16 queries with 16 keys by 32 places of a head; with 32 values by 16 places.
+            queries, size = math.ceil(length / 16), math.ceil(shape.head_size / 32)
+            keys = 2 * math.ceil(length / 32)
+            per_head = queries * keys * size + queries * math.ceil(length / 32) * 2 * size
+            assert count.value - before == per_head * shape.num_heads * shape.num_layers, f"{length} tokens"
 
 
 def test_any_thread_may_call(amx: Opener) -> None:

@@ -4,11 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from penstock.kernels.native.build import NoCompilerError, build
+from penstock.kernels.native.build import NoCompilerError
 
 TESTS = Path(__file__).resolve().parents[2]
 
@@ -38,12 +39,17 @@ def fuzz(library: Path, variables: dict[str, str], *options: str) -> subprocess.
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("flags", [ADDRESSES, THREADS], ids=["addresses", "threads"])
-def test_nothing_is_found(flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_found(
+    flags: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    build_amx_model: Callable[..., Path],
+) -> None:
     """Memory that nobody owns or has written, undefined behaviour; two lanes at one place at a time."""
     preload = runtime("libasan.so" if flags is ADDRESSES else "libtsan.so")
     monkeypatch.setenv("CC", "gcc")
     try:
-        library = build(tmp_path / "watched.so", flags=(*flags, "-DAMX_MODEL=1"))
+        library = build_amx_model(tmp_path / "watched.so", *flags)
     except NoCompilerError as error:
         pytest.skip(str(error))
     variables = {

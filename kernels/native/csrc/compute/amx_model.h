@@ -1,11 +1,12 @@
-/* The instructions of AMX in plain C, as Intel's pseudo code has them: for tests on processors without it (AMX_MODEL).
+/* The instructions of AMX in plain C, after Intel's pseudo code: for tests on processors without AMX (AMX_MODEL).
  *
- * What faults there ends the process here: tiles that the thread has not configured, and configurations that are wrong.
+ * Where the processor would fault, the process ends: a tile is not configured, or a configuration is wrong.
  */
 #ifndef PENSTOCK_AMX_MODEL_H
 #define PENSTOCK_AMX_MODEL_H
 
 #include <stdlib.h>
+#include <xmmintrin.h>
 
 typedef struct {
     int rows, row_bytes;
@@ -18,6 +19,9 @@ typedef struct {
 } Tile;
 
 static __thread Tile tiles[8];
+
+/* Products of two tiles since the library was loaded. */
+__attribute__((visibility("default"))) long amx_model_products;
 
 static Tile *configured(int number) {
     if (!tiles[number].rows) abort();
@@ -56,7 +60,8 @@ static void model_store(int number, void *to, long stride) {
         memcpy((char *)to + r * stride, tile->row[r].bytes, (size_t)tile->row_bytes);
 }
 
-static void check_shapes(const Tile *sums, const Tile *a, const Tile *b) {
+static void begin_product(const Tile *sums, const Tile *a, const Tile *b) {
+    __atomic_fetch_add(&amx_model_products, 1, __ATOMIC_RELAXED);
     if (a->rows != sums->rows || a->row_bytes != 4 * b->rows || b->row_bytes != sums->row_bytes) abort();
 }
 
@@ -79,7 +84,7 @@ static __attribute__((noinline)) void add_pairs(Tile *sums, const Tile *a, const
 }
 
 static void model_dot(int to, int from, int with) {
-    check_shapes(configured(to), configured(from), configured(with));
+    begin_product(configured(to), configured(from), configured(with));
     unsigned state = _mm_getcsr();
     _mm_setcsr(0x9fc0); /* to nearest; what is denormal, and what becomes so, is 0 */
     add_pairs(tiles + to, tiles + from, tiles + with);
@@ -90,7 +95,7 @@ static void model_dot(int to, int from, int with) {
 static void model_int8(int to, int from, int with) {
     Tile *sums = configured(to);
     const Tile *a = configured(from), *b = configured(with);
-    check_shapes(sums, a, b);
+    begin_product(sums, a, b);
     for (int m = 0; m < sums->rows; m++)
         for (int k = 0; k < a->row_bytes / 4; k++)
             for (int n = 0; n < sums->row_bytes / 4; n++)

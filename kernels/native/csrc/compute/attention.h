@@ -17,7 +17,8 @@ INLINE long round_to(long n, long step) { return (n + step - 1) / step * step; }
 /* Bytes that a lane needs for sequences of up to `length` tokens. */
 static long attention_bytes(long length, long head_size) {
     long keys = round_to(length, PANEL), values = round_to(head_size, PANEL);
-    return 4 * (keys * head_size + keys * values + 2 * ROWS * keys + ROWS * round_to(head_size, WIDTH)) + 8 * 64;
+    long row = 2 * keys + round_to(head_size, WIDTH); /* scores, their roundings, query */
+    return 4 * (keys * head_size + keys * values + MOST_ROWS * row) + 8 * 64;
 }
 
 /* One head of one token as floats, turned by its position where the layer is rotary. */
@@ -163,10 +164,10 @@ static void attend_head(const AttentionCall *call, long start, long length, long
     const Layer *layer = call->layer;
     long size = call->head_size, stride = round_to(length, PANEL), width = (call->heads + 2 * call->kv_heads) * size;
     int in_place = call->is_bf16 == call->dot && !layer->rotary;
-    float sums[ROWS * PANEL] __attribute__((aligned(64)));
+    float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
     for (long first = 0; first < length;) {
-        int rows = tile_rows(length - first);
-        long low[ROWS], high[ROWS], begin = stride, end = 0;
+        int rows = product_rows(call->dot ? FORMAT_DOT : FORMAT_F32, length - first);
+        long low[MOST_ROWS], high[MOST_ROWS], begin = stride, end = 0;
         for (int r = 0; r < rows; r++) {
             long i = first + r;
             low[r] = layer->left >= 0 && i > layer->left ? i - layer->left : 0;
@@ -195,7 +196,7 @@ static void attend_head(const AttentionCall *call, long start, long length, long
         }
         /* The product with the values runs over whole pairs: of the last one the second value is 0. */
         end = call->dot ? round_to(end, 2) : end;
-        float inverse[ROWS];
+        float inverse[MOST_ROWS];
         for (int r = 0; r < rows; r++) {
             float *row = scores + r * stride;
             const float *bias = NULL;
@@ -232,7 +233,7 @@ static void run_attention(const AttentionCall *call, long start, long length, lo
                           void *scratch) {
     long size = call->head_size, keys = round_to(length, PANEL), wide = round_to(size, PANEL);
     float *packed_keys = scratch, *packed_values = packed_keys + keys * size, *scores = packed_values + keys * wide;
-    float *rounded = scores + ROWS * keys, *queries = rounded + ROWS * keys;
+    float *rounded = scores + MOST_ROWS * keys, *queries = rounded + MOST_ROWS * keys;
     pack_keys(call, start, length, kv_head, packed_keys);
     pack_values(call, start, length, kv_head, packed_values);
     long group = call->heads / call->kv_heads;

@@ -20,7 +20,7 @@
 typedef struct {
     void *keys;        /* [KEYS / PANEL][size][PANEL], packed as weights of q k^T */
     void *values;      /* [size / PANEL][KEYS][PANEL], as those of the product with the probabilities */
-    float *scores;     /* [ROWS, KEYS] */
+    float *scores;     /* [MOST_ROWS, KEYS] */
     uint16_t *rounded; /* the same in bfloat16 */
     float *sums;       /* [rows, wide] of values, not yet divided */
     float *largest;    /* [rows] scores */
@@ -35,8 +35,8 @@ static long strip_tokens(long heads, long kv_heads) {
 
 static long lay_strip(long heads, long kv_heads, long size, char *at, Strip *strip) {
     long wide = round_to(size, PANEL), rows = strip_tokens(heads, kv_heads) * (heads / kv_heads);
-    long sizes[] = {KEYS * size * 4, KEYS * wide * 4, ROWS * KEYS * 4, ROWS * KEYS * 2, rows * wide * 4, rows * 4,
-                    rows * 4};
+    long sizes[] = {KEYS * size * 4, KEYS * wide * 4, MOST_ROWS * KEYS * 4, MOST_ROWS * KEYS * 2, rows * wide * 4,
+                    rows * 4, rows * 4};
     void **places[] = {&strip->keys, &strip->values, (void **)&strip->scores, (void **)&strip->rounded,
                        (void **)&strip->sums, (void **)&strip->largest, (void **)&strip->totals};
     long total = 0;
@@ -142,8 +142,8 @@ static void attend_tile(const AttentionCall *call, const Chunk *chunk, long head
                         long count, long at, const Strip *strip) {
     const Layer *layer = call->layer;
     long size = call->head_size, wide = round_to(size, PANEL), width = (call->heads + 2 * call->kv_heads) * size;
-    long low[ROWS], high[ROWS], begin = KEYS, end = 0, total = chunk->past + chunk->length;
-    float products[ROWS * PANEL] __attribute__((aligned(64))), factors[ROWS];
+    long low[MOST_ROWS], high[MOST_ROWS], begin = KEYS, end = 0, total = chunk->past + chunk->length;
+    float products[MOST_ROWS * PANEL] __attribute__((aligned(64))), factors[MOST_ROWS];
     for (int r = 0; r < rows; r++) {
         long i = chunk->past + first + r;
         long from = layer->left >= 0 && i > layer->left ? i - layer->left : 0;
@@ -220,7 +220,7 @@ static void run_strip(const AttentionCall *call, const Chunk *chunk, long kv_hea
         pack_block(call, chunk, base, keys, kv_head, &strip);
         for (long member = 0; member < group; member++)
             for (long i = 0, rows; i < count; i += rows) {
-                rows = tile_rows(count - i);
+                rows = product_rows(call->dot ? FORMAT_DOT : FORMAT_F32, count - i);
                 attend_tile(call, chunk, kv_head * group + member, first + i, (int)rows, base, keys, member * count + i,
                             &strip);
             }

@@ -6,8 +6,8 @@
  *   FORMAT_DOT          [K / 2][PANEL][2]
  *   FORMAT_INT8         [K / 4][PANEL][4]
  *
- * While one panel is worked on, the same place of the next is fetched: with few rows a panel is read once, and reading
- * takes as long as the work.
+ * While one panel is worked on, the same place of the next is fetched (but not by AMX): with few rows a panel is read
+ * once, and reading takes as long as the work.
  *
  * A sum runs over the inputs in their order, whatever the number of rows: a row's result is the same to the bit in any
  * batch. Loops over `rows` unroll, because each number of rows is compiled by itself (TILE_BY_ROWS).

@@ -165,21 +165,27 @@ INLINE vi vi_dot(vi sum, vi a, vi b) {
 
 #else
 
-/* Any other machine, through the compiler's own vectors: NEON on 64-bit ARM, SSE on older x86. */
+/* Any other machine, through the compiler's own vectors: NEON on 64-bit ARM, SSE on older x86. With HAS_AMX they have the
+ * width of AVX-512, which the panels of AMX need: tests run amx_model.h on processors without AVX-512. */
 #include <math.h>
-typedef float vf __attribute__((vector_size(16)));
-typedef int32_t vi __attribute__((vector_size(16)));
+#if HAS_AMX
+#define WIDTH 16
+#define ROWS 12
+#define VECS 2
+#elif defined(__aarch64__)
 #define WIDTH 4
-#if defined(__aarch64__)
 #define ROWS 6
 #define VECS 4
 #else
+#define WIDTH 4
 #define ROWS 3
 #define VECS 4
 #endif
+typedef float vf __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t vi __attribute__((vector_size(4 * WIDTH)));
 
-INLINE vf v_zero(void) { return (vf){0, 0, 0, 0}; }
-INLINE vf v_set(float x) { return (vf){x, x, x, x}; }
+INLINE vf v_zero(void) { return (vf){0}; }
+INLINE vf v_set(float x) { return x - (vf){0}; }
 INLINE vf v_load(const float *p) {
     vf x;
     memcpy(&x, p, sizeof x);
@@ -215,17 +221,36 @@ INLINE vf v_copysign(vf magnitude, vf sign) {
 }
 INLINE vf v_scale2(vf x, vf n) { return x * (vf)((__builtin_convertvector(n, vi) + 127) << 23); }
 INLINE vf v_from_bf16(const uint16_t *p) {
-    vi x = {p[0], p[1], p[2], p[3]};
-    return (vf)(x << 16);
+    uint16_t halves __attribute__((vector_size(2 * WIDTH)));
+    memcpy(&halves, p, sizeof halves);
+    return (vf)(__builtin_convertvector(halves, vi) << 16);
 }
 INLINE void v_to_bf16(uint16_t *p, vf x) {
-    uint32_t bits[4];
+    uint32_t bits[WIDTH];
     memcpy(bits, &x, sizeof bits);
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < WIDTH; i++) {
         uint32_t b = bits[i];
         p[i] = (b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
     }
 }
+
+#if HAS_AMX
+#define HAS_DOT 1
+#define HAS_INT8 1
+INLINE vi vi_zero(void) { return (vi){0}; }
+INLINE vi vi_set(int32_t x) { return x - (vi){0}; }
+INLINE vi vi_load(const void *p) {
+    vi x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+INLINE vf vi_difference(vi a, vi b) { return __builtin_convertvector(a - b, vf); }
+INLINE vi vi_dot(vi sum, vi a, vi b) {
+    const vi byte = vi_set(0xff);
+    for (int shift = 0; shift < 32; shift += 8) sum += (a >> shift & byte) * (b << (24 - shift) >> 24);
+    return sum;
+}
+#endif
 
 #endif
 

@@ -214,7 +214,7 @@ def test_without_the_library_one_line_says_what_is_lost(
     assert machine is None
     assert info.kernels == "torch"
     (record,) = caplog.records
-    assert "at about half the speed: the native kernels are not built: `make native`" in record.getMessage()
+    assert "and takes up to twice as long: the native kernels are not built: `make native`" in record.getMessage()
     assert "\n" not in record.getMessage()
 
 
