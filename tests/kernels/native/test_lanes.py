@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,13 +63,32 @@ def test_machine_without_lanes_starts_no_thread() -> None:
             machine.ring(None)
 
 
+def status_of(thread: str) -> dict[str, str]:
+    lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
+    return dict(line.split(":\t", 1) for line in lines)
+
+
+def state_of(thread: str) -> str:
+    return status_of(thread)["State"][0]
+
+
+def switches_of(thread: str) -> str:
+    return status_of(thread)["voluntary_ctxt_switches"]
+
+
 def test_idle_lanes_take_no_processor() -> None:
+    others = set(os.listdir("/proc/self/task"))
     with Machine(4) as machine:
         forward(NativeEncoder(machine, SPEC, Format.F32), make_texts([200]))
-        time.sleep(0.1)
-        before = time.process_time()
+        lanes = set(os.listdir("/proc/self/task")) - others
+        assert len(lanes) >= 3
+        until_s = time.monotonic() + 60
+        while any(state_of(lane) != "S" for lane in lanes):
+            assert time.monotonic() < until_s, "a lane without work does not sleep"
+            time.sleep(0.01)
+        before = [switches_of(lane) for lane in lanes]
         time.sleep(1)
-        assert time.process_time() - before < 0.05
+        assert [switches_of(lane) for lane in lanes] == before, "a lane woke up without work"
 
 
 def test_two_hundred_machines_leave_neither_threads_nor_memory() -> None:
@@ -129,6 +149,7 @@ def one_core() -> Iterator[None]:
     os.sched_setaffinity(0, cores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[400], [40] * 16], ids=["together", "parts"])
 def test_more_lanes_than_cores_do_not_collapse(one_core: None, lengths: list[int]) -> None:
     """Time of the processor, not of the clock: lanes that wait must not spin it away."""

@@ -113,7 +113,7 @@ def test_a_device_is_timed_by_itself_and_may_have_several_forwards_under_way(str
     marks[1].wait()
     times = clock.take()
     assert [(time.chunk_tokens, time.whole_tokens) for time in times] == [(3, 4), (0, 4)]
-    assert all(0.02 <= time.seconds < 10 for time in times)
+    assert all(time.seconds >= 0.02 for time in times)
     assert clock.take() == []
 
 

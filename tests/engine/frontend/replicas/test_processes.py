@@ -88,25 +88,43 @@ async def drained_s(dispatcher: Dispatcher, num_requests: int, num_clients: int)
     return time.perf_counter() - began_s
 
 
-@pytest.mark.alone
-async def test_two_replicas_answer_twice_as_much(serve: Serve) -> None:
+async def test_two_replicas_share_requests_and_inputs(serve: Serve) -> None:
+    """Requests under way, and the inputs of a large request, are divided evenly; the gain in time is printed."""
     many_s, large_s = [], []
     for count in (1, 2):
-        async with serve(count) as (_, dispatcher, _):
+        async with serve(count) as (group, dispatcher, pids):
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)  # no answer comes while the requests are divided
+            asking = [asyncio.create_task(ask(dispatcher)) for _ in range(32)]
+            async with asyncio.timeout(60):
+                while sum(replica.stats.num_requests for replica in dispatcher.replicas) < 32:
+                    await asyncio.sleep(0)
+            assert [replica.stats.num_requests for replica in dispatcher.replicas] == [32 // count] * count
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            await asyncio.gather(*asking)
             many_s.append(await drained_s(dispatcher, 256, 32))
+            before = [replica.stats.num_batched_tokens_total for replica in dispatcher.replicas]
             began_s = time.perf_counter()
             values = await ask(dispatcher, 256)
             large_s.append(time.perf_counter() - began_s)
             assert values == [16.0 * (number % 100) for number in range(256)]
+            after = [replica.stats.num_batched_tokens_total for replica in dispatcher.replicas]
+            assert [new - old for new, old in zip(after, before, strict=True)] == [256 * 16 // count] * count
+            assert not any(replica.num_restarts for replica in group.replicas)
     gains = many_s[0] / many_s[1], large_s[0] / large_s[1]
     print(f"2 replicas against 1: {gains[0]:.2f} times the requests; one of 256 inputs {gains[1]:.2f} times as fast")
-    assert min(gains) >= 1.9
 
 
 async def test_one_that_is_killed_loses_its_own_requests_alone(serve: Serve) -> None:
     async with serve(2) as (group, dispatcher, pids):
         asking = [asyncio.create_task(ask(dispatcher)) for _ in range(64)]
-        await asyncio.sleep(0.08)
+        async with asyncio.timeout(60):
+            while sum(replica.stats.num_requests for replica in dispatcher.replicas) < 64:
+                await asyncio.sleep(0)
+            os.kill(pids[0], signal.SIGSTOP)
+            while dispatcher.replicas[1].stats.num_requests:  # what the stopped one has sent arrives meanwhile
+                await asyncio.sleep(0.01)
         held = [replica.stats.num_requests for replica in dispatcher.replicas]
         os.kill(pids[0], signal.SIGKILL)
         answers = await asyncio.gather(*asking, return_exceptions=True)
