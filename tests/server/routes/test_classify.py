@@ -212,3 +212,52 @@ async def test_an_instruction_stands_in_the_prompt_of_an_embedding_model(serving
         assert (await instructed.post("/classify", json=body)).status_code == 200
     (call,) = engine.calls
     assert call[1][-1].prompt == "Instruct: Find praise.\nQuery: "
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "call"),
+    [
+        ("sequence_classifier", {"input": "a"}, "classify"),
+        ("sequence_classifier", {"inputs": ["a"]}, "classify"),
+        ("embedding", {"input": "a", "labels": ["x", "y"]}, "zero_shot"),
+        ("embedding", {"inputs": ["a"], "labels": ["x", "y"]}, "zero_shot"),
+        ("embedding", {"input": "a", "examples": EXAMPLES}, "few_shot"),
+        ("embedding", {"inputs": ["a"], "examples": EXAMPLES}, "few_shot"),
+        ("token_classifier", {"input": "a"}, "token_classify"),
+    ],
+)
+async def test_each_form_makes_one_engine_call(serving, make_engine, kind: str, body: dict, call: str) -> None:
+    engine = make_engine(kind, ("x", "y") if "classifier" in kind else ())
+    async with serving(engine) as client:
+        response = await client.post("/classify", json=body)
+    assert response.status_code == 200, response.text
+    assert [name for name, _ in engine.calls] == [call]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        ("embedding", {"input": "a"}, "labels"),
+        ("embedding", {"inputs": ["a"]}, "labels"),
+        ("embedding", {"input": "a", "labels": ["x", "y"], "examples": EXAMPLES}, "labels"),
+        ("token_classifier", {"input": "a", "labels": ["x", "y"]}, "input"),
+    ],
+)
+async def test_forms_the_model_cannot_answer_are_refused(
+    serving, make_engine, kind: str, body: dict, param: str
+) -> None:
+    engine = make_engine(kind, () if kind == "embedding" else ("x", "y"))
+    async with serving(engine) as client:
+        response = await client.post("/classify", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    assert not engine.calls
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("labels", [("x",), ("x", "y")])
+async def test_several_labels_with_sigmoid_are_multi_label(serving, make_engine, activation, labels) -> None:
+    engine = make_engine("sequence_classifier", labels, activation=activation)
+    async with serving(engine) as client:
+        answer = (await client.post("/classify", json={"inputs": ["a"]})).json()
+    is_multi = activation is Activation.SIGMOID and len(labels) > 1
+    assert answer["classifications"][0]["classification_type"] == ("multi-label" if is_multi else "single-label")

@@ -402,3 +402,35 @@ async def test_invocations_of_a_token_classifier_are_poolings(serving, make_engi
         asked = (await client.post("/pooling", json=body)).json()
     assert invoked["data"] == asked["data"]
     assert invoked["data"][0]["object"] == "pooling"
+
+
+# (kind of the model, body, the engine's call, a key that only the rows of that route have)
+INVOKED = [
+    ("embedding", {"input": ["a"]}, "embed", "embedding"),
+    ("embedding", {"messages": [{"role": "user", "content": "a"}]}, "embed", "embedding"),
+    ("embedding", {"input": ["a"], "task": "embed"}, "embed", "data"),
+    ("embedding", {"input": ["a"], "task": "token_embed"}, "token_embed", "data"),
+    ("sequence_classifier", {"input": ["a"]}, "classify", "probs"),
+    ("sequence_classifier", {"messages": [{"role": "user", "content": "a"}]}, "classify", "probs"),
+    ("sequence_classifier", {"input": ["a"], "task": "classify"}, "classify", "data"),
+    ("token_classifier", {"input": ["a"]}, "token_classify", "data"),
+    ("token_classifier", {"input": ["a"], "task": "token_classify"}, "token_classify", "data"),
+    ("embedding", {"text_1": "a", "text_2": "b"}, "score", "score"),
+    ("embedding", {"queries": "a", "documents": ["b"]}, "score", "score"),
+    ("embedding", {"data_1": "a", "data_2": "b"}, "score", "score"),
+    ("embedding", {"query": "a", "documents": ["b"]}, "score", "relevance_score"),
+    ("embedding", {"query": "a", "documents": ["b"], "input": None}, "score", "relevance_score"),
+]
+
+
+@pytest.mark.parametrize(("kind", "body", "call", "key"), INVOKED)
+async def test_invocations_takes_the_route_of_its_body(
+    serving, make_engine, kind: str, body: dict, call: str, key: str
+) -> None:
+    engine = make_engine(kind, ("a", "b") if "classifier" in kind else ())
+    async with serving(engine) as client:
+        response = await client.post("/invocations", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert [name for name, _ in engine.calls if name != "render_chats"] == [call]
+    assert key in (answer["results"] if "results" in answer else answer["data"])[0]
