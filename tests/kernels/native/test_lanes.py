@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,24 +62,24 @@ def test_machine_without_lanes_starts_no_thread() -> None:
             machine.ring(None)
 
 
-def status_of(thread: str) -> dict[str, str]:
-    lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
+def status_of(thread: Path) -> dict[str, str]:
+    lines = (thread / "status").read_text().splitlines()
     return dict(line.split(":\t", 1) for line in lines)
 
 
-def state_of(thread: str) -> str:
+def state_of(thread: Path) -> str:
     return status_of(thread)["State"][0]
 
 
-def switches_of(thread: str) -> str:
+def switches_of(thread: Path) -> str:
     return status_of(thread)["voluntary_ctxt_switches"]
 
 
 def test_idle_lanes_take_no_processor() -> None:
-    others = set(os.listdir("/proc/self/task"))
+    others = set(Path("/proc/self/task").iterdir())
     with Machine(4) as machine:
         forward(NativeEncoder(machine, SPEC, Format.F32), make_texts([200]))
-        lanes = set(os.listdir("/proc/self/task")) - others
+        lanes = set(Path("/proc/self/task").iterdir()) - others
         assert len(lanes) >= 3
         until_s = time.monotonic() + 60
         while any(state_of(lane) != "S" for lane in lanes):
