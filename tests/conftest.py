@@ -95,7 +95,7 @@ def has_isa(name: str) -> bool:
 
 @pytest.fixture(scope="session")
 def build_amx_model() -> Callable[..., Path]:
-    """Compiles the library into a file, with emulated AMX; and with vectors that need no AVX-512 where there is none."""
+    """Compiles the library with emulated AMX, and with emulated vectors if the processor has no avx512bf16."""
 
     def build_model(target: Path, *flags: str) -> Path:
         if has_isa("avx512bf16"):
