@@ -47,6 +47,24 @@ class RefusalReason(StrEnum):
     DRAINING = "draining"
 
 
+def drop_tracebacks(error: BaseException) -> None:
+    """Frees the stack frames that an error holds, and those of the errors behind it. Call it when it has been handled.
+
+    A frame holds its local variables, such as the body of a request. Where one of them leads back to the error (a
+    future that failed with it does), the frames would stay until the garbage collector runs, which is rare here.
+    """
+    left, seen = [error], set[int]()
+    while left:
+        found = left.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        found.__traceback__ = None
+        left += [each for each in (found.__cause__, found.__context__) if each is not None]
+        if isinstance(found, BaseExceptionGroup):
+            left += found.exceptions
+
+
 class EngineError(Exception):
     """Base of all errors that the engine raises on purpose.
 

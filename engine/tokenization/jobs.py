@@ -10,13 +10,21 @@ import asyncio
 import contextlib
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, RefusalReason, RequestCancelledError
+from ..protocol.errors import (
+    EngineError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    RefusalReason,
+    RequestCancelledError,
+    drop_tracebacks,
+)
 from ..protocol.request import CLIENT
 from ..protocol.stage_times import STAGE_TIMES, Stage
 
@@ -125,6 +133,7 @@ class TokenizerJobs:
             return await future
         finally:
             self._awaited.discard(future)
+            del future  # where it failed, the error holds this frame
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Deals what waits out to the workers."""
@@ -181,6 +190,9 @@ def _results(jobs: Sequence[_Job]) -> list[_Result]:
         try:
             done.append((job.future, _tried(job.work, job.future.done), None))
         except Exception as error:  # noqa: BLE001 - it is raised again where the job was asked for
+            if not isinstance(error, EngineError):
+                error.add_note("In a tokenizer thread:\n" + "".join(traceback.format_tb(error.__traceback__)))
+            drop_tracebacks(error)  # frames of this thread hold the text, and lead to the future that holds the error
             done.append((job.future, None, error))
     return done
 

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
 
+from penstock.engine.protocol.errors import drop_tracebacks
 from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..calls.context import CONNECTION_LOST
@@ -126,8 +127,9 @@ class RoutesInside:
         request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
         try:
             await self._paths(scope, receive, send)
-        except Exception:
+        except Exception as error:
             logger.exception("request %s failed unexpectedly", scope["request_id"])
+            drop_tracebacks(error)
         finally:
             STAGE_TIMES.reset(stages_token)
             REQUEST.reset(request_token)

@@ -258,9 +258,13 @@ class ClientWatch:
             self._lost.remove_done_callback(self._hang_up)
             if isinstance(self._lost, asyncio.Task):
                 self._lost.cancel()
-        if self._error is not None and kind is asyncio.CancelledError:
+        reason, self._error = self._error, None  # an error that is raised here holds this frame, and so the watch
+        if reason is not None and kind is asyncio.CancelledError:
             self._task.uncancel()
-            raise self._error from None
+            try:
+                raise reason from None
+            finally:
+                del reason
         if kind is DeadlineExceededError:
             raise self._deadline().error() from error
 

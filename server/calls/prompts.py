@@ -32,6 +32,8 @@ _SYNONYMS: Final = {
     "sts": "similarity",
     "matching": "similarity",
 }
+_MAX_NAME_CHARS: Final = 200
+"""A longer name is no known purpose. To split a text of megabytes into words would hold the event loop for seconds."""
 _FILLERS: Final = frozenset({"search", "retrieval", "text", "semantic"})
 _SIDES: Final = frozenset({"query", "document"})
 _SYMMETRIC: Final = frozenset({"classification", "clustering", "similarity"})
@@ -134,5 +136,7 @@ def _named(info: ModelInfo, role: Role) -> list[str]:
 
 
 def _role(name: str) -> Role:
+    if len(name) > _MAX_NAME_CHARS:
+        return ("",)
     words = [_SYNONYMS.get(word, word) for word in _SEPARATORS.split(name.strip().lower()) if word]
     return tuple(word for word in words if word not in _FILLERS) or tuple(words) or ("",)

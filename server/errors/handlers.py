@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import wraps
 from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
@@ -10,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from penstock.engine.protocol.errors import EngineError, InvalidRequestError
+from penstock.engine.protocol.errors import EngineError, InvalidRequestError, drop_tracebacks
 
 from ..wire.json_bodies import TEI
 from ..wire.limit_errors import note_refusal
@@ -23,6 +24,7 @@ TEI_PATHS: Final = frozenset({"/", "/embed", "/embed_all", "/embed_sparse", "/pr
 """Paths that are TEI's alone: its clients read `error` as a text."""
 OLLAMA_PREFIX: Final = "/api/"
 """Paths of Ollama, whose clients read `error` as a text, too."""
+_Handler = Callable[[Request, Any], Awaitable[Response]]
 _METHODS: Final = ("GET", "HEAD", "POST", "DELETE")
 
 
@@ -41,7 +43,10 @@ def engine_refusal(path: str, error: EngineError, request_id: str) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Registers the handlers for everything that a route may raise on purpose."""
+    """Registers the handlers for everything that a route may raise on purpose.
+
+    An error that has been answered loses its traceback: see `drop_tracebacks`.
+    """
 
     async def on_engine_error(request: Request, error: Any) -> Response:
         note_refusal(request.scope, error)
@@ -69,9 +74,20 @@ def install_error_handlers(app: FastAPI) -> None:
             message = f"{shown(path)} takes {allowed}, not {request.method}."
         return refusal(path, error.status_code, message, headers)
 
-    app.add_exception_handler(EngineError, on_engine_error)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
-    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(EngineError, _releasing(on_engine_error))
+    app.add_exception_handler(RequestValidationError, _releasing(on_validation_error))
+    app.add_exception_handler(HTTPException, _releasing(on_http_error))
+
+
+def _releasing(handler: _Handler) -> _Handler:
+    @wraps(handler)
+    async def handle(request: Request, error: Any) -> Response:
+        try:
+            return await handler(request, error)
+        finally:
+            drop_tracebacks(error)
+
+    return handle
 
 
 def _takes(app: FastAPI, request: Request, method: str) -> bool:

@@ -15,7 +15,13 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from penstock.engine.protocol.errors import EngineError, InvalidRequestError, RequestTooLongError, UnsupportedTaskError
+from penstock.engine.protocol.errors import (
+    EngineError,
+    InvalidRequestError,
+    RequestTooLongError,
+    UnsupportedTaskError,
+    drop_tracebacks,
+)
 
 from ..schemas.fields.tei_inputs import EMPTY_TEXT
 from .table import ERROR_KINDS, ErrorKind, retry_headers, shown_error
@@ -34,12 +40,18 @@ async def answered_as_tei(answer: Awaitable[Response], request: Request) -> Resp
     """Awaits the answer to a request; what it raises is answered as TEI does."""
     try:
         return await answer
-    except EngineError as error:
-        return tei_engine_error_response(error, request.scope["request_id"])
-    except RequestValidationError as error:
+    except (EngineError, RequestValidationError, HTTPException) as error:
+        response = _error_response(error, request.scope["request_id"])
+        drop_tracebacks(error)
+        return response
+
+
+def _error_response(error: EngineError | RequestValidationError | HTTPException, request_id: str) -> Response:
+    if isinstance(error, EngineError):
+        return tei_engine_error_response(error, request_id)
+    if isinstance(error, RequestValidationError):
         return tei_validation_response(error)
-    except HTTPException as error:
-        return tei_status_response(error.status_code, str(error.detail), error.headers)
+    return tei_status_response(error.status_code, str(error.detail), error.headers)
 
 
 def tei_engine_error_response(

@@ -17,7 +17,12 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, RefusalReason
+from penstock.engine.protocol.errors import (
+    EngineUnavailableError,
+    InvalidRequestError,
+    RefusalReason,
+    drop_tracebacks,
+)
 from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..errors.handlers import engine_refusal, refusal
@@ -185,10 +190,11 @@ class UnexpectedErrorMiddleware:
             )
             note_refusal(scope, error)
             await engine_refusal(scope["path"], error, scope["request_id"])(scope, receive, send)
-        except Exception:
+        except Exception as error:
             logger.exception("request %s failed unexpectedly", scope["request_id"])
             if _has_begun():
                 raise
+            drop_tracebacks(error)
             response = refusal(scope["path"], 500, f"{HIDDEN_MESSAGE} ({scope['request_id']})")
             await response(scope, receive, send)
 

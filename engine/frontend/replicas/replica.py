@@ -95,11 +95,12 @@ class Replica:
         run = self.begin(inputs, params, options, left_s)
         try:
             outputs = await run.answer
+            if (times := STAGE_TIMES.get()) is not None:
+                run.time(times)
+            return outputs
         finally:
             self.end(run)
-        if (times := STAGE_TIMES.get()) is not None:
-            run.time(times)
-        return outputs
+            del run  # where it failed, the error holds this frame
 
     def begin(
         self,
@@ -142,7 +143,7 @@ class Replica:
             self._turn().clears.append(request_id)
             return await clearing
         finally:
-            del self._clearings[request_id]
+            del self._clearings[request_id], clearing  # where it failed, the error holds this frame
 
     def receive_rows(self, message: Rows, frames: Sequence[Frame]) -> None:
         """Takes the results of one step."""

@@ -45,12 +45,12 @@ class Router:
             for replica, part in self._parts(inputs):
                 runs.append((replica, replica.begin(part, params, options, left_s)))
             answers = await asyncio.gather(*(run.answer for _, run in runs))
+            if (times := STAGE_TIMES.get()) is not None:
+                max((run for _, run in runs), key=_seconds).time(times)
+            return [outputs for answer in answers for outputs in answer]
         finally:
-            for replica, run in runs:
-                replica.end(run)
-        if (times := STAGE_TIMES.get()) is not None:
-            max((run for _, run in runs), key=_seconds).time(times)
-        return [outputs for answer in answers for outputs in answer]
+            _end(runs)
+            del runs  # where one failed, the error holds this frame
 
     async def clear_prefixes(self) -> int | None:
         """Empties the prefix caches of all replicas; one that is not there has none. See Replica.clear_prefixes."""
@@ -110,6 +110,11 @@ def even_shares(queued: Sequence[int], num_tokens: int, least: int) -> list[floa
     for i in chosen:
         shares[i] = level - queued[i]
     return shares
+
+
+def _end(runs: Sequence[tuple[Replica, Run]]) -> None:
+    for replica, run in runs:
+        replica.end(run)
 
 
 def _seconds(run: Run) -> float:

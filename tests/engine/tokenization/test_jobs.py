@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -136,3 +138,42 @@ async def test_a_turn_of_many_short_texts_tokenizes_some_and_leaves_the_others_t
         threads = await asyncio.gather(*runs)
         assert threads[:18] == [threading.get_ident()] * 18
         assert threading.get_ident() not in threads[18:]
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("no"), ValueError("a bug")])
+async def test_failed_job_keeps_nothing_of_its_text(jobs: TokenizerJobs, error: Exception) -> None:
+    class Text(str):
+        """A str that can be referred to weakly."""
+
+    async def fail() -> weakref.ref[Text]:
+        text = Text("a")
+
+        def work(gone: IsGone) -> int:
+            assert text
+            assert not gone()
+            raise type(error)(*error.args)
+
+        with pytest.raises(type(error)) as caught:
+            await jobs.run(work, LONG_JOB + 1)
+        frames = [entry.name for entry in caught.traceback]
+        del caught
+        assert "run" in frames
+        return weakref.ref(text)
+
+    gc.disable()
+    try:
+        text = await fail()
+        await jobs.run(work_of(1), LONG_JOB + 1)  # both threads have let go of what they ran
+        await jobs.run(work_of(1), LONG_JOB + 1)
+        assert text() is None
+    finally:
+        gc.enable()
+
+
+async def test_bug_in_a_job_names_its_place_in_the_thread(jobs: TokenizerJobs) -> None:
+    def broken(_: IsGone) -> int:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug") as caught:
+        await jobs.run(broken, LONG_JOB + 1)
+    assert "in broken" in caught.value.__notes__[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -36,6 +38,67 @@ async def test_an_idle_server_sleeps_and_ends_at_once(monkeypatch: pytest.Monkey
         monkeypatch.setattr(http_server, "_TICK_S", 3600.0)
         await asyncio.sleep(1.1)  # the next wait for a tick is of an hour: the end must cut it short
     assert num_ticks <= 2 + seconds, "it woke up more than once a second"
+
+
+async def test_idle_server_frees_reference_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cycle:
+        """Refers to itself."""
+
+    cycles: list[weakref.ref[Cycle]] = []
+
+    async def leaking(scope: Any, receive: Any, send: Any) -> None:
+        cycle = Cycle()
+        cycle.own = cycle  # type: ignore[attr-defined]
+        cycles.append(weakref.ref(cycle))
+        await app(scope, receive, send)
+
+    monkeypatch.setattr(http_server, "_TICK_S", 0.01)
+    gc.disable()
+    try:
+        async with running(leaking) as (_, port), asyncio.timeout(60):
+            await exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            while cycles[0]() is not None:
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+
+
+async def test_busy_server_and_idle_one_without_requests_collect_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    collections: list[bool] = []
+    answering, ticks = asyncio.Event(), 0
+
+    async def waiting(scope: Any, receive: Any, send: Any) -> None:
+        await answering.wait()
+        await app(scope, receive, send)
+
+    async def count(self: HttpServer, number: int) -> bool:
+        nonlocal ticks
+        ticks += 1
+        return await tick(self, number)
+
+    tick = HttpServer.on_tick
+    monkeypatch.setattr(HttpServer, "on_tick", count)
+    monkeypatch.setattr(http_server, "_TICK_S", 0.01)
+    monkeypatch.setattr(http_server, "_COLLECT_EVERY_S", 0.0)
+    monkeypatch.setattr(http_server.gc, "collect", lambda: collections.append(answering.is_set()))
+    async with running(waiting) as (server, port), asyncio.timeout(60):
+        server.server_state.total_requests = 1  # as after an answer on another connection
+        asking = asyncio.create_task(exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"))
+        while not server.server_state.tasks:
+            await asyncio.sleep(0.001)
+        collections.clear()
+        num_before = ticks
+        while ticks < num_before + 5:
+            await asyncio.sleep(0.01)
+        assert collections == []
+        answering.set()
+        await asking
+        while not collections:
+            await asyncio.sleep(0.01)
+        num_before = ticks
+        while ticks < num_before + 5:
+            await asyncio.sleep(0.01)
+        assert collections == [True]
 
 
 async def test_it_ends_when_it_was_asked_to_before_it_began() -> None:

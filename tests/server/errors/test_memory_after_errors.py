@@ -1,0 +1,234 @@
+"""Nothing of a request stays in memory after its error response, without help from the garbage collector."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import weakref
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import orjson
+import pytest
+
+from penstock.engine.protocol.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    ModelExecutionError,
+    drop_tracebacks,
+)
+from penstock.server.calls.context import CONNECTION_LOST
+
+KEY = "a-key"
+MAX_BODY = 20_000
+EMBED = "/v1/embeddings"
+JSON = {"content-type": "application/json"}
+FORM = {"content-type": "multipart/form-data; boundary=B"}
+PART = b'--B\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\na\r\n--B'
+LONG = {"input": "word " * 100}
+TEI_LONG = {"inputs": "word " * 100, "truncate": False}
+Engine = Any
+
+
+@pytest.fixture(autouse=True)
+def _no_collector() -> Iterator[None]:
+    logging.disable()  # pytest keeps what is logged, tracebacks included
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    logging.disable(logging.NOTSET)
+
+
+async def answer(
+    app: Any, path: str, body: bytes, headers: dict[str, str], *, is_whole: bool = True, leaves: bool = False
+) -> tuple[int, weakref.ref[Any]]:
+    """Returns the status of a request and a reference to the function that gave its body.
+
+    Every frame that worked on the request leads to that function, through the request.
+
+    Args:
+        app: The application.
+        path: Of the request.
+        body: Its body.
+        headers: Its headers, without the key.
+        is_whole: The client sends all of the body.
+        leaves: The client closes its connection as soon as the engine works.
+    """
+    status = 0
+    messages = [{"type": "http.request", "body": body, "more_body": not is_whole}]
+    lost = asyncio.get_running_loop().create_future()
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status
+        status = message.get("status", status)
+
+    names = {"authorization": f"Bearer {KEY}", **JSON, **headers}
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in names.items()],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+        "scheme": "http",
+        "state": {},
+        CONNECTION_LOST: lost,
+    }
+    if leaves:
+        asyncio.get_running_loop().call_later(0.1, lost.set_result, None)
+    task = asyncio.create_task(app(scope, receive, send))
+    await task
+    return status, weakref.ref(receive)
+
+
+async def check(status: int, answering: Awaitable[tuple[int, weakref.ref[Any]]]) -> None:
+    seen, body = await answering
+    assert seen == status
+    for _ in range(3):  # callbacks that are due soon
+        await asyncio.sleep(0)
+    assert body() is None
+
+
+CASES: list[tuple[int, str, bytes, dict[str, str]]] = [
+    (200, EMBED, b'{"input": "a"}', {}),
+    (400, EMBED, b'{"input": "a"', {}),
+    (400, EMBED, b'{"input": "' + b"a" * 10_000, {}),
+    (400, EMBED, b"", {}),
+    (400, EMBED, b'{"input": {"a": 1}}', {}),
+    (400, EMBED, b'{"input": "a", "no_such_key": 1}', {}),
+    (400, EMBED, orjson.dumps(LONG), {}),
+    (400, EMBED, orjson.dumps({"input": ["a"] * 4}), {}),
+    (400, EMBED, b'{"input": "a"}', {"x-request-timeout": "soon"}),
+    (401, EMBED, b'{"input": "a"}', {"authorization": "Bearer none"}),
+    (404, EMBED, b'{"input": "a", "model": "none"}', {}),
+    (404, "/none", b'{"input": "a"}', {}),
+    (405, "/v1/models", b'{"input": "a"}', {}),
+    (413, EMBED, b"a" * (MAX_BODY + 1), {"content-length": str(MAX_BODY + 1)}),
+    (413, EMBED, b"a" * (MAX_BODY + 1), {}),
+    (413, EMBED, b'{"input": [' + b"[1]," * 1000 + b"[1]]}", {}),
+    (415, EMBED, b'{"input": "a"}', {"content-type": "text/plain"}),
+    (415, EMBED, b"\x1f\x8b", {"content-encoding": "gzip"}),
+    (422, "/embed", orjson.dumps(TEI_LONG), {}),
+    (424, "/predict", b'{"inputs": "a"}', {}),
+    (422, "/invocations", orjson.dumps(TEI_LONG), {}),
+    (422, "/rerank", orjson.dumps({"query": "a", "texts": "word"}), {}),
+    (400, "/v2/embed", orjson.dumps({"texts": ["word " * 100], "input_type": "none"}), {}),
+    (400, "/api/embed", orjson.dumps({"model": "fake-model", **LONG, "truncate": False}), {}),
+    (404, "/api/embeddings", b'{"model": "none", "prompt": "a"}', {}),
+    (415, "/v1/files", PART, {}),
+    (400, "/v1/files", PART, FORM),
+    (400, "/v1/files", PART + b"--\r\n", FORM),
+]
+
+
+@pytest.mark.parametrize(("status", "path", "body", "headers"), CASES)
+async def test_refused_request_is_freed(
+    serving: Any, engine: Engine, tmp_path: Any, status: int, path: str, body: bytes, headers: dict[str, str]
+) -> None:
+    limits = {"max_body_bytes": MAX_BODY, "max_inputs_per_request": 3, "max_json_values": 1000}
+    async with serving(engine, api_key=(KEY,), data_dir=tmp_path / "data", **limits) as client:
+        app = client._transport.app
+        await answer(app, path, body, headers)  # makes what is made once
+        await check(status, answer(app, path, body, headers))
+
+
+@pytest.mark.parametrize("path", [EMBED, "/embed", "/api/embed", "/invocations", "/v2/embed"])
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (429, lambda: EngineOverloadedError("full", retry_after_s=1)),
+        (500, lambda: ModelExecutionError("the model failed")),
+        (500, lambda: RuntimeError("a bug")),
+        (503, lambda: EngineUnavailableError("the engine died")),
+        (504, lambda: DeadlineExceededError("too late")),
+    ],
+)
+async def test_failed_request_is_freed(
+    serving: Any, engine: Engine, path: str, status: int, error: Callable[[], Exception]
+) -> None:
+    engine.failure = error()  # it outlives the request, as that of a future may
+    body = {"/v2/embed": {"texts": ["a"], "input_type": "search_query"}, EMBED: {"input": "a"}}
+    content = orjson.dumps(body.get(path, {"input": "a"} if path == "/api/embed" else {"inputs": "a"}))
+    async with serving(engine) as client:
+        await check(status, answer(client._transport.app, path, content, {}))
+
+
+@pytest.mark.parametrize(
+    ("status", "settings", "headers", "leaves"),
+    [(408, {}, {"x-request-timeout": "0.1"}, False), (504, {"request_timeout_s": 0.1}, {}, False), (499, {}, {}, True)],
+)
+async def test_request_that_waited_in_vain_is_freed(
+    serving: Any, engine: Engine, status: int, settings: dict[str, Any], headers: dict[str, str], leaves: bool
+) -> None:
+    engine.gate = asyncio.Event()
+    async with serving(engine, **settings) as client:
+        await check(status, answer(client._transport.app, EMBED, b'{"input": "a"}', headers, leaves=leaves))
+
+
+@pytest.mark.parametrize(("path", "headers"), [(EMBED, {}), ("/v1/files", FORM)])
+async def test_request_without_the_end_of_its_body_is_freed(
+    serving: Any, engine: Engine, tmp_path: Any, path: str, headers: dict[str, str]
+) -> None:
+    async with serving(engine, data_dir=tmp_path / "data") as client:
+        await check(400, answer(client._transport.app, path, PART[:50], headers, is_whole=False))
+
+
+async def test_request_refused_for_memory_of_bodies_is_freed(serving: Any, engine: Engine) -> None:
+    body = b'{"input": "' + b"a" * (MAX_BODY - 20)
+    never = asyncio.Event()
+
+    async def upload(app: Any) -> None:
+        messages = [{"type": "http.request", "body": body, "more_body": True}]
+
+        async def receive() -> dict[str, Any]:
+            if not messages:
+                await never.wait()
+            return messages.pop()
+
+        async def send(_: object) -> None:
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": EMBED, "headers": [], "query_string": b"", "state": {}}
+        await app({**scope, "http_version": "1.1", "scheme": "http", "client": None, "server": None}, receive, send)
+
+    async with serving(engine, max_body_bytes=MAX_BODY) as client:
+        app = client._transport.app
+        tasks = [asyncio.create_task(upload(app)) for _ in range(8)]
+        await asyncio.sleep(0)
+        await check(503, answer(app, EMBED, body, {}))
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+def test_drop_tracebacks_reaches_errors_behind_an_error() -> None:
+    def failed() -> EngineError:
+        try:
+            try:
+                raise KeyError("a")
+            except KeyError as error:
+                raise ExceptionGroup("many", [error, ValueError("b")]) from error
+        except ExceptionGroup:
+            try:
+                raise EngineError("c")
+            except EngineError as error:
+                return error
+
+    error = failed()
+    group = error.__context__
+    assert isinstance(group, ExceptionGroup)
+    drop_tracebacks(error)
+    assert [each.__traceback__ for each in (error, group, *group.exceptions)] == [None] * 4
