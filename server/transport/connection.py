@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from ..calls.context import CONNECTION_LOST
 from ..middleware.exchange import SLOW_BODY
 from .answer_writer import AnswerWriter
+from .close_delimited import CloseDelimited
 from .half_close import ASK_AFTER_S, INTERIM, HalfClose
 from .kernel_buffer import num_unacknowledged
 from .load_shedding import LoadShedder, Refusal
@@ -273,6 +274,8 @@ class Connection(HttpToolsProtocol):
         self._answered = cycle
         cycle.transport = cast("asyncio.Transport", self._writer)
         self._writer.begin(cycle)
+        if cycle.scope["http_version"] == "1.0":
+            app = CloseDelimited(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def _end_last_answer(self) -> None:

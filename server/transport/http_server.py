@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Callable
-from math import ceil
+from math import ceil, inf
 from socket import socket
 from typing import Any, Final
 

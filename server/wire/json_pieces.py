@@ -178,9 +178,6 @@ class PiecewiseResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends it; ends early where its client has gone."""
-        if scope.get("http_version") == "1.0":  # it takes no chunks
-            await Response(b"".join(self._pieces), headers=self.headers)(scope, receive, send)
-            return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         leaving = asyncio.create_task(_hang_up(receive))
         try:

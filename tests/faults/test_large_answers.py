@@ -33,13 +33,13 @@ def small_server(launch: Launch, small_bert: object) -> Server:
     return launch(model=small_bert)
 
 
-def ask(server: Server, path: str, body: object, number: int = 0) -> socket.socket:
+def ask(server: Server, path: str, body: object, number: int = 0, *, version: str = "1.1") -> socket.socket:
     """Send a request from an address of its own for each number; nobody has read of its answer yet."""
     content = json.dumps(body, ensure_ascii=False).encode()
     source = (f"127.0.0.{1 + number}", 0)
     client = socket.create_connection(("127.0.0.1", server.port), timeout=300, source_address=source)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/{version}\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
     client.sendall(head.encode() + content)
     return client
 
@@ -89,6 +89,16 @@ def test_nobody_waits_long_beside_a_large_answer(small_server: Server, name: str
     if name == "30 million numbers":
         assert status == 422
         assert small_server.metric("penstock_tokens_total") == num_tokens
+
+
+def test_large_response_over_http_1_0_delays_nobody(small_server: Server) -> None:
+    with watching(small_server) as seen:
+        client = ask(small_server, "/embed_all", {"inputs": ["a " * 500] * 300}, version="1.0")
+        status, num_bytes = read(client)
+    report("HTTP/1.0", seen, num_bytes, f"{status}, {num_bytes / MIB:.1f} MiB")
+    assert status == 200
+    assert seen.busiest_s < MAX_STALL_S
+    assert seen.grown < 100 * MIB
 
 
 def test_sixteen_slow_readers_of_large_answers(launch: Launch, small_bert: object) -> None:

@@ -1,0 +1,80 @@
+"""Responses of unknown length to HTTP/1.0 clients, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from ..conftest import FakeEngine
+from .sockets import exchange, request, running, served
+
+GET = b"GET / HTTP/1.0\r\n"
+PIECE = b"x" * 65_536
+
+
+def streaming(num_pieces: int, gate: asyncio.Event | None = None) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        for _ in range(num_pieces):
+            await send({"type": "http.response.body", "body": PIECE, "more_body": True})
+            if gate is not None:
+                await gate.wait()
+        await send({"type": "http.response.body", "body": b"end"})
+
+    return app
+
+
+@pytest.mark.parametrize("headers", [b"", b"Connection: keep-alive\r\n", b"Connection: close\r\n"])
+@pytest.mark.parametrize("num_pieces", [0, 1, 100])
+async def test_body_ends_with_the_connection(num_pieces: int, headers: bytes) -> None:
+    async with running(streaming(num_pieces)) as (server, port):
+        head, _, body = (await exchange(port, GET + headers + b"\r\n")).partition(b"\r\n\r\n")
+        assert b"\r\nconnection: close" in head
+        assert b"transfer-encoding" not in head
+        assert b"content-length" not in head
+        assert body == num_pieces * PIECE + b"end"
+        assert not server.server_state.connections
+
+
+async def test_pieces_are_sent_before_the_end_of_the_response() -> None:
+    gate = asyncio.Event()
+    async with running(streaming(2, gate)) as (_, port), asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET + b"\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(len(PIECE)) == PIECE
+        gate.set()
+        assert await reader.read() == PIECE + b"end"
+        writer.close()
+
+
+async def test_http_1_1_clients_get_chunks() -> None:
+    async with running(streaming(1)) as (_, port):
+        answer = await exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert b"transfer-encoding: chunked" in answer
+        assert answer.endswith(b"0\r\n\r\n")
+
+
+async def test_response_with_a_length_keeps_it() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async with running(app) as (_, port):
+        answer = await exchange(port, GET + b"\r\n")
+        assert b"\r\ncontent-length: 2\r\n" in answer
+        assert answer.endswith(b"\r\n\r\nok")
+
+
+async def test_large_response_over_http_1_0_is_whole(engine: FakeEngine) -> None:
+    async with served(engine) as (_, port), asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request("/embed_all", {"inputs": ["word " * 60] * 1_500}, version="1.0"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        rows = orjson.loads(await reader.read())
+        assert [len(row) for row in rows] == [62] * 1_500
+        writer.close()
