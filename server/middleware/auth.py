@@ -5,13 +5,13 @@ The keys are those of the settings, and those of a file that may change while th
 
 from __future__ import annotations
 
-import hmac
 import logging
 import secrets
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +23,8 @@ from ..settings import UsageError
 logger = logging.getLogger(__name__)
 
 SALT_BYTES: Final = 32
+MAX_OFFERS: Final = 2
+"""Headers with a key that one request may have: Authorization and api-key. Each is hashed before anything is known."""
 LOOK_EVERY_S: Final = 1.0
 """Seconds between two looks at the file."""
 _NAMESPACE: Final = b"namespace"
@@ -71,6 +73,8 @@ class AuthMiddleware:
             return self.app(scope, receive, send)
         kind = "admin key" if keys is self.admin_keys else "API key"
         message = f"The {kind} is missing or wrong; send it as the header 'Authorization: Bearer KEY'."
+        if len(list(offered_keys(scope["headers"]))) > MAX_OFFERS:
+            message = f"The request has more than {MAX_OFFERS} headers with an API key; send one."
         response = refusal(scope["path"], 401, message, {"www-authenticate": "Bearer"})
         return response(scope, receive, send)
 
@@ -124,23 +128,23 @@ class ApiKeys:
         self._salt = salt or secrets.token_bytes(SALT_BYTES)
         self._namespace_salt = namespace_salt
         self._namespaces: dict[str, str] = {}
-        self._given = [self._known(key.encode()) for key in given]
+        self._given = frozenset(self._known(key.encode()) for key in given)
         self._file, self._flag = file, flag
         self._clock_s = clock_s
         self._next_look_s = clock_s() + LOOK_EVERY_S
         self._version: _Version | None = None
-        self._digests = self._given
+        self._owners = self._given
         if file is not None:
             try:
                 self._version = _version(file)
-                self._digests = self._given + self._read(file)
+                self._owners = self._given | self._read(file)
             except (OSError, ValueError) as error:
                 raise UsageError(f"{flag}: {_reason(error, file)}") from error
 
     @property
     def are_required(self) -> bool:
         """Whether requests need a key at all."""
-        return bool(self._digests)
+        return bool(self._owners)
 
     def client_of(self, offers: Iterable[bytes]) -> str | None:
         """Returns the identity of the client that offers a key, "" where there is one key only; None if none fits."""
@@ -149,28 +153,25 @@ class ApiKeys:
 
     def client_name(self, owner: str) -> str:
         """Returns the identity by which an owner takes turns with others: "" where nobody is told apart."""
-        return owner if len(self._digests) > 1 else ""
+        return owner if len(self._owners) > 1 else ""
 
     def knows(self, owner: str) -> bool:
         """Whether the key of an owner is valid still. Nobody's key ("") is, and all are where no key is asked for."""
         self._look()
-        return not owner or not self._digests or any(known.hex() == owner for known in self._digests)
+        return not owner or not self._owners or owner in self._owners
 
     def namespace_of(self, owner: str) -> str:
         """Returns the namespace of an owner's cached vectors and prefixes. It follows from the key and the salt."""
         return self._namespaces.get(owner, owner)
 
     def owner_of(self, offers: Iterable[bytes]) -> str | None:
-        """Returns the identity of the key that is offered, however many there are; None if none fits."""
+        """Returns the identity of the key that is offered; None if none is valid, or there are more than MAX_OFFERS."""
         self._look()
-        found = None
-        for offer in offers:
-            digest = self._digest(offer)
-            # NOTE: every key is compared with every offer, so that the time does not tell which one matched.
-            for known in self._digests:
-                if hmac.compare_digest(known, digest):
-                    found = known
-        return None if found is None else found.hex()
+        offered = list(islice(offers, MAX_OFFERS + 1))
+        if len(offered) > MAX_OFFERS:
+            return None
+        # The time of this lookup depends on digests with a secret salt, so it tells nothing about a key.
+        return next((owner for owner in map(self._digest, offered) if owner in self._owners), None)
 
     def _look(self) -> None:
         """Reads the file again if it has changed, at most once in a while."""
@@ -182,33 +183,33 @@ class ApiKeys:
             version = _version(self._file)
             if version == self._version:
                 return
-            self._digests = self._given + self._read(self._file)
+            self._owners = self._given | self._read(self._file)
         except (OSError, ValueError) as error:
             if version != self._version or version is None:
                 logger.error("%s: %s; the keys stay as they were", self._flag, _reason(error, self._file))
         else:
-            logger.info("%s: read again; valid keys: %d", self._flag, len(self._digests))
+            logger.info("%s: read again; valid keys: %d", self._flag, len(self._owners))
         self._version = version
 
-    def _read(self, file: Path) -> list[bytes]:
+    def _read(self, file: Path) -> frozenset[str]:
         if file.stat().st_mode & stat.S_IWOTH:
             raise ValueError("may be written by every user of the machine; run chmod o-w on it")
         lines = (line.strip() for line in file.read_text("utf-8-sig").splitlines())
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
             raise ValueError("holds no key")
-        return [self._known(key.encode()) for key in dict.fromkeys(keys)]
+        return frozenset(self._known(key.encode()) for key in keys)
 
-    def _known(self, key: bytes) -> bytes:
+    def _known(self, key: bytes) -> str:
         """Returns the digest of a key that is valid, and notes its namespace."""
         digest = self._digest(key)
         if self._namespace_salt is not None:
             namespace = blake2b(key, digest_size=16, key=self._namespace_salt, person=_NAMESPACE)
-            self._namespaces[digest.hex()] = namespace.hexdigest()
+            self._namespaces[digest] = namespace.hexdigest()
         return digest
 
-    def _digest(self, key: bytes) -> bytes:
-        return blake2b(key, digest_size=16, key=self._salt).digest()
+    def _digest(self, key: bytes) -> str:
+        return blake2b(key, digest_size=16, key=self._salt).hexdigest()
 
 
 def _version(file: Path) -> _Version:

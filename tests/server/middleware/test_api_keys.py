@@ -230,3 +230,46 @@ def test_file_that_everybody_may_write_is_refused(tmp_path: Path, caplog: pytest
     assert accepts(keys, "a-key")
     assert not accepts(keys, "b-key")
     assert "the keys stay as they were" in caplog.text
+
+
+def test_third_offered_key_is_neither_hashed_nor_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[bytes] = []
+    digest = ApiKeys._digest
+
+    def count(self: ApiKeys, key: bytes) -> str:
+        hashed.append(key)
+        return digest(self, key)
+
+    keys = ApiKeys([f"key-{i}" for i in range(1000)])
+    monkeypatch.setattr(ApiKeys, "_digest", count)
+    assert keys.owner_of([b"wrong", b"key-999"]) is not None
+    hashed.clear()
+    assert keys.owner_of(iter([b"wrong"] * 5_500)) is None
+    assert keys.owner_of([b"key-1", b"wrong", b"wrong"]) is None
+    assert len(hashed) <= 4
+
+
+async def test_many_offered_keys_are_refused_with_the_reason(serving, engine) -> None:
+    async with serving(engine, api_key=("one", "two")) as client:
+        twice = [("authorization", "Bearer wrong"), ("api-key", "two")]
+        assert (await client.post("/v1/embeddings", json=BODY, headers=twice)).status_code == 200
+        refused = await client.post("/v1/embeddings", json=BODY, headers=[*twice, ("api-key", "one")])
+        assert refused.status_code == 401
+        assert "more than 2 headers with an API key; send one" in refused.json()["message"]
+
+
+def test_cost_of_a_wrong_key_does_not_depend_on_their_number() -> None:
+    class Counted(str):
+        """A digest that counts its comparisons."""
+
+        num = 0
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            Counted.num += 1
+            return str.__eq__(self, other)
+
+    keys = ApiKeys([f"key-{i}" for i in range(1000)])
+    keys._owners = frozenset(map(Counted, keys._owners))
+    assert keys.owner_of([b"wrong", b"too"]) is None
+    assert Counted.num < 20
