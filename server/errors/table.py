@@ -110,9 +110,9 @@ def shown_error(error: EngineError, request_id: str) -> tuple[ErrorKind, str]:
 
 
 def retry_headers(error: EngineError, status: int) -> dict[str, str] | None:
-    """Returns the header that says when to come back, where coming back helps."""
+    """Returns the header that tells clients whether, or after how many seconds, to send a request again."""
     if isinstance(error, EngineOverloadedError):
         return {"retry-after": str(min(max(math.ceil(error.retry_after_s), 1), MAX_RETRY_AFTER_S))}
-    if status == 409:
-        return {"x-should-retry": "false"}  # OpenAI's clients would ask again
+    if status in (408, 409):
+        return {"x-should-retry": "false"}  # OpenAI's clients would send it again, twice
     return {"retry-after": "1"} if status == 503 else None

@@ -4,6 +4,7 @@ import asyncio
 from unittest.mock import Mock
 
 import httpx
+import openai as openai_sdk
 import orjson
 import pytest
 
@@ -299,3 +300,17 @@ async def test_width_below_1_has_one_message(width: int, path: str, name: str, b
     response = await client.post(path, json={**body, name: width})
     assert response.status_code in (400, 413, 422)
     assert f"{name} must be at least 1, not {width}." in response.text
+
+
+async def test_openai_client_sends_a_request_past_its_deadline_once(client: httpx.AsyncClient, engine) -> None:
+    engine.gate, sent = asyncio.Event(), []
+
+    async def count(request: httpx.Request) -> None:
+        sent.append(request)
+
+    client.event_hooks = {"request": [count]}
+    sdk = openai_sdk.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=client, max_retries=2)
+    with pytest.raises(openai_sdk.APIStatusError) as caught:
+        await sdk.embeddings.create(model="fake-model", input="a", extra_headers={"x-request-timeout": "0.05"})
+    assert caught.value.status_code == 408
+    assert len(sent) == 1
