@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from email.message import Message
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -129,16 +128,15 @@ class Upload:
         self._header = [bytearray(), bytearray()]
 
     def _begin_value(self) -> None:
-        head = Message()
-        head["content-disposition"] = self._disposition.decode("utf-8", "replace")
-        name, filename = head.get_param("name", "", "content-disposition"), head.get_filename()
-        self._name = name if isinstance(name, str) else name[2]
+        _, options = parse_options_header(self._disposition)
+        self._name = options.get(b"name", b"").decode("utf-8", "replace")
         if self._name != "file":
             self._value = bytearray()
             return
         if self.filename is not None:
             raise InvalidRequestError("The form has more than one file; upload them one by one.", param="file")
-        self._value, self.filename = None, filename or "upload"
+        self._value = None
+        self.filename = options.get(b"filename", b"").decode("utf-8", "replace") or "upload"
 
     def _take(self, data: bytes, start: int, end: int) -> None:
         if self._value is None:

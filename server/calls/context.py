@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Collection, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
@@ -32,6 +32,7 @@ from ..schemas.fields.options import RequestBody
 from ..settings import ServerSettings
 from ..wire.request_limits import WITHOUT_FORWARD, RequestLimits, limits_of
 from .prompts import prompt_for
+from .weight_files import WeightHeaders
 
 CONNECTION_LOST: Final = "penstock.connection_lost"
 """Where the scope of a request has a future that is done when its connection has ended, if its server is ours."""
@@ -53,6 +54,7 @@ class ServerContext:
         models: Served names to engines.
         started_s: Unix time of the start.
         answer_room: Shared by the answers under way.
+        weight_headers: What the weight files of the models declare.
     """
 
     settings: ServerSettings
@@ -60,6 +62,7 @@ class ServerContext:
     models: ModelTable
     started_s: int
     answer_room: AnswerRoom
+    weight_headers: WeightHeaders = field(default_factory=WeightHeaders)
 
     async def find(self, request: Request, name: str | None, kinds: Collection[ModelKind] = ()) -> Target:
         """Returns what a request goes to by the model that it names, which may have to be loaded first.

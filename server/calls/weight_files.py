@@ -26,24 +26,45 @@ class WeightFiles(NamedTuple):
     modified_s: float
 
     @classmethod
-    def of(cls, folder: str) -> WeightFiles:
+    def of(cls, folder: str, headers: WeightHeaders | None = None) -> WeightFiles:
         """Returns what is known of the weights in a folder, modules below it included.
 
         A damaged file counts with its size and no parameters: the engine names the damage when it loads the model.
 
+        Args:
+            folder: Of the model.
+            headers: Remembers the parameters of files that have not changed; None reads all headers.
+
         Raises:
             OSError: The folder cannot be read.
         """
+        headers = headers or WeightHeaders()
         root = Path(folder)
         tensors = sorted(filter(Path.is_file, root.rglob("*.safetensors")))
         files = tensors or sorted(filter(Path.is_file, (*root.glob("*.bin"), *root.glob("*.pt"))))
         stats = [path.stat() for path in files] or [root.stat()]
         num_bytes = sum(stat.st_size for stat in stats) if files else 0
-        return cls(num_bytes, sum(map(_num_parameters, tensors)), max(stat.st_mtime for stat in stats))
+        return cls(num_bytes, sum(map(headers.num_parameters, tensors)), max(stat.st_mtime for stat in stats))
 
     def memory(self) -> dict[str, int]:
         """Returns the Bytes that the weights take once they are loaded, by dtype; empty where none are declared."""
         return {dtype: self.num_parameters * size for dtype, size in _SIZES.items()} if self.num_parameters else {}
+
+
+class WeightHeaders:
+    """Reads the header of a safetensors file again only if the file has changed. Safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, tuple[tuple[int, int, int], int]] = {}
+
+    def num_parameters(self, path: Path) -> int:
+        """Returns the numbers in a file, by its header; 0 if it has none. Raises OSError."""
+        stat = path.stat()
+        version = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        seen = self._seen.get(path)
+        if seen is None or seen[0] != version:
+            seen = self._seen[path] = version, _num_parameters(path)
+        return seen[1]
 
 
 def _num_parameters(path: Path) -> int:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Final, Literal, Protocol
+from typing import Annotated, Any, BinaryIO, Final, Literal, Protocol
 
 from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
 from fastapi.responses import FileResponse
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from penstock.engine.protocol.errors import UnknownObjectError
 
 from ..batches.service import Batches
 from ..batches.store import Page
@@ -16,6 +21,7 @@ from ..errors.table import status_response
 from ..schemas.batches import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
 from ..schemas.errors import ERROR_RESPONSES, ErrorBody, Responses
 from ..wire.json_route import JsonRoute, json_response
+from ..wire.shown_values import shown
 
 FILES: Final = "/v1/files"
 _MORE_ERRORS: Final[Responses] = {
@@ -32,6 +38,26 @@ off = APIRouter(include_in_schema=False)
 FileId = Annotated[str, Path(description="Of the file.")]
 BatchId = Annotated[str, Path(description="Of the batch.")]
 After = Annotated[str | None, Query(description="Id of the last entry of the page before.")]
+
+
+class OpenFileResponse(FileResponse):
+    """Sends a file that is open, so that it is sent whole even if it is removed meanwhile.
+
+    Args:
+        file: The file. It is closed when it has been sent.
+        media_type: Its Content-Type.
+        filename: Its name for the client.
+    """
+
+    def __init__(self, file: BinaryIO, *, media_type: str, filename: str) -> None:
+        self._file = file
+        number = file.fileno()
+        super().__init__(f"/dev/fd/{number}", media_type=media_type, filename=filename, stat_result=os.fstat(number))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the file, or the ranges of it that the request asks for."""
+        with self._file:
+            await super().__call__(scope, receive, send)
 
 
 class _Entry(Protocol):
@@ -76,7 +102,11 @@ async def get_file_content(request: Request, file_id: FileId) -> Response:
     """Returns the bytes of a file."""
     files = _batches(request).files
     file = await files.find(file_id, _owner(request))
-    return FileResponse(files.path(file.id), media_type="application/jsonl", filename=file.filename)
+    try:
+        opened = await asyncio.to_thread(files.path(file.id).open, "rb")
+    except FileNotFoundError:  # it has been removed since it was found
+        raise UnknownObjectError(f"There is no file {shown(file_id)}.", param="file_id") from None
+    return OpenFileResponse(opened, media_type="application/jsonl", filename=file.filename)
 
 
 @router.delete("/v1/files/{file_id}", response_model=FileDeleted, responses=_CONFLICT, operation_id="delete_file")

@@ -44,7 +44,14 @@ from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
 from .operating.ops import Version
 
-router = APIRouter(route_class=JsonRoute, tags=["ollama"], responses=TEXT_ERROR_RESPONSES)
+
+class OllamaRoute(JsonRoute):
+    """Ollama reads JSON whatever the Content-Type is: the curl commands of its documentation send a form's."""
+
+    takes_any_media = True
+
+
+router = APIRouter(route_class=OllamaRoute, tags=["ollama"], responses=TEXT_ERROR_RESPONSES)
 
 _LOADED_S: Final = 0.05
 """Seconds within which a model is found that is loaded already."""
@@ -94,10 +101,10 @@ async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response
 @router.get("/api/tags", response_model=OllamaModels)
 async def tags(request: Request) -> Response:
     """Lists the served names."""
-    cards = []
-    for model in context_of(request).models.describe_all():
+    cards, context = [], context_of(request)
+    for model in context.models.describe_all():
         if model.info is not None:
-            files = await _weights(model.info.path)
+            files = await _weights(context, model.info.path)
             cards += [_card(name, model.info, files) for name in model.entry.model.shown_names]
     return json_response({"models": cards})
 
@@ -105,11 +112,11 @@ async def tags(request: Request) -> Response:
 @router.get("/api/ps", response_model=OllamaRunningModels)
 async def running(request: Request) -> Response:
     """Lists the models that are loaded, and until when they stay if nobody uses them."""
-    models = []
-    for entry in context_of(request).models.entries:
+    models, context = [], context_of(request)
+    for entry in context.models.entries:
         if (info := entry.info) is None or entry.engine is None:
             continue
-        card = _card(entry.name, info, await _weights(info.path))
+        card = _card(entry.name, info, await _weights(context, info.path))
         size_vram = 0 if info.device == "cpu" else card["size"]
         stays = {"expires_at": _expires_at(entry), "size_vram": size_vram, "context_length": info.max_model_len}
         models.append({**card, **stays})
@@ -119,9 +126,10 @@ async def running(request: Request) -> Response:
 @router.post("/api/show", response_model=OllamaShowResponse)
 async def show(body: OllamaShowRequest, request: Request) -> Response:
     """Describes a model."""
-    described = context_of(request).models.describe(body.served_name())
+    context = context_of(request)
+    described = context.models.describe(body.served_name())
     info, name = described.known(), described.name
-    files = await _weights(info.path)
+    files = await _weights(context, info.path)
     card = _card(name, info, files)
     figures = {
         "general.architecture": info.model_type,
@@ -196,8 +204,8 @@ async def _found(context: ServerContext, request: Request, body: OllamaEmbedBody
     return target
 
 
-async def _weights(path: str) -> WeightFiles:
-    return await asyncio.to_thread(WeightFiles.of, path)
+async def _weights(context: ServerContext, path: str) -> WeightFiles:
+    return await asyncio.to_thread(WeightFiles.of, path, context.weight_headers)
 
 
 def _expires_at(entry: ModelEntry) -> str:

@@ -9,6 +9,8 @@ answered in HTTP/1.1 (RFC 9110, section 7.8: a server may ignore the offer).
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final, cast
 
@@ -31,7 +33,8 @@ MAX_OVERHEAD_BYTES: Final = 64 * 1024
 """What may come between two bytes of bodies: a head, trailers, the frames of chunks."""
 SHEDDER: Final = "load_shedder"
 """Where the state of the application's lifespan has its LoadShedder, if it has one."""
-_UPGRADE_HEADERS: Final = (b"connection", b"upgrade", b"http2-settings")
+_UPGRADE_HEADERS: Final = frozenset((b"upgrade", b"http2-settings"))
+_HOST: Final = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=%:\[\]]*")
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
@@ -51,6 +54,7 @@ class Connection(HttpToolsProtocol):
         self._is_refused = False  # the request whose body is being read
         self._has_said_all = False  # the last answer has gone; what still comes is thrown away
         self._has_heard_all = False  # the client sends no more
+        self._fault = "Invalid HTTP request received."
         self._whole_s = 0.0  # when the last request was whole
         self._shedder: LoadShedder | None = self.app_state.get(SHEDDER)
         self._lost: asyncio.Future[None] = self.loop.create_future()
@@ -99,7 +103,7 @@ class Connection(HttpToolsProtocol):
             if self._has_said_all:
                 self.transport.close()
             else:
-                self.send_400_response("Invalid HTTP request received.")
+                self.send_400_response(self._fault)
             return
         finally:
             self._is_parsing = False
@@ -122,6 +126,9 @@ class Connection(HttpToolsProtocol):
         if self._has_said_all:
             self._is_refused = True
             return
+        if (fault := _host_fault(self.headers, self.parser.get_http_version())) is not None:
+            self._fault = fault
+            raise ValueError(fault)  # ends the parser, see `_parse_piece`
         self._refusal = None if self._is_upgrade else self._shed()
         self._is_refused = self._refusal is not None
         if not self._is_upgrade and not self._is_refused:
@@ -321,11 +328,33 @@ class Connection(HttpToolsProtocol):
                 raise httptools.HttpParserError("a proxy is asked for") from upgrade
             head = self._head_without_offer()
             self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own parser has it
             return head + data[upgrade.args[0] :]
         return b""
 
     def _head_without_offer(self) -> bytes:
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
-        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name not in _UPGRADE_HEADERS]
+        lines += [b"%b: %b" % header for header in _without_offer(self.headers)]
         return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def _without_offer(headers: list[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+    """Yields the headers of a request without its offer to change the protocol. Connection keeps its other options."""
+    for name, value in headers:
+        if name == b"connection":
+            options = [option.strip() for option in value.split(b",")]
+            if kept := [option for option in options if option and option.lower() not in _UPGRADE_HEADERS]:
+                yield name, b", ".join(kept)
+        elif name not in _UPGRADE_HEADERS:
+            yield name, value
+
+
+def _host_fault(headers: list[tuple[bytes, bytes]], version: str) -> str | None:
+    """Returns the fault in the Host header of a request (RFC 9112, section 3.2), None if there is none."""
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1:
+        return "The request has more than one Host header."
+    if not hosts:
+        return "The request has no Host header." if version == "1.1" else None
+    return None if _HOST.fullmatch(hosts[0]) else "The Host header is not valid."

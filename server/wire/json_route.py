@@ -7,7 +7,7 @@ fixed paths whose functions take a body and the request: one lookup and one chec
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, Final, get_type_hints
+from typing import Any, ClassVar, Final, get_type_hints
 
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -31,23 +31,28 @@ Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is JSON. A missing Content-Type is taken for JSON; a wrong one is a 415.
+    """A route whose body is JSON. A missing Content-Type is taken for JSON; see `check_media` for others.
 
     Its function takes `body` and `request`, and returns a Response. Routes without a body are FastAPI's own.
+
+    Attributes:
+        takes_any_media: The body is read as JSON whatever its Content-Type is.
     """
+
+    takes_any_media: ClassVar[bool] = False
 
     def get_route_handler(self) -> Handler:
         """Returns what answers a request, or raises what a handler of errors answers."""
         if self.body_field is None:
             return super().get_route_handler()
-        answer = self.endpoint
+        answer, takes_any_media = self.endpoint, self.takes_any_media
         schema = get_type_hints(answer, include_extras=True)["body"]
         adapter, tag_of = TypeAdapter[Any](schema), dialect_of(schema)
         validate, has_schema = adapter.validator.validate_python, adapter.core_schema["type"] != "dict"
 
         async def handle_json(request: Request) -> Response:
             reader: JsonReader = request.app.state.json_reader
-            value = await _json_value(request, reader)
+            value = await _json_value(request, reader, takes_any_media=takes_any_media)
             reader.check_entries(value, tag_of(value))
             try:
                 body = validate(value)
@@ -141,7 +146,7 @@ class JsonPaths:
             self._on_end(scope)
 
 
-async def _json_value(request: Request, reader: JsonReader) -> Any:
+async def _json_value(request: Request, reader: JsonReader, *, takes_any_media: bool) -> Any:
     """Returns the parsed body.
 
     Raises:
@@ -155,8 +160,8 @@ async def _json_value(request: Request, reader: JsonReader) -> Any:
             media = value
         elif name == b"content-encoding":
             coding = value
-    if media and media != b"application/json":
-        refuse_other_media(media.decode("latin-1"))
+    if media != b"application/json":
+        check_media(media.decode("latin-1"), request.scope["headers"], takes_any=takes_any_media)
     try:
         if (hold := request.scope.get(BODY_ROOM)) is None:
             return await reader.read(request.receive)
@@ -168,11 +173,46 @@ async def _json_value(request: Request, reader: JsonReader) -> Any:
         raise
 
 
-def refuse_other_media(content_type: str) -> None:
-    """Raises HTTPException 415 unless `content_type` is JSON."""
+def check_media(content_type: str, headers: Iterable[tuple[bytes, bytes]], *, takes_any: bool) -> None:
+    """Checks that a body may be read as JSON.
+
+    A browser sends a request with another Content-Type, or with none, to any server without asking it first (CORS).
+    So a web page of another origin has to send application/json, for which its browser asks.
+
+    Args:
+        content_type: Of the body; "" if there is none.
+        headers: Of the request.
+        takes_any: Other types than JSON are taken for JSON, too.
+
+    Raises:
+        HTTPException: 415, the body may not be read.
+    """
     media = content_type.partition(";")[0].strip().lower()
-    if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
-        raise HTTPException(415, f"Content-Type is {shown(media)}; send application/json.")
+    if media == "application/json" or (media.startswith("application/") and media.endswith("+json")):
+        return
+    found = f"Content-Type is {shown(media)}" if media else "The request has no Content-Type"
+    if _is_cross_origin(headers):
+        raise HTTPException(415, f"{found}; a web page of another origin must send application/json.")
+    if media and not takes_any:
+        raise HTTPException(415, f"{found}; send application/json.")
+
+
+def _is_cross_origin(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a browser sent a request for a page of another origin than the server's.
+
+    Schemes are not compared: behind a proxy that ends TLS the server's own is another than its pages have.
+    """
+    host, origins, sites = b"", list[bytes](), list[bytes]()
+    for name, value in headers:
+        if name == b"host":
+            host = value.strip().lower()
+        elif name == b"origin":
+            origins.append(value.strip().lower())
+        elif name == b"sec-fetch-site":
+            sites.append(value.strip().lower())
+    if any(site not in (b"same-origin", b"none") for site in sites):
+        return True
+    return any(origin.partition(b"://")[2] != host for origin in origins)
 
 
 def json_response(content: Any, *, in_pieces: bool = False) -> Response:

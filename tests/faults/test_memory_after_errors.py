@@ -302,7 +302,7 @@ def run_all(launch: Launch, table: Table, small_bert: Path, data: Path) -> None:
     fill_while_bodies_come(server, table)
     kill_while_bodies_wait(server, table)
 
-    impatient = launch(*FLAGS, "--request-timeout-s", "2")
+    impatient = launch(*FLAGS, "--request-timeout-s", "2", "--hang-timeout-s", "0")
     with stopped(impatient):
         for case in UNANSWERED:
             table.run(impatient, case, stay_s=0.5)

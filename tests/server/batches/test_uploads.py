@@ -149,3 +149,22 @@ async def test_a_folder_that_has_gone_is_told(files: Files) -> None:
     files.path("x").parent.rmdir()
     with pytest.raises(StorageError, match="cannot keep the file"):
         await receive(files, HEAD + FILE + b"x" + END)
+
+
+@pytest.mark.parametrize(
+    ("options", "filename"),
+    [
+        (b"filename*=unicode_escape''%5Cud800", "upload"),
+        (b"filename*=undefined''a", "upload"),
+        (b"filename=\"a.jsonl\"; filename*=undefined''b", "a.jsonl"),
+        (b"filename=\xff\xfe", "\ufffd\ufffd"),
+        ('filename="ein \\"Dämm\\" 東京.jsonl"'.encode(), 'ein "Dämm" 東京.jsonl'),
+        (b"filename=", "upload"),
+        (b"", "upload"),
+        (b";;;=; filename", "upload"),
+    ],
+)
+async def test_any_name_of_a_file_can_be_read(files: Files, options: bytes, filename: str) -> None:
+    part = b'--b\r\nContent-Disposition: form-data; name="file"; ' + options + b"\r\n\r\nx"
+    file = await receive(files, HEAD + part + END)
+    assert file.filename == filename

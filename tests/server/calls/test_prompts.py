@@ -1,10 +1,13 @@
 """Words for what a text is for, to the prompts of models as they are published."""
 
+import contextlib
+
 import pytest
 from fastapi import Request
 
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.server.answers.room import AnswerRoom
+from penstock.server.calls import prompts as prompt_names
 from penstock.server.calls.context import ServerContext
 from penstock.server.models.keeper import KeeperLimits, ModelKeeper
 from penstock.server.models.table import ModelTable, Target
@@ -124,3 +127,19 @@ def test_what_cannot_be_is_refused(make_engine, prompts: dict, arguments: dict, 
         context().embed_options(REQUEST, Target(make_engine(prompts=prompts), "m", None), body(**arguments))
     assert caught.value.param == param
     assert part in caught.value.message
+
+
+@pytest.mark.parametrize("field", ["input_type", "task", "prompt_name"])
+def test_long_name_of_a_purpose_is_not_split(make_engine, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    split: list[int] = []
+
+    class Separators:
+        def split(self, text: str) -> list[str]:
+            split.append(len(text))
+            return text.split()
+
+    monkeypatch.setattr(prompt_names, "_SEPARATORS", Separators())
+    wishes = body(**{field: "query " * 100_000})
+    with contextlib.suppress(InvalidRequestError):
+        context().embed_options(REQUEST, Target(make_engine(prompts=E5), "m", None), wishes)
+    assert max(split, default=0) < 1_000

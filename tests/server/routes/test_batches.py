@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
+from penstock.server.routes.batches import OpenFileResponse
 from penstock.server.schemas.batches import ENDPOINTS
 from penstock.server.settings import ServerSettings, UsageError
 from penstock.server.wire.request_limits import WITHOUT_FORWARD
@@ -493,3 +494,37 @@ async def test_wrong_completion_window_is_told_in_plain_words(window: str, clien
     body = {"input_file_id": "file-none", "endpoint": "/v1/embeddings", "completion_window": window}
     message = (await client.post("/v1/batches", json=body)).json()["error"]["message"]
     assert message == f"completion_window must be 1h to 168h, such as 24h, not {window!r}."
+
+
+async def test_content_of_a_removed_file_is_404(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    file_id = (await upload(client, b"x" * 100)).json()["id"]
+    (body,) = (path for path in (tmp_path / "data").rglob("*") if path.name == file_id)
+    body.unlink()
+    response = await client.get(f"/v1/files/{file_id}/content")
+    assert response.status_code == 404
+    assert file_id in response.json()["error"]["message"]
+
+
+async def test_file_removed_while_it_is_sent_is_sent_whole(
+    client: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = bytes(range(256)) * 2_000
+    file_id = (await upload(client, content)).json()["id"]
+    (body,) = (path for path in (tmp_path / "data").rglob("*") if path.name == file_id)
+    send, opened = OpenFileResponse.__call__, []
+
+    async def remove_and_send(self: OpenFileResponse, *arguments: Any) -> None:
+        body.unlink(missing_ok=True)
+        await send(self, *arguments)
+        opened.append(self._file)
+
+    monkeypatch.setattr(OpenFileResponse, "__call__", remove_and_send)
+    response = await client.get(f"/v1/files/{file_id}/content")
+    assert (response.status_code, response.content) == (200, content)
+    assert [file.closed for file in opened] == [True]
+
+
+async def test_part_of_a_file_is_sent(client: httpx.AsyncClient) -> None:
+    file_id = (await upload(client, b"0123456789")).json()["id"]
+    response = await client.get(f"/v1/files/{file_id}/content", headers={"range": "bytes=2-4"})
+    assert (response.status_code, response.content) == (206, b"234")

@@ -1,6 +1,9 @@
 """Ollama's dialect, as its clients send and read it."""
 
 import asyncio
+import json
+import shlex
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -9,8 +12,11 @@ import numpy as np
 import pytest
 
 from penstock.server.app import create_app
+from penstock.server.calls import weight_files
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
+
+from ..transport.sockets import running
 
 TEXTS = ["hello", "hello world"]
 
@@ -176,3 +182,77 @@ async def test_a_model_that_stays_is_not_sent_away_by_clients(client: httpx.Asyn
     assert (await client.post("/api/embed", json={"model": "alias", "input": "a", "keep_alive": 0})).status_code == 200
     await asyncio.sleep(0.05)
     assert len((await client.get("/api/ps")).json()["models"]) == 1
+
+
+CURL_LINES = (
+    """curl http://localhost:11434/api/embed -d '{
+  "model": "all-minilm",
+  "input": "Why is the sky blue?"
+}'""",
+    """curl http://localhost:11434/api/embed -d '{
+  "model": "all-minilm",
+  "input": ["Why is the sky blue?", "Why is the grass green?"]
+}'""",
+    """curl http://localhost:11434/api/embeddings -d '{
+  "model": "all-minilm",
+  "prompt": "Here is an article about llamas..."
+}'""",
+    """curl http://localhost:11434/api/show -d '{
+  "model": "all-minilm"
+}'""",
+    """curl http://localhost:11434/api/pull -d '{
+  "model": "all-minilm"
+}'""",
+    """curl http://localhost:11434/api/generate -d '{
+  "model": "all-minilm"
+}'""",
+    "curl http://localhost:11434/api/tags",
+    "curl http://localhost:11434/api/ps",
+    "curl http://localhost:11434/api/version",
+)
+"""Commands of Ollama's documentation, with the model of its examples for embeddings in all."""
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.parametrize("line", CURL_LINES)
+async def test_documented_curl_command_is_answered(engine, folder: Path, line: str) -> None:
+    async def start() -> object:
+        return engine
+
+    app = create_app([ServedModel(("all-minilm",), start)], ServerSettings())
+    async with running(app, lifespan="on") as (_, port):
+        await app.state.startup.wait()
+        command = shlex.split(line.replace("localhost:11434", f"127.0.0.1:{port}"))
+        options = ("--silent", "--noproxy", "*", "--write-out", "\n%{http_code}")
+        process = await asyncio.create_subprocess_exec(*command, *options, stdout=asyncio.subprocess.PIPE)
+        answer, _ = await process.communicate()
+    body, _, status = answer.decode().rpartition("\n")
+    assert status == "200", body
+    assert json.loads(body)
+
+
+async def test_weight_headers_are_read_again_after_a_change_only(
+    client: httpx.AsyncClient, engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[Path] = []
+    read = weight_files._num_parameters
+
+    def count(path: Path) -> int:
+        reads.append(path)
+        return read(path)
+
+    def write(*shape: int) -> None:
+        header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+    monkeypatch.setattr(weight_files, "_num_parameters", count)
+    object.__setattr__(engine.info, "path", str(tmp_path))
+    write(1000)
+    for _ in range(3):
+        card = (await client.get("/api/tags")).json()["models"][0]
+        assert card["details"]["parameter_size"] == "1.0K"
+    await client.get("/api/ps")
+    assert len(reads) == 1
+    write(2000, 1000)
+    assert (await client.get("/api/tags")).json()["models"][0]["details"]["parameter_size"] == "2.0M"
+    assert len(reads) == 2

@@ -101,6 +101,56 @@ async def test_any_number_of_offers_may_come_at_once() -> None:
         assert (await exchange(port, offer * 2_000)).count(b"HTTP/1.1 200 ") == 2_000
 
 
+@pytest.mark.parametrize(
+    "connection",
+    [b"Connection: Upgrade, close", b"Connection: close , upgrade", b"Connection: upgrade\r\nConnection: close"],
+)
+async def test_offer_of_http_2_keeps_the_option_close(connection: bytes) -> None:
+    offer = b"GET / HTTP/1.1\r\nHost: x\r\n" + connection + b"\r\nUpgrade: h2c\r\n\r\n"
+    async with running(echo) as (server, port):
+        answer = await exchange(port, offer + b"GET /again HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answer.count(b"HTTP/1.1 200 ") == 1
+        assert b"\r\nconnection: close\r\n" in answer
+        assert not server.server_state.connections
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", b"no Host header"),
+        (b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\na", b"no Host header"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nHost: x\r\n\r\n", b"more than one Host header"),
+        (b"GET / HTTP/1.0\r\nHost: x\r\nhost: y\r\n\r\n", b"more than one Host header"),
+        (b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n", b"Host header is not valid"),
+        (b"GET / HTTP/1.1\r\nHost: a/b\r\n\r\n", b"Host header is not valid"),
+        (b"GET / HTTP/1.1\r\nHost: \xff\r\n\r\n", b"Host header is not valid"),
+        (b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n", b"no Host header"),
+    ],
+)
+async def test_request_with_a_wrong_host_gets_400(head: bytes, reason: bytes) -> None:
+    async with running(echo) as (server, port):
+        answer = await exchange(port, head)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert reason in answer
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert not server.server_state.connections
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.0\r\n\r\n",
+        *(
+            b"GET / HTTP/1.1\r\nHost:%b\r\n\r\n" % host
+            for host in (b"", b" [::1]:8000", b" 127.0.0.1:80", b" my_host.example", b" %2Frun%2Fpenstock.sock")
+        ),
+    ],
+)
+async def test_request_with_a_valid_host_is_answered(head: bytes) -> None:
+    async with running(echo) as (_, port):
+        assert (await exchange(port, head)).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_what_is_no_http_gets_400() -> None:
     tunnels = [b"CONNECT %b HTTP/1.1\r\nHost: x\r\n\r\n" % target for target in (b"a:1", b"/", b"http://a:80")]
     async with running(echo) as (_, port):

@@ -175,7 +175,7 @@ async def test_one_that_has_closed_its_connection_ends_its_work(engine: FakeEngi
 
 async def test_what_one_connection_has_read_ahead_is_bounded(engine: FakeEngine, gate: asyncio.Event) -> None:
     num_sent = 4_000
-    tiny = b"GET /health/live HTTP/1.1\r\n\r\n"
+    tiny = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
     async with served(engine) as (server, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(SENT)

@@ -126,7 +126,12 @@ async def test_every_path_is_thought_of() -> None:
         (lambda sent: sent.replace(b"/v1/embeddings", b"/v1/v1/embeddings"), False),
         (lambda sent: sent.replace(b"/v1/embeddings", b"/v1/%65mbeddings?a=b"), False),
         (lambda sent: sent.replace(b"/v1/embeddings", b"http://x/v1/embeddings"), False),
-        (lambda sent: sent.replace(b"Host: x", b"Host: x\r\nOrigin: http://a.test"), False),
+        (
+            lambda sent: sent.replace(
+                b"Host: x", b"Host: x\r\nContent-Type: application/json\r\nOrigin: http://a.test"
+            ),
+            False,
+        ),
     ],
 )
 async def test_whatever_is_asked_for_it_is_refused_at_the_head(engine: FakeEngine, change: Any, is_last: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from unittest.mock import AsyncMock
 
+import httpx
 import pytest
 from fastapi import HTTPException
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -49,3 +50,56 @@ async def test_an_error_is_answered_by_the_handler_of_its_class_and_what_is_held
         await paths(asked, AsyncMock(side_effect=error), AsyncMock())
     assert answer.await_count == is_known
     assert ended == [asked]
+
+
+NO_TYPE: list[tuple[str, str]] = []
+FORM_TYPE = [("content-type", "application/x-www-form-urlencoded")]
+TEXT_TYPE = [("content-type", "text/plain;charset=UTF-8")]
+OWN_PAGE = [("origin", "http://test"), ("sec-fetch-site", "same-origin")]
+
+
+async def posted(client: httpx.AsyncClient, path: str, headers: list[tuple[str, str]]) -> httpx.Response:
+    body = {"/api/embed": b'{"model": "alias", "input": "a"}', "/embed": b'{"inputs": "a"}'}
+    return await client.post(path, content=body.get(path, b'{"input": "a"}'), headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        *((path, [("content-type", "application/json; charset=utf-8")], 200) for path in ("/embed", "/api/embed")),
+        *((path, NO_TYPE, 200) for path in ("/v1/embeddings", "/embed", "/api/embed")),
+        *((path, FORM_TYPE, 415) for path in ("/v1/embeddings", "/embed", "/pooling")),
+        *(("/api/embed", media, 200) for media in (FORM_TYPE, TEXT_TYPE)),
+        *(("/api/embed", media + OWN_PAGE, 200) for media in (NO_TYPE, FORM_TYPE)),
+        ("/api/embed", [*FORM_TYPE, ("sec-fetch-site", "none")], 200),
+    ],
+)
+async def test_media_types_that_each_dialect_reads_as_json(
+    client: httpx.AsyncClient, path: str, headers: list[tuple[str, str]], status: int
+) -> None:
+    assert (await posted(client, path, headers)).status_code == status
+
+
+@pytest.mark.parametrize("media", [NO_TYPE, FORM_TYPE, TEXT_TYPE])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])
+@pytest.mark.parametrize(
+    "site",
+    [
+        [("origin", "https://evil.example")],
+        [("origin", "null")],
+        [("origin", "http://test:8001")],
+        [("origin", "http://test.evil.example")],
+        [("origin", "http://test"), ("origin", "https://evil.example")],
+        [("sec-fetch-site", "cross-site")],
+        [("sec-fetch-site", "same-site")],
+        [("origin", "http://test"), ("sec-fetch-site", "cross-site")],
+    ],
+)
+async def test_page_of_another_origin_must_send_json(
+    client: httpx.AsyncClient, engine, path: str, media: list[tuple[str, str]], site: list[tuple[str, str]]
+) -> None:
+    refused = await posted(client, path, media + site)
+    assert refused.status_code == 415
+    assert "a web page of another origin must send application/json" in refused.json()["message"]
+    assert not engine.calls
+    assert (await posted(client, path, [("content-type", "application/json"), *site])).status_code == 200
