@@ -181,7 +181,7 @@ GPU_PLATFORM ?= x86_64
 GPU_WORKERS ?= 6
 GPU_REPORT ?= build/test-gpu.xml
 GPU_PACKAGES := fastapi fastapi-swagger httptools httpx hypothesis msgspec orjson prometheus-client pydantic \
-	pydantic-settings pytest pytest-asyncio pytest-timeout python-multipart uvicorn uvloop
+	pydantic-settings pytest pytest-asyncio pytest-timeout python-multipart starlette uvicorn uvloop
 
 define GPU_PREFLIGHT
 import importlib.util, sys

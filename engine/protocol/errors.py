@@ -48,10 +48,10 @@ class RefusalReason(StrEnum):
 
 
 def drop_tracebacks(error: BaseException) -> None:
-    """Frees the stack frames that an error holds, and those of the errors behind it. Call it when it has been handled.
+    """Frees the stack frames of an error and of its causes. Call it when the error has been handled.
 
-    A frame holds its local variables, such as the body of a request. Where one of them leads back to the error (a
-    future that failed with it does), the frames would stay until the garbage collector runs, which is rare here.
+    Frames hold local variables, such as the body of a request. A failed future among them forms a reference cycle with
+    the error. Only the garbage collector would free the cycle, and it hardly ever runs in a serving process.
     """
     left, seen = [error], set[int]()
     while left:

@@ -133,7 +133,7 @@ class TokenizerJobs:
             return await future
         finally:
             self._awaited.discard(future)
-            del future  # where it failed, the error holds this frame
+            del future  # the traceback of its error refers to this frame
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Deals what waits out to the workers."""
@@ -192,7 +192,7 @@ def _results(jobs: Sequence[_Job]) -> list[_Result]:
         except Exception as error:  # noqa: BLE001 - it is raised again where the job was asked for
             if not isinstance(error, EngineError):
                 error.add_note("In a tokenizer thread:\n" + "".join(traceback.format_tb(error.__traceback__)))
-            drop_tracebacks(error)  # frames of this thread hold the text, and lead to the future that holds the error
+            drop_tracebacks(error)  # the frames of this thread hold the text and the future of the error
             done.append((job.future, None, error))
     return done
 

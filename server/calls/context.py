@@ -54,7 +54,7 @@ class ServerContext:
         models: Served names to engines.
         started_s: Unix time of the start.
         answer_room: Shared by the answers under way.
-        weight_headers: What the weight files of the models declare.
+        weight_headers: Cache of the headers of weight files.
     """
 
     settings: ServerSettings
@@ -261,7 +261,7 @@ class ClientWatch:
             self._lost.remove_done_callback(self._hang_up)
             if isinstance(self._lost, asyncio.Task):
                 self._lost.cancel()
-        reason, self._error = self._error, None  # an error that is raised here holds this frame, and so the watch
+        reason, self._error = self._error, None  # the traceback of a raised error refers to this frame and the watch
         if reason is not None and kind is asyncio.CancelledError:
             self._task.uncancel()
             try:

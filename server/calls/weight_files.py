@@ -27,13 +27,13 @@ class WeightFiles(NamedTuple):
 
     @classmethod
     def of(cls, folder: str, headers: WeightHeaders | None = None) -> WeightFiles:
-        """Returns what is known of the weights in a folder, modules below it included.
+        """Returns the size, parameter count and age of the weights in a folder, with those of modules below it.
 
         A damaged file counts with its size and no parameters: the engine names the damage when it loads the model.
 
         Args:
             folder: Of the model.
-            headers: Remembers the parameters of files that have not changed; None reads all headers.
+            headers: Cache of the file headers. None reads all headers.
 
         Raises:
             OSError: The folder cannot be read.

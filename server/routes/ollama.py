@@ -46,7 +46,7 @@ from .operating.ops import Version
 
 
 class OllamaRoute(JsonRoute):
-    """Ollama reads JSON whatever the Content-Type is: the curl commands of its documentation send a form's."""
+    """Reads any Content-Type as JSON, as Ollama does: the curl commands of its documentation send that of a form."""
 
     takes_any_media = True
 

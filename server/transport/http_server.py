@@ -96,8 +96,8 @@ class HttpServer(uvicorn.Server):
     def _collect_if_idle(self, now_s: float) -> None:
         """Runs a full garbage collection if requests have been answered since the last one and none is under way.
 
-        Requests are freed without it. It frees reference cycles that a library may leave, which `freeze` would keep for
-        ever. It takes about 10 ms: the objects that start-up made are not looked at.
+        Requests are freed without it. It frees reference cycles that a library may leave. It takes some 10 ms, because
+        the objects of start-up are frozen.
         """
         num_answered = self.server_state.total_requests
         if num_answered == self._num_collected or now_s - self._collected_s < _COLLECT_EVERY_S:
@@ -129,11 +129,11 @@ class HttpServer(uvicorn.Server):
 
 
 def freeze() -> None:
-    """Takes what start-up has made out of the collector's sight, and lets it look less often.
+    """Excludes the objects of start-up from garbage collection, and collects less often.
 
-    It would walk what start-up has made while requests wait. Requests leave next to nothing that it could find, those
-    that fail included (see `drop_tracebacks`): at Python's own threshold it takes about 6 % of their time. An idle
-    server collects all, see `HttpServer`.
+    A collection would walk these objects while requests wait. At Python's own threshold it takes about 6 % of the time
+    of requests, and finds next to nothing: requests are freed without it, failed ones too (see `drop_tracebacks`). An
+    idle server runs a full collection, see `HttpServer`.
     """
     gc.collect()
     gc.freeze()

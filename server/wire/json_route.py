@@ -31,12 +31,12 @@ Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is JSON. A missing Content-Type is taken for JSON; see `check_media` for others.
+    """A route with a JSON body. A missing Content-Type means JSON; see `check_media` for other types.
 
     Its function takes `body` and `request`, and returns a Response. Routes without a body are FastAPI's own.
 
     Attributes:
-        takes_any_media: The body is read as JSON whatever its Content-Type is.
+        takes_any_media: Bodies of any Content-Type are read as JSON.
     """
 
     takes_any_media: ClassVar[bool] = False
@@ -176,13 +176,13 @@ async def _json_value(request: Request, reader: JsonReader, *, takes_any_media: 
 def check_media(content_type: str, headers: Iterable[tuple[bytes, bytes]], *, takes_any: bool) -> None:
     """Checks that a body may be read as JSON.
 
-    A browser sends a request with another Content-Type, or with none, to any server without asking it first (CORS).
-    So a web page of another origin has to send application/json, for which its browser asks.
+    Browsers send requests of some other types, or of none, to any server without a CORS preflight. A web page of
+    another origin must therefore send application/json, which needs a preflight.
 
     Args:
         content_type: Of the body; "" if there is none.
         headers: Of the request.
-        takes_any: Other types than JSON are taken for JSON, too.
+        takes_any: Other types are accepted too.
 
     Raises:
         HTTPException: 415, the body may not be read.
@@ -198,9 +198,9 @@ def check_media(content_type: str, headers: Iterable[tuple[bytes, bytes]], *, ta
 
 
 def _is_cross_origin(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a browser sent a request for a page of another origin than the server's.
+    """Whether a browser sent the request for a page of another origin.
 
-    Schemes are not compared: behind a proxy that ends TLS the server's own is another than its pages have.
+    Schemes are not compared: behind a TLS proxy the server sees http while its pages have https.
     """
     host, origins, sites = b"", list[bytes](), list[bytes]()
     for name, value in headers:

@@ -1,4 +1,4 @@
-"""What the server still holds of a request when its error has been answered: nothing.
+"""The server keeps nothing of a request after its error response.
 
 `pytest tests/faults/test_memory_after_errors.py -m slow -s` prints, for each error, the resident memory of the server
 process before and after forty large bodies, sent one after the other.
@@ -29,7 +29,7 @@ Body = Callable[[int], bytes]
 
 
 def text(num_bytes: int) -> str:
-    """A text of so many bytes. Its last character makes Python keep each of them in four."""
+    """A text of this size in bytes. Its last character makes Python use four bytes for each character."""
     return "a b " * (num_bytes // 4 - 1) + "\N{WATER WAVE}"
 
 
@@ -72,7 +72,7 @@ class Case:
         name: For the table.
         status: Expected; 0: the client leaves before there is one.
         make: Returns the body for a number of bytes.
-        headers: Beside those that every request has.
+        headers: Additional request headers.
         kept_back: Bytes of the body that are not sent before the client leaves.
         share: Of the usual number of bodies one in so many is sent.
         share: Of the usual number of bodies one in so many is sent.
@@ -150,7 +150,7 @@ def ask(server: Server, case: Case, content: bytes, *, stay_s: float = 0.0) -> i
     if is_chunked:
         content = b"%x\r\n%b\r\n0\r\n\r\n" % (len(content), content)
     with socket.create_connection(("127.0.0.1", server.port), timeout=120) as client:
-        with contextlib.suppress(OSError):  # the server may refuse what it has not read
+        with contextlib.suppress(OSError):  # the server may refuse an unread body
             client.sendall(f"POST {case.path} HTTP/1.1\r\n{head}\r\n".encode())
             client.sendall(memoryview(content)[: len(content) - case.kept_back])
         if not case.status:
@@ -169,7 +169,7 @@ def resident(server: Server) -> int:
 
 
 def settled(server: Server, enough: int) -> int:
-    """The memory of the server process, once it has come down to what is enough, or has had time to."""
+    """The memory of the server process. Waits a few seconds for it to fall to `enough`."""
     ends_s = time.monotonic() + 5
     while (now := resident(server)) > enough and time.monotonic() < ends_s:
         time.sleep(0.1)
@@ -178,7 +178,7 @@ def settled(server: Server, enough: int) -> int:
 
 @dataclass
 class Table:
-    """Sends the bodies of each case, and prints what they leave behind."""
+    """Sends the bodies of each case and prints the memory of the server before and after."""
 
     num_bodies: int
     num_bytes: int
@@ -249,7 +249,7 @@ def wait_for_status(server: Server, status: int) -> None:
 
 
 def fill_while_bodies_come(server: Server, table: Table) -> None:
-    """Have requests refused whose heads came while there was room; with them, some that are refused at their head."""
+    """Fill the queue while a body is on its way; then send bodies to a full server."""
     late, early = (Case(name, 429, EMBED, WAITS) for name in ("no room after the body", "no room"))
     content, statuses = late.make(table.num_bytes), set()
     filler = body(input=["a " * 200] * 10, **CUT)(0)  # the most tokens that may wait

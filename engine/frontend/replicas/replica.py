@@ -100,7 +100,7 @@ class Replica:
             return outputs
         finally:
             self.end(run)
-            del run  # where it failed, the error holds this frame
+            del run  # the traceback of its error refers to this frame
 
     def begin(
         self,
@@ -143,7 +143,7 @@ class Replica:
             self._turn().clears.append(request_id)
             return await clearing
         finally:
-            del self._clearings[request_id], clearing  # where it failed, the error holds this frame
+            del self._clearings[request_id], clearing  # an error in the future would refer to this frame
 
     def receive_rows(self, message: Rows, frames: Sequence[Frame]) -> None:
         """Takes the results of one step."""

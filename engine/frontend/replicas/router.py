@@ -50,7 +50,7 @@ class Router:
             return [outputs for answer in answers for outputs in answer]
         finally:
             _end(runs)
-            del runs  # where one failed, the error holds this frame
+            del runs  # the traceback of an error in them refers to this frame
 
     async def clear_prefixes(self) -> int | None:
         """Empties the prefix caches of all replicas; one that is not there has none. See Replica.clear_prefixes."""

@@ -163,7 +163,7 @@ async def test_failed_job_keeps_nothing_of_its_text(jobs: TokenizerJobs, error: 
     gc.disable()
     try:
         text = await fail()
-        await jobs.run(work_of(1), LONG_JOB + 1)  # both threads have let go of what they ran
+        await jobs.run(work_of(1), LONG_JOB + 1)  # the threads drop their last job
         await jobs.run(work_of(1), LONG_JOB + 1)
         assert text() is None
     finally:

@@ -36,7 +36,7 @@ Engine = Any
 
 @pytest.fixture(autouse=True)
 def _no_collector() -> Iterator[None]:
-    logging.disable()  # pytest keeps what is logged, tracebacks included
+    logging.disable()  # pytest keeps log records and their tracebacks
     gc.collect()
     gc.disable()
     yield
@@ -140,7 +140,7 @@ async def test_refused_request_is_freed(
     limits = {"max_body_bytes": MAX_BODY, "max_inputs_per_request": 3, "max_json_values": 1000}
     async with serving(engine, api_key=(KEY,), data_dir=tmp_path / "data", **limits) as client:
         app = client._transport.app
-        await answer(app, path, body, headers)  # makes what is made once
+        await answer(app, path, body, headers)  # the first request fills caches
         await check(status, answer(app, path, body, headers))
 
 
