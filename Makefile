@@ -187,7 +187,7 @@ define GPU_PREFLIGHT
 import importlib.util, sys
 
 needed = """torch triton transformers tokenizers safetensors numpy huggingface_hub tqdm jinja2 fastapi fastapi_swagger
-uvicorn uvloop httptools orjson pydantic pydantic_settings python_multipart msgspec prometheus_client pytest
+starlette uvicorn uvloop httptools orjson pydantic pydantic_settings python_multipart msgspec prometheus_client pytest
 pytest_asyncio pytest_timeout hypothesis httpx"""
 missing = [name for name in needed.split() if importlib.util.find_spec(name) is None]
 if missing:

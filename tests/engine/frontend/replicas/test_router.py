@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -256,3 +258,34 @@ def test_shares_even_out_what_is_queued(held: list[int], num_tokens: int, least:
         if place not in takers:
             together = (sum(held[taker] for taker in takers) + own + num_tokens) / (len(takers) + 1)
             assert together - max(own, *(held[taker] for taker in takers)) < least
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+async def test_failed_request_leaves_no_reference_cycle(num_replicas: int) -> None:
+    class Inputs(list[TokenizedInput]):
+        """A list that can be referred to weakly."""
+
+    dispatcher = Dispatcher(max_queued_tokens=100_000, num_replicas=num_replicas)
+    cores = [Core(dispatcher, number) for number in range(num_replicas)]
+
+    async def fail() -> weakref.ref[Inputs]:
+        inputs = Inputs(tokens(10))
+        with pytest.raises(errors.ModelExecutionError):
+            async with dispatcher.open(RequestOptions()) as request:
+                await request.run(inputs, PoolingParams())
+        return weakref.ref(inputs)
+
+    gc.collect()
+    gc.disable()
+    try:
+        failing = asyncio.create_task(fail())
+        while not any(core.waiting for core in cores):
+            await asyncio.sleep(0)
+        for core in cores:
+            for request_id in core.waiting:
+                core.replica.receive_failure(Failed(request_id, "ModelExecutionError", "boom"))
+            core.waiting.clear()
+        inputs = await failing
+        assert inputs() is None
+    finally:
+        gc.enable()
