@@ -148,7 +148,7 @@ async def test_refused_request_is_freed(
 @pytest.mark.parametrize(
     ("status", "error"),
     [
-        (429, lambda: EngineOverloadedError("full", retry_after_s=1)),
+        (429, lambda: EngineOverloadedError("full", retry_after_s=1, reason="queue")),
         (500, lambda: ModelExecutionError("the model failed")),
         (500, lambda: RuntimeError("a bug")),
         (503, lambda: EngineUnavailableError("the engine died")),
@@ -189,7 +189,7 @@ async def test_request_refused_for_memory_of_bodies_is_freed(serving: Any, engin
     body = b'{"input": "' + b"a" * (MAX_BODY - 20)
     never = asyncio.Event()
 
-    async def upload(app: Any) -> None:
+    async def upload(app: Any, client: str) -> None:
         messages = [{"type": "http.request", "body": body, "more_body": True}]
 
         async def receive() -> dict[str, Any]:
@@ -201,11 +201,13 @@ async def test_request_refused_for_memory_of_bodies_is_freed(serving: Any, engin
             pass
 
         scope = {"type": "http", "method": "POST", "path": EMBED, "headers": [], "query_string": b"", "state": {}}
-        await app({**scope, "http_version": "1.1", "scheme": "http", "client": None, "server": None}, receive, send)
+        await app(
+            {**scope, "http_version": "1.1", "scheme": "http", "client": (client, 1), "server": None}, receive, send
+        )
 
     async with serving(engine, max_body_bytes=MAX_BODY) as client:
         app = client._transport.app
-        tasks = [asyncio.create_task(upload(app)) for _ in range(8)]
+        tasks = [asyncio.create_task(upload(app, f"10.0.0.{i}")) for i in range(8)]
         await asyncio.sleep(0)
         await check(503, answer(app, EMBED, body, {}))
         for task in tasks:
