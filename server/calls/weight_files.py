@@ -58,7 +58,7 @@ class WeightHeaders:
         self._seen: dict[Path, tuple[tuple[int, int, int], int]] = {}
 
     def num_parameters(self, path: Path) -> int:
-        """Returns the numbers in a file, by its header; 0 if it has none. Raises OSError."""
+        """Returns the numbers in a file, by its header; 0 for a damaged file. Raises OSError."""
         stat = path.stat()
         version = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
         seen = self._seen.get(path)
