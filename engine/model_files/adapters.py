@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..protocol.errors import ModelLoadError
-from .draft import ModelDraft
 from .json_files import read_object
+
+if TYPE_CHECKING:  # it imports numpy, which the command line does not wait for
+    from .draft import ModelDraft
 
 ADAPTER_FILE: Final = "adapter_config.json"
 """The config of an adapter that the peft library has saved."""

@@ -123,7 +123,7 @@ async def test_a_full_queue_refuses_the_whole_request_and_keeps_what_it_has(engi
     while not engine.is_full:
         await asyncio.sleep(0.001)
     with pytest.raises(errors.EngineOverloadedError):
-        engine.check_room("anybody")
+        engine.check_room()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert not engine.is_full
     refused = [r for r in results if isinstance(r, errors.EngineOverloadedError)]
