@@ -10,6 +10,8 @@ from .input import BadRowError, InputFile, Row
 
 _EXACT: Final = 1 << 53
 """Integers up to here are exact as float64."""
+_MAX_DEPTH: Final = 64
+"""Levels of lists and objects in a column."""
 _KINDS: Final[dict[type, str]] = {
     bool: "true or false",
     int: "a number",
@@ -39,10 +41,12 @@ class ColumnType:
 
     Args:
         column: Its name, for messages.
+        depth: Levels of lists and objects around its values.
     """
 
-    def __init__(self, column: str) -> None:
+    def __init__(self, column: str, depth: int = 0) -> None:
         self._column = column
+        self._depth = depth
         self._kind = ""
         self._line = 0
         self._is_float = False
@@ -59,12 +63,16 @@ class ColumnType:
             self._kind, self._line = kind, line
         elif self._kind != kind:
             raise ColumnError(line, self._column, f"holds {kind}, but {self._kind} in line {self._line}")
+        if isinstance(value, list | dict) and self._depth > _MAX_DEPTH:
+            raise ColumnError(
+                line, self._column[:40] + "...", f"has more than {_MAX_DEPTH} levels of lists and objects"
+            )
         if isinstance(value, float):
             self._is_float = True
         elif isinstance(value, int) and not isinstance(value, bool):
             self._least, self._most = min(self._least, (value, line)), max(self._most, (value, line))
         elif isinstance(value, list):
-            self._items = self._items or ColumnType(f"{self._column}[]")
+            self._items = self._items or ColumnType(f"{self._column}[]", self._depth + 1)
             for item in value:
                 self._items.add(item, line)
         elif isinstance(value, dict):
@@ -73,7 +81,8 @@ class ColumnType:
 
     def field(self, name: str) -> ColumnType:
         """Returns the type of a field of objects."""
-        return self._fields.setdefault(name, ColumnType(f"{self._column}.{name}" if self._column else name))
+        column = f"{self._column}.{name}" if self._column else name
+        return self._fields.setdefault(name, ColumnType(column, self._depth + 1))
 
     def arrow(self) -> Any:
         """Returns the pyarrow type. Raises ColumnError if Parquet has no type that holds all values."""
@@ -85,7 +94,7 @@ class ColumnType:
             return pa.list_(self._items.arrow())
         if self._kind == _KINDS[dict]:
             if not self._fields:
-                raise ColumnError(self._line, self._column, "holds objects without keys alone")
+                raise ColumnError(self._line, self._column, "holds only empty objects ({}), which Parquet cannot store")
             return pa.struct(self.fields())
         return {_KINDS[bool]: pa.bool_(), _KINDS[str]: pa.string()}.get(self._kind) or self._number()
 

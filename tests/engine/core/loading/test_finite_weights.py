@@ -88,7 +88,7 @@ def test_rows_of_tokens_that_are_rare_cost_their_requests_alone(load: Load, save
 
 def test_weights_beyond_the_type_are_told_from_damaged_ones(load: Load, save_folder: SaveFolder) -> None:
     folder = save_folder()
-    # inf in a query can leave every score of a row at -inf, and its output finite; in a value it always reaches the output.
+    # inf in a query can leave all scores of a row at -inf and its output finite; in a value it reaches the output.
     change(folder, VALUE, 1e6)
     start(load, folder)
     message = refused(load, folder, dtype="float16")

@@ -134,7 +134,11 @@ def test_lines_of_text_are_kept(tmp_path: Path) -> None:
         ([{"id": 2**64}], "line 1: the column 'id' holds an integer that does not fit into 64 bits"),
         ([{"id": -1}, {"id": 2**63}], "line 2: the column 'id' holds an integer that does not fit into 64 bits"),
         ([{"id": 2**53 + 1}, {"id": 0.5}], "line 1: the column 'id' holds an integer above 2**53 beside fractions"),
-        ([{"m": {}}, {"m": {}}], "line 1: the column 'm' holds objects without keys alone"),
+        ([{"m": {}}, {"m": {}}], "line 1: the column 'm' holds only empty objects ({}), which Parquet cannot store"),
+        *(
+            ([f'{{"text": "a", "k": {start * 200}1{end * 200}}}'], "has more than 64 levels of lists and objects")
+            for start, end in (('{"a":', "}"), ("[", "]"))
+        ),
         (
             ['{"text": "a", "b": 1, "b": 2}'],
             "line 1: its fields cannot be written as Parquet (the key 'b' comes",
