@@ -149,13 +149,14 @@ class JsonLines(TextLines):
 
     def rows(self) -> Iterator[Row | BadRow]:
         """See InputFile."""
-        blank: list[BadRow] = []
+        num_blank = 0  # directly before this line
         for number, line in self._lines():
             if isinstance(line, str) and not line.strip():
-                blank.append(BadRow(number, "a blank line holds no row"))
+                num_blank += 1
                 continue
-            yield from blank
-            blank.clear()
+            for blank in range(number - num_blank, number):
+                yield BadRow(blank, "a blank line holds no row")
+            num_blank = 0
             yield line if isinstance(line, BadRow) else self._row(number, line)
 
     def json_object(self, row: Row) -> bytes:

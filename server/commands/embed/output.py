@@ -204,7 +204,9 @@ def _tables(source: InputFile, results: Results, schema: Any) -> Iterator[tuple[
             texts = batch.column(source.field).to_pylist()
             places = [i for i, text in enumerate(texts) if isinstance(text, str) and start + i not in results.refused]
             table = pa.Table.from_batches([batch], schema=schema)
-            yield [start + i for i in places], table if len(places) == len(texts) else table.take(places)
+            if len(places) < len(texts):
+                table = table.take(pa.array(places, pa.int64()))
+            yield [start + i for i in places], table
             start += len(texts)
         return
     rows = _kept(source.full_rows(), results.refused)

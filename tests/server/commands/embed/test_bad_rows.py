@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.server.commands.embed import run as module
+from penstock.server.commands.embed.input import PARQUET_ROWS_AT_ONCE
 from penstock.server.commands.embed.run import embed_file
 from penstock.server.commands.flags import load
 from penstock.server.settings import CommandError, EmbedSettings
@@ -99,6 +100,15 @@ def test_parquet_leaves_bad_rows_out(source: Path, tmp_path: Path) -> None:
     assert parquet.read_table(tmp_path / "again.parquet")["id"].to_pylist() == [0]
     lines = (tmp_path / "again.parquet.skipped.jsonl").read_text().splitlines()
     assert [json.loads(line)["row"] for line in lines] == [2, 3]
+
+
+def test_block_of_bad_rows_alone_is_left_out(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    texts = [None] * PARQUET_ROWS_AT_ONCE + ["a"]
+    parquet.write_table(pyarrow.table({"id": range(len(texts)), "text": texts}), tmp_path / "in.parquet")
+    run(tmp_path / "in.parquet", tmp_path / "out.parquet")
+    assert parquet.read_table(tmp_path / "out.parquet")["id"].to_pylist() == [PARQUET_ROWS_AT_ONCE]
 
 
 def test_resumed_run_lists_every_bad_row_once(source: Path, fake, tmp_path: Path) -> None:
