@@ -24,6 +24,7 @@ from penstock.engine.protocol.errors import (
 )
 
 from ..schemas.fields.tei_inputs import EMPTY_TEXT
+from ..wire.limit_errors import note_refusal
 from .table import ERROR_KINDS, ErrorKind, retry_headers, shown_error
 from .validation import explain
 
@@ -41,6 +42,7 @@ async def answered_as_tei(answer: Awaitable[Response], request: Request) -> Resp
     try:
         return await answer
     except (EngineError, RequestValidationError, HTTPException) as error:
+        note_refusal(request.scope, error)
         response = _error_response(error, request.scope["request_id"])
         drop_tracebacks(error)
         return response

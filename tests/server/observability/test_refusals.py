@@ -34,9 +34,15 @@ async def test_engine_refusals_are_counted(
 ) -> None:
     assert await refused(client) == {}
     engine.failure = error
-    for path, body in (("/v1/embeddings", {"input": "a"}), ("/embed", {"inputs": "a"})):
-        assert (await client.post(path, json=body)).status_code == status
-    assert await refused(client) == {reason: 2}
+    bodies = {
+        "/v1/embeddings": {"input": "a"},
+        "/embed": {"inputs": "a"},
+        "/rerank": {"query": "a", "texts": ["b"]},
+        "/invocations": {"inputs": "a"},
+    }
+    for path, body in bodies.items():
+        assert (await client.post(path, json=body)).status_code == status, path
+    assert await refused(client) == {reason: len(bodies)}
 
 
 @pytest.mark.parametrize(
