@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DOUBLED_VERSION: Final = re.compile(r"^/v[12](?=/v[12]/)")
 SLOW_BODY: Final = "penstock.slow_body"
-"""Where the connection notes in the scope of a request that its body comes too slowly, with the minimum rate in bytes a
-second; the next message of the body then raises the error."""
+"""The key of a request's scope under which the connection notes why its body comes too slowly, as a sentence for the
+client. The next message of the body then raises the error."""
 _TRY_AGAIN: Final = {"connection": "close", "retry-after": "1"}
 _NUM_LARGEST: Final = 8
 """Bodies of the largest size that may be held at once; many clients that send slowly would fill the memory."""
@@ -350,10 +350,7 @@ def _unless_slow(scope: Scope, receive: Receive) -> Receive:
     async def receive_unless_slow() -> Message:
         message = await receive()
         if SLOW_BODY in scope:
-            text = (
-                f"The body came too slowly; --min-transfer-rate is {scope[SLOW_BODY]} bytes a second. Please send it "
-                "again over a faster connection, or in smaller requests."
-            )
+            text = f"{scope[SLOW_BODY]} Please send it again over a faster connection, or in smaller requests."
             raise LimitError(408, text, ServerRefusalReason.SLOW_TRANSFER, {"connection": "close"})
         return message
 

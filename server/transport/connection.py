@@ -233,15 +233,15 @@ class Connection(HttpToolsProtocol):
             return Owed(Part.BODY, self.cycle, self._num_received)
         return None
 
-    def refuse_body(self, min_rate: int) -> bool:
-        """Lets the application answer a body that comes below a rate, in bytes a second, with 408.
+    def refuse_body(self, reason: str) -> bool:
+        """Lets the application answer a slow body with 408; `reason` is a sentence for the client.
 
         Returns False after the answer has begun, or after an earlier call for the same request.
         """
         cycle: RequestResponseCycle = self.cycle
         if self._is_refused or cycle.response_started or SLOW_BODY in cycle.scope:
             return False
-        cast("Scope", cycle.scope)[SLOW_BODY] = min_rate
+        cast("Scope", cycle.scope)[SLOW_BODY] = reason
         cycle.message_event.set()
         return True
 
@@ -357,4 +357,5 @@ def _host_fault(headers: list[tuple[bytes, bytes]], version: str) -> str | None:
         return "The request has more than one Host header."
     if not hosts:
         return "The request has no Host header." if version == "1.1" else None
-    return None if _HOST.fullmatch(hosts[0]) else "The Host header is not valid."
+    # The parser keeps the spaces behind a value, which are no part of it (RFC 9112, section 5).
+    return None if _HOST.fullmatch(hosts[0].strip(b" \t")) else "The Host header is not valid."

@@ -83,7 +83,7 @@ class ConnectionLimits:
     Args:
         connections: Those of the server.
         limits: How slow transfers may be.
-        on_slow: Called for every slow transfer that ends without a 408.
+        on_slow: Called for every answer that ends because its client reads too slowly.
         now: A clock, in seconds.
     """
 
@@ -106,7 +106,7 @@ class ConnectionLimits:
         now_s = self._now()
         waits: dict[Connection, _Wait] = {}
         num_silent = 0
-        slow: Counter[tuple[str, Part]] = Counter()
+        slow: Counter[tuple[str, Part, str]] = Counter()
         for connection in tuple(self._connections):
             owed = connection.owed()
             if owed is None:
@@ -117,21 +117,23 @@ class ConnectionLimits:
             else:
                 self._follow(wait, owed, now_s)
             waits[connection] = wait
-            if not self._is_late(wait, now_s):
+            reason = self._lateness(wait, now_s)
+            if not reason:
+                continue
+            if owed.part is Part.BODY and connection.refuse_body(f"The body came too slowly: {reason}."):
+                slow[connection.client_text, owed.part, reason] += 1
                 continue
             if owed.part is Part.HEAD:
                 num_silent += 1
-                connection.transport.abort()
-                continue
-            slow[connection.client_text, owed.part] += 1
-            if owed.part is Part.ANSWER or not connection.refuse_body(self._limits.min_rate):
+            elif owed.part is Part.ANSWER:
+                slow[connection.client_text, owed.part, reason] += 1
                 self._on_slow()
-                connection.transport.abort()
+            connection.transport.abort()
         self._waits = waits
         if num_silent:
             logger.warning("closed %d connections without a whole request head for %g s", num_silent, HEAD_S)
-        for (client, part), number in slow.items():
-            logger.warning("%s", self._slow_text(client, part, number))
+        for (client, part, reason), number in slow.items():
+            logger.warning("%s", _slow_text(client, part, reason, number))
 
     def _follow(self, wait: _Wait, owed: Owed, now_s: float) -> None:
         """Counts the seconds and the bytes since the last look."""
@@ -142,18 +144,22 @@ class ConnectionLimits:
         wait.left_s = min(wait.left_s - (now_s - wait.looked_s) + gained_s, self._limits.grace_s)
         wait.owed, wait.looked_s = owed, now_s
 
-    def _is_late(self, wait: _Wait, now_s: float) -> bool:
-        if wait.owed.part is Part.HEAD:
-            return now_s - wait.since_s > HEAD_S
-        is_long = wait.owed.part is Part.BODY and now_s - wait.since_s > self._limits.body_s
-        return is_long or wait.left_s < 0 or now_s - wait.moved_s > STALL_S
-
-    def _slow_text(self, client: str, part: Part, number: int) -> str:
+    def _lateness(self, wait: _Wait, now_s: float) -> str:
+        """Returns the limit that a transfer has passed; "" if there is none."""
         limits = self._limits
-        rate = f"--min-transfer-rate {limits.min_rate} bytes/s, --transfer-grace-s {limits.grace_s:g}"
-        if part is Part.BODY:
-            return f"client {client} sends {number} request bodies too slowly ({rate}); they get 408"
-        return f"client {client} reads {number} responses too slowly ({rate}); its connections were reset"
+        if wait.owed.part is Part.HEAD:
+            return "its head has not come" if now_s - wait.since_s > HEAD_S else ""
+        if wait.left_s < 0:
+            return f"--min-transfer-rate is {limits.min_rate} bytes a second, --transfer-grace-s {limits.grace_s:g}"
+        if wait.owed.part is Part.BODY and now_s - wait.since_s > limits.body_s:
+            return f"it has taken more than {limits.body_s:g} s, --request-timeout-s"
+        return f"no byte has passed for {STALL_S:g} s" if now_s - wait.moved_s > STALL_S else ""
+
+
+def _slow_text(client: str, part: Part, reason: str, number: int) -> str:
+    if part is Part.BODY:
+        return f"client {client} sends {number} request bodies too slowly ({reason}); they get 408"
+    return f"client {client} reads {number} responses too slowly ({reason}); its connections were reset"
 
 
 def raise_file_limit() -> None:

@@ -142,7 +142,7 @@ async def test_request_with_a_wrong_host_gets_400(head: bytes, reason: bytes) ->
         b"GET / HTTP/1.0\r\n\r\n",
         *(
             b"GET / HTTP/1.1\r\nHost:%b\r\n\r\n" % host
-            for host in (b"", b" [::1]:8000", b" 127.0.0.1:80", b" my_host.example", b" %2Frun%2Fpenstock.sock")
+            for host in (b"", b" [::1]:8000", b" 127.0.0.1:80", b" my_host.example \t", b" %2Frun%2Fpenstock.sock")
         ),
     ],
 )
@@ -173,7 +173,7 @@ async def test_how_long_a_client_may_take(part: Part, silent_s: float, slow_s: f
             self.transport = SimpleNamespace(abort=lambda: aborted.append(name))
             self.client_text = name
 
-        def refuse_body(self, min_rate: int) -> bool:
+        def refuse_body(self, reason: str) -> bool:
             return False
 
     clients: list[Any] = [Client(name) for name in ("silent", "slow", "done")]

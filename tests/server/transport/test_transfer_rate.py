@@ -42,14 +42,15 @@ class Transfer:
         self._rate = rate
         self._request = object()
         self.is_waiting = True
+        self.is_refused = False
 
     def owed(self) -> Owed | None:
         progress = int(self._rate(self._clock.now_s))
         return Owed(self.part, self._request, progress) if self.is_waiting and not self.ended else None
 
-    def refuse_body(self, min_rate: int) -> bool:
-        self.ended.append((f"408 below {min_rate}", self._clock.now_s))
-        return True
+    def refuse_body(self, reason: str) -> bool:
+        self.ended.append((reason, self._clock.now_s))
+        return not self.is_refused
 
 
 async def enforce(clock: Clock, transfers: Iterable[Any], for_s: float) -> int:
@@ -72,9 +73,34 @@ async def test_slow_body_gets_408_after_the_grace_period(caplog: pytest.LogCaptu
     transfer = Transfer(Part.BODY, clock, lambda now_s: 256 * now_s)
     with caplog.at_level(logging.WARNING):
         assert await enforce(clock, [transfer], 300) == 0  # the answer is counted instead
-    assert transfer.ended == [("408 below 16384", 35.0)]
-    text = "client 10.0.0.1 sends 1 request bodies too slowly (--min-transfer-rate 16384 bytes/s, "
-    assert caplog.messages == [text + "--transfer-grace-s 30); they get 408"]
+    reason = "--min-transfer-rate is 16384 bytes a second, --transfer-grace-s 30"
+    assert transfer.ended == [(f"The body came too slowly: {reason}.", 35.0)]
+    assert caplog.messages == [f"client 10.0.0.1 sends 1 request bodies too slowly ({reason}); they get 408"]
+
+
+async def test_refused_request_with_a_slow_body_is_not_counted_again() -> None:
+    clock = Clock()
+    transfer = Transfer(Part.BODY, clock, lambda now_s: 256 * now_s)
+    transfer.is_refused = True
+    assert await enforce(clock, [transfer], 300) == 0
+    assert transfer.ended[-1] == ("reset", 35.0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "rate", "reason"),
+    [
+        (TransferLimits(body_s=600.0, min_rate=RATE), RATE, "it has taken more than 600 s, --request-timeout-s"),
+        (TransferLimits(), 0, "no byte has passed for 60 s"),
+    ],
+)
+async def test_reason_of_a_408_names_the_limit(limits: TransferLimits, rate: int, reason: str) -> None:
+    clock = Clock()
+    transfer = Transfer(Part.BODY, clock, lambda now_s: rate * now_s)
+    watching = ConnectionLimits([transfer], limits, now=clock)  # type: ignore[list-item]
+    while not transfer.ended and clock.now_s < 1_000:
+        await watching.enforce()
+        clock.now_s += 5
+    assert [text for text, _ in transfer.ended] == [f"The body came too slowly: {reason}."]
 
 
 async def test_slow_reader_is_reset_after_the_grace_period() -> None:
@@ -157,7 +183,7 @@ async def test_slow_body_is_answered_and_its_memory_freed(num_bytes: int, path: 
             await limits.enforce()
         answer = await asyncio.wait_for(read_answer(reader), 20)
         assert answer.status == 408
-        assert b"too slowly; --min-transfer-rate is 16384 bytes a second" in answer.body
+        assert b"too slowly: --min-transfer-rate is 16384 bytes a second, --transfer-grace-s 30. Please" in answer.body
         assert answer.headers["connection"] == "close"
         assert await asyncio.wait_for(reader.read(), 20) == b""
         writer.close()
