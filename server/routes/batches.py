@@ -17,10 +17,11 @@ from penstock.engine.protocol.errors import UnknownObjectError
 from ..batches.service import Batches
 from ..batches.store import Page
 from ..batches.uploads import too_large
+from ..calls.context import context_of
 from ..errors.table import status_response
 from ..schemas.batches import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
 from ..schemas.errors import ERROR_RESPONSES, ErrorBody, Responses
-from ..wire.json_route import JsonRoute, json_response
+from ..wire.json_route import JsonRoute, is_from_other_origin, json_response
 from ..wire.shown_values import shown
 
 FILES: Final = "/v1/files"
@@ -71,6 +72,9 @@ class _Entry(Protocol):
 async def upload_file(request: Request) -> Response:
     """Takes a file of requests for a batch."""
     batches, headers = _batches(request), request.headers
+    origins = context_of(request).settings.cors_origins
+    if not _owner(request) and is_from_other_origin(request.scope["headers"], origins):  # a form needs no preflight
+        raise HTTPException(403, "A web page of another origin may not upload files; see --cors-origins.")
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > batches.max_upload_bytes:
         raise too_large(batches.files.max_bytes)

@@ -6,7 +6,7 @@ fixed paths whose functions take a body and the request: one lookup and one chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, ClassVar, Final, get_type_hints
 
 from fastapi import HTTPException, Request, Response
@@ -161,7 +161,8 @@ async def _json_value(request: Request, reader: JsonReader, *, takes_any_media: 
         elif name == b"content-encoding":
             coding = value
     if media != b"application/json":
-        check_media(media.decode("latin-1"), request.scope["headers"], takes_any=takes_any_media)
+        origins = request.app.state.context.settings.cors_origins
+        check_media(media.decode("latin-1"), request.scope["headers"], origins, takes_any=takes_any_media)
     try:
         if (hold := request.scope.get(BODY_ROOM)) is None:
             return await reader.read(request.receive)
@@ -173,15 +174,18 @@ async def _json_value(request: Request, reader: JsonReader, *, takes_any_media: 
         raise
 
 
-def check_media(content_type: str, headers: Iterable[tuple[bytes, bytes]], *, takes_any: bool) -> None:
+def check_media(
+    content_type: str, headers: Iterable[tuple[bytes, bytes]], origins: Collection[str] = (), *, takes_any: bool
+) -> None:
     """Checks that a body may be read as JSON.
 
     Browsers send requests of some other types, or of none, to any server without a CORS preflight. A web page of
-    another origin must therefore send application/json, which needs a preflight.
+    another origin must therefore send application/json, which needs a preflight, unless its origin is allowed.
 
     Args:
         content_type: Of the body; "" if there is none.
         headers: Of the request.
+        origins: Allowed origins of web pages; "*" allows all.
         takes_any: Other types are accepted too.
 
     Raises:
@@ -191,28 +195,31 @@ def check_media(content_type: str, headers: Iterable[tuple[bytes, bytes]], *, ta
     if media == "application/json" or (media.startswith("application/") and media.endswith("+json")):
         return
     found = f"Content-Type is {shown(media)}" if media else "The request has no Content-Type"
-    if _is_cross_origin(headers):
+    if is_from_other_origin(headers, origins):
         raise HTTPException(415, f"{found}; a web page of another origin must send application/json.")
     if media and not takes_any:
         raise HTTPException(415, f"{found}; send application/json.")
 
 
-def _is_cross_origin(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a browser sent the request for a page of another origin.
+def is_from_other_origin(headers: Iterable[tuple[bytes, bytes]], allowed: Collection[str]) -> bool:
+    """Returns whether a browser sent the request for a page of another origin that is not allowed.
 
-    Schemes are not compared: behind a TLS proxy the server sees http while its pages have https.
+    Sec-Fetch-Site decides if there is one: a proxy may have changed Host. Without it Origin is compared with Host, but
+    not the schemes: behind a TLS proxy the server sees http while its pages have https.
     """
     host, origins, sites = b"", list[bytes](), list[bytes]()
     for name, value in headers:
         if name == b"host":
             host = value.strip().lower()
         elif name == b"origin":
-            origins.append(value.strip().lower())
+            origins.append(value.strip())
         elif name == b"sec-fetch-site":
             sites.append(value.strip().lower())
-    if any(site not in (b"same-origin", b"none") for site in sites):
-        return True
-    return any(origin.partition(b"://")[2] != host for origin in origins)
+    if origins and ("*" in allowed or all(origin.decode("latin-1") in allowed for origin in origins)):
+        return False
+    if sites:
+        return any(site not in (b"same-origin", b"none") for site in sites)
+    return any(origin.lower().partition(b"://")[2] != host for origin in origins)
 
 
 def json_response(content: Any, *, in_pieces: bool = False) -> Response:

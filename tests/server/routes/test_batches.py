@@ -528,3 +528,22 @@ async def test_part_of_a_file_is_sent(client: httpx.AsyncClient) -> None:
     file_id = (await upload(client, b"0123456789")).json()["id"]
     response = await client.get(f"/v1/files/{file_id}/content", headers={"range": "bytes=2-4"})
     assert (response.status_code, response.content) == (206, b"234")
+
+
+@pytest.mark.parametrize(
+    ("site", "settings", "status"),
+    [
+        ({"origin": "https://evil.example"}, {}, 403),
+        ({"origin": "https://evil.example", "sec-fetch-site": "cross-site"}, {"cors_origins": "https://a.test"}, 403),
+        ({"origin": "https://a.test", "sec-fetch-site": "cross-site"}, {"cors_origins": "https://a.test"}, 200),
+        ({"origin": "https://a.test", "authorization": "Bearer k"}, {"api_key": ("k",)}, 200),
+        ({"origin": "http://test"}, {}, 200),
+        ({}, {}, 200),
+    ],
+)
+async def test_page_of_another_origin_cannot_upload_a_file(
+    serving, engine, tmp_path: Path, site: dict[str, str], settings: dict[str, Any], status: int
+) -> None:
+    async with serving(engine, data_dir=tmp_path / "data", **settings) as client:
+        client.headers.update(site)
+        assert (await upload(client, b"{}")).status_code == status

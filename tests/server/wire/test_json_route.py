@@ -72,6 +72,7 @@ async def posted(client: httpx.AsyncClient, path: str, headers: list[tuple[str, 
         *(("/api/embed", media, 200) for media in (FORM_TYPE, TEXT_TYPE)),
         *(("/api/embed", media + OWN_PAGE, 200) for media in (NO_TYPE, FORM_TYPE)),
         ("/api/embed", [*FORM_TYPE, ("sec-fetch-site", "none")], 200),
+        ("/api/embed", [*FORM_TYPE, ("origin", "https://proxy.example"), ("sec-fetch-site", "same-origin")], 200),
     ],
 )
 async def test_media_types_that_each_dialect_reads_as_json(
@@ -103,3 +104,15 @@ async def test_page_of_another_origin_must_send_json(
     assert "a web page of another origin must send application/json" in refused.json()["message"]
     assert not engine.calls
     assert (await posted(client, path, [("content-type", "application/json"), *site])).status_code == 200
+
+
+@pytest.mark.parametrize("origins", ["https://app.example", "*"])
+async def test_page_of_an_allowed_origin_may_send_text_to_ollama(serving, engine, origins: str) -> None:
+    site = [*TEXT_TYPE, ("sec-fetch-site", "cross-site")]
+    async with serving(engine, cors_origins=origins) as client:
+        answer = await posted(client, "/api/embed", [*site, ("origin", "https://app.example")])
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] in ("https://app.example", "*")
+        assert (await posted(client, "/v1/embeddings", [*site, ("origin", "https://app.example")])).status_code == 415
+        other = await posted(client, "/api/embed", [*site, ("origin", "https://app.example.evil")])
+        assert other.status_code == (200 if origins == "*" else 415)
