@@ -193,7 +193,7 @@ class MarkWatch:
         self._error: Exception | None = None
 
     def check(self) -> None:
-        """Raises DeviceLostError if waiting for a mark has failed: nobody knows whether later ones are reached."""
+        """Raises DeviceLostError if the waiting thread has met an error: whether later marks are reached is unknown."""
         if self._error is not None:
             raise DeviceLostError(f"waiting for a forward failed: {self._error!r}") from self._error
 
@@ -213,8 +213,11 @@ class MarkWatch:
             self._marks.put(mark)
 
     def _run(self, bell: int) -> None:
-        with contextlib.suppress(torch.AcceleratorError):  # the loop meets a lost device by itself
+        try:
             make_current(self._device)
+        except Exception as error:
+            logger.exception("%s cannot be used by the thread that waits for forwards", self._device)
+            self._error = error  # raised where the loop asks for its first forward
         while (mark := self._marks.get()) is not None:
             try:
                 mark.wait()

@@ -91,15 +91,22 @@ def test_the_device_of_the_marks_is_current_in_the_thread(
     watch.ring(None)
 
 
-def test_a_lost_device_does_not_end_the_thread(stream: PlayedStream, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [torch.AcceleratorError("gone"), RuntimeError("gone"), AssertionError("gone")], ids=repr
+)
+def test_error_of_the_device_does_not_end_the_thread(
+    error: Exception, stream: PlayedStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(index: int) -> None:
-        raise torch.AcceleratorError("gone")
+        raise error
 
     monkeypatch.setattr(torch.cuda, "set_device", fail)
     bell, watch = Bell(), MarkWatch(torch.device("cuda"))
     watch.ring(bell.fd)
     watch.add(stream.mark())
     bell.wait()
+    with pytest.raises(DeviceLostError, match="gone"):
+        watch.check()
     watch.ring(None)
 
 
