@@ -135,7 +135,7 @@ class EngineCore:
         block_size = None if allocator.prefixes is None else self._config.cache.block_size
         self._intake = Intake(info, block_size, seed=f"{info.path}@{self._config.revision}")
         self._runner.warm_up()
-        self._watch.in_order = self._runner.keeps_order
+        self._watch.in_order, self._watch.num_lanes = self._runner.keeps_order, self._runner.num_lanes
         self._watch.record(Step(num_tokens=self._runner.limits.max_tokens or 0), 0.0)
         for forward in self._runner.take_times():  # of the warm-up
             self._scheduler.pace.record(*forward)

@@ -18,7 +18,7 @@ logger = logging.getLogger("penstock.engine")
 _LOOKS: Final = 10
 """Looks of the watching thread in the shortest limit."""
 _FACTOR: Final = 10
-"""A forward may take this many times the duration of the longest one before it."""
+"""A forward on one lane may take this many times the duration of the longest one before it."""
 _SHOWN_FRAMES: Final = 6
 """Innermost calls of the engine thread that the log shows."""
 
@@ -52,8 +52,9 @@ class StepWatch:
     """Measures how long the current call of the engine thread, and each forward in flight, has run.
 
     The limit of a forward is 10 times the longest forward so far, and at least `least_s`. It grows with the number of
-    tokens where a forward has more of them than any before it. Time is counted in looks of the watching thread, so a
-    process that was stopped, or a machine that slept, exceeds no limit.
+    tokens where a forward has more of them than any before it. With several lanes it is as many times larger: the
+    longest forward may have run on all lanes, and the next one gets a single lane while the others are busy. Time is
+    counted in looks of the watching thread, so a process that was stopped, or a machine that slept, exceeds no limit.
 
     All methods but `look` belong to the engine thread.
 
@@ -64,11 +65,13 @@ class StepWatch:
     Attributes:
         in_flight: Steps of forwards that have begun and have not been collected, in the order in which they began.
         in_order: Whether the device runs them one after another, so that only the first of them makes progress.
+        num_lanes: Parts of the device that run forwards by themselves; see Runner.
     """
 
     def __init__(self, least_s: float, on_stuck: Callable[[str], None]) -> None:
         self.in_flight: list[Step] = []
         self.in_order = True
+        self.num_lanes = 1
         self._least_s = least_s
         self._interval_s = least_s / _LOOKS
         self._on_stuck = on_stuck
@@ -123,7 +126,12 @@ class StepWatch:
     def limit_s(self, step: Step) -> float:
         """Returns the seconds that a step may take."""
         scale = max(1.0, step.num_tokens / max(self._most_tokens, 1)) if self._longest_s else 1.0
-        return max(self._least_s, _FACTOR * self._longest_s * scale)
+        return max(self._least_s, self._factor * self._longest_s * scale)
+
+    @property
+    def _factor(self) -> int:
+        """A forward may take this many times the duration of the longest one before it."""
+        return _FACTOR * self.num_lanes
 
     def look(self) -> str | None:
         """Counts one more interval for the steps that run; returns a sentence if one has exceeded its limit."""
@@ -146,7 +154,7 @@ class StepWatch:
                 logger.critical(
                     "%s (%d times the longest forward so far, at least --step-timeout-s). The engine thread is in:\n%s",
                     reason,
-                    _FACTOR,
+                    self._factor,
                     self._stack(),
                 )
                 self._on_stuck(reason)

@@ -189,6 +189,12 @@ def test_tokens_under_way_are_bounded_by_two_budgets() -> None:
     assert runner.began == [[1], [2], [3]]
 
 
+def test_time_limits_of_forwards_allow_for_lanes(lanes: tuple[LaneRunner, Steps]) -> None:
+    _, steps = lanes
+    assert (steps.core._watch.in_order, steps.core._watch.num_lanes) == (False, 2)
+    assert Steps(FakeRunner()).core._watch.num_lanes == 1
+
+
 def test_the_time_of_batches_that_overlap_is_counted_once(
     lanes: tuple[LaneRunner, Steps], monkeypatch: pytest.MonkeyPatch
 ) -> None:
