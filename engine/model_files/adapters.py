@@ -19,6 +19,7 @@ ADAPTER_FILE: Final = "adapter_config.json"
 """The config of an adapter that the peft library has saved."""
 _FOLDERS: Final = (ADAPTER_FILE, f"*/{ADAPTER_FILE}", f"*/*/{ADAPTER_FILE}")
 _CHECKPOINT: Final = re.compile(r"checkpoint-\d+")
+"""Folder of a state that a training has saved."""
 _CONFIG_KEY: Final = "lora_adaptations"
 _KNOWN_FAMILIES: Final = {
     "jina_embeddings_v3": ("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"),
@@ -31,7 +32,7 @@ _MOST_HEADER_BYTES: Final = 100_000_000
 
 
 def resolve_adapters(draft: ModelDraft, root: Path) -> None:
-    """Fills in `adapters`.
+    """Fills in `adapters`. An empty list `lora_adaptations` in config.json, or laid over it, says that there are none.
 
     Args:
         draft: Its `path` and `model_type` are known.
@@ -42,7 +43,7 @@ def resolve_adapters(draft: ModelDraft, root: Path) -> None:
     """
     path, model_type = Path(draft.fields["path"]), draft.fields["model_type"]
     named = draft.config.get(_CONFIG_KEY)
-    if named:
+    if named is not None:
         draft.set("adapters", _names(named, draft.source_of(_CONFIG_KEY)), draft.source_of(_CONFIG_KEY))
     elif folders := _folders(root, path):
         draft.set("adapters", folders, ADAPTER_FILE)
@@ -72,9 +73,9 @@ def no_model_error(folder: Path, otherwise: str) -> ModelLoadError:
 
 
 def _folders(root: Path, path: Path) -> tuple[str, ...]:
-    """Returns the folders of adapters, relative to the model's; without those that a training has left behind."""
-    files = {file for folder in (root, path) for pattern in _FOLDERS for file in folder.glob(pattern)}
-    own = sorted(file.relative_to(root) for file in files if not _CHECKPOINT.match(file.parent.name))
+    """Returns the folders of adapters, relative to the model's folder, without those in checkpoints of a training."""
+    found = {file.relative_to(root) for folder in (root, path) for pattern in _FOLDERS for file in folder.glob(pattern)}
+    own = sorted(file for file in found if not any(map(_CHECKPOINT.match, file.parts)))
     return tuple(str(file.parent) if file.parent.name else ADAPTER_FILE for file in own)
 
 

@@ -35,8 +35,8 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
     return folder
 
 
-def resolve(folder: Path) -> ModelInfo:
-    return resolve_model(EngineConfig(model=str(folder)))
+def resolve(folder: Path, **config: Any) -> ModelInfo:
+    return resolve_model(EngineConfig(model=str(folder), **config))
 
 
 def save(folder: Path, *names: str) -> None:
@@ -56,6 +56,21 @@ def test_config_names_the_adapters(tmp_path: Path) -> None:
     assert info.adapters == JINA_TASKS
     assert info.sources["adapters"] == "config.json: lora_adaptations"
     assert info.has_task_adapters
+
+
+def test_empty_list_says_that_there_are_no_adapters(tmp_path: Path) -> None:
+    """An operator can overrule what is found in folders that have nothing to do with the model."""
+    write(tmp_path, {"config.json": BERT, "one/adapter_config.json": ADAPTER, "two/adapter_config.json": ADAPTER})
+    save(tmp_path, "layer.lora_A.weight")
+    assert resolve(tmp_path).adapters == ("one", "two")
+    assert resolve(tmp_path, hf_overrides={"lora_adaptations": []}).adapters == ()
+    assert resolve(tmp_path, hf_overrides={"lora_adaptations": None}).adapters == ("one", "two")
+
+
+def test_adapters_in_checkpoints_are_left_out(tmp_path: Path) -> None:
+    places = ("checkpoint-500", "checkpoint-500/lora", "run/checkpoint-20")
+    write(tmp_path, {"config.json": BERT} | {f"{place}/adapter_config.json": ADAPTER for place in places})
+    assert resolve(tmp_path).adapters == ()
 
 
 def test_names_of_adapters_must_be_a_list(tmp_path: Path) -> None:
