@@ -7,7 +7,8 @@ small requests do not keep a large one out for ever.
 API keys share both limits. A key may use the whole queue while no other key needs it. While the queue is full, a key is
 admitted below its share: the limit divided by the keys that have requests under way. A key that arrives is therefore
 never refused because of tokens that another key has borrowed. The queue then exceeds the limit by at most 1/2 for the
-second key, 1/3 for the third, and so on, until the borrowed tokens have been answered.
+second key, 1/3 for the third, and so on, until the borrowed tokens have been answered. The last request of each key
+comes on top of that, as the size of a new request does not count.
 """
 
 from __future__ import annotations
