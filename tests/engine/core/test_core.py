@@ -100,7 +100,7 @@ def test_the_client_is_told_when_the_model_is_warm_and_all_is_prepared() -> None
     ("error", "expected"),
     [
         (ModelLoadError("no such model"), LoadFailed("ModelLoadError", "no such model")),
-        (KeyError("x"), LoadFailed("ModelLoadError", "loading sum failed: KeyError('x')")),
+        (KeyError("x"), LoadFailed("MachineError", "loading sum failed: KeyError('x')")),
     ],
 )
 def test_a_model_that_cannot_be_served_ends_the_loop(error: Exception, expected: LoadFailed) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.engine.core import core as core_module
 from penstock.engine.core.runner import DeviceMemoryError, EndedForward
+from penstock.engine.core.step_watch import Step
 from penstock.engine.protocol.ipc.batch_outputs import BatchOutputs
 from penstock.engine.scheduling import Chunk
 
@@ -193,6 +194,25 @@ def test_time_limits_of_forwards_allow_for_lanes(lanes: tuple[LaneRunner, Steps]
     _, steps = lanes
     assert (steps.core._watch.in_order, steps.core._watch.num_lanes) == (False, 2)
     assert Steps(FakeRunner()).core._watch.num_lanes == 1
+
+
+def test_ended_forward_sets_the_limit_and_is_not_watched(
+    lanes: tuple[LaneRunner, Steps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, steps = lanes
+    now_s = [100.0]
+    monkeypatch.setattr(core_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    for request_id in (1, 2):
+        steps.submit(request_id, 40)
+        steps.run()
+    watch = steps.core._watch
+    first, second = watch.in_flight
+    first.num_looks = 30  # 180 s
+    now_s[0] = 200.0
+    runner.end(0)
+    steps.run()
+    assert watch.in_flight == [second]
+    assert watch.limit_s(Step(1, 40)) == 2_000
 
 
 def test_the_time_of_batches_that_overlap_is_counted_once(

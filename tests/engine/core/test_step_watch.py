@@ -13,7 +13,7 @@ import pytest
 
 from penstock.engine import AsyncEngine
 from penstock.engine.core.array_runner import ArrayRunner
-from penstock.engine.core.runner import Forward
+from penstock.engine.core.runner import Forward, ForwardTime
 from penstock.engine.core.step_watch import Step, StepWatch
 from penstock.engine.frontend import process_core
 from penstock.engine.frontend.supervisor import EngineState
@@ -22,6 +22,7 @@ from penstock.engine.protocol.errors import EngineUnavailableError
 from penstock.engine.protocol.params import PoolingParams
 
 from ...hanging import HANGING_TEXT, HANGING_TOKENS, Where, write_hanging_forwards
+from .fake_runner import FakeRunner, Steps
 
 PARAMS = PoolingParams()
 STEP_TIMEOUT_S = 2.0
@@ -149,6 +150,29 @@ def test_thread_reports_a_hanging_step_once_and_ends() -> None:
 def test_zero_switches_the_watch_off() -> None:
     with StepWatch(0, lambda reason: None).running():
         assert "step-watch" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_core_without_requests_exceeds_no_limit() -> None:
+    steps = Steps(FakeRunner())
+    core, found = steps.core, []
+
+    def wait() -> list[Callable[[], None]]:
+        found.extend(core._watch.look() for _ in range(100))
+        core.stop()
+        return []
+
+    core._bell.wait = wait  # type: ignore[method-assign]
+    assert not core.step()
+    assert found == [None] * 100
+
+
+def test_warm_up_sets_the_first_limit() -> None:
+    """On a slow machine the first forward of many tokens takes longer than the smallest limit."""
+    runner = FakeRunner()
+    runner.times = [ForwardTime(0, 50, 2.0), ForwardTime(30, 0, 1.0)]
+    watch = Steps(runner).core._watch
+    assert watch.limit_s(Step(1, 50)) == 60
+    assert watch.limit_s(Step(1, 5_000)) == 2_000
 
 
 # Engines
