@@ -100,6 +100,7 @@ def test_hanging_call_is_named_before_forward_in_flight() -> None:
     assert steps.look() is None
     with steps.during(Step(7, 70)):
         found = [steps.look() for _ in range(11)]
+    assert found[:-1] == [None] * 10
     assert "70 tokens in 7 sequences" in (found[-1] or "")
 
 
