@@ -32,7 +32,7 @@ _MOST_HEADER_BYTES: Final = 100_000_000
 
 
 def resolve_adapters(draft: ModelDraft, root: Path) -> None:
-    """Fills in `adapters`. An empty list `lora_adaptations` in config.json, or laid over it, says that there are none.
+    """Fills in `adapters`. With an empty list `lora_adaptations` in the configuration no other sign of adapters counts.
 
     Args:
         draft: Its `path` and `model_type` are known.

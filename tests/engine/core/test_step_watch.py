@@ -122,7 +122,7 @@ def test_limit_allows_for_a_forward_on_one_of_many_lanes() -> None:
     steps.num_lanes = 16
     steps.record(Step(1, 100), 0.05)
     assert steps.limit_s(Step(1, 100)) == 10
-    steps.record(Step(1, 100, num_looks=3), 3.0)  # on all lanes; on one of them it takes 48 s
+    steps.record(Step(1, 100, num_looks=3), 3.0)  # on all lanes; on a single lane 48 s
     assert steps.limit_s(Step(1, 100)) == 480
     assert steps.limit_s(Step(1, 200)) == 960
 
