@@ -31,7 +31,7 @@ _SMALL_BYTES: Final = 64 * 1024
 """Lines that are parsed without a look at how many values they hold."""
 _SLICE_LINES: Final = 100
 _SLICE_S: Final = 0.001
-"""What is checked before others get the interpreter for as long."""
+"""Seconds of work on a file before other threads get the interpreter for as long."""
 
 
 class LinePlace(NamedTuple):
@@ -95,7 +95,6 @@ class InputFile:
         seen: dict[str, int] = {}
         errors: list[LineError] = []
         num_lines = num_inputs = 0
-        slice_end_s = time.monotonic() + _SLICE_S
         for number, text in self._texts():
             num_lines += 1
             if num_lines > MAX_LINES:
@@ -113,9 +112,6 @@ class InputFile:
                 errors.append(LineError(error.code, error.message, error.param, number))
             if len(errors) >= MAX_ERRORS:
                 break
-            if time.monotonic() > slice_end_s:
-                time.sleep(_SLICE_S)
-                slice_end_s = time.monotonic() + _SLICE_S
         if not num_lines:
             errors.append(LineError("empty_file", "The file has no lines."))
         if num_inputs > MAX_INPUTS:
@@ -156,8 +152,9 @@ class InputFile:
     def _texts(self) -> Iterator[tuple[int, bytes]]:
         """Yields lines that are not empty, with their numbers. Of one that is too long, the beginning."""
         with self._path.open("rb") as file:
-            number = 0
+            number, pauses = 0, _Pauses()
             while text := file.readline(self._max_line_bytes + 1):
+                pauses.pause()
                 number += 1
                 is_whole, is_longer = text.endswith(b"\n"), False
                 while not is_whole and (rest := file.readline(_SMALL_BYTES)):
@@ -172,7 +169,9 @@ class InputFile:
         with self._path.open("rb") as file:
             number, offset = (0, 0) if after is None else (after.number, after.offset + after.num_bytes)
             file.seek(offset)
+            pauses = _Pauses()
             while piece := file.readline(_SMALL_BYTES):
+                pauses.pause()
                 number += 1
                 num_bytes = len(piece)
                 is_empty = not _stripped(number, piece)
@@ -222,6 +221,19 @@ class _LineError(Exception):
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code, self.message, self.param = code, message, param
+
+
+class _Pauses:
+    """Lets other threads have the interpreter between lines, empty ones included."""
+
+    def __init__(self) -> None:
+        self._next_s = time.monotonic() + _SLICE_S
+
+    def pause(self) -> None:
+        """Sleeps if the last pause was _SLICE_S ago."""
+        if time.monotonic() > self._next_s:
+            time.sleep(_SLICE_S)
+            self._next_s = time.monotonic() + _SLICE_S
 
 
 def _stripped(number: int, text: bytes) -> bytes:

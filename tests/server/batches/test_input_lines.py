@@ -2,6 +2,7 @@
 
 import gc
 import json
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -98,3 +99,13 @@ def test_check_leaves_no_line_in_memory(read) -> None:
         tracemalloc.stop()
         gc.enable()
     assert left < 500_000
+
+
+def test_empty_lines_leave_time_to_other_threads(read, monkeypatch) -> None:
+    file, pauses = read(b"\n" * 500_000 + line()), []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert file.check() == (1, [])
+    num_pauses = len(pauses)
+    assert num_pauses > 0, "the check keeps the interpreter"
+    assert [len(part) for part in file.slices(set())] == [1]
+    assert len(pauses) > num_pauses, "the search for lines keeps the interpreter"
