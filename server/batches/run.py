@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
-from penstock.engine.protocol.errors import StorageError
+from penstock.engine.protocol.errors import StorageError, drop_tracebacks
 
 from .files import Files
 from .input_lines import Checked, InputFile, LinePlace
@@ -46,7 +46,7 @@ _MOST_LOSSES: Final = 3
 MOST_CRASHES: Final = 2
 """Times that the server may be killed while a line runs alone, or while a file is checked."""
 _MOST_WAITING: Final = 16
-"""Lines of a batch that wait to be tried again, before it begins no others."""
+"""Lines of a batch that were refused and have no answer yet. With so many, the batch begins no others."""
 _CHECK: Final = 0
 """Stands for the check of the input file where the store counts crashes by line."""
 _FIRST_WAIT_S: Final = 0.5
@@ -74,8 +74,8 @@ class Surroundings:
         window: Says when.
         num_lines: Lines with an answer ("completed") and with an error ("failed") since the start.
         checking: Held while a file is checked, or read for its custom ids: one after the other.
-        suspect: Held by a line that was running when the engine or the server died: if that happens again, this line
-            is the cause.
+        suspect: Held by a line, or by the check of a file, that was running when the engine or the server died: if
+            that happens again, it is the cause.
         now: Unix time.
         retry_s: Seconds until a disk that refuses is tried again.
     """
@@ -112,7 +112,7 @@ class BatchRun:
         self._crashes = crashes or Crashes(0, {})
         self._has_passed_suspects = crashes is None
         self._suspects: set[int] = set()  # lines under way that may have killed the server
-        self._num_waiting = 0
+        self._num_refused = 0
         self._may_feed = asyncio.Event()
         self._may_feed.set()
         self._cancelled = asyncio.Event()
@@ -152,17 +152,20 @@ class BatchRun:
         batch = self.batch
         try:
             return await self._run()
-        except FileNotFoundError:  # nobody can tell which lines it had
+        except FileNotFoundError as error:  # nobody can tell which lines it had
+            drop_tracebacks(error)
             batch.errors.append(LineError("file_not_found", "The input file is gone.", "input_file_id"))
         except Exception as error:
             logger.exception("%s failed", batch.id)
+            drop_tracebacks(error)
             message = f"The server failed ({type(error).__name__}); its log says why."
             batch.errors.append(LineError("server_error", message))
             if batch.num_lines:
                 try:
                     await self._write_unanswered(_UNANSWERED[Status.FAILED])
-                except Exception:
+                except Exception as second_error:
                     logger.exception("%s cannot tell which lines have no answer", batch.id)
+                    drop_tracebacks(second_error)
         return Status.FAILED
 
     async def _run(self) -> Status:
@@ -170,7 +173,7 @@ class BatchRun:
         batch = self.batch
         await self._insist(self._journal.open)
         if not batch.num_lines and batch.status is Status.VALIDATING:
-            checked = await self._check()
+            checked = await self._insist(self._check)
             batch.errors = checked.errors
             if batch.errors:
                 return Status.FAILED
@@ -189,15 +192,21 @@ class BatchRun:
         return Status.COMPLETED
 
     async def _check(self) -> Checked:
+        """Checks the input file. If the server was killed during the check, no suspect line runs beside it.
+
+        Raises OSError or StorageError. Other files are checked before the next try.
+        """
         store, batch_id = self._around.store, self.batch.id
-        if self._crashes.lines.get(_CHECK, 0) >= MOST_CRASHES:
+        num_crashes = self._crashes.lines.get(_CHECK, 0)
+        if num_crashes >= MOST_CRASHES:
             message = f"The server was killed {MOST_CRASHES} times while it checked this file; send shorter lines."
             return Checked(0, [LineError("server_crashed", message)])
-        async with self._around.checking:
-            await self._insist(lambda: store.begin_suspect(batch_id, _CHECK))
-            checked = await self._insist(lambda: asyncio.to_thread(self._input.check))
-            await self._insist(lambda: store.stop_suspect(batch_id, _CHECK))
-            return checked
+        async with self._around.suspect if num_crashes else contextlib.nullcontext(), self._around.checking:
+            await store.begin_suspect(batch_id, _CHECK)
+            try:
+                return await asyncio.to_thread(self._input.check)
+            finally:
+                await store.stop_suspect(batch_id, _CHECK)
 
     async def _run_lines(self) -> Status:
         """Runs lines until all are answered, or it is cancelled or expires; returns which."""
@@ -212,7 +221,8 @@ class BatchRun:
                 return Status.EXPIRED
             try:
                 await feeding
-            except _KeyLostError:
+            except _KeyLostError as error:
+                drop_tracebacks(error)
                 message = "The API key that made this batch is not valid any more."
                 self.batch.errors.append(LineError("invalid_api_key", message))
                 self._become(Status.CANCELLING)
@@ -230,6 +240,7 @@ class BatchRun:
         if self._cancelled.is_set():
             return
         store, batch_id = self._around.store, self.batch.id
+        failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as running, contextlib.aclosing(self._lines_left()) as slices:
                 async for places in slices:
@@ -241,7 +252,10 @@ class BatchRun:
                         await self._around.window.enter(place.num_bytes)
                         self._begin(running, place)
         except ExceptionGroup as group:
-            raise group.exceptions[0] from None
+            failure = group.exceptions[0]
+            drop_tracebacks(group)  # TaskGroup of Python 3.11 leaves a reference cycle with the group
+        if failure is not None:  # not raised in the handler: the group would be its context, a cycle again
+            raise failure
 
     def _begin(self, running: asyncio.TaskGroup, place: LinePlace) -> None:
         """Starts the task of a line that has entered the window."""
@@ -277,7 +291,8 @@ class BatchRun:
         """Runs a line until it has an answer, and returns when that is safe."""
         if self._crashes.lines.get(place.number, 0) >= MOST_CRASHES:
             logger.error("line %d of %s is not run: the server was killed with it", place.number, self.batch.id)
-            ((number, custom_id),) = await self._insist(lambda: self._custom_ids([place]))
+            async with self._around.window.outside(place.num_bytes):
+                ((number, custom_id),) = await self._insist(lambda: self._custom_ids([place]))
             answer = unanswered(self._name(number), number, custom_id, _CRASHED)
         else:
             answer = await self._answer_of(place, is_suspect=is_suspect)
@@ -294,38 +309,64 @@ class BatchRun:
 
         A line that waits is not in memory.
         """
-        num_tries, num_losses, may_kill_engine = 0, 0, False
-        while True:
-            async with self._around.suspect if is_suspect or may_kill_engine else contextlib.nullcontext():
-                custom_id, answer = await self._ask(place, is_suspect=is_suspect)
-            if answer.status == _NO_KEY:
-                raise _KeyLostError
-            num_tries += 1
-            was_lost = answer.status == 503 and answer.was_taken
-            may_kill_engine = may_kill_engine or was_lost
-            num_losses += was_lost or answer.status == 504
-            if answer.status not in TRY_AGAIN or num_losses == _MOST_LOSSES:
-                return answered(self._name(place.number), place.number, custom_id, answer)
-            self._around.window.refuse()
-            least_s = float(answer.headers.get(b"retry-after", b"1"))
-            wait_s = min(max(least_s, _FIRST_WAIT_S * 2.0 ** min(num_tries, 10)), _LONGEST_WAIT_S)
-            await self._wait_outside(wait_s * random.uniform(1.0, 1.25), place)  # noqa: S311 - no secret
+        num_tries, num_losses, may_kill_engine, was_refused = 0, 0, False, False
+        try:
+            while True:
+                async with self._around.suspect if is_suspect or may_kill_engine else contextlib.nullcontext():
+                    asked = await self._ask(place, is_suspect=is_suspect)
+                if asked is None:
+                    wait_s = self._around.retry_s
+                else:
+                    custom_id, answer = asked
+                    if answer.status == _NO_KEY:
+                        raise _KeyLostError
+                    num_tries += 1
+                    was_lost = answer.status == 503 and answer.was_taken
+                    may_kill_engine = may_kill_engine or was_lost
+                    num_losses += was_lost or answer.status == 504
+                    if answer.status not in TRY_AGAIN or num_losses == _MOST_LOSSES:
+                        return answered(self._name(place.number), place.number, custom_id, answer)
+                    self._around.window.refuse()
+                    least_s = float(answer.headers.get(b"retry-after", b"1"))
+                    wait_s = min(max(least_s, _FIRST_WAIT_S * 2.0 ** min(num_tries, 10)), _LONGEST_WAIT_S)
+                    wait_s *= random.uniform(1.0, 1.25)  # noqa: S311 - no secret
+                if not was_refused:
+                    was_refused = True
+                    self._count_refused(1)
+                async with self._around.window.outside(place.num_bytes):  # other lines may want another model
+                    await asyncio.sleep(wait_s)
+        finally:
+            if was_refused:
+                self._count_refused(-1)
 
-    async def _ask(self, place: LinePlace, *, is_suspect: bool) -> tuple[str, RouteAnswer]:
-        """Returns the custom id of a line and the answer of the route."""
+    def _count_refused(self, change: int) -> None:
+        self._num_refused += change
+        if self._num_refused < _MOST_WAITING:
+            self._may_feed.set()
+        else:
+            self._may_feed.clear()
+
+    async def _ask(self, place: LinePlace, *, is_suspect: bool) -> tuple[str, RouteAnswer] | None:
+        """Returns the custom id of a line and the answer of the route; None if the line cannot be read now."""
         try:
             return await self._read_and_ask(place, is_suspect=is_suspect)
         except Exception as error:
             logger.exception("line %d of %s failed", place.number, self.batch.id)
-            forget_frames(error)
+            drop_tracebacks(error)
             raise
         except asyncio.CancelledError as error:
-            forget_frames(error)
+            drop_tracebacks(error)
             raise
 
-    async def _read_and_ask(self, place: LinePlace, *, is_suspect: bool) -> tuple[str, RouteAnswer]:
+    async def _read_and_ask(self, place: LinePlace, *, is_suspect: bool) -> tuple[str, RouteAnswer] | None:
         batch, store, name = self.batch, self._around.store, self._name(place.number)
-        line = await self._insist(lambda: _on_thread(lambda: self._input.read(place)))
+        try:
+            line = await _on_thread(lambda: self._input.read(place))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            self._log_disk(error)
+            return None
         if is_suspect:
             await self._insist(lambda: store.begin_suspect(batch.id, place.number))
         with self._around.window.run():
@@ -333,19 +374,6 @@ class BatchRun:
         if is_suspect and answer.status in TRY_AGAIN:
             await self._insist(lambda: store.stop_suspect(batch.id, place.number))
         return line.custom_id, answer
-
-    async def _wait_outside(self, seconds: float, place: LinePlace) -> None:
-        """Waits with a line that was refused, whose place others have meanwhile: they may want another model."""
-        self._num_waiting += 1
-        if self._num_waiting >= _MOST_WAITING:
-            self._may_feed.clear()
-        try:
-            async with self._around.window.outside(place.num_bytes):
-                await asyncio.sleep(seconds)
-        finally:
-            self._num_waiting -= 1
-            if self._num_waiting < _MOST_WAITING:
-                self._may_feed.set()
 
     async def _write_unanswered(self, error: LineError) -> None:
         """Writes an error for each line that has no answer."""
@@ -388,8 +416,12 @@ class BatchRun:
             except FileNotFoundError:
                 raise
             except (OSError, StorageError) as error:
-                logger.error("%s waits for the disk: %s", self.batch.id, error)
-                await asyncio.sleep(self._around.retry_s)
+                self._log_disk(error)
+            await asyncio.sleep(self._around.retry_s)
+
+    def _log_disk(self, error: Exception) -> None:
+        logger.error("%s waits for the disk: %s", self.batch.id, error)
+        drop_tracebacks(error)
 
     def _become(self, status: Status) -> None:
         self.batch.become(status, int(self._around.now()))
@@ -407,14 +439,6 @@ async def _on_thread(work: Callable[[], Result]) -> Result:
         await asyncio.wait({running})
         running.exception()  # retrieved, so that asyncio does not log it
         raise
-
-
-def forget_frames(error: BaseException) -> None:
-    """Drops the frames of an error and of its causes. They hold the line, and form cycles that keep it in memory."""
-    causes: BaseException | None = error
-    while causes is not None:
-        causes.__traceback__ = None
-        causes = causes.__cause__ or causes.__context__
 
 
 class _KeyLostError(Exception):

@@ -16,6 +16,7 @@ from penstock.engine.protocol.errors import (
     InvalidRequestError,
     StorageError,
     UnknownObjectError,
+    drop_tracebacks,
 )
 
 from ..schemas.batches import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
@@ -218,8 +219,9 @@ class Batches:
         try:
             await run.run()
             self.num_ended[run.batch.status.value] += 1
-        except Exception:
+        except Exception as error:
             logger.exception("%s cannot be ended; it is tried again after a restart", run.batch.id)
+            drop_tracebacks(error)
         finally:
             del self._runs[run.batch.id]
 

@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import threading
 import tracemalloc
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
@@ -20,11 +21,13 @@ from fastapi import HTTPException
 
 from penstock.engine.protocol.errors import ConflictError, EngineOverloadedError, StorageError, UnknownObjectError
 from penstock.server.batches.input_lines import InputFile, LinePlace
+from penstock.server.batches.journal import Journal
 from penstock.server.batches.records import Batch, Status
 from penstock.server.batches.routes_inside import RouteAnswer
 from penstock.server.batches.run import _MOST_WAITING
 from penstock.server.batches.service import MOST_UNFINISHED, Batches
 from penstock.server.batches.store import Page, Store
+from penstock.server.batches.window import MOST_LINES, Window
 from penstock.server.schemas.batches import BatchRequest
 from penstock.server.settings import ServerSettings, UsageError
 from penstock.server.wire.limit_errors import LimitError
@@ -281,6 +284,25 @@ async def test_lines_that_are_always_refused_keep_no_others_from_running(running
         assert (stuck.num_failed, run._around.window.num_lines) == (100, 0)
 
 
+async def test_refused_lines_that_are_retried_begin_no_others(running, monkeypatch) -> None:
+    """However many lines are tried again at once: each of them still counts as refused."""
+    monkeypatch.setattr("penstock.server.batches.run._LONGEST_WAIT_S", 0.001)
+    monkeypatch.setattr(Window, "refuse", lambda window: None)
+    routes = Routes(lambda number: 503)
+
+    async def until_tried(num_times: int) -> int:
+        async with asyncio.timeout(TIMEOUT_S):
+            while min(routes.asked[number] for number in range(_MOST_WAITING)) < num_times:
+                await asyncio.sleep(0.005)
+        return len(routes.asked)
+
+    async with running(routes) as batches:
+        await begin(batches, lines(range(500)))
+        begun = await until_tried(3)
+        assert _MOST_WAITING <= begun < _MOST_WAITING + MOST_LINES
+        assert await until_tried(60) == begun
+
+
 async def test_one_line_that_is_always_refused_keeps_its_own_batch_going(running) -> None:
     routes = Routes(lambda number: 503 if number == 0 else 200)
     async with running(routes) as batches:
@@ -437,6 +459,43 @@ async def test_a_disk_that_fails_for_a_moment_fails_no_batch(running, monkeypatc
         assert (batch.num_completed, numbers, next(refusals, None)) == (250, set(), None)
 
 
+async def test_input_that_cannot_be_read_holds_up_no_others(running, monkeypatch) -> None:
+    """An input on a damaged part of the disk: first its check fails, then its lines, then its custom ids."""
+    bad, failing = set(), {"check": True, "_text": False}
+
+    def fail(name: str):
+        original = getattr(InputFile, name)
+
+        def method(file: InputFile, *arguments: object) -> object:
+            if failing[name] and file._path.name in bad:
+                failed.add(name)
+                raise OSError(errno.EIO, "Input/output error")
+            return original(file, *arguments)
+
+        return method
+
+    async def until_failed(name: str) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while name not in failed:
+                await asyncio.sleep(0.005)
+
+    failed: set[str] = set()
+    for name in failing:
+        monkeypatch.setattr(InputFile, name, fail(name))
+    async with running(Routes()) as batches:
+        bad.add(await upload(batches, lines(range(40))))
+        batch = await create(batches, *bad)
+        await until_failed("check")
+        await until(batches, await begin(batches, lines(range(100, 120))), Status.COMPLETED)
+        failing.update(_text=True, check=False)
+        await until_failed("_text")
+        await until(batches, await begin(batches, lines(range(100, 120))), Status.COMPLETED)
+        await batches.cancel(batch.id, "me")
+        await until(batches, await begin(batches, lines(range(100, 120))), Status.COMPLETED)
+        failing.update(_text=False)
+        assert (await until(batches, batch, Status.CANCELLED)).num_failed == 40
+
+
 async def test_a_batch_that_fails_tells_of_every_line(running, monkeypatch) -> None:
     routes = Routes(lambda number: 200 if number < 20 else 1 // 0)
     async with running(routes) as batches:
@@ -564,6 +623,38 @@ async def test_bytes_of_lines_are_bounded_over_all_batches(running) -> None:
         for batch in [await create(batches, file_id) for file_id in file_ids]:
             await until(batches, batch, Status.COMPLETED)
         assert 0 < routes.most_bytes_at_once < 35_000
+
+
+@pytest.mark.parametrize("how", ["a line", "the journal", "the check", "the key", "the file"])
+async def test_failed_batch_is_freed_without_garbage_collector(running, monkeypatch, caplog, how: str) -> None:
+    caplog.set_level(logging.CRITICAL, "penstock.server.batches")  # pytest keeps the frames of logged errors
+
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError
+
+    def answer(number: int) -> int:
+        if number == 2 and how == "a line":
+            fail()
+        return 401 if number == 2 and how == "the key" else 200
+
+    if how == "the check":
+        monkeypatch.setattr(InputFile, "check", fail)
+    if how == "the journal":
+        monkeypatch.setattr(Journal, "_append", fail)
+    async with running(Routes(answer)) as batches:
+        gc.collect()
+        gc.disable()
+        try:
+            batch = await begin(batches, lines(range(4)))
+            run = weakref.ref(batches._runs[batch.id][0])
+            if how == "the file":
+                batches.files.path(batch.input_file_id).unlink()
+            await until(batches, batch, Status.CANCELLED if how == "the key" else Status.FAILED)
+            async with asyncio.timeout(TIMEOUT_S):
+                while run() is not None:
+                    await asyncio.sleep(0.005)
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("how", ["completed", "cancelled", "failed"])
@@ -781,6 +872,32 @@ async def test_file_whose_check_kills_the_server_fails(running, tmp_path: Path, 
         batch = await until(batches, batch, Status.FAILED)
         assert [error.code for error in batch.errors] == ["server_crashed"]
         assert not checking.is_set()
+
+
+async def test_suspect_check_waits_for_suspect_lines(running, tmp_path: Path, monkeypatch) -> None:
+    """A line that kills the server while the file of another batch is checked fails alone."""
+    checking, gate = threading.Event(), threading.Event()
+    check = InputFile.check
+
+    def check_behind_gate(file: InputFile) -> object:
+        checking.set()
+        gate.wait(TIMEOUT_S)
+        return check(file)
+
+    monkeypatch.setattr(InputFile, "check", check_behind_gate)
+    async with running(Routes()) as batches:
+        batch = await begin(batches, lines(range(3)))
+        assert await asyncio.to_thread(checking.wait, TIMEOUT_S)
+        folder = killed(tmp_path / "data", tmp_path / "killed")
+        gate.set()
+    checking.clear()
+    async with running(Routes(), folder) as batches:
+        suspect = batches._around.suspect
+        async with suspect, asyncio.timeout(TIMEOUT_S):
+            while not suspect._waiters and not checking.is_set():
+                await asyncio.sleep(0.005)
+            assert not checking.is_set()
+        await until(batches, batch, Status.COMPLETED)
 
 
 async def test_database_of_the_first_version_is_taken_over(running, tmp_path: Path, clock) -> None:
