@@ -432,7 +432,7 @@ class BatchRun:
 
 async def _on_thread(work: Callable[[], Result]) -> Result:
     """Runs work on a thread. A cancellation takes effect after the work: until then it holds memory."""
-    running = asyncio.create_task(asyncio.to_thread(work))
+    running = asyncio.get_running_loop().run_in_executor(None, work)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
