@@ -9,6 +9,7 @@ from pathlib import Path
 
 import certifi
 import pytest
+from hypothesis import HealthCheck, settings
 
 from penstock.kernels.native import Machine, NativeError
 from penstock.kernels.native.build import NoCompilerError, build
@@ -17,6 +18,11 @@ from penstock.kernels.native.build import NoCompilerError, build
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read when torch is loaded. The models are tiny: two threads take many times as long as one where cores are shared.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# By default an example that takes 200 ms fails, and so does a test whose examples are made slowly.
+if settings.get_current_profile_name() != "mutants":
+    settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any speed")
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS_VARIABLE = "PENSTOCK_TEST_MODELS"

@@ -57,11 +57,12 @@ def test_the_time_of_each_thread_is_seen() -> None:
     before = processes.thread_seconds(os.getpid())
     thread.start()
     try:
-        time.sleep(0.3)
-        after = processes.thread_seconds(os.getpid())
+        give_up_s = time.monotonic() + 120
+        while sum((after := processes.thread_seconds(os.getpid())).values()) - sum(before.values()) <= 0.05:
+            assert time.monotonic() < give_up_s, "no thread has worked"
     finally:
         stop.set()
         thread.join()
     (new,) = after.keys() - before.keys()
     assert new[:2] == (os.getpid(), thread.native_id)
-    assert after[new] > 0.02
+    assert after[new] > 0

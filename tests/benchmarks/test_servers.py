@@ -36,7 +36,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pid: int) -> bool:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 120
     while is_running(pid) and time.monotonic() < until:
         time.sleep(0.02)
     return not is_running(pid)

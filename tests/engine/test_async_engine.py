@@ -19,6 +19,8 @@ from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
 
+from ..waiting import until
+
 TEXTS = ["", "a", "The quick brown fox.", "naïve café — 東京 🚀", *("word " * n for n in (3, 31, 64, 200))]
 PARAMS = PoolingParams()
 
@@ -115,15 +117,24 @@ async def test_too_long_an_input_is_refused_or_cut(engine: AsyncEngine, minilm_f
         await engine.embed([text], PoolingParams(truncate_prompt_tokens=257))
 
 
-async def test_a_full_queue_refuses_the_whole_request_and_keeps_what_it_has(engine: AsyncEngine) -> None:
+async def test_a_full_queue_refuses_the_whole_request_and_keeps_what_it_has(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (replica,) = engine._dispatcher.replicas
+    receive, held = replica.receive_rows, []
+    monkeypatch.setattr(replica, "receive_rows", lambda *message: held.append(message))  # no answer comes
+    num_refused = engine.stats().num_refused_total
     texts = ["word " * 100] * 100  # 10,200 tokens: two fill the queue
     tasks = [asyncio.create_task(engine.embed(texts, PARAMS)) for _ in range(4)]
     assert not engine.is_full
     engine.check_room()
-    while not engine.is_full:
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.stats().num_refused_total == num_refused + 2)
+    assert engine.is_full
     with pytest.raises(errors.EngineOverloadedError):
         engine.check_room()
+    monkeypatch.setattr(replica, "receive_rows", receive)
+    for message in held:
+        receive(*message)
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert not engine.is_full
     refused = [r for r in results if isinstance(r, errors.EngineOverloadedError)]
@@ -162,8 +173,8 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest(config: EngineCo
     engine = await AsyncEngine.start(config)
     try:
         running = asyncio.create_task(engine.embed(["word " * 100] * 20, PARAMS))
-        await asyncio.sleep(0.1)
-        drained = asyncio.create_task(engine.drain(timeout_s=30))
+        await until(lambda: running.done() or engine.stats().num_requests == 1)
+        drained = asyncio.create_task(engine.drain(timeout_s=240))
         await asyncio.sleep(0)
         with pytest.raises(errors.EngineUnavailableError, match="shutting down"):
             await engine.embed(["late"], PARAMS)

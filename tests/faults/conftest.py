@@ -27,7 +27,7 @@ from penstock.server.settings import ServerSettings
 from ..ports import free_port
 
 Serving = Callable[[Path], AbstractAsyncContextManager[tuple[httpx.AsyncClient, AsyncEngine]]]
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 240
 COMMAND = (sys.executable, "-P", "-m", "penstock.server")
 MIB = 2**20
 POISONED_ID = 5_000
@@ -71,7 +71,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
-        rows = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        rows = httpx.get(f"{self.url}/metrics", timeout=120).text.splitlines()
         return sum(float(row.rpartition(" ")[2]) for row in rows if row.startswith((name + "{", name + " ")))
 
     def wait_until(self, path: str, status: int) -> float:
@@ -80,7 +80,7 @@ class Server:
         while time.monotonic() < began_s + START_TIMEOUT_S:
             assert self.process.poll() is None, self.log.read_text()
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}{path}", timeout=10).status_code == status:
+                if httpx.get(f"{self.url}{path}", timeout=60).status_code == status:
                     return time.monotonic() - began_s
             time.sleep(0.05)
         raise AssertionError(f"{path} was not {status} after {START_TIMEOUT_S} s:\n{self.log.read_text()}")

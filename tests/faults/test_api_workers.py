@@ -78,11 +78,11 @@ def connect() -> Iterator[Connect]:
     """Connect to a server until the test has ended."""
     with contextlib.ExitStack() as connections:
         yield lambda processes: connections.enter_context(
-            socket.create_connection(("127.0.0.1", processes.server.port), timeout=60)
+            socket.create_connection(("127.0.0.1", processes.server.port), timeout=240)
         )
 
 
-def wait_for(condition, timeout_s: float = 60.0) -> None:
+def wait_for(condition, timeout_s: float = 120.0) -> None:
     ends_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < ends_s, "it did not come"
@@ -98,15 +98,17 @@ def connections_to_all(processes: Processes, connect: Connect) -> dict[int, sock
     """An open connection to each worker."""
     found: dict[int, socket.socket] = {}
     wait_for(lambda: len(processes.workers()) == NUM_WORKERS)
-    for _ in range(400):
+
+    def is_complete() -> bool:
         connection = connect(processes)
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-        found.setdefault(processes.worker_of(connection), connection)
-        if len(found) == NUM_WORKERS:
-            return found
-        time.sleep(0.02)  # a new process takes no connection before it can answer
-    raise AssertionError(f"connections came to {len(found)} workers")
+        if found.setdefault(processes.worker_of(connection), connection) is not connection:
+            connection.close()
+        return len(found) == NUM_WORKERS
+
+    wait_for(is_complete)  # a new process takes no connection before it can answer
+    return found
 
 
 def answer(connection: socket.socket) -> tuple[int, dict[str, object]]:
@@ -199,11 +201,14 @@ def test_any_of_them_tells_the_figures_of_all(running: Processes, connect: Conne
 
 def test_one_that_is_killed_loses_its_own_connections_and_is_replaced(running: Processes, connect: Connect) -> None:
     connections = connections_to_all(running, connect)
+    (engine,) = running.engines()
+    os.kill(engine, signal.SIGSTOP)  # nothing is answered before the process is killed
     for connection in connections.values():
         connection.sendall(request({"input": LONG * 2}))
     wait_for(lambda: metric(running.server.url, "penstock_engine_requests") >= NUM_WORKERS)
     victim = next(iter(connections))
     os.kill(victim, signal.SIGKILL)
+    os.kill(engine, signal.SIGCONT)
     outcomes = {}
     for pid, connection in connections.items():
         try:
@@ -232,10 +237,11 @@ def test_no_new_connection_fails_while_one_is_replaced(running: Processes) -> No
 
 def test_an_engine_that_is_killed_takes_what_was_under_way_and_no_more(running: Processes, connect: Connect) -> None:
     connections = connections_to_all(running, connect)
+    (engine,) = running.engines()
+    os.kill(engine, signal.SIGSTOP)  # nothing is answered before it is killed
     for connection in connections.values():
         connection.sendall(request({"input": LONG * 4}))
     wait_for(lambda: metric(running.server.url, "penstock_engine_requests") >= NUM_WORKERS)
-    (engine,) = running.engines()
     os.kill(engine, signal.SIGKILL)
     assert [answer(connection)[0] for connection in connections.values()] == [503] * NUM_WORKERS
     running.server.wait_until("/health/ready", 200)
@@ -321,12 +327,14 @@ def test_one_that_is_asked_to_end_takes_nothing_new(running: Processes, connect:
     connections[victim].sendall(request({"input": LONG * 4}))
     wait_for(lambda: metric(running.server.url, "penstock_engine_requests") >= 1)
     os.kill(victim, signal.SIGTERM)
-    time.sleep(0.2)  # it has heard it, and finishes what it runs
-    for _ in range(20):
-        connection = connect(running)
-        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-        assert running.worker_of(connection) != victim
+
+    def goes_elsewhere() -> bool:
+        with connect(running) as connection:
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            return running.worker_of(connection) != victim
+
+    wait_for(lambda: all(goes_elsewhere() for _ in range(20)))
     assert answer(connections[victim])[0] == 200
     wait_for(lambda: len(running.workers()) == NUM_WORKERS and victim not in running.workers())
 
@@ -337,8 +345,8 @@ def test_nothing_outlives_a_supervisor_that_is_killed(launch, tmp_path: Path) ->
     assert len(children) == 3
     server.process.kill()
     server.process.wait()
-    wait_for(lambda: not any("penstock" in command_of(pid) for pid in children), 20)
-    wait_for(lambda: not list(tmp_path.glob("penstock-*")), 5)
+    wait_for(lambda: not any("penstock" in command_of(pid) for pid in children))
+    wait_for(lambda: not list(tmp_path.glob("penstock-*")))
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server(launch, tmp_path: Path, minilm_folder: Path) -> None:
@@ -352,5 +360,5 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(launch, tmp_path: Path, m
                 data[: len(data) // 2] if file.suffix == ".safetensors" else data
             )
     server = launch("--api-workers", "2", model=broken, ready=False)
-    assert server.process.wait(60) == 2
+    assert server.process.wait(240) == 2
     assert "safetensors" in server.log.read_text()

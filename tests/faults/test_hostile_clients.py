@@ -38,7 +38,7 @@ async def others_are_served(server, what: str, max_mib: float = 150) -> AsyncIte
     async def look(path: str) -> None:
         nonlocal peak
         body = {"input": "x"} if path == "/v1/embeddings" else None
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
             while True:
                 began_s = time.monotonic()
                 response = await client.request("POST" if body else "GET", path, json=body)
@@ -133,7 +133,7 @@ async def test_a_client_that_sends_no_more_is_answered(server) -> None:
         writer.write(head(f"Content-Length: {len(content)}") + content)
         writer.write_eof()
         began_s = time.monotonic()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             answer = await reader.read()
         print(f"an answer of {len(answer)} bytes after {time.monotonic() - began_s:.1f} s")
         assert answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200 "), num_asked
@@ -149,7 +149,7 @@ async def test_a_client_that_closes_its_connection_ends_its_work(server) -> None
     writer.close()
     began_s = time.monotonic()
     while server.metric("penstock_engine_requests"):
-        assert time.monotonic() < began_s + 10
+        assert time.monotonic() < began_s + 120
         await asyncio.sleep(0.05)
     print(f"the engine had let go of it {time.monotonic() - began_s:.1f} s after its client left")
 
@@ -164,7 +164,7 @@ async def test_odd_requests_get_an_answer_below_500(server) -> None:
         *('{"' + "k" * 100_000 + '": 1}', "{" + ",".join(f'"{i}": 1' for i in range(50_000)) + "}", "\ufeff" + good),
     ]
     seen: dict[int, int] = {}
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         for path in ("/v1/embeddings", "/embed", "/v2/embed", "/rerank", "/classify", "/similarity", "/pooling"):
             for body in bodies:
                 response = await client.post(path, content=body.encode())
@@ -235,7 +235,7 @@ async def test_clients_that_stall_in_large_bodies(launch) -> None:
 async def test_a_body_of_millions_of_wrong_entries(server, path: str, form: bytes, unit: bytes) -> None:
     content = form % (b"[" + b",".join([unit] * (32 * MIB // (len(unit) + 1))) + b"]")
     what = f"{path} with 32 MiB of {unit.decode()}"
-    client = httpx.AsyncClient(base_url=server.url, timeout=60)
+    client = httpx.AsyncClient(base_url=server.url, timeout=240)
     async with others_are_served(server, what, max_mib=150), client:
         response = await client.post(path, content=content)
     assert response.status_code in (400, 413, 422)

@@ -169,8 +169,8 @@ def resident(server: Server) -> int:
 
 
 def settled(server: Server, enough: int) -> int:
-    """The memory of the server process. Waits a few seconds for it to fall to `enough`."""
-    ends_s = time.monotonic() + 5
+    """The memory of the server process. Waits up to a minute for it to fall to `enough`."""
+    ends_s = time.monotonic() + 60
     while (now := resident(server)) > enough and time.monotonic() < ends_s:
         time.sleep(0.1)
     return now

@@ -71,11 +71,11 @@ def test_clients_that_hang_up_leave_nothing_behind(server) -> None:
     asyncio.run(run())
     left_s = time.monotonic()
     while server.metric("penstock_engine_requests") or server.metric("penstock_engine_queued_tokens"):
-        assert time.monotonic() < left_s + 60, "abandoned work went on"
+        assert time.monotonic() < left_s + 240, "abandoned work went on"
         time.sleep(0.05)
     idle_s = time.monotonic()
     while server.num_files() > files + 5:
-        assert time.monotonic() < idle_s + 30, "connections stayed open"
+        assert time.monotonic() < idle_s + 240, "connections stayed open"
         time.sleep(0.05)
     grown = (server.resident_bytes() - memory) / MIB
     print(
@@ -122,12 +122,12 @@ def test_an_engine_that_is_killed_is_replaced_while_the_server_stays_alive(serve
         readies: Counter[int] = Counter()
         while await look("/health/ready", readies) != 200 or 503 not in readies:
             await look("/health/live", lives)
-            assert time.monotonic() < killed_s + 90
+            assert time.monotonic() < killed_s + 240
             await asyncio.sleep(0.02)
         ready_s = time.monotonic()
         before = statuses[200]
         while statuses[200] == before:
-            assert time.monotonic() < ready_s + 60
+            assert time.monotonic() < ready_s + 240
             await asyncio.sleep(0.05)
         stop.set()
         await asyncio.gather(*asking)

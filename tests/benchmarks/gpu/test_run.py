@@ -12,6 +12,8 @@ from gpu.kernel_table import KERNELS
 from gpu.phases import PHASES
 from gpu.run import PROGRAM, end, phase_limit_s, run_phase
 
+from ...waiting import wait_until
+
 SLOW = ("engine", "peer", "http")
 """They start engines and servers."""
 
@@ -94,11 +96,16 @@ def test_seconds_replace_the_limit_of_a_single_phase(
 
 
 def test_a_phase_out_of_time_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = 'import sys, time; print(\'{"name": "first"}\', flush=True); time.sleep(600)'
-    found = run_instead(code, monkeypatch, seconds=1.5)
+    begun = tmp_path / "begun"
+    code = f"""
+import pathlib, time
+print('{{"name": "first"}}', flush=True)
+pathlib.Path({str(begun)!r}).touch()
+time.sleep(600)
+"""
+    found = run_instead(code, monkeypatch, seconds=1.5, begun=begun)
     assert found["rows"] == [{"name": "first"}]
     assert found["error"] == "ended after 2 s, its limit"
-    assert found["seconds"] < 30
 
 
 def test_a_phase_that_fails_keeps_its_rows_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +130,7 @@ process.wait()
         assert process.stdout is not None
         child = int(process.stdout.readline())
         end(process)
-    for _ in range(100):
+    for _ in range(2_400):
         stat = Path(f"/proc/{child}/stat")
         if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
             return
@@ -131,12 +138,16 @@ process.wait()
     pytest.fail("it runs on")
 
 
-def run_instead(code: str, monkeypatch: pytest.MonkeyPatch, seconds: float = 60.0) -> dict[str, Any]:
-    """Runs a phase whose process is another program."""
+def run_instead(
+    code: str, monkeypatch: pytest.MonkeyPatch, seconds: float = 60.0, begun: Path | None = None
+) -> dict[str, Any]:
+    """Runs a phase whose process is another program; its time begins when the file `begun` is there."""
     popen = subprocess.Popen
 
     def start(command: list[str], **options: Any) -> Any:
-        return popen([sys.executable, "-c", code], **options)
+        process = popen([sys.executable, "-c", code], **options)
+        wait_until(lambda: begun is None or begun.exists())
+        return process
 
     monkeypatch.setattr(subprocess, "Popen", start)
     try:

@@ -118,15 +118,15 @@ def test_stop_ends_the_loop_after_the_step_that_runs() -> None:
     steps = Steps(runner, load=False)
     thread = threading.Thread(target=steps.core.run)
     answered, running = threading.Event(), threading.Event()
-    runner.hook = lambda chunks: (running.set(), answered.wait(10))
+    runner.hook = lambda chunks: (running.set(), answered.wait(120))
     thread.start()
     while not steps.messages:
         time.sleep(0.001)
     steps.submit(1, 5)
-    assert running.wait(10)
+    assert running.wait(120)
     steps.core.stop()
     answered.set()
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive()
     assert steps.answers == {1: {0: [5.0]}}
     steps.submit(2, 5)

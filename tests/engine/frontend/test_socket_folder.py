@@ -34,7 +34,7 @@ def test_processes_meet_in_it(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         listener.bind(address)
         listener.listen()
         with subprocess.Popen([sys.executable, "-P", "-c", ANSWER, address], pass_fds=folder.descriptors):
-            listener.settimeout(20)
+            listener.settimeout(120)
             stream, _ = listener.accept()
             with stream:
                 assert stream.recv(10) == b"hello"

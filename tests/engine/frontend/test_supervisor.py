@@ -21,6 +21,7 @@ from penstock.engine.protocol.ipc.messages import Failed, Frame, LoadFailed, Rea
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 
+from ...waiting import turns
 from ..steps import Row, step_of
 
 
@@ -91,7 +92,7 @@ async def test_a_core_that_ends_as_soon_as_it_is_ready_is_replaced(dispatcher: D
     with pytest.raises(errors.EngineUnavailableError):
         async with dispatcher.open(RequestOptions()) as request:
             await request.run([TokenizedInput(np.zeros(3, np.int32))], PoolingParams())
-    await asyncio.sleep(0.01)
+    await turns()
     assert cores[0].is_closed
     cores[1].ready()
     await asyncio.sleep(0)
@@ -104,7 +105,7 @@ async def test_a_replacement_computes_in_what_was_measured_first(dispatcher: Dis
     supervised = await started(dispatcher, cores)
     assert (cores[0].start_message.config.dtype, cores[0].start_message.config.arithmetic) == ("auto", None)
     cores[0].end("it ended")
-    await asyncio.sleep(0.01)
+    await turns()
     assert (cores[1].start_message.config.dtype, cores[1].start_message.config.arithmetic) == ("bfloat16", "float32")
     await supervised.close()
 
@@ -116,7 +117,7 @@ async def test_a_replacement_loads_the_files_that_the_first_has_found(
     assert cores[0].start_message.config.model == "any"  # a hub id, say, whose `main` may move
     for number in range(2):
         cores[number].end("it ended")
-        await asyncio.sleep(0.01)
+        await turns()
         config = cores[number + 1].start_message.config
         assert (config.model, config.name) == ("/hub/one", "any")
         cores[number + 1].ready()
@@ -127,10 +128,10 @@ async def test_a_replacement_loads_the_files_that_the_first_has_found(
 async def test_a_core_is_not_replaced_while_the_server_ends(dispatcher: Dispatcher, cores: list[Core]) -> None:
     supervised = await started(dispatcher, cores)
     cores[0].end("it ended")
-    await asyncio.sleep(0.01)
+    await turns()
     supervised.drain()
     cores[1].ready()
-    await asyncio.sleep(0.01)
+    await turns()
     assert supervised.state is EngineState.DRAINING
     assert cores[1].is_closed
     await supervised.close()
@@ -223,7 +224,7 @@ async def test_an_engine_says_why_it_takes_nothing(dispatcher: Dispatcher, cores
     with pytest.raises(errors.EngineUnavailableError, match=r"shutting down\. Please try again elsewhere"):
         dispatcher.admission.check()
     cores[0].end("it ended")
-    await asyncio.sleep(0.01)
+    await turns()
     assert len(cores) == 1
     await supervised.close()
     assert supervised.state is EngineState.DEAD
@@ -271,7 +272,7 @@ async def test_a_core_that_is_ready_after_the_end_is_not_used(dispatcher: Dispat
 async def test_closing_ends_a_restart_and_its_core(dispatcher: Dispatcher, cores: list[Core]) -> None:
     supervised = await started(dispatcher, cores)
     cores[0].end("it ended")
-    await asyncio.sleep(0.01)
+    await turns()
     assert not cores[1].is_closed
     await supervised.close()
     (own,) = supervised._supervisors

@@ -65,7 +65,7 @@ class Owner:
         self.threads.add(threading.current_thread())
 
     async def until(self, num_messages: int) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(self.heard) < num_messages:
                 await asyncio.sleep(0.001)
 
@@ -104,7 +104,7 @@ async def test_a_thread_that_fails_says_so_once() -> None:
     owner = Owner()
     await owner.core.start()
     owner.core.send(Turn(0, [], [], [13]), b"frame")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not owner.on_exit.call_count:
             await asyncio.sleep(0.001)
     owner.on_exit.assert_called_once_with("the engine thread failed: RuntimeError('made up')")
@@ -116,7 +116,7 @@ async def test_a_thread_that_ends_unasked_says_so() -> None:
     await owner.core.start()
     assert owner.core._core is not None
     owner.core._core.stop()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not owner.on_exit.call_count:
             await asyncio.sleep(0.001)
     owner.on_exit.assert_called_once_with("the engine thread ended")
@@ -125,7 +125,7 @@ async def test_a_thread_that_ends_unasked_says_so() -> None:
 async def test_a_core_that_cannot_be_made_is_no_end() -> None:
     owner = Owner("unmakeable")
     with pytest.raises(ModelLoadError, match="no memory"):
-        await asyncio.wait_for(owner.core.start(), 30)
+        await asyncio.wait_for(owner.core.start(), 120)
     owner.on_exit.assert_not_called()
     await owner.core.close()
 
@@ -137,11 +137,11 @@ async def test_stuck_thread_is_left_behind() -> None:
     assert isinstance(core, Core)
     assert thread is not None
     core.on_stuck("A forward has not ended.")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not owner.on_exit.call_count:
             await asyncio.sleep(0.001)
     owner.on_exit.assert_called_once_with("the engine thread is stuck: A forward has not ended.")
-    await asyncio.wait_for(owner.core.close(), 30)
+    await asyncio.wait_for(owner.core.close(), 120)
     assert thread.is_alive()
     num_heard = len(owner.heard)
     owner.core.send(Turn(0, [], [], [5]), b"frame")  # its answer comes too late
@@ -160,6 +160,6 @@ async def test_thread_that_is_stuck_at_the_end_is_left_behind() -> None:
     assert not closing.done()
     assert isinstance(owner.core._core, Core)
     owner.core._core.on_stuck("A forward has not ended.")
-    await asyncio.wait_for(closing, 30)
+    await asyncio.wait_for(closing, 120)
     owner.on_exit.assert_not_called()
     owner.core._core.released.set()

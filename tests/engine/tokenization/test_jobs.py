@@ -55,7 +55,7 @@ async def test_short_jobs_share_a_thread_and_do_not_wait_for_a_long_one(jobs: To
     may_end = threading.Event()
 
     def wait(_: IsGone) -> int:
-        may_end.wait(10)
+        may_end.wait(280)
         return -1
 
     def thread(_: IsGone) -> int:
@@ -82,15 +82,15 @@ async def test_a_job_learns_that_its_caller_has_gone(jobs: TokenizerJobs) -> Non
     task = asyncio.create_task(jobs.run(work, 1))
     await began.wait()
     task.cancel()
-    await asyncio.wait_for(gone.wait(), 10)
+    await asyncio.wait_for(gone.wait(), 120)
 
 
 async def test_closing_leaves_nobody_waiting(jobs: TokenizerJobs) -> None:
     may_end = threading.Event()
-    tasks = [asyncio.create_task(jobs.run(lambda _: may_end.wait(10), LONG_JOB + 1)) for _ in range(8)]
+    tasks = [asyncio.create_task(jobs.run(lambda _: may_end.wait(280), LONG_JOB + 1)) for _ in range(8)]
     await asyncio.sleep(0)
     jobs.close()
-    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 120)
     may_end.set()
     assert all(isinstance(result, EngineUnavailableError) for result in results)
     with pytest.raises(EngineUnavailableError):
@@ -106,7 +106,7 @@ async def test_a_machine_without_threads_leaves_nobody_waiting(
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(EngineUnavailableError, match="can't start new thread"):
-            await asyncio.wait_for(jobs.run(work_of(1), 1), 10)
+            await asyncio.wait_for(jobs.run(work_of(1), 1), 120)
 
 
 def test_portions_are_bounded_and_leave_nothing_out() -> None:

@@ -28,7 +28,7 @@ def begin(encoder: NativeEncoder, texts: Texts) -> NativeForward:
 
 def wait_for_lanes(machine: Machine) -> None:
     """Lanes that begin, or were woken for what others took, are free a moment later."""
-    until_s = time.monotonic() + 10
+    until_s = time.monotonic() + 120
     while machine.num_free < machine.num_lanes:
         assert time.monotonic() < until_s
         time.sleep(0.001)

@@ -4,84 +4,103 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
-import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.server.middleware import refusal_pace
-from penstock.server.middleware.refusal_pace import LONGEST_S, PER_TICK, RefusalPace, longest_wait_s
-
-TICK_S = 0.02
+from penstock.server.middleware.refusal_pace import LONGEST_S, PER_TICK, TICK_S, RefusalPace, longest_wait_s
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal_pace, "TICK_S", TICK_S)
+class Clock:
+    """Time that passes only where a test says so, and what is to be called at the next tick."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.due: list[Callable[[], None]] = []
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
+        assert delay_s == TICK_S
+        self.due.append(call)
+
+    def create_future(self) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+    def tick(self, seconds: float = TICK_S) -> bool:
+        """Lets `seconds` pass; returns whether the pace had asked for a tick."""
+        self.now_s += seconds
+        due, self.due = self.due, []
+        for call in due:
+            call()
+        return bool(due)
 
 
-def ticks(times_s: list[float]) -> list[int]:
-    """Return how many went out in each tick, given when each did."""
-    groups = [1]
-    for earlier, later in itertools.pairwise(times_s):
-        if later - earlier < TICK_S / 2:
-            groups[-1] += 1
-        else:
-            groups.append(1)
-    return groups
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(refusal_pace, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
+    return clock
 
 
-async def released(pace: RefusalPace, number: int) -> list[tuple[float, int]]:
-    """Add so many at once; return when each went out, and which."""
-    out: list[tuple[float, int]] = []
+def released(pace: RefusalPace, clock: Clock, number: int) -> list[list[int]]:
+    """Add so many at once; return which of them each tick released."""
+    out: list[int] = []
 
     def release(index: int) -> bool:
-        out.append((time.monotonic(), index))
+        out.append(index)
         return True
 
     for index in range(number):
         pace.add(functools.partial(release, index))
     assert not out
-    while len(out) < number:
-        await asyncio.sleep(TICK_S / 4)
-    return out
+    ticks = []
+    while clock.tick():
+        ticks.append(out.copy())
+        out.clear()
+    return ticks
+
+
+def sizes(ticks: list[list[int]]) -> list[int]:
+    return [len(tick) for tick in ticks]
 
 
 @pytest.mark.parametrize(
-    ("number", "groups"), [(1, [1]), (PER_TICK, [PER_TICK]), (2 * PER_TICK + 3, [PER_TICK, PER_TICK, 3])]
+    ("number", "expected"), [(1, [1]), (PER_TICK, [PER_TICK]), (2 * PER_TICK + 3, [PER_TICK, PER_TICK, 3])]
 )
-async def test_so_many_a_tick_in_their_order(number: int, groups: list[int]) -> None:
+def test_so_many_a_tick_in_their_order(clock: Clock, number: int, expected: list[int]) -> None:
     pace = RefusalPace(max_waiting=1000)
     for _ in range(2):  # after a pause it begins anew
-        out = await released(pace, number)
-        assert [index for _, index in out] == list(range(number))
-        assert ticks([time_s for time_s, _ in out]) == groups
+        ticks = released(pace, clock, number)
+        assert [index for tick in ticks for index in tick] == list(range(number))
+        assert sizes(ticks) == expected
 
 
-async def test_no_refusal_waits_longer_than_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal_pace, "LONGEST_S", 3 * TICK_S)
-    out = await released(RefusalPace(max_waiting=10_000), 1000)
-    groups = ticks([time_s for time_s, _ in out])
-    assert groups[:2] == [PER_TICK] * 2
-    assert len(groups) <= 4
+def test_no_refusal_waits_longer_than_the_longest(clock: Clock) -> None:
+    num_ticks = round(LONGEST_S / TICK_S)
+    number = 2 * num_ticks * PER_TICK
+    ticks = sizes(released(RefusalPace(max_waiting=10_000), clock, number))
+    assert ticks[:-1] == [PER_TICK] * len(ticks[:-1])
+    assert len(ticks) in (num_ticks, num_ticks + 1)  # the sum of the ticks is rounded
 
 
-async def test_more_than_may_wait_go_out_at_once() -> None:
-    out = await released(RefusalPace(max_waiting=15), 100)
-    assert ticks([time_s for time_s, _ in out]) == [85, PER_TICK, 5]
+def test_more_than_may_wait_go_out_at_once(clock: Clock) -> None:
+    assert sizes(released(RefusalPace(max_waiting=15), clock, 100)) == [85, PER_TICK, 5]
 
 
-async def test_one_that_fails_stops_none_behind_it() -> None:
+def test_one_that_fails_stops_none_behind_it(clock: Clock) -> None:
     pace = RefusalPace(max_waiting=1000)
-    failures: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["exception"]))
 
     def fail() -> bool:
         raise ValueError("sent to nobody")
 
     pace.add(fail)
-    assert len(await released(pace, 3)) == 3
-    assert [str(failure) for failure in failures] == ["sent to nobody"]
+    with pytest.raises(ValueError, match="sent to nobody"):
+        clock.tick()
+    assert sizes(released(pace, clock, 3)) == [3]
 
 
 async def test_a_turn_whose_request_was_cancelled_is_passed_over() -> None:
@@ -97,31 +116,25 @@ async def test_a_turn_whose_request_was_cancelled_is_passed_over() -> None:
     assert tasks[0].cancelled()
 
 
-async def test_turns_are_counted_unless_their_request_was_cancelled() -> None:
+async def test_turns_are_counted_unless_their_request_was_cancelled(clock: Clock) -> None:
     pace = RefusalPace(max_waiting=1000)
-    times_s: list[float] = []
-
-    async def take() -> None:
-        await pace.turn()
-        times_s.append(time.monotonic())
-
-    tasks = [asyncio.create_task(take()) for _ in range(2 * PER_TICK + 1)]
-    await asyncio.sleep(0)
-    tasks[0].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert ticks(times_s) == [PER_TICK, PER_TICK]
+    turns = [asyncio.ensure_future(pace.turn()) for _ in range(2 * PER_TICK + 1)]
+    turns[0].cancel()
+    for num_done in (PER_TICK, 2 * PER_TICK):
+        assert clock.tick()
+        assert sum(turn.done() and not turn.cancelled() for turn in turns) == num_done
+    assert not clock.due
 
 
 @pytest.mark.parametrize("num_left", [1, PER_TICK - 1, 10 * PER_TICK + 1])
-async def test_what_did_not_go_out_takes_nobodys_place(num_left: int) -> None:
+def test_what_did_not_go_out_takes_nobodys_place(clock: Clock, num_left: int) -> None:
     pace = RefusalPace(max_waiting=1000)
     for _ in range(num_left):
         pace.add(lambda: False)
-    out = await released(pace, PER_TICK)
-    assert ticks([time_s for time_s, _ in out]) == [PER_TICK]
+    assert sizes(released(pace, clock, PER_TICK)) == [PER_TICK]
 
 
-async def test_who_can_wait_for_less_goes_first() -> None:
+def test_who_can_wait_for_less_goes_first(clock: Clock) -> None:
     pace = RefusalPace(max_waiting=1000)
     order: list[float] = []
 
@@ -131,7 +144,7 @@ async def test_who_can_wait_for_less_goes_first() -> None:
 
     for within_s in (2.0, 2.0, 0.5, 1.0, 9.0):
         pace.add(functools.partial(release, within_s), within_s=within_s)
-    await released(pace, 1)
+    released(pace, clock, 1)
     assert order == [0.5, 1.0, 2.0, 2.0, 9.0]
 
 

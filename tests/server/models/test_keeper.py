@@ -14,6 +14,8 @@ from penstock.server.models.keeper import KeeperLimits, ModelKeeper
 from penstock.server.models.model_entry import ModelEntry, ModelStatus
 from penstock.server.models.served_model import ServedModel
 
+from ...waiting import turns, until
+
 MIB = 1 << 20
 
 
@@ -48,7 +50,7 @@ class Shelf:
 
     def keeper(self, *names: str, models: tuple[ServedModel, ...] = (), **limits: object) -> ModelKeeper:
         made = models or tuple(self.model(name) for name in names)
-        return ModelKeeper(made, KeeperLimits(**{"drain_timeout_s": 0.2, "wait_s": 2.0, **limits}))
+        return ModelKeeper(made, KeeperLimits(**{"drain_timeout_s": 0.2, "wait_s": 120.0, **limits}))
 
 
 @pytest.fixture
@@ -71,8 +73,7 @@ async def test_requests_for_one_model_wait_for_one_load(shelf: Shelf) -> None:
     shelf.gates["a"] = asyncio.Event()
     (entry,) = keeper.entries
     waiting = [asyncio.create_task(keeper.acquire(entry)) for _ in range(5)]
-    await asyncio.sleep(0.01)
-    assert (entry.state, len(entry.waiters)) == ("starting", 5)
+    await until(lambda: (entry.state, len(entry.waiters)) == ("starting", 5))
     shelf.gates["a"].set()
     engines = await asyncio.gather(*waiting)
     assert len({id(engine) for engine in engines}) == 1
@@ -86,7 +87,7 @@ async def test_a_request_that_gives_up_leaves_nothing_behind(shelf: Shelf) -> No
     shelf.gates["a"] = asyncio.Event()
     (entry,) = keeper.entries
     waiting = [asyncio.create_task(keeper.acquire(entry)) for _ in range(2)]
-    await asyncio.sleep(0.01)
+    await until(lambda: len(entry.waiters) == 2)
     waiting[0].cancel()
     shelf.gates["a"].set()
     await waiting[1]
@@ -148,6 +149,7 @@ async def test_those_that_have_given_up_do_not_count_as_waiting(shelf: Shelf, mo
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
     assert a.waiters == []
+    assert await keeper.load(b) is None
     await used(keeper, b)
     await keeper.close()
 
@@ -164,20 +166,19 @@ async def test_without_a_wait_models_are_swapped_all_the_same(shelf: Shelf) -> N
 
 
 async def test_an_operator_unloads_what_is_being_loaded_or_about_to_go(shelf: Shelf) -> None:
-    keeper = shelf.keeper("a", "b", max_loaded=1, drain_timeout_s=0.1, wait_s=5.0)
+    keeper = shelf.keeper("a", "b", max_loaded=1, drain_timeout_s=0.1)
     shelf.gates["a"] = asyncio.Event()
     a, b = keeper.entries
     loading = asyncio.create_task(keeper.load(a))
-    await asyncio.sleep(0.01)
+    await until(lambda: shelf.started == ["a"])
     unloading = asyncio.create_task(keeper.unload(a))
-    await asyncio.sleep(0.01)
+    await turns()
     shelf.gates["a"].set()
     await asyncio.gather(loading, unloading)
     assert a.state == "unloaded"
     await keeper.acquire(a)
     for_b = asyncio.create_task(keeper.acquire(b))
-    while a.status is not ModelStatus.LEAVING:
-        await asyncio.sleep(0.01)
+    await until(lambda: a.status is ModelStatus.LEAVING)
     await keeper.unload(a)  # its request does not end: it is forced
     assert a.state == "unloaded"
     await for_b
@@ -199,10 +200,9 @@ async def test_the_end_in_the_middle_of_a_swap_stops_both(shelf: Shelf) -> None:
     a, b = keeper.entries
     await keeper.acquire(a)
     tasks = [asyncio.create_task(keeper.acquire(b))]
-    while a.status is not ModelStatus.LEAVING:
-        await asyncio.sleep(0.01)
+    await until(lambda: a.status is ModelStatus.LEAVING)
     tasks.append(asyncio.create_task(keeper.acquire(a)))
-    await asyncio.sleep(0.01)
+    await turns()
     await keeper.close()
     assert shelf.closed == ["a"]
     for task in tasks:
@@ -271,14 +271,13 @@ async def test_memory_bounds_what_is_loaded(shelf: Shelf) -> None:
 
 
 async def test_a_model_in_use_is_waited_for_and_its_new_requests_wait(shelf: Shelf) -> None:
-    keeper = shelf.keeper("a", "b", max_loaded=1, drain_timeout_s=1.0)
+    keeper = shelf.keeper("a", "b", max_loaded=1, drain_timeout_s=120.0)
     a, b = keeper.entries
     await keeper.acquire(a)
     for_b = asyncio.create_task(keeper.acquire(b))
-    while a.status is not ModelStatus.LEAVING:
-        await asyncio.sleep(0.01)
+    await until(lambda: a.status is ModelStatus.LEAVING)
     for_a = asyncio.create_task(keeper.acquire(a))
-    await asyncio.sleep(0.02)
+    await turns()
     assert not for_b.done()
     assert shelf.closed == []  # the request that runs keeps its engine
     a.leave(0.0)
@@ -291,17 +290,17 @@ async def test_a_model_in_use_is_waited_for_and_its_new_requests_wait(shelf: She
 
 
 async def test_a_long_request_keeps_its_model_and_those_behind_it_go_on(shelf: Shelf) -> None:
-    keeper = shelf.keeper("a", "b", max_loaded=1, drain_timeout_s=0.05, wait_s=0.3)
+    keeper = shelf.keeper("a", "b", max_loaded=1, drain_timeout_s=0.05)
     a, b = keeper.entries
     await keeper.acquire(a)
     for_b = asyncio.create_task(keeper.acquire(b))
-    while a.status is not ModelStatus.LEAVING:
-        await asyncio.sleep(0.01)
-    await asyncio.wait_for(keeper.acquire(a), 1)  # a stays, as its first request does not end
-    with pytest.raises(EngineUnavailableError):
-        await for_b
+    await until(lambda: a.status is ModelStatus.LEAVING)
+    await keeper.acquire(a)  # a stays, as its first request does not end
+    assert not for_b.done()
     assert shelf.closed == []
     assert a.num_in_use == 2
+    for_b.cancel()
+    await asyncio.gather(for_b, return_exceptions=True)
     await keeper.close()
 
 
@@ -317,8 +316,8 @@ async def test_an_idle_model_leaves_after_its_time(shelf: Shelf) -> None:
     await asyncio.sleep(0.15)
     assert a.state == "ready"
     a.leave(asyncio.get_running_loop().time())
-    await asyncio.sleep(0.2)
-    assert [entry.state for entry in (a, b)] == ["unloaded", "ready"]
+    await until(lambda: a.state == "unloaded")
+    assert b.state == "ready"
     await used(keeper, a)
     assert a.state == "ready"
     await keeper.close()
@@ -330,8 +329,7 @@ async def test_clients_say_how_long_a_model_stays_that_comes_and_goes(shelf: She
     for entry in keeper.entries:
         await used(keeper, entry)
         keeper.keep(entry, 0.0)
-    await asyncio.sleep(0.05)
-    assert [entry.state for entry in keeper.entries] == ["ready", "unloaded", "ready"]
+    await until(lambda: [entry.state for entry in keeper.entries] == ["ready", "unloaded", "ready"])
     await used(keeper, keeper.entries[1])
     assert keeper.entries[1].ttl_s == inf  # what was asked for ended with the model
     await keeper.close()
@@ -355,7 +353,7 @@ async def test_the_end_stops_what_is_being_loaded(shelf: Shelf) -> None:
     a, b = keeper.entries
     await used(keeper, a)
     loading = asyncio.create_task(keeper.acquire(b))
-    await asyncio.sleep(0.01)
+    await until(lambda: "b" in shelf.started)
     await keeper.close()
     assert shelf.closed == ["a"]
     loading.cancel()
@@ -366,12 +364,11 @@ async def test_the_end_stops_what_is_being_loaded(shelf: Shelf) -> None:
 async def test_many_models_under_one_place_all_get_their_turn(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed loops of clients for three models with room for one: nobody starves, no request loses its engine."""
     monkeypatch.setattr(keeper_module, "LEAST_STAY_S", 0.01)
-    keeper = shelf.keeper("a", "b", "c", max_loaded=1, wait_s=5.0)
+    keeper = shelf.keeper("a", "b", "c", max_loaded=1)
     answered = {entry.name: 0 for entry in keeper.entries}
-    ends_s = asyncio.get_running_loop().time() + 1.0
 
     async def client(entry: ModelEntry) -> None:
-        while asyncio.get_running_loop().time() < ends_s:
+        while min(answered.values()) < 3:
             if entry.status is ModelStatus.LOADED:
                 entry.enter()
                 engine = entry.engine
@@ -382,8 +379,8 @@ async def test_many_models_under_one_place_all_get_their_turn(shelf: Shelf, monk
             answered[entry.name] += 1
             entry.leave(asyncio.get_running_loop().time())
 
-    await asyncio.gather(*(client(entry) for entry in keeper.entries for _ in range(3)))
-    assert min(answered.values()) >= 3
+    async with asyncio.timeout(120):
+        await asyncio.gather(*(client(entry) for entry in keeper.entries for _ in range(3)))
     assert sum(entry.takes_room for entry in keeper.entries) <= 1
     await keeper.close()
 

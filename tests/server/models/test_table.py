@@ -89,13 +89,16 @@ async def test_a_request_that_waits_for_its_model_keeps_its_deadline(make_engine
         ServedModel(("one",), partial(started, make_engine(name="one"))),
         ServedModel(("two",), start, is_preloaded=False),
     ]
-    app = create_app(models, ServerSettings(load_wait_s=0.2))
+    body, hurried = {"input": "a", "model": "two"}, {"x-request-timeout": "0.05"}
+    app = create_app(models, ServerSettings(load_wait_s=0.05))
     async with app.router.lifespan_context(app), client_of(app) as client:
         await app.state.startup.wait()
-        body, hurried = {"input": "a", "model": "two"}, {"x-request-timeout": "0.05"}
-        assert (await client.post("/v1/embeddings", json=body, headers=hurried)).status_code == 408
         waited = await client.post("/v1/embeddings", json=body)
         assert (waited.status_code, waited.headers["retry-after"]) == (503, "1")
+    app = create_app(models, ServerSettings(load_wait_s=300.0))
+    async with app.router.lifespan_context(app), client_of(app) as client:
+        await app.state.startup.wait()
+        assert (await client.post("/v1/embeddings", json=body, headers=hurried)).status_code == 408
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200  # the other model answers
         may_load.set()
         assert (await client.post("/v1/embeddings", json=body)).status_code == 200

@@ -119,7 +119,7 @@ async def ask(port: int, *requests: bytes) -> list[Answer]:
                 answers.append(answer)
 
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             reading = asyncio.create_task(read())
             for sent in requests:
                 writer.write(sent)

@@ -22,6 +22,7 @@ from penstock.server.settings import ServerSettings
 from penstock.server.transport.connection import Part
 from penstock.server.transport.http_server import HttpServer
 
+from ...waiting import until
 from ..conftest import FakeEngine
 from .sockets import ask, read_answer, request, served
 
@@ -71,6 +72,12 @@ NOT_SHED: dict[str, dict[str, Any]] = {
     "/ping": {},
     **{path: {} for path in WRITE_TEXT},
 }
+
+
+async def at_work(server: HttpServer) -> Any:
+    """Waits until a connection has a request under way, and returns it."""
+    await until(lambda: any(not c.is_between_requests for c in server.server_state.connections))  # type: ignore[union-attr]
+    return next(c for c in server.server_state.connections if not c.is_between_requests)  # type: ignore[union-attr]
 
 
 @pytest.fixture(autouse=True)
@@ -167,8 +174,7 @@ async def test_a_body_that_is_waited_for_need_not_come(engine: FakeEngine) -> No
             writer.write(late)
             await writer.drain()
             writer.close()
-            await asyncio.sleep(0.05)
-            assert not server.server_state.connections
+            await until(lambda: not server.server_state.connections)
     assert not engine.calls
 
 
@@ -189,8 +195,7 @@ async def test_the_last_answer_is_not_taken_back_by_a_body_on_its_way(engine: Fa
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
         writer.close()
-        await asyncio.sleep(0.05)
-        assert not server.server_state.connections
+        await until(lambda: not server.server_state.connections)
 
 
 async def test_which_of_several_models_is_meant_is_read_first(engine: FakeEngine) -> None:
@@ -301,12 +306,10 @@ async def test_the_end_of_the_server_waits_for_nobody(engine: FakeEngine, monkey
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request("/v1/embeddings", {"input": "a"}))
-        await asyncio.sleep(0.05)
-        (connection,) = server.server_state.connections
-        assert not connection.is_between_requests  # type: ignore[union-attr]
-        assert not connection.is_idle  # type: ignore[union-attr]
-        assert connection.owed() is None  # type: ignore[union-attr]
-        async with asyncio.timeout(5):
+        connection = await at_work(server)
+        assert not connection.is_idle
+        assert connection.owed() is None
+        async with asyncio.timeout(120):
             connection.shutdown()
             assert (await reader.read()).startswith(b"HTTP/1.1 429 ")
         writer.close()
@@ -321,9 +324,8 @@ async def test_clients_that_leave_are_no_trouble(engine: FakeEngine, caplog: pyt
             await asyncio.sleep(0)
             writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
             writer.close()
-        await asyncio.sleep(0.3)
-        assert not server.server_state.connections
         ((status, _, _),) = await ask(port, request("/v1/embeddings", {"input": "a"}))
+        await until(lambda: not server.server_state.connections)
     assert status == 429
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -380,9 +382,11 @@ async def test_the_long_way_waits_for_its_turn_and_holds_nothing(
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/invocations"])
 async def test_who_has_less_time_is_told_sooner(engine: FakeEngine, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusal_pace, "PER_TICK", 1)
+    monkeypatch.setattr(refusal_pace, "LONGEST_S", 600.0)
     async with served(engine) as (_, port):
         engine.failure = FULL
-        others = [asyncio.create_task(ask(port, request("/v1/embeddings", {"input": "a"}))) for _ in range(30)]
+        patient = "X-Request-Timeout: 1200"
+        others = [asyncio.create_task(ask(port, request("/v1/embeddings", {"input": "a"}, patient))) for _ in range(30)]
         await asyncio.sleep(0.05)
         await ask(port, request(path, {"input": "a"}, "X-Request-Timeout: 0.2"))
         assert not all(task.done() for task in others)
@@ -403,8 +407,7 @@ async def test_a_body_that_comes_late(engine: FakeEngine) -> None:
         assert owed is not None
         assert owed.part is Part.BODY
         writer.write(sent[-3:])
-        await asyncio.sleep(0.05)
-        assert connection.owed() is None  # type: ignore[union-attr]
+        await until(lambda: connection.owed() is None)  # type: ignore[union-attr]
         assert connection.timeout_keep_alive_task is not None
         engine.failure = None
         writer.write(sent)
@@ -412,14 +415,17 @@ async def test_a_body_that_comes_late(engine: FakeEngine) -> None:
         writer.close()
 
 
-async def test_the_time_of_an_idle_connection_does_not_run_during_a_request(engine: FakeEngine) -> None:
+async def test_the_time_of_an_idle_connection_does_not_run_during_a_request(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusal_pace, "TICK_S", 0.5)
     sent = request("/v1/embeddings", {"input": "a"})
     engine.gate = asyncio.Event()
     async with served(engine, options={"timeout_keep_alive": 60}) as (server, port):
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
-        await asyncio.sleep(0.005)  # less than a tick: its refusal waits
+        await at_work(server)  # its refusal waits for the tick
         engine.failure = None
         writer.write(sent)
         assert (await read_answer(reader)).status == 429

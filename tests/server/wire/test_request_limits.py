@@ -133,10 +133,10 @@ async def test_a_body_that_takes_its_time_takes_it_from_the_deadline(serving, en
         await asyncio.sleep(0.2)
         yield b'"a"}'
 
-    headers = {"content-type": "application/json", "x-request-timeout": "5"}
+    headers = {"content-type": "application/json", "x-request-timeout": "600"}
     async with serving(engine) as client:
         assert (await client.post("/v1/embeddings", content=slow(), headers=headers)).status_code == 200
-        assert options_of(engine).timeout_s < 4.8
+        assert options_of(engine).timeout_s < 599.8
         engine.calls.clear()
         for path, status, headers["x-request-timeout"] in (("/v1/embeddings", 408, "0.1"), ("/embed", 422, "0.1")):
             response = await client.post(path, content=slow(), headers=headers)
@@ -146,7 +146,7 @@ async def test_a_body_that_takes_its_time_takes_it_from_the_deadline(serving, en
 
 async def test_what_the_server_does_before_the_engine_takes_from_the_deadline(serving, engine) -> None:
     async def tokenize(texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        await asyncio.sleep(30)
+        await asyncio.sleep(600)
         return [[1] * 9 for _ in texts]
 
     engine.tokenize = tokenize

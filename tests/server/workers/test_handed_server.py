@@ -32,7 +32,7 @@ async def test_one_that_ends_serves_what_it_was_handed_and_takes_nothing_more() 
     end = HandoverEnd(ours)
     with contextlib.ExitStack() as sockets:
         sockets.enter_context(theirs)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not server.started:
                 await asyncio.sleep(0.005)
             clients = []

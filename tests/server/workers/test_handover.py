@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ import pytest
 
 from penstock.server.workers import handover
 from penstock.server.workers.handover import COUNT_BYTES, Acceptor, HandoverEnd
+
+from ...waiting import turns, until
 
 
 class Server:
@@ -33,7 +34,7 @@ class Server:
         return end, theirs
 
     def connect(self) -> socket.socket:
-        return self.resources.enter_context(socket.create_connection(("127.0.0.1", self.port), timeout=10))
+        return self.resources.enter_context(socket.create_connection(("127.0.0.1", self.port), timeout=120))
 
     def taken(self, end: socket.socket) -> list[socket.socket]:
         found = []
@@ -51,36 +52,31 @@ async def server() -> Iterator[Server]:
     server.resources.close()
 
 
-async def settled() -> None:
-    await asyncio.sleep(0.15)
-
-
 async def test_the_one_with_the_fewest_gets_the_next(server: Server) -> None:
     ends = [server.end() for _ in range(3)]
     for end, _ in ends:
         server.acceptor.add(end)
     clients = [server.connect() for _ in range(30)]
-    await settled()
+    await until(lambda: sum(end.num_open for end, _ in ends) == 30)
     taken = [server.taken(theirs) for _, theirs in ends]
     assert [len(each) for each in taken] == [10, 10, 10]
     ports = {connection.getpeername()[1] for each in taken for connection in each}
     assert ports == {client.getsockname()[1] for client in clients}  # each once
     ends[1][1].send((6).to_bytes(COUNT_BYTES, "little"))  # it tells that six have ended
-    await settled()
-    assert [end.num_open for end, _ in ends] == [10, 4, 10]
+    await until(lambda: [end.num_open for end, _ in ends] == [10, 4, 10])
     for _ in range(6):
         server.connect()
-    await settled()
+    await until(lambda: sum(end.num_open for end, _ in ends) == 30)
     assert [len(server.taken(theirs)) for _, theirs in ends] == [0, 6, 0]
 
 
 async def test_connections_wait_until_somebody_serves(server: Server) -> None:
     client = server.connect()  # by the kernel: nobody is there yet
     client.sendall(b"hello")
-    await settled()
+    await turns()
     end, theirs = server.end()
     server.acceptor.add(end)
-    await settled()
+    await until(lambda: end.num_open == 1)
     (connection,) = server.taken(theirs)
     assert connection.recv(100) == b"hello"
 
@@ -95,14 +91,14 @@ async def test_one_that_has_gone_or_takes_none_is_passed_over(server: Server) ->
         server.acceptor.add(end)
     for _ in range(5):
         server.connect()
-    await settled()
+    await until(lambda: good[0].num_open == 5)
     assert len(server.taken(good[1])) == 5
     server.acceptor.remove(good[0])
     client = server.connect()
     client.sendall(b"hello")
-    await settled()
+    await until(lambda: server.acceptor._waiting is not None)
     server.acceptor.add(good[0])
-    await settled()
+    await until(lambda: good[0].num_open == 6)
     (connection,) = server.taken(good[1])
     assert connection.recv(100) == b"hello"
 
@@ -125,6 +121,6 @@ async def test_too_few_files_are_told_and_waited_for(
     server.acceptor._listener = NoFiles()
     server.acceptor.add(end)
     server.connect()
-    await settled()
+    await until(lambda: end.num_open == 1)
     assert "cannot be accepted now: Too many open files" in caplog.text
     assert len(server.taken(theirs)) == 1

@@ -13,6 +13,8 @@ from penstock.server.workers import http_process
 from penstock.server.workers.http_process import HttpProcess
 from penstock.server.workers.messages import AskFigures, Serving
 
+from ...waiting import turns, until
+
 
 @pytest.fixture
 def worker() -> HttpProcess:
@@ -55,7 +57,7 @@ async def test_one_that_cannot_be_started_is_tried_again_with_pauses(
 
     monkeypatch.setattr(http_process.sys, "executable", "/nowhere/python")  # as where no process can be made
     monkeypatch.setattr(worker, "_pause", pause)
-    await asyncio.wait_for(worker.run(), 5)
+    await asyncio.wait_for(worker.run(), 120)
     assert pauses == [0, 1, 3]
     assert caplog.text.count("could not serve: it ended with the error [Errno 2]") == 3
     assert worker._on_end.call_count == 3  # type: ignore[attr-defined]
@@ -76,15 +78,15 @@ async def test_who_waits_for_the_figures_of_one_that_ends_goes_on_without(
     worker: HttpProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     silent = tmp_path / "silent"
-    silent.write_text("#!/bin/sh\nexec sleep 60\n")
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
     silent.chmod(0o755)
     monkeypatch.setattr(http_process.sys, "executable", str(silent))
     living = asyncio.create_task(worker._live())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while worker._channel is None:
             await asyncio.sleep(0.005)
-        asking = asyncio.create_task(worker.ask_figures(60))
-        await asyncio.sleep(0.05)
+        asking = asyncio.create_task(worker.ask_figures(600))
+        await turns()
         worker.kill()
         await living
         await asking
@@ -114,7 +116,16 @@ async def test_a_pause_ends_when_the_server_stops(worker: HttpProcess, monkeypat
 
     monkeypatch.setattr(worker, "_live", live)
     monkeypatch.setattr(http_process, "_MAX_PAUSE_S", 600.0)
+    pauses: list[float] = []
+    pause = worker._pause
+
+    async def noted(seconds: float) -> None:
+        pauses.append(seconds)
+        await pause(seconds)
+
+    monkeypatch.setattr(worker, "_pause", noted)
     running = asyncio.create_task(worker.run())
-    await asyncio.sleep(1.5)
+    await until(lambda: any(pauses))
+    await turns()
     worker.stop(15)
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from unittest.mock import Mock
 
@@ -16,6 +17,14 @@ from penstock.server.workers.link import SupervisorLink
 from penstock.server.workers.messages import NotLoaded, encode
 from penstock.server.workers.plan import PlannedModel, WorkerPlan
 
+from ...waiting import turns, until
+
+
+async def has_read(end: socket.socket) -> None:
+    """Waits until everything that was sent to `end` has been received and handled."""
+    await until(lambda: not select.select([end], [], [], 0)[0])
+    await turns()
+
 
 async def test_an_answer_that_nobody_awaits_harms_nothing() -> None:
     model = PlannedModel(("a",), EngineConfig(model="/models/a"), 7)
@@ -25,18 +34,18 @@ async def test_an_answer_that_nobody_awaits_harms_nothing() -> None:
     link.open(theirs)
     supervisor, refusal = Connection(ours), encode(NotLoaded(0, "ModelLoadError", "There are no weights."))
     supervisor.send(refusal)  # to one that has not asked yet
-    await asyncio.sleep(0.05)
+    await has_read(theirs)
     gives_up = asyncio.create_task(link.engine(0))
-    await asyncio.sleep(0.05)
+    await turns()
     gives_up.cancel()
     supervisor.send(refusal)
-    await asyncio.sleep(0.05)
+    await has_read(theirs)
     loading = asyncio.create_task(link.engine(0))
-    await asyncio.sleep(0.05)
+    await turns()
     supervisor.send(refusal)
     with pytest.raises(ModelLoadError, match="no weights"):
-        await asyncio.wait_for(loading, 5)
+        await asyncio.wait_for(loading, 120)
     on_end.assert_not_called()
     supervisor.close()
-    await asyncio.sleep(0.05)
+    await until(lambda: on_end.called)
     on_end.assert_called_once_with()

@@ -105,7 +105,7 @@ async def started(make: Make, cores: list[Core], count: int = 2) -> tuple[Replic
 
 
 async def turns() -> None:
-    for _ in range(5):
+    for _ in range(20):
         await asyncio.sleep(0)
 
 
@@ -172,7 +172,7 @@ async def test_while_one_serves_the_engine_is_ready(make: Make, cores: list[Core
     with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
         await first
     more = asyncio.create_task(ask(dispatcher))
-    await asyncio.sleep(0.01)
+    await turns()
     assert [len(core.asked) for core in cores] == [1, 2, 0]
     found = {"model": "/words", "name": "words", "dtype": "bfloat16", "arithmetic": "float32"}
     assert cores[2].config == replace(cores[0].config, **found)
@@ -183,7 +183,7 @@ async def test_while_one_serves_the_engine_is_ready(make: Make, cores: list[Core
     with pytest.raises(errors.EngineUnavailableError, match="is being started again"):
         dispatcher.admission.check()
     cores[2].ready()
-    await asyncio.sleep(0.01)
+    await turns()
     assert group.state is EngineState.READY
     assert group.num_restarts == 1
     assert [each.num_restarts for each in group.replicas] == [1, 0]
@@ -203,7 +203,7 @@ async def test_all_are_drained_and_none_is_replaced_then(make: Make, cores: list
     with pytest.raises(errors.EngineUnavailableError, match="shutting down"):
         dispatcher.admission.check()
     cores[1].end("signal 9")
-    await asyncio.sleep(0.01)
+    await turns()
     assert len(cores) == 3
     await group.close()
     await group.close()

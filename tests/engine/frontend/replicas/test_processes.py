@@ -96,7 +96,7 @@ async def test_two_replicas_share_requests_and_inputs(serve: Serve) -> None:
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)  # no answer comes while the requests are divided
             asking = [asyncio.create_task(ask(dispatcher)) for _ in range(32)]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while sum(replica.stats.num_requests for replica in dispatcher.replicas) < 32:
                     await asyncio.sleep(0)
             assert [replica.stats.num_requests for replica in dispatcher.replicas] == [32 // count] * count
@@ -118,22 +118,24 @@ async def test_two_replicas_share_requests_and_inputs(serve: Serve) -> None:
 
 async def test_one_that_is_killed_loses_its_own_requests_alone(serve: Serve) -> None:
     async with serve(2) as (group, dispatcher, pids):
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)  # no answer comes while the requests are divided
         asking = [asyncio.create_task(ask(dispatcher)) for _ in range(64)]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while sum(replica.stats.num_requests for replica in dispatcher.replicas) < 64:
                 await asyncio.sleep(0)
-            os.kill(pids[0], signal.SIGSTOP)
-            while dispatcher.replicas[1].stats.num_requests:  # what the stopped one has sent arrives meanwhile
+            os.kill(pids[1], signal.SIGCONT)
+            while dispatcher.replicas[1].stats.num_requests:
                 await asyncio.sleep(0.01)
         held = [replica.stats.num_requests for replica in dispatcher.replicas]
+        assert held == [32, 0]
         os.kill(pids[0], signal.SIGKILL)
         answers = await asyncio.gather(*asking, return_exceptions=True)
         kinds = Counter(type(answer) for answer in answers)
-        assert kinds == {errors.EngineUnavailableError: held[0], list: 64 - held[0]}
-        assert 0 < held[0] < 64
+        assert kinds == {errors.EngineUnavailableError: 32, list: 32}
         assert group.state is EngineState.READY
         assert await ask(dispatcher) == [0.0]  # by the other one, while it is started again
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while [each.state for each in group.replicas] != [EngineState.READY] * 2:
                 await asyncio.sleep(0.02)
         assert [each.num_restarts for each in group.replicas] == [1, 0]

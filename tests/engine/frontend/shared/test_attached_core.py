@@ -68,7 +68,7 @@ async def shared(minilm_folder: Path) -> AsyncIterator[Shared]:
     await shared.close()
 
 
-async def until(condition: object, timeout_s: float = 30.0) -> None:
+async def until(condition: object, timeout_s: float = 120.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # type: ignore[operator]
             await asyncio.sleep(0.02)
@@ -121,9 +121,10 @@ async def test_one_that_goes_takes_its_own_requests_alone(shared: Shared) -> Non
 
 async def test_a_killed_engine_fails_what_was_under_way_in_all_and_they_recover(shared: Shared) -> None:
     engines = [shared.attach(number, number - 1) for number in (1, 2, 3)]
+    process = shared.kept._supervisor._core._process  # type: ignore[union-attr]
+    os.kill(process.pid, signal.SIGSTOP)  # it answers none of them
     under_way = [asyncio.create_task(engine.embed(LONG, PARAMS)) for engine in engines]
     await until(lambda: shared.kept.stats().num_requests == 3)
-    process = shared.kept._supervisor._core._process  # type: ignore[union-attr]
     os.kill(process.pid, signal.SIGKILL)
     failures = await asyncio.gather(*under_way, return_exceptions=True)
     assert [type(failure) for failure in failures] == [errors.EngineUnavailableError] * 3
@@ -146,6 +147,8 @@ async def test_what_waits_in_all_is_refused_by_all(minilm_folder: Path) -> None:
     await shared.kept.start()
     try:
         engines = [shared.attach(number, number - 1) for number in (1, 2, 3)]
+        process = shared.kept._supervisor._core._process  # type: ignore[union-attr]
+        os.kill(process.pid, signal.SIGSTOP)  # both stay under way
         under_way = [asyncio.create_task(engine.embed(LONG, PARAMS)) for engine in engines[:2]]
         await until(lambda: shared.kept.stats().num_requests == 2)
         assert shared.kept.stats().num_tokens > 30_000
@@ -153,6 +156,7 @@ async def test_what_waits_in_all_is_refused_by_all(minilm_folder: Path) -> None:
         with pytest.raises(errors.EngineOverloadedError):
             await engines[2].embed(["one more"], PARAMS)
         assert shared.kept.stats().num_refused_total == 1
+        os.kill(process.pid, signal.SIGCONT)
         await asyncio.gather(*under_way)
         assert (await engines[2].embed(["now"], PARAMS)).embeddings.shape == (1, 384)
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,10 @@ import pytest
 from penstock.engine.frontend.vector_cache.disk import DiskError, DiskTier, NoRoomError
 from penstock.engine.frontend.vector_cache.shared_tier import SharedTier
 
+from ....waiting import wait_until
 from .sharing import key_of, row_of
 
 MIB = 2**20
-
-
-def wait_until(happened: Any) -> None:
-    deadline_s = time.monotonic() + 20
-    while not happened():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 async def test_what_was_put_is_there_after_the_end(tmp_path: Path) -> None:
@@ -45,12 +38,12 @@ async def test_more_than_can_wait_is_dropped(tmp_path: Path, monkeypatch: pytest
 
     def write(*_: object) -> None:
         is_writing.set()
-        gate.wait(60)
+        gate.wait(280)
 
     monkeypatch.setattr(DiskTier, "write", write)
     shared = SharedTier(tmp_path, MIB)
     shared.put(key_of(100), b"row")
-    assert is_writing.wait(20)
+    assert is_writing.wait(120)
     for number in range(100):
         shared.put(key_of(number), bytes(MIB))
     assert shared.num_dropped == 36

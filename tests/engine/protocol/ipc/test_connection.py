@@ -7,14 +7,13 @@ import random
 import select
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from penstock.engine.protocol.ipc.connection import Connection, layout
+from penstock.engine.protocol.ipc.connection import _MOST_PARTS, Connection, layout
 
 Told = tuple[bytes, list[bytes]]
 
@@ -27,7 +26,7 @@ def ends() -> Iterator[tuple[Connection, Connection]]:
     other.close()
 
 
-def heard(connection: Connection, number: int, timeout_s: float = 20.0) -> list[Told]:
+def heard(connection: Connection, number: int, timeout_s: float = 120.0) -> list[Told]:
     """Waits for so many messages."""
     told: list[Told] = []
     while len(told) < number:
@@ -67,9 +66,12 @@ def test_a_message_may_come_in_any_pieces(step: int) -> None:
     other = Connection(reader)
     for first, frames in sent:
         recorded.send(first, frames)
+    closing = threading.Thread(target=recorded.close, args=(120.0,))
+    closing.start()
     data = bytearray()
-    while select.select([stream], [], [], 0.1)[0]:
-        data += stream._socket.recv(1 << 20)
+    while select.select([stream], [], [], 120)[0] and (piece := stream._socket.recv(1 << 20)):
+        data += piece
+    closing.join()
     told = []
     for begin in range(0, len(data), step):
         writer.sendall(data[begin : begin + step])
@@ -84,7 +86,7 @@ def test_arrays_lie_where_numpy_wants_them(ends: tuple[Connection, Connection]) 
     array = np.arange(5, dtype=np.float64)
     for first in (b"a", b"abcdefg", b"12345678"):
         one.send(first, [b"odd", memoryview(array).cast("B")])
-        select.select([other], [], [], 20)
+        select.select([other], [], [], 120)
         ((_, (_, frame)),) = other.receive()
         view = np.frombuffer(frame, np.float64)
         assert view.flags.aligned
@@ -95,7 +97,7 @@ def test_a_message_does_not_hold_those_that_came_with_it(ends: tuple[Connection,
     one, other = ends
     for _ in range(10):
         one.send(b"first", [bytes(4000)])
-    select.select([other], [], [], 20)
+    select.select([other], [], [], 120)
     messages = other.receive()
     assert len(messages) == 10
     assert all(frame.obj is not messages[0][1][0].obj for _, (frame,) in messages[1:])  # type: ignore[union-attr]
@@ -113,13 +115,19 @@ def test_who_sends_never_waits_for_who_does_not_read(ends: tuple[Connection, Con
     assert heard(other, 1) == [(b"last", [])]
     for thread in threading.enumerate():
         if thread.name == "sender":
-            thread.join(20)
+            thread.join(120)
     assert "sender" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_long_row_of_unsent_messages_does_not_hold_up_who_adds_to_it(ends: tuple[Connection, Connection]) -> None:
     one, other = ends
-    filled = 50
+    filled, sizes, push = 50, list[int](), one._push
+
+    def counted(parts: list[memoryview]) -> int:
+        sizes.append(len(parts))
+        return push(parts)
+
+    one._push = counted  # type: ignore[method-assign]
     for _ in range(filled):
         one.send(b"large", [bytes(200_000)])
     number = 20_000
@@ -128,14 +136,11 @@ def test_a_long_row_of_unsent_messages_does_not_hold_up_who_adds_to_it(ends: tup
     for _ in range(number):
         one.send(b"small", [b"frame"])
     reading.start()
-    slowest_s = 0.0
     for _ in range(number // 10):
-        began_s = time.process_time()  # of all threads: who copies may be another one, which this one waits for
         one.send(b"small", [b"frame"])
-        slowest_s = max(slowest_s, time.process_time() - began_s)
     reading.join()
     assert told == [(b"large", [bytes(200_000)])] * filled + [(b"small", [b"frame"])] * (number + number // 10)
-    assert slowest_s < 1.0  # it was seconds where the rest was copied at every step
+    assert max(sizes) <= _MOST_PARTS  # a copy of all the rest at every step took seconds
 
 
 def test_a_socket_that_the_system_has_no_memory_for_ends_for_both(
@@ -172,7 +177,7 @@ def test_a_close_that_lingers_lets_all_leave(ends: tuple[Connection, Connection]
     sent = [(b"%d" % i, [bytes(1_000_000)]) for i in range(30)]
     for first, frames in sent:
         one.send(first, frames)
-    closing = threading.Thread(target=one.close, args=(20.0,))
+    closing = threading.Thread(target=one.close, args=(120.0,))
     closing.start()
     assert heard(other, len(sent)) == sent
     closing.join()
@@ -186,7 +191,7 @@ def test_a_close_that_does_not_linger_waits_for_nobody(ends: tuple[Connection, C
     one.close()
     for thread in threading.enumerate():
         if thread.name == "sender":
-            thread.join(20)
+            thread.join(120)
     assert "sender" not in [thread.name for thread in threading.enumerate()]
     assert len(other.receive()) < 30
 
