@@ -134,6 +134,7 @@ async def test_a_request_without_a_name_goes_to_the_first_model_that_was_made_fo
             ("/classify", {"input": "a"}, "c"),
             ("/classify", {"input": "a", "labels": ["x", "y"]}, "e"),
             ("/predict", {"inputs": "a"}, "c"),
+            ("/invocations", {"input": "a", "model": "c"}, "c"),
         ):
             for engine in engines.values():
                 engine.calls.clear()

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from penstock.server.wire.json_reader import JsonReader
+
 from .test_tei import SPLADE
 
 EXAMPLES = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}, {"text": "c", "label": "y"}]
@@ -52,14 +54,17 @@ def shortened(body: dict[str, Any], param: str) -> dict[str, Any]:
     return shorter
 
 
+@pytest.mark.parametrize("counts", ["reader and route", "route"])
 @pytest.mark.parametrize(
     ("path", "kind", "body", "param"), BODIES, ids=[f"{path} {kind} {param}" for path, kind, _, param in BODIES]
 )
 async def test_one_entry_over_the_limit_is_refused(
-    serving, make_engine, path: str, kind: str, body: dict[str, Any], param: str
+    serving, make_engine, path: str, kind: str, body: dict[str, Any], param: str, counts: str
 ) -> None:
     engine = make_engine(**SPLADE) if kind == "splade" else make_engine(kind, CLASSES if "classifier" in kind else ())
     async with serving(engine, max_inputs_per_request=2) as client:
+        if counts == "route":  # the reader of bodies counts entries, too
+            client._transport.app.state.json_reader = JsonReader(10**6, 10**6)
         refused = await client.post(path, json=body)
         taken = await client.post(path, json=shortened(body, param))
     assert refused.status_code in (400, 422), refused.text

@@ -420,6 +420,7 @@ INVOKED = [
     ("embedding", {"data_1": "a", "data_2": "b"}, "score", "score"),
     ("embedding", {"query": "a", "documents": ["b"]}, "score", "relevance_score"),
     ("embedding", {"query": "a", "documents": ["b"], "input": None}, "score", "relevance_score"),
+    ("embedding", {"input": ["a"], "text_1": None}, "embed", "embedding"),
 ]
 
 
@@ -434,3 +435,11 @@ async def test_invocations_takes_the_route_of_its_body(
     answer = response.json()
     assert [name for name, _ in engine.calls if name != "render_chats"] == [call]
     assert key in (answer["results"] if "results" in answer else answer["data"])[0]
+
+
+async def test_invocations_refuses_a_task_as_pooling_does(serving, make_engine) -> None:
+    body = {"input": ["a"], "task": "token_classify"}
+    async with serving(make_engine("sequence_classifier", ("a", "b"))) as client:
+        pooled, invoked = [await client.post(path, json=body) for path in ("/pooling", "/invocations")]
+    assert (pooled.status_code, pooled.json()["message"]) == (invoked.status_code, invoked.json()["message"])
+    assert pooled.status_code == 400

@@ -147,8 +147,6 @@ async def test_what_waits_in_all_is_refused_by_all(minilm_folder: Path) -> None:
     await shared.kept.start()
     try:
         engines = [shared.attach(number, number - 1) for number in (1, 2, 3)]
-        process = shared.kept._supervisor._core._process  # type: ignore[union-attr]
-        os.kill(process.pid, signal.SIGSTOP)  # both stay under way
         under_way = [asyncio.create_task(engine.embed(LONG, PARAMS)) for engine in engines[:2]]
         await until(lambda: shared.kept.stats().num_requests == 2)
         assert shared.kept.stats().num_tokens > 30_000
@@ -156,7 +154,6 @@ async def test_what_waits_in_all_is_refused_by_all(minilm_folder: Path) -> None:
         with pytest.raises(errors.EngineOverloadedError):
             await engines[2].embed(["one more"], PARAMS)
         assert shared.kept.stats().num_refused_total == 1
-        os.kill(process.pid, signal.SIGCONT)
         await asyncio.gather(*under_way)
         assert (await engines[2].embed(["now"], PARAMS)).embeddings.shape == (1, 384)
     finally:
