@@ -17,6 +17,7 @@ BODIES: list[tuple[str, str, dict[str, Any], str]] = [
     ("/v1/embeddings", "embedding", {"input": ["a", "b", "c"]}, "input"),
     ("/v1/embeddings", "embedding", {"messages": CHAT}, "messages"),
     ("/pooling", "embedding", {"input": ["a", "b", "c"]}, "input"),
+    ("/pooling", "embedding", {"messages": [CHAT[:1]] * 3}, "messages"),
     ("/classify", "sequence_classifier", {"input": ["a", "b", "c"]}, "input"),
     ("/classify", "sequence_classifier", {"inputs": ["a", "b", "c"]}, "inputs"),
     ("/classify", "embedding", {"input": ["a"], "labels": ["x", "y", "z"]}, "labels"),
