@@ -70,11 +70,19 @@ def ask(client: httpx.Client, key: str) -> httpx.Response:
     return client.post("/v1/embeddings", json=BODY, headers={"authorization": f"Bearer {key}", "origin": PAGE})
 
 
+def is_engine(pid: int) -> bool:
+    """Whether a process runs the engine; its parent waits until it does."""
+    try:
+        return b"penstock.engine.core.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return False
+
+
 def test_live_then_ready_then_guarded_then_silent(starting, keys: Path, log: Path) -> None:
     process, client = starting
-    while not (children := children_of(process.pid)):
+    while not (engines := [child for child in children_of(process.pid) if is_engine(child)]):
         assert process.poll() is None, log.read_text()
-    os.kill(children[0], signal.SIGSTOP)  # its model is not loaded before this test has seen that it is not ready
+    os.kill(engines[0], signal.SIGSTOP)  # its model is not loaded before this test has seen that it is not ready
     seen = []
     give_up_s = time.monotonic() + 240
     while time.monotonic() < give_up_s:
@@ -90,7 +98,7 @@ def test_live_then_ready_then_guarded_then_silent(starting, keys: Path, log: Pat
         if len(seen) == 1:
             early = ask(client, "first-secret")
             assert (early.status_code, early.headers["retry-after"]) == (503, "1")
-            os.kill(children[0], signal.SIGCONT)
+            os.kill(engines[0], signal.SIGCONT)
         time.sleep(0.05)
     assert set(seen) == {(200, 503), (200, 200)}
 
