@@ -153,7 +153,7 @@ def test_a_journal_on_a_full_disk_loses_no_row(small_disk) -> None:
     assert done
     with Journal(output, identity) as journal:
         assert journal.num_rows == done
-        np.testing.assert_array_equal(journal.vectors(), np.concatenate([rows] * (done // len(rows))))
+        np.testing.assert_array_equal(journal.vectors(done), np.concatenate([rows] * (done // len(rows))))
     disk.fill()
     with pytest.raises(JournalError, match="No space left on device"), Journal(output, identity):
         pass
