@@ -21,7 +21,7 @@ class Running:
     """A batch and its forward.
 
     Attributes:
-        batch: What the scheduler has taken.
+        batch: Batch from the scheduler.
         forward: Of its chunks.
         started_s: Seconds, of time.monotonic.
         step: Counts how long it has run.

@@ -159,7 +159,7 @@ class EngineConfig:
 
     Attributes:
         model: Local folder or hub id.
-        name: What messages call the model; None takes `model`.
+        name: Name of the model in messages. None: `model`.
         model_source: Where `model` comes from, for the table of what was resolved.
         revision: Branch, tag or commit of a hub id.
         device: "auto", "cpu" or "cuda" (or "cuda:1").
@@ -185,7 +185,7 @@ class EngineConfig:
         num_engines: Engines that share the machine: each takes its part of what it is not told the amount of, cores and
             memory for prompts in chunks.
         cores: Processors that the engine's process keeps to; None: all that it may use. Set for replicas.
-        cpu_kernels: What computes on a CPU: "auto" takes the native kernels where they are built and know the model,
+        cpu_kernels: Kernels for a CPU: "auto" takes the native kernels where they are built and know the model,
             and torch elsewhere; "native" insists on them; "torch" leaves all to torch.
         arithmetic: What native kernels compute in where numbers are rounded to bfloat16: "bfloat16" or "float32"; None
             takes what is measured to be faster.

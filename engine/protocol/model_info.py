@@ -25,7 +25,7 @@ _LIMIT_NAMES: Final = {
 
 
 class ModelKind(StrEnum):
-    """What the checkpoint was trained to give."""
+    """Output that the checkpoint was trained for."""
 
     EMBEDDING = "embedding"
     SEQUENCE_CLASSIFIER = "sequence_classifier"
@@ -34,7 +34,7 @@ class ModelKind(StrEnum):
 
 
 class Activation(StrEnum):
-    """What turns class logits into scores."""
+    """Function from class logits to scores."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -90,7 +90,7 @@ class ModelInfo:
         architecture: Class name, from config.json, such as "BertModel".
         model_type: transformers' model_type, such as "bert".
         native: True where penstock has a packed family for it; False where transformers runs it.
-        kind: What the checkpoint was trained to give.
+        kind: Output that the checkpoint was trained for.
         tasks: Tasks that it serves.
         hidden_size: Width of hidden states.
         vocab_size: Rows of the token embedding; token ids must be below it.
@@ -106,7 +106,7 @@ class ModelInfo:
         is_matryoshka: Any width up to embedding_size may be asked for.
         matryoshka_dimensions: The widths that the model declares.
         use_activation: Default of use_activation for classes.
-        activation: What turns class logits into scores.
+        activation: Function from class logits to scores.
         logit_mean: Subtracted from logits, before the activation.
         logit_sigma: Divides the logits, after the mean is subtracted.
         step_tag_id: Default for STEP pooling.
@@ -116,7 +116,7 @@ class ModelInfo:
         problem_type: problem_type of config.json.
         classifier_tokens: Vocabulary ids whose next-token logits are the classes of a reranker that answers with a
             word; () where the model has a head of its own.
-        classifier_method: What becomes of these logits.
+        classifier_method: How these logits become scores.
         score_template: The prompt around a query and a document, where it is known without the tokenizer.
         pair_chat: Take that prompt from the tokenizer's chat template. With neither, the tokenizer joins the pair.
         enable_chunked_processing: Embed text above max_model_len in windows; see long_text.py.
@@ -124,7 +124,7 @@ class ModelInfo:
         chunk_overlap: Tokens that a window shares with the one before it.
         chunked_processing_mode: How the windows are cut and averaged.
         multi_vector: How a model with one vector per token (ColBERT) reads queries and documents; None for others.
-        sparse: How it makes sparse vectors; None where it makes none.
+        sparse: How the model computes sparse vectors; None: it has no sparse output.
         token_heads: Heads for each token beside the sentence embedding; None for none.
         is_causal: Attention looks back only.
         adapters: Names of the LoRA adapters that come with the model. None is applied: vectors are those of the base
@@ -135,7 +135,7 @@ class ModelInfo:
         auto_truncate: Cut over-long inputs unless the request says otherwise.
         dtype: Resolved type of weights and hidden states, such as "float32".
         device: Resolved device, such as "cpu".
-        kernels: What runs the forward: "torch", or the native kernels with their instruction set ("native, avx2").
+        kernels: Code that runs the forward: "torch", or the native kernels with their instruction set ("native, avx2").
         num_lanes: Threads that the native kernels compute on. They change no vector. 0 where torch runs the model.
         arithmetic: What native kernels compute in where numbers are rounded to bfloat16: "bfloat16", or "float32" where
             the processor is no faster in it; None where nothing is rounded to it, or torch runs the model.

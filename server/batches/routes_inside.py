@@ -57,8 +57,8 @@ class RoutesInside:
     """Asks the routes of an application.
 
     Args:
-        app: The application, whose state they read.
-        paths: Its routes, without what surrounds them.
+        app: The application with the state of the routes.
+        paths: Its routes, without middleware.
         client_name: Returns the identity by which an owner takes turns with others.
         namespace_of: Returns the namespace of an owner's cached vectors and prefixes.
         is_known: Whether the key of an owner is valid still.

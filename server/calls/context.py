@@ -49,7 +49,7 @@ class ServerContext:
     """The state of one application; kept in `app.state.context`.
 
     Attributes:
-        settings: What the operator asked for.
+        settings: Settings of the operator.
         metrics: Counters of this application.
         models: Served names to engines.
         started_s: Unix time of the start.

@@ -62,7 +62,7 @@ def prompt_for(
     instruction: str | None = None,
     default_name: str | None = None,
 ) -> Prompt:
-    """Returns what to put before texts. Absent and empty are one; of several, the first below counts.
+    """Returns the prompt for texts. Absent and empty are one; of several, the first below counts.
 
     Args:
         info: The model.

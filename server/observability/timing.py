@@ -34,7 +34,7 @@ class RequestRecord:
         status: HTTP status; 500 until an answer goes out.
         seconds: Seconds to the end of the answer.
         stage_seconds: Sums of `stages`.
-        task: What the engine did; None where it did nothing or failed.
+        task: Task of the engine. None: the engine was not called, or it failed.
         num_inputs: Texts, documents or pairs that it ran.
         num_tokens: Their tokens.
         trace_id: Of its span; None without traces.

@@ -33,7 +33,7 @@ def needs_torch(name: str, why: str) -> Iterator[None]:
     """Says in one line that a model needs torch or transformers where one of them is imported and not installed.
 
     Args:
-        name: What messages call the model.
+        name: Name of the model in messages.
         why: What of it needs them; the end of a sentence.
 
     Raises:

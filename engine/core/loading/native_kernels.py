@@ -24,11 +24,11 @@ _WORTH: Final = 1.15
 
 
 def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Machine | None]:
-    """Decides what runs a model.
+    """Chooses the kernels that run a model.
 
     Args:
         info: The model, on its device; its dtype is float32 where the operator leaves it open.
-        config: What the operator asks for.
+        config: Settings of the operator.
 
     Returns:
         `info` with kernels, dtype and arithmetic, and the native kernels; None where torch runs it.

@@ -59,7 +59,7 @@ class VectorCache:
         disk_bytes: Size of a new file in it.
 
     Attributes:
-        secret: What keys are made with. Processes that share a folder have the same.
+        secret: Secret of the key hashes. Processes that share a folder have the same one.
     """
 
     def __init__(self, max_bytes: int, folder: Path | None = None, disk_bytes: int = 0) -> None:

@@ -37,7 +37,7 @@ class SharedTier:
         clock_s: Monotonic time.
 
     Attributes:
-        tier: What is read and written.
+        tier: Tier to read and write.
         is_working: Rows are read, and written.
         num_dropped: Rows that were not written: no room on the disk, or more than it takes in.
 
