@@ -31,13 +31,13 @@ from typing import Any, Final
 import numpy as np
 from machine import machine
 
+from penstock.engine.client import engine_process
+from penstock.engine.client.dispatcher import Dispatcher
+from penstock.engine.client.replicas.replica import Replica
+from penstock.engine.client.supervisor import CoreSupervisor
 from penstock.engine.core import worker
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
-from penstock.engine.frontend import engine_process
-from penstock.engine.frontend.dispatcher import Dispatcher
-from penstock.engine.frontend.replicas.replica import Replica
-from penstock.engine.frontend.supervisor import CoreSupervisor
 from penstock.engine.native.packed_arrays import PackedArrays
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs

@@ -27,8 +27,8 @@ from loads import WORDS
 from machine import machine
 
 from penstock.engine import AsyncEngine, EngineConfig, PoolingParams, RequestOptions
-from penstock.engine.frontend.vector_cache.cache import VectorCache
-from penstock.engine.frontend.vector_cache.disk import DiskTier
+from penstock.engine.client.vector_cache.cache import VectorCache
+from penstock.engine.client.vector_cache.disk import DiskTier
 
 MIB: Final = 2**20
 NUM_TEXTS: Final = (1, 32, 256)

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-from .frontend.combined import CombinedEmbedder
-from .frontend.dispatcher import Dispatcher
-from .frontend.engine_life import EngineLife
-from .frontend.replicas.group import ReplicaGroup
-from .frontend.scoring import PairScorer
-from .frontend.shared.attached_core import AttachedCore
-from .frontend.similarity import check_embeds, check_labels, few_shot_classes, zero_shot_classes
+from .client.combined import CombinedEmbedder
+from .client.dispatcher import Dispatcher
+from .client.engine_life import EngineLife
+from .client.replicas.group import ReplicaGroup
+from .client.scoring import PairScorer
+from .client.shared.attached_core import AttachedCore
+from .client.similarity import check_embeds, check_labels, few_shot_classes, zero_shot_classes
 from .protocol.config import EngineConfig
 from .protocol.model_info import ModelInfo, ModelKind
 from .protocol.params import PoolingParams

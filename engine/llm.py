@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .async_engine import AsyncEngine
-from .frontend.blocking import Call, LoopThread, Output, in_slices
-from .frontend.scoring import check_sides
+from .client.blocking import Call, LoopThread, Output, in_slices
+from .client.scoring import check_sides
 from .protocol.config import EngineConfig
 from .protocol.errors import InvalidRequestError
 from .protocol.model_info import ModelInfo

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.engine.frontend.vector_cache.cache import VectorCache
+from penstock.engine.client.vector_cache.cache import VectorCache
 
 from .answers.room import AnswerRoom
 from .batches.figures import BatchFigures

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from penstock.engine.client import engine_process
 from penstock.engine.core import worker
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
-from penstock.engine.frontend import engine_process
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs

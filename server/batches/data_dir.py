@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from penstock.engine.frontend.own_files import check_folder, open_own, secret_of
+from penstock.engine.client.own_files import check_folder, open_own, secret_of
 
 from ..settings import UsageError
 

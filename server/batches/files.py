@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from penstock.engine.frontend.own_files import sync_folder
+from penstock.engine.client.own_files import sync_folder
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
 
 from ..schemas.batches import LEAST_EXPIRY_S, MOST_EXPIRY_S

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from penstock.engine.frontend.own_files import sync_folder
+from penstock.engine.client.own_files import sync_folder
 from penstock.engine.protocol.errors import StorageError
 
 from .records import Batch

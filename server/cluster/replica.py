@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.engine import AsyncEngine
-from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.client.supervisor import EngineState
 from penstock.engine.logs import configure_logging
 
 from ..app import create_app

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from penstock.engine.frontend.engine_process import EngineProcess
+from penstock.engine.client.engine_process import EngineProcess
 
 from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings
 from ..wire.shown_values import short_count

@@ -20,8 +20,8 @@ from typing import Final
 import uvloop
 
 from penstock.engine import EngineConfig
-from penstock.engine.frontend.engine_process import EngineProcess
-from penstock.engine.frontend.vector_cache.cache import VectorCache
+from penstock.engine.client.engine_process import EngineProcess
+from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.logs import configure_logging
 from penstock.engine.protocol.errors import ModelLoadError
 

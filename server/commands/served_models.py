@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 
 from penstock.engine import AsyncEngine, EngineConfig, ModelInfo
-from penstock.engine.frontend.engine_process import EngineProcess
-from penstock.engine.frontend.replicas.places import replica_configs
-from penstock.engine.frontend.vector_cache.cache import VectorCache
+from penstock.engine.client.engine_process import EngineProcess
+from penstock.engine.client.replicas.places import replica_configs
+from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.model_files.hub import is_local
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.errors import ModelLoadError

@@ -8,7 +8,7 @@ from enum import StrEnum
 from math import inf
 
 from penstock.engine import AsyncEngine, ModelInfo
-from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.client.supervisor import EngineState
 
 from .served_model import ServedModel
 

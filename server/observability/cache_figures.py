@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from penstock.engine import AsyncEngine
-from penstock.engine.frontend.vector_cache.cache import VectorCache
+from penstock.engine.client.vector_cache.cache import VectorCache
 
 _MODEL_GAUGES: Final = {
     "is_open": ("penstock_vector_cache_open", "1 where inputs are looked up: what was loaded is known by then."),

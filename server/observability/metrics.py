@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.engine import AsyncEngine
-from penstock.engine.frontend.stats import DispatcherStats, StepHistogram
-from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.client.stats import DispatcherStats, StepHistogram
+from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol.stage_times import Stage
 
 from ..wire.limit_errors import REFUSAL_REASONS

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from penstock.engine.frontend.process_core import Heartbeat
+from penstock.engine.client.process_core import Heartbeat
 
 from .channel import Channel
 from .handover import Acceptor, HandoverEnd

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import cast
 
 from penstock.engine import AsyncEngine, EngineConfig
-from penstock.engine.frontend.engine_process import EngineProcess
-from penstock.engine.frontend.shared.attached_core import CoreNews
-from penstock.engine.frontend.shared.kept_core import KeptCore
-from penstock.engine.frontend.shared.load_board import LoadBoard
+from penstock.engine.client.engine_process import EngineProcess
+from penstock.engine.client.shared.attached_core import CoreNews
+from penstock.engine.client.shared.kept_core import KeptCore
+from penstock.engine.client.shared.load_board import LoadBoard
 from penstock.engine.protocol.errors import EngineError, ModelLoadError
 
 from ..models.figures import ModelFigures

@@ -11,10 +11,10 @@ from typing import Final
 from prometheus_client.core import Metric
 
 from penstock.engine import AsyncEngine
-from penstock.engine.frontend.dispatcher import Dispatcher
-from penstock.engine.frontend.shared.admission import SharedAdmission, SharedStats
-from penstock.engine.frontend.shared.attached_core import AttachedCore, CoreNews
-from penstock.engine.frontend.shared.load_board import LoadBoard, LoadPlace
+from penstock.engine.client.dispatcher import Dispatcher
+from penstock.engine.client.shared.admission import SharedAdmission, SharedStats
+from penstock.engine.client.shared.attached_core import AttachedCore, CoreNews
+from penstock.engine.client.shared.load_board import LoadBoard, LoadPlace
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.errors import EngineUnavailableError
 from penstock.engine.protocol.ipc.frontends import first_request_id

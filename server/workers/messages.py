@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from penstock.engine.frontend.shared.attached_core import CoreNews
+from penstock.engine.client.shared.attached_core import CoreNews
 from penstock.engine.protocol.ipc.messages import Ready
 
 

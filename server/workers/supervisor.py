@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from penstock.engine import EngineConfig
-from penstock.engine.frontend.engine_process import EngineProcess
+from penstock.engine.client.engine_process import EngineProcess
 
 from ..middleware.auth import SALT_BYTES
 from ..models.model_entry import ModelEntry

@@ -12,7 +12,7 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 
-from penstock.engine.frontend.dispatcher import Dispatcher
+from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.engine.protocol.ipc.messages import (

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-ROOMS = ("engine/scheduling", "engine/sequence_pool", "engine/pooling", "engine/frontend", "engine/core")
+ROOMS = ("engine/scheduling", "engine/sequence_pool", "engine/pooling", "engine/client", "engine/core")
 """Changed where `--rooms` names none."""
 
 _ENGINE = ("tests/engine/test_async_engine.py",)
 _PROCESS = ("tests/engine/core/test_worker.py",)
 _ROUTES = ("tests/server/routes", "tests/server/observability")
 _OTHERS = {
-    "engine/scheduling": ("tests/engine/sequence_pool", "tests/engine/core", "tests/engine/frontend", *_ENGINE),
+    "engine/scheduling": ("tests/engine/sequence_pool", "tests/engine/core", "tests/engine/client", *_ENGINE),
     "engine/sequence_pool": ("tests/engine/scheduling", "tests/engine/core", *_ENGINE),
     "engine/pooling": ("tests/engine/core", "tests/engine/tokenization", "tests/engine/models", *_ENGINE, *_ROUTES),
-    "engine/frontend": (*_ENGINE, *_PROCESS, "tests/engine/protocol", "tests/engine/tokenization", *_ROUTES),
+    "engine/client": (*_ENGINE, *_PROCESS, "tests/engine/protocol", "tests/engine/tokenization", *_ROUTES),
     "engine/core": (*_ENGINE, "tests/engine/scheduling", "tests/engine/models", *_ROUTES),
     "engine/tokenization": (*_ENGINE, "tests/engine/core", *_ROUTES),
-    "engine/protocol": ("tests/engine/tokenization", "tests/engine/frontend", *_ENGINE, *_ROUTES),
+    "engine/protocol": ("tests/engine/tokenization", "tests/engine/client", *_ENGINE, *_ROUTES),
     "kernels": ("tests/engine/pooling", "tests/engine/models", "tests/engine/core"),
     "server": ("tests/server",),
 }

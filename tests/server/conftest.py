@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from penstock.engine.async_engine import RequestOptions
-from penstock.engine.frontend.dispatcher import DispatcherStats
-from penstock.engine.frontend.replicas.group import ReplicaFigures
-from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.client.dispatcher import DispatcherStats
+from penstock.engine.client.replicas.group import ReplicaFigures
+from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol.errors import (
     EngineOverloadedError,
     InvalidRequestError,

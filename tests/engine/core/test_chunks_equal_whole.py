@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
-from penstock.engine.frontend.dispatcher import Dispatcher
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.models.base import ModelOutput, PackedModel
 from penstock.engine.packed_batch import PackedBatch

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from penstock.engine import AsyncEngine
+from penstock.engine.client import process_core
+from penstock.engine.client.supervisor import EngineState
 from penstock.engine.core.array_runner import ArrayRunner
 from penstock.engine.core.runner import Forward, ForwardTime
 from penstock.engine.core.step_watch import Step, StepWatch
-from penstock.engine.frontend import process_core
-from penstock.engine.frontend.supervisor import EngineState
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineUnavailableError
 from penstock.engine.protocol.params import PoolingParams

@@ -16,8 +16,8 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.engine import AsyncEngine
-from penstock.engine.frontend import engine_process, process_core
-from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.client import engine_process, process_core
+from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.ipc.messages import Frame, LoadFailed, Rows, Start

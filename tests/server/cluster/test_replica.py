@@ -5,7 +5,7 @@ import math
 import httpx
 import pytest
 
-from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.server.app import create_app
 from penstock.server.cluster.replica import Replica

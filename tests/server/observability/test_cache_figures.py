@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
-from penstock.engine.frontend.stats import CacheStats, DispatcherStats
-from penstock.engine.frontend.vector_cache.cache import VectorCache
+from penstock.engine.client.stats import CacheStats, DispatcherStats
+from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.server.observability.cache_figures import CacheFigures
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.protocol.vectors import SparseKind, SparsePooling
 from penstock.server.routes.pages.playground import ETAG, PAGE, content_security_policy, page_of, prefers_html

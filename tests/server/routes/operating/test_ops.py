@@ -4,9 +4,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.frontend.replicas.group import ReplicaFigures
-from penstock.engine.frontend.stats import DispatcherStats
-from penstock.engine.frontend.supervisor import EngineState
+from penstock.engine.client.replicas.group import ReplicaFigures
+from penstock.engine.client.stats import DispatcherStats
+from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol.ipc.messages import CacheUse, ChunkMetrics
 
 

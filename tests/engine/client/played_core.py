@@ -1,0 +1,105 @@
+"""A model of a few words and a core that the test plays, for what happens between the two."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.client.dispatcher import Dispatcher
+from penstock.engine.protocol.ipc.messages import (
+    Frame,
+    TokenizerSpec,
+    Turn,
+)
+from penstock.engine.protocol.ipc.turns import Asked, unpack_turn
+from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.request import TokenizedInput
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.vectors import TokenMarks
+from penstock.engine.tokenization.tokenizer import TokenizerPool
+
+from ..steps import Row, step_of
+
+WORDS = ["?", "a", "b", "c", "d", "e", "query:", "document:", "Instruct:", "Query:", "find"]
+TABLE = np.random.default_rng(3).normal(size=(len(WORDS), 4)).astype(np.float32)
+"""The vector of each word; that of a text is their sum."""
+
+
+def ids(text: str) -> list[int]:
+    return [WORDS.index(word) for word in text.split()]
+
+
+def info(**changes: Any) -> ModelInfo:
+    fields: dict[str, Any] = {
+        "name": "words",
+        "path": "/words",
+        "architecture": "any",
+        "model_type": "any",
+        "native": True,
+        "kind": ModelKind.EMBEDDING,
+        "tasks": (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE),
+        "hidden_size": 4,
+        "vocab_size": len(WORDS),
+        "max_model_len": 24,
+        "embedding_size": 4,
+        "sequence_pooling": (PoolingType.MEAN,),
+    }
+    return ModelInfo(**{**fields, **changes})
+
+
+def tokenizer_pool(marks: TokenMarks | None = None) -> TokenizerPool:
+    model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(WORDS)}, "unk_token": "?"}
+    parts = dict.fromkeys(("added_tokens", "normalizer", "post_processor", "decoder"), None)
+    spec = {"version": "1.0", **parts, "added_tokens": [], "model": model, "pre_tokenizer": {"type": "WhitespaceSplit"}}
+    tokenizer = TokenizerSpec(
+        json=json.dumps(spec), truncation_side="right", uses_token_types=False, marks=marks or TokenMarks()
+    )
+    return TokenizerPool(tokenizer, vocab_size=len(WORDS), do_lower_case=False, num_workers=1)
+
+
+class PlayedCore:
+    """Answers all that it is sent in the next turn of the event loop, and remembers it."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.sent: list[tuple[Asked, Sequence[TokenizedInput]]] = []
+        dispatcher.replicas[0].connect(self.send)
+
+    def send(self, turn: Turn, frame: Frame) -> None:
+        for asked in unpack_turn(turn, frame)[0]:
+            self.sent.append((asked, asked.inputs))
+            asyncio.get_running_loop().call_soon(self._answer, asked)
+
+    def _answer(self, asked: Asked) -> None:
+        rows = [
+            Row(asked.request_id, index, *output)
+            for index, tokens in enumerate(asked.inputs)
+            for output in outputs(asked.params, tokens)
+        ]
+        self.dispatcher.replicas[0].receive_rows(*step_of(rows))
+
+
+def outputs(params: PoolingParams, tokens: TokenizedInput) -> list[tuple[str, np.ndarray]]:
+    rows = TABLE[tokens.token_ids]
+    if params.is_compared:
+        assert tokens.query is not None
+        return [("similarities", rows @ tokens.query.T)]
+    made = []
+    for task in (params.task, *params.also):
+        if task is PoolingTask.EMBED:
+            total = rows.sum(axis=0)
+            made.append(("embedding", total / np.linalg.norm(total) if params.normalize else total))
+        elif task is PoolingTask.TOKEN_EMBED:
+            made.append(("token_embeddings", rows))
+        elif task is PoolingTask.SPARSE_EMBED:
+            kept, counts = np.unique(tokens.token_ids, return_counts=True)
+            made.append(("sparse", np.stack([kept, counts], axis=1).astype(np.float32)))
+        else:
+            name = "token_scores" if task is PoolingTask.TOKEN_CLASSIFY else "scores"
+            made.append((name, np.array([tokens.token_ids[0], tokens.token_ids[-1]], np.float32)))
+    return made

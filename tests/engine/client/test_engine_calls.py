@@ -1,0 +1,266 @@
+"""The calls of the engine with the core played by the test: what is sent for each, and what becomes of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.client.dispatcher import Dispatcher
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    RequestTooLongError,
+    UnsupportedTaskError,
+)
+from penstock.engine.protocol.model_info import ModelKind
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.request import RequestOptions
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling, TokenHeads, TokenMarks
+
+from .played_core import TABLE, PlayedCore, ids, info, tokenizer_pool
+
+PARAMS = PoolingParams()
+EVERY = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
+ALL_AT_ONCE = {"tasks": EVERY, "sparse": SparsePooling(kind=SparseKind.TOKEN_WEIGHTS)}
+Make = Callable[..., tuple[AsyncEngine, PlayedCore]]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    tokenizers = []
+
+    def made(marks: TokenMarks | None = None, **changes: Any) -> tuple[AsyncEngine, PlayedCore]:
+        tokenizers.append(tokenizer_pool(marks))
+        dispatcher = Dispatcher(max_queued_tokens=1_000)
+        core = PlayedCore(dispatcher)
+        config = EngineConfig(model="/words")
+        return AsyncEngine(config, info(**changes), tokenizers[-1], dispatcher, Mock()), core
+
+    yield made
+    for tokenizer in tokenizers:
+        tokenizer.close()
+
+
+async def test_tokenization_takes_from_the_deadline_that_the_core_is_told(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, core = make()
+    encode = engine._tokenizer.encode
+
+    async def slowly(*arguments: Any, **named: Any) -> Any:
+        await asyncio.sleep(0.1)
+        return await encode(*arguments, **named)
+
+    monkeypatch.setattr(engine._tokenizer, "encode", slowly)
+    await engine.embed(["a"], PARAMS, RequestOptions(timeout_s=600.0))
+    await engine.embed(["a"], PARAMS)
+    told = [submit.timeout_s for submit, _ in core.sent]
+    assert told[0] is not None
+    assert 0.0 < told[0] <= 599.9
+    assert told[1] is None
+    with pytest.raises(DeadlineExceededError, match=r"^The deadline of 0\.05 s passed before the answer\.$"):
+        await engine.embed(["a"], PARAMS, RequestOptions(timeout_s=0.05))
+    assert len(core.sent) == 2
+
+
+async def test_draining_waits_for_those_under_way(make: Make) -> None:
+    engine, _ = make()
+    assert await engine.drain(timeout_s=0.0)
+    tasks = [asyncio.create_task(engine.embed(["a"], PARAMS)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert not await engine.drain(timeout_s=0.0)
+    tasks[0].cancel()
+    assert await engine.drain(timeout_s=120.0)
+    assert [task.done() for task in tasks] == [True] * 3
+    assert await engine.drain(timeout_s=0.0)
+
+
+async def test_tokens_without_vectors_are_left_out(make: Make) -> None:
+    skips = MultiVector(skips_documents=True, skips_queries=False)
+    marks = TokenMarks(skip_ids=tuple(ids("b d")))
+    prompts = {"query": "query: ", "document": "document: "}
+    engine, core = make(marks, multi_vector=skips, prompts=prompts)
+    result = await engine.token_embed(["a b c", "d e"], PARAMS)
+    assert result.token_ids == [ids("document: a c"), ids("document: e")]
+    assert result.num_tokens == [4, 3]
+    for options in (RequestOptions(is_query=True), RequestOptions(prompt_name="query")):
+        result = await engine.token_embed(["a b c"], PARAMS, options)
+        assert result.token_ids == [ids("query: a b c")]
+    await engine.token_embed(["a"], PARAMS, RequestOptions(prompt_name="query", is_query=False))
+    assert [submit.params.is_query for submit, _ in core.sent] == [False, True, True, False]
+    engine, _ = make(marks)  # of another model
+    assert (await engine.token_embed(["a b c"], PARAMS)).token_ids == [ids("a b c")]
+    engine, _ = make(token_heads=TokenHeads(vectors_file="colbert_linear.pt"))
+    assert (await engine.token_embed(["a b c"], PARAMS)).token_ids == [ids("b c")]
+    engine, _ = make(token_heads=TokenHeads(weights_file="sparse_linear.pt"))
+    assert (await engine.token_embed(["a b c"], PARAMS)).token_ids == [ids("a b c")]
+
+
+async def test_several_outputs_come_from_one_run(make: Make) -> None:
+    engine, core = make(**ALL_AT_ONCE)
+    result = await engine.embed_combined(["a b", "c c"], EVERY[::-1], PoolingParams(normalize=False))
+    assert result.embeddings == pytest.approx(np.stack([TABLE[ids(text)].sum(axis=0) for text in ("a b", "c c")]))
+    assert result.sparse is not None
+    assert [vector.indices.tolist() for vector in result.sparse] == [ids("a b"), ids("c")]
+    assert result.vectors is not None
+    assert all(
+        np.array_equal(rows, TABLE[ids(text)]) for rows, text in zip(result.vectors, ("a b", "c c"), strict=True)
+    )
+    assert (result.token_ids, result.num_tokens) == ([ids("a b"), ids("c c")], [2, 2])
+    (submit, _) = core.sent[0]
+    assert (submit.params.task, submit.params.also) == (EVERY[0], EVERY[1:])
+    assert len(core.sent) == 1
+
+
+async def test_what_was_not_asked_for_is_not_there(make: Make) -> None:
+    engine, core = make(**ALL_AT_ONCE)
+    result = await engine.embed_combined(["a"], EVERY[1:], PARAMS)
+    assert result.embeddings is None
+    assert result.vectors is not None
+    assert (core.sent[0][0].params.task, core.sent[0][0].params.also) == (EVERY[1], EVERY[2:])
+    result = await engine.embed_combined(["a"], EVERY[2:], PARAMS)
+    assert (result.embeddings, result.vectors, result.token_ids) == (None, None, None)
+    result = await engine.embed_combined(["a"], EVERY[:1], PARAMS)
+    assert (result.sparse, result.vectors, result.num_tokens) == (None, None, [1])
+    assert result.embeddings is not None
+    result = await engine.embed_combined(["a"], (EVERY[2], EVERY[0]), PARAMS)
+    assert (result.vectors, result.token_ids) == (None, None)
+
+
+async def test_outputs_that_cannot_come_together_are_refused(make: Make) -> None:
+    engine, core = make(**ALL_AT_ONCE, is_causal=True)
+    with pytest.raises(UnsupportedTaskError, match="give one output at a time") as caught:
+        await engine.embed_combined(["a"], EVERY, PARAMS)
+    assert caught.value.param == "outputs"
+    assert (await engine.embed_combined(["a"], EVERY[1:2], PARAMS)).vectors is not None
+    engine, _ = make()
+    with pytest.raises(UnsupportedTaskError, match="sparse_embed"):
+        await engine.embed_combined(["a"], (EVERY[0], EVERY[2]), PARAMS)
+    assert len(core.sent) == 1
+
+
+async def test_outputs_that_come_together_are_of_whole_texts(make: Make) -> None:
+    engine, core = make(**ALL_AT_ONCE, enable_chunked_processing=True, max_embed_len=60)
+    await engine.embed(["a " * 30], PARAMS)
+    assert [len(tokens) for tokens in core.sent[0][1]] == [24, 6]
+    with pytest.raises(RequestTooLongError, match="is 24 tokens, but input 0 has 30"):
+        await engine.embed_combined(["a " * 30], EVERY, PARAMS)
+
+
+async def test_sparse_vectors_hold_what_the_text_holds(make: Make) -> None:
+    engine, _ = make(**ALL_AT_ONCE)
+    result = await engine.sparse_embed(["a b b", "c"], PARAMS)
+    assert [v.values.tolist() for v in result.vectors] == [[1, 2], [1]]
+    assert result.num_tokens == [3, 1]
+
+
+async def test_late_chunking_pools_each_part_of_the_joined_text(make: Make) -> None:
+    engine, core = make()
+    result = await engine.embed_late(["a b", "c"], PoolingParams(normalize=False))
+    assert result.embeddings == pytest.approx(np.stack([TABLE[ids(text)].mean(axis=0) for text in ("a b", "c")]))
+    assert result.num_tokens == [2, 1]
+    (submit, (tokens,)) = core.sent[0]
+    assert tokens.token_ids.tolist() == ids("a b c")
+    assert (submit.params.task, submit.params.normalize) == (PoolingTask.TOKEN_EMBED, False)
+    named = await engine.embed_late(["a b", "c"], PoolingParams(normalize=False, task=PoolingTask.EMBED))
+    assert named.embeddings == pytest.approx(result.embeddings)
+    lengths = np.linalg.norm((await engine.embed_late(["a b", "c"], PARAMS)).embeddings, axis=1)
+    assert lengths == pytest.approx([1, 1])
+    with pytest.raises(InvalidRequestError, match="input 1 has no tokens"):
+        await engine.embed_late(["a", " "], PARAMS)
+    engine, _ = make(sequence_pooling=(PoolingType.CLS,))
+    with pytest.raises(InvalidRequestError, match="pools by CLS"):
+        await engine.embed_late(["a"], PARAMS)
+
+
+async def test_classes_of_texts_and_of_pairs(make: Make) -> None:
+    classifier = {"kind": ModelKind.SEQUENCE_CLASSIFIER, "tasks": (PoolingTask.CLASSIFY,), "labels": ("x", "y")}
+    engine, core = make(**classifier)
+    result = await engine.classify(["a b", "c d e"], PARAMS)
+    assert (result.scores.tolist(), result.labels, result.num_tokens) == ([[1, 2], [3, 5]], ("x", "y"), [2, 3])
+    result = await engine.classify_pairs([("a", "b c"), ("d", "e")], PARAMS)
+    assert (result.scores.tolist(), result.num_tokens) == ([[1, 3], [4, 5]], [3, 2])
+    assert core.sent[1][0].params.task is PoolingTask.CLASSIFY
+    with pytest.raises(UnsupportedTaskError, match="labels and examples need an embedding model"):
+        await engine.zero_shot(["a"], ["x", "y"], PARAMS)
+    engine, core = make(**{**classifier, "kind": ModelKind.CROSS_ENCODER, "tasks": (PoolingTask.SCORE,)})
+    await engine.classify_pairs([("a", "b")], PARAMS)
+    assert core.sent[0][0].params.task is PoolingTask.SCORE
+
+
+async def test_labels_and_examples_travel_with_the_inputs(make: Make) -> None:
+    engine, core = make()
+    params = PoolingParams(use_activation=False)
+    zero = await engine.zero_shot(["a", "b c"], ["d", "e"], params)
+    few = await engine.few_shot(["a", "b c"], [("d", "x"), ("e", "y"), ("d e", "x")], params)
+    assert [t.token_ids.tolist() for t in core.sent[0][1]] == [ids(text) for text in ("a", "b c", "d", "e")]
+    assert [t.token_ids.tolist() for t in core.sent[1][1]] == [ids(text) for text in ("a", "b c", "d", "e", "d e")]
+    assert (zero.labels, zero.num_tokens) == (("d", "e"), [3, 2])
+    assert (few.labels, few.num_tokens) == (("x", "y"), [1 + 4, 2])
+    assert all(submit.params.normalize for submit, _ in core.sent)
+    for call in (engine.zero_shot(["a"], ["d", "d"], PARAMS), engine.few_shot(["a"], [("d", "x")], PARAMS)):
+        with pytest.raises(InvalidRequestError, match=r"at least two different labels"):
+            await call
+
+
+async def test_an_input_of_no_tokens_is_refused_with_its_place(make: Make) -> None:
+    engine, core = make()
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"^Input 1 is empty: the tokenizer of words .* has none",
+    ):
+        await engine.embed(["a", " "], PARAMS)
+    with pytest.raises(InvalidRequestError, match=r"^Give at least one input\.$"):
+        await engine.embed([], PARAMS)
+    assert not core.sent
+    engine, _ = make(kind=ModelKind.CROSS_ENCODER, tasks=(PoolingTask.SCORE,), labels=("x",))
+    with pytest.raises(InvalidRequestError, match=r"^Input 0 is empty"):
+        await engine.score([" "], ["", "a"], PARAMS)
+
+
+async def test_tokens_of_a_step_model_are_those_with_the_tag(make: Make) -> None:
+    model = {"kind": ModelKind.TOKEN_CLASSIFIER, "tasks": (PoolingTask.TOKEN_CLASSIFY,), "labels": ("x", "y")}
+    engine, _ = make(**model)
+    result = await engine.token_classify(["a b a"], PARAMS)
+    assert (result.token_ids, result.labels, result.num_tokens) == ([ids("a b a")], ("x", "y"), [3])
+    engine, _ = make(**model, token_pooling=PoolingType.STEP)
+    result = await engine.token_classify(["a b a"], PoolingParams(step_tag_id=ids("a")[0]))
+    assert (result.token_ids, result.num_tokens) == ([ids("a a")], [3])
+
+
+@pytest.mark.parametrize(
+    ("call", "changes", "params", "told"),
+    [
+        ("token_embed", {}, PARAMS, (6, 4)),
+        ("token_embed", {"is_matryoshka": True}, PoolingParams(dimensions=2), (6, 2)),
+        (
+            "token_classify",
+            {"kind": ModelKind.TOKEN_CLASSIFIER, "tasks": (PoolingTask.TOKEN_CLASSIFY,), "labels": ("x", "y", "z")},
+            PARAMS,
+            (6, 3),
+        ),
+    ],
+)
+async def test_how_many_rows_there_will_be_is_told_before_the_core_is_asked(
+    make: Make, call: str, changes: dict[str, Any], params: PoolingParams, told: tuple[int, int]
+) -> None:
+    engine, core = make(**changes)
+    seen: list[tuple[int, int]] = []
+
+    def refuse(num_rows: int, width: int) -> None:
+        seen.append((num_rows, width))
+        raise InvalidRequestError("too many")
+
+    with pytest.raises(InvalidRequestError, match="too many"):
+        await getattr(engine, call)([[1, 2, 3, 4], [1, 2]], params, RequestOptions(on_rows=refuse))
+    assert seen == [told]
+    assert not core.sent
+    assert engine.stats().num_requests == 0
