@@ -45,15 +45,14 @@ from .routes import (
     invocations,
     ollama,
     openai,
+    operations,
+    pages,
     rerank,
     score,
     tei,
-    tei_tools,
     tokenize,
     vllm,
 )
-from .routes.operating import admin, operators, ops
-from .routes.pages import documentation, playground
 from .settings import ServerSettings
 from .transport.connection import SHEDDER
 from .transport.connection_limits import file_limit
@@ -123,11 +122,14 @@ def create_app(
     if cache is not None:
         context.metrics.register(CacheFigures(cache, table.named_engines))
     observers = Observers(settings, context.metrics)
-    dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, tei_tools, ollama)
-    more = [*([operators] if settings.operator_routes else []), *([admin] if admin_keys.are_required else [])]
-    batch_router = batch_routes.off if batches is None else batch_routes.router
-    routes = [route for module in (*dialects, encode, *more) for route in module.router.routes] + batch_router.routes
-    json_routes = routes_by_path(routes)
+    dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, ollama)
+    routers = [module.router for module in (*dialects, encode)]
+    if settings.operator_routes:
+        routers.append(operations.operator_router)
+    if admin_keys.are_required:
+        routers.append(operations.admin_router)
+    routers.append(batch_routes.off if batches is None else batch_routes.router)
+    json_routes = routes_by_path(route for router in routers for route in router.routes)
     pace = RefusalPace(max_waiting=file_limit() // 2)
     cors: dict[str, Any] = {
         "allow_origins": settings.cors_origins,
@@ -176,9 +178,8 @@ def create_app(
         "on_end": answer_room.leave,
         "on_answer": table.release,
     }
-    for module in (*dialects, encode, ops, documentation, playground, *more):
-        app.include_router(module.router)
-    app.include_router(batch_router)
+    for router in (*routers, operations.router, pages.router):
+        app.include_router(router)
     install_error_handlers(app)
     # FastAPI's net for unexpected errors answers in plain text: what its routes raise never comes to it.
     app.add_middleware(UnexpectedErrorMiddleware)

@@ -26,13 +26,13 @@ from ..answers.limits import check_num_ids
 from ..answers.room import AnswerRoom
 from ..answers.sizes import AnswerSize, of_token_rows
 from ..models.table import ModelTable, Target
+from ..models.weight_files import WeightHeaders
 from ..observability.metrics import Metrics
 from ..observability.timing import REQUEST
-from ..schemas.fields.options import RequestBody
+from ..schemas.options import RequestBody
 from ..settings import ServerSettings
 from ..wire.request_limits import WITHOUT_FORWARD, RequestLimits, limits_of
 from .prompts import prompt_for
-from .weight_files import WeightHeaders
 
 CONNECTION_LOST: Final = "penstock.connection_lost"
 """Where the scope of a request has a future that is done when its connection has ended, if its server is ours."""

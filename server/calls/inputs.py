@@ -9,7 +9,7 @@ from typing import Final
 from penstock.engine import AsyncEngine, RequestOptions
 
 from ..schemas.chat import ChatFields, InputFields
-from ..schemas.fields.texts import Text
+from ..schemas.inputs import Text
 from .context import ServerContext
 
 _MOST_CHARS_PER_TOKEN: Final = 64

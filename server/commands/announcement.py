@@ -7,8 +7,8 @@ from typing import Final
 
 from penstock.engine import ModelInfo
 
-from ..calls.weight_files import WeightFiles
 from ..models.model_entry import ModelEntry
+from ..models.weight_files import WeightFiles
 from ..settings import EngineSettings, ServerSettings
 from ..wire.shown_values import short_count
 

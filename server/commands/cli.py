@@ -207,8 +207,8 @@ def _info(given: dict[str, Any]) -> int:
     from penstock.engine.model_files.resolve import resolve_model, resolved_table
     from penstock.engine.protocol.errors import ModelLoadError
 
-    from ..calls.weight_files import WeightFiles
     from ..models.resolved_rows import format_table
+    from ..models.weight_files import WeightFiles
     from .load_failures import load_failure
 
     try:

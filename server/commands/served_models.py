@@ -13,8 +13,8 @@ from penstock.engine.model_files.hub import is_local
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.errors import ModelLoadError
 
-from ..calls.weight_files import WeightFiles
 from ..models.served_model import ServedModel, check_prompt_name
+from ..models.weight_files import WeightFiles
 from ..settings import ServerSettings, UsageError
 from ..wire.shown_values import shown_bytes
 from .model_plans import ModelPlan

@@ -23,7 +23,7 @@ from penstock.engine.protocol.errors import (
     drop_tracebacks,
 )
 
-from ..schemas.fields.tei_inputs import EMPTY_TEXT
+from ..schemas.inputs import EMPTY_TEXT
 from ..wire.limit_errors import note_refusal
 from .table import ERROR_KINDS, ErrorKind, retry_headers, shown_error
 from .validation import explain

@@ -22,7 +22,7 @@ from ..schemas.classify import (
     TokenClassifyResponse,
 )
 from ..schemas.errors import ERROR_RESPONSES
-from ..schemas.fields.texts import Text
+from ..schemas.inputs import Text
 from ..wire.json_route import JsonRoute
 
 router = APIRouter(route_class=JsonRoute, tags=["classify"], responses=ERROR_RESPONSES)

@@ -24,8 +24,8 @@ from ..schemas.cohere import (
     CohereTokenizeRequest,
     CohereTokenizeResponse,
 )
+from ..schemas.encodings import QUANTIZATIONS, EmbeddingType
 from ..schemas.errors import ERROR_RESPONSES
-from ..schemas.fields.encodings import QUANTIZATIONS, EmbeddingType
 from ..wire.encoding import base64_row
 from ..wire.json_route import JsonRoute
 from ..wire.quantization import check_width, quantize

@@ -21,7 +21,7 @@ from ..schemas.tei import TeiEmbedRequest, TeiPredictRequest, TeiRerankRequest, 
 from ..schemas.vllm import PoolingRequest
 from ..wire.json_route import JsonRoute, passed_on
 from ..wire.shown_values import shown_names
-from . import classify, openai, rerank, score, tei_tools, vllm
+from . import classify, openai, rerank, score, tei, vllm
 
 router = APIRouter(route_class=JsonRoute, tags=["vllm"], responses=SHARED_ERROR_RESPONSES)
 
@@ -41,7 +41,7 @@ async def invocations(
     """Answers as the route that takes such a body: /rerank, /score, /pooling, /classify, /v1/embeddings, or TEI's."""
     has = {key for key, value in body.items() if value is not None}
     if has & {"inputs", "texts"}:
-        return await answered_as_tei(tei_tools.by_model(body, request), request)
+        return await answered_as_tei(tei.by_model(body, request), request)
     if "query" in has:
         return await passed_on(rerank.rerank, RerankRequest, body, request)
     if has.intersection(_LEFT_SIDES):

@@ -21,9 +21,9 @@ from ..answers.room import json_answer
 from ..answers.sizes import of_numbers
 from ..answers.vectors import vector_width
 from ..calls.context import EMBEDDERS, ClientWatch, ServerContext, context_of
-from ..calls.weight_files import WeightFiles
 from ..models.model_entry import ModelEntry
 from ..models.table import Target
+from ..models.weight_files import WeightFiles
 from ..schemas.errors import TEXT_ERROR_RESPONSES
 from ..schemas.ollama import (
     OllamaEmbedBody,
@@ -42,7 +42,7 @@ from ..schemas.ollama import (
 from ..wire.json_route import JsonRoute, json_response, passed_on
 from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
-from .operating.ops import Version
+from .operations import Version
 
 
 class OllamaRoute(JsonRoute):

@@ -21,7 +21,7 @@ from ..schemas.tei import TeiToken, TeiTokenizeRequest
 from ..schemas.vllm import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from ..wire.json_bodies import COHERE, OWN, TEI, by_keys
 from ..wire.json_route import JsonRoute, answered
-from . import cohere, tei_tools
+from . import cohere, tei
 
 router = APIRouter(route_class=JsonRoute, tags=["tokenize"], responses=SHARED_ERROR_RESPONSES)
 
@@ -38,7 +38,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Returns the tokens of a text. `prompt` and `messages` get vLLM's answer, `inputs` TEI's, `text` Cohere's."""
     match body:
         case TeiTokenizeRequest():
-            return await answered_as_tei(answered(tei_tools.tokenize_texts, body, request), request)
+            return await answered_as_tei(answered(tei.tokenize_texts, body, request), request)
         case CohereTokenizeRequest():
             return await cohere.tokenize(body, request)
     context = context_of(request)

@@ -23,7 +23,7 @@ from ..answers.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import check_inputs, engine_inputs
 from ..schemas.errors import ERROR_RESPONSES
-from ..schemas.fields.texts import Text
+from ..schemas.inputs import Text
 from ..schemas.vllm import Load, PoolingRequest, PoolingResponse
 from ..wire.encoding import Encoding, Rows
 from ..wire.json_route import JsonRoute, json_response

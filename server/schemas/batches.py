@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
 from ..wire.json_bodies import JsonBody
 from ..wire.json_schema import documented
 from ..wire.shown_values import shown
-from .fields.options import Count
+from .options import Count
 
 LEAST_EXPIRY_S: Final = 3600
 MOST_EXPIRY_S: Final = 30 * 24 * 3600

@@ -12,8 +12,8 @@ from penstock.engine.protocol.templates import ChatOptions
 
 from ..wire import json_schema
 from ..wire.shown_values import shown
-from .fields.options import Flag, RequestBody
-from .fields.texts import Inputs, Text
+from .inputs import Inputs, Text
+from .options import Flag, RequestBody
 
 Conversations = list[list[dict[str, Any]]]
 

@@ -15,10 +15,9 @@ from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..wire.json_schema import documented
 from .chat import InputFields
-from .fields.options import Answer, Flag, ListAnswer, Listed, PoolingBody
-from .fields.passed_keys import let_pass
-from .fields.texts import Text, TextOrTexts
-from .fields.truncation import CohereTruncate, parse_truncate, truncated
+from .inputs import Text, TextOrTexts
+from .options import Answer, CohereTruncate, Flag, ListAnswer, Listed, PoolingBody, parse_truncate, truncated
+from .passed_keys import let_pass
 from .rerank import VersionMeta
 from .tei import TeiPrediction
 

@@ -16,12 +16,10 @@ from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..wire.json_bodies import COHERE
 from ..wire.json_schema import documented
-from .fields.contents import Contents
-from .fields.encodings import EmbeddingTypes
-from .fields.options import PRIORITY, Count, Priority, RequestBody, Width
-from .fields.passed_keys import let_pass
-from .fields.texts import SomeTokenIds, Texts
-from .fields.truncation import CohereTruncate
+from .encodings import EmbeddingTypes
+from .inputs import Contents, SomeTokenIds, Texts
+from .options import PRIORITY, CohereTruncate, Count, Priority, RequestBody, Width
+from .passed_keys import let_pass
 from .rerank import VersionMeta
 
 _ENDPOINTS: Final = {

@@ -12,9 +12,9 @@ from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTask
 from ..wire.encoding import Encoding
 from ..wire.json_schema import documented
 from .chat import InputFields
-from .fields.encodings import EncodingOptions
-from .fields.options import EmbeddingBody, Flag, ListAnswer, Listed
-from .fields.passed_keys import let_pass
+from .encodings import EncodingOptions
+from .options import EmbeddingBody, Flag, ListAnswer, Listed
+from .passed_keys import let_pass
 
 Output = Literal["dense", "sparse", "multi_vector"]
 

@@ -14,9 +14,9 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from ..wire.json_bodies import JsonBody
 from ..wire.json_schema import documented
 from ..wire.shown_values import shown
-from .fields.options import Count, Flag, RequestBody, Width
-from .fields.passed_keys import let_pass
-from .fields.texts import TextOrTexts
+from .inputs import TextOrTexts
+from .options import Count, Flag, RequestBody, Width
+from .passed_keys import let_pass
 
 _UNIT_S: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART: Final = rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(_UNIT_S)})"

@@ -14,10 +14,9 @@ from penstock.engine.protocol.model_info import ModelKind
 from ..wire.json_schema import documented
 from .chat import InputFields
 from .encode import Output
-from .fields.encodings import EmbeddingTypeOptions
-from .fields.options import EmbeddingBody, Flag, ListAnswer, Width, WidthOrZero
-from .fields.passed_keys import let_pass
-from .fields.truncation import Truncate, truncated
+from .encodings import EmbeddingTypeOptions
+from .options import EmbeddingBody, Flag, ListAnswer, Truncate, Width, WidthOrZero, truncated
+from .passed_keys import let_pass
 
 _PLAIN_PARAMS: Final = PoolingParams()
 _PARAM_FIELDS: Final = frozenset(

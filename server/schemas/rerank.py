@@ -14,11 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.engine import PoolingParams
 
 from ..wire.json_schema import documented
-from .fields.contents import Documents, document_texts
-from .fields.options import Count, Flag, FlagOrWord, Listed, PairBody, Usage
-from .fields.passed_keys import let_pass
-from .fields.texts import TextOrObject
-from .fields.truncation import truncated
+from .inputs import Documents, TextOrObject, document_texts
+from .options import Count, Flag, FlagOrWord, Listed, PairBody, Usage, truncated
+from .passed_keys import let_pass
 
 _NO_DOCUMENTS: Final = {"rank_fields", "max_chunks_per_doc", "top_k"}
 """Keys of dialects that return documents on request only: Cohere's and Voyage's."""

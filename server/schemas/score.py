@@ -11,10 +11,9 @@ from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..wire import json_schema
 from ..wire.json_schema import documented
-from .fields.contents import content_text
-from .fields.options import ListAnswer, PairBody
-from .fields.passed_keys import let_pass
-from .fields.texts import parse_text_or_texts
+from .inputs import content_text, parse_text_or_texts
+from .options import ListAnswer, PairBody
+from .passed_keys import let_pass
 
 _PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 

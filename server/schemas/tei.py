@@ -16,10 +16,19 @@ from penstock.engine import PoolingParams
 
 from ..wire.json_bodies import TEI
 from ..wire.json_schema import documented
-from .fields.options import PRIORITY, Count, Flag, Priority, RequestBody, Width
-from .fields.passed_keys import let_pass
-from .fields.tei_inputs import FullInputs, FullText, FullTexts, IdBatches, SequenceInputs, TruncationSide
-from .fields.texts import TextOrObject, TextOrTexts, Texts
+from .inputs import (
+    FullInputs,
+    FullText,
+    FullTexts,
+    IdBatches,
+    SequenceInputs,
+    TextOrObject,
+    TextOrTexts,
+    Texts,
+    TruncationSide,
+)
+from .options import PRIORITY, Count, Flag, Priority, RequestBody, Width
+from .passed_keys import let_pass
 
 
 class TeiBody(RequestBody):

@@ -12,10 +12,10 @@ from penstock.engine.protocol.templates import ChatOptions
 
 from ..wire.json_schema import documented
 from .chat import ChatFields, InputFields
-from .fields.encodings import EncodingOptions
-from .fields.options import Count, EmbeddingBody, Flag, ListAnswer, Listed, RequestBody
-from .fields.passed_keys import let_pass
-from .fields.texts import TokenIds
+from .encodings import EncodingOptions
+from .inputs import TokenIds
+from .options import Count, EmbeddingBody, Flag, ListAnswer, Listed, RequestBody
+from .passed_keys import let_pass
 
 _EXAMPLE_CHAT: Final[list[JsonValue]] = [{"role": "user", "content": "What holds back the water?"}]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.server.app import create_app
-from penstock.server.calls import weight_files
+from penstock.server.models import weight_files
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 

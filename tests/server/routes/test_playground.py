@@ -14,13 +14,13 @@ import pytest
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.protocol.vectors import SparseKind, SparsePooling
-from penstock.server.routes.pages.playground import ETAG, PAGE, content_security_policy, page_of, prefers_html
+from penstock.server.routes.pages import ETAG, PAGE, content_security_policy, page_of, prefers_html
 
 TEXT = PAGE.decode()
 SCRIPT = TEXT.partition("<script>")[2].partition("</script>")[0]
 HTML = {"accept": "text/html"}
 MAX_BYTES = 80_000
-PARTS = Path(str(importlib.resources.files("penstock.server.routes.pages"))) / "parts"
+PARTS = Path(str(importlib.resources.files("penstock.server.routes"))) / "playground"
 
 # What the scripts send, every field that they may add included.
 BODIES: list[tuple[str, dict[str, Any]]] = [

@@ -6,7 +6,7 @@ from jsonschema import Draft202012Validator
 
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
-from penstock.server.schemas.fields.passed_keys import PASSED_KEYS
+from penstock.server.schemas.passed_keys import PASSED_KEYS
 from penstock.server.settings import ServerSettings
 
 USER = "the end user, for a vendor's watch over abuse; every dialect has it"

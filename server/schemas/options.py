@@ -1,20 +1,21 @@
-"""Options that bodies of all dialects share, and the usage of answers.
+"""Options that bodies of all dialects share, and the usage in responses.
 
 Clients send null for an option that they leave out: null means absent everywhere.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, WithJsonSchema
 
 from penstock.engine import PoolingParams
 
-from ...wire import json_schema
-from ...wire.json_bodies import JsonBody
-from ...wire.request_limits import MAX_PRIORITY
-from ...wire.shown_values import shown, shown_names
+from ..wire import json_schema
+from ..wire.json_bodies import JsonBody
+from ..wire.request_limits import MAX_PRIORITY
+from ..wire.shown_values import shown, shown_names
 
 Entry = TypeVar("Entry")
 Listed = Annotated[list[Entry], Field(fail_fast=True)]
@@ -205,3 +206,42 @@ class ListAnswer(Answer, Generic[Entry]):
 
     object: Literal["list"]
     data: list[Entry]
+
+
+class CohereTruncate(StrEnum):
+    """Cohere's choice of the side of an over-long input that is cut away."""
+
+    NONE = "NONE"
+    START = "START"
+    END = "END"
+
+
+def parse_truncate(value: Any) -> Any:
+    """Returns true, false, "START" or "END" for what any dialect says in `truncate`; "NONE" is false."""
+    if isinstance(value, str):
+        known: dict[str, bool | str] = {"none": False, "false": False, "true": True, "start": "START", "end": "END"}
+        return known.get(value.lower(), value)
+    return value
+
+
+Truncate = Annotated[
+    StrictBool | Literal["START", "END"],
+    BeforeValidator(parse_truncate, json_schema_input_type=bool | Literal["NONE", "START", "END", "true", "false"]),
+]
+
+
+def truncated(params: PoolingParams, truncate: Truncate | None) -> PoolingParams:
+    """Returns `params` with what `truncate` asks for; a truncate_prompt_tokens in them wins.
+
+    Args:
+        params: What the request asks of pooling.
+        truncate: True cuts inputs to fit, on the side that the tokenizer cuts; "START" and "END" cut there; False
+            refuses those that do not fit. None leaves it to the server.
+    """
+    if truncate is None or params.truncate_prompt_tokens is not None:
+        return params
+    if truncate is False:
+        return params.clone(refuse_too_long=True)
+    sides = {"START": "left", "END": "right"}
+    side = params.truncation_side or (sides[truncate] if isinstance(truncate, str) else None)
+    return params.clone(truncate_prompt_tokens=-1, truncation_side=side)

@@ -10,8 +10,8 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ...wire.encoding import EmbedDtype, Encoding, EncodingFormat, Endianness
-from ...wire.quantization import Quantization
+from ..wire.encoding import EmbedDtype, Encoding, EncodingFormat, Endianness
+from ..wire.quantization import Quantization
 from .options import Listed
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]

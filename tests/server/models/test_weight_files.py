@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.server.calls.weight_files import WeightFiles
+from penstock.server.models.weight_files import WeightFiles
 
 
 def test_headers_are_counted(tmp_path: Path) -> None:

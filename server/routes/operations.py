@@ -1,0 +1,183 @@
+"""Routes for the operation of a server: health, metrics and version; models, tokenizer and settings on request.
+
+`operator_router` is on with --operator-routes, `admin_router` with an admin key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Query, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, Field
+from pydantic_core import to_jsonable_python
+
+from penstock.engine.model_files.resolve import resolved_table
+
+from ..calls.context import context_of
+from ..calls.model_cards import model_card
+from ..schemas.admin import ModelRequest
+from ..schemas.errors import ERROR_RESPONSES
+from ..schemas.openai import ModelCard
+from ..schemas.vllm import PrefixCacheReset, ServerInfo, TokenizerInfo
+from ..settings import ServerSettings
+from ..wire.json_route import JsonRoute, json_response
+from ..wire.version import penstock_version
+
+router = APIRouter(tags=["operations"])
+
+
+class ReplicaHealth(BaseModel):
+    """One of several replicas of an engine: where it is in its life, and where it runs."""
+
+    state: str = Field(examples=["ready"])
+    place: str = Field(examples=["cuda:0"])
+
+
+class Health(BaseModel):
+    """Whether the server works, and the state of each model by its shown name: ready while one of its replicas is."""
+
+    status: str = Field(examples=["ok"])
+    engines: dict[str, str] = Field(examples=[{"all-MiniLM-L6-v2": "ready"}])
+    replicas: dict[str, list[ReplicaHealth]] | None = Field(
+        None, description="Of engines that have several; absent where none has."
+    )
+
+
+class Version(BaseModel):
+    """The version of penstock."""
+
+    version: str = Field(examples=["0.1.0"])
+
+
+_UNHEALTHY: Final[dict[int | str, dict[str, Any]]] = {503: {"model": Health, "description": "Not healthy."}}
+
+
+@router.get("/health/live", response_model=Health, responses=_UNHEALTHY)
+@router.head("/health/live", include_in_schema=False)
+async def live(request: Request) -> Response:
+    """200 while the process works: an engine that is being loaded does not count, but all given up do."""
+    return _health(request, is_good=context_of(request).models.is_alive)
+
+
+@router.get("/health/ready", response_model=Health, responses=_UNHEALTHY)
+@router.get("/health", response_model=Health, responses=_UNHEALTHY)
+@router.get("/ping", include_in_schema=False)
+@router.post("/ping", include_in_schema=False)
+@router.head("/health/ready", include_in_schema=False)
+@router.head("/health", include_in_schema=False)
+async def ready(request: Request) -> Response:
+    """200 when a model takes requests, or will be loaded for them; 503 while the server starts or drains.
+
+    Of several models one may be down: `engines` tells which.
+    """
+    return _health(request, is_good=context_of(request).models.is_ready)
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(request: Request) -> Response:
+    """Figures in Prometheus' text format."""
+    return Response(await context_of(request).metrics.scrape(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+@router.get("/version", response_model=Version)
+async def get_version() -> Response:
+    """The version of penstock."""
+    return json_response({"version": penstock_version()})
+
+
+def _health(request: Request, *, is_good: bool) -> Response:
+    models = context_of(request).models
+    body: dict[str, Any] = {"status": "ok" if is_good else "unavailable", "engines": models.states()}
+    replicas = {
+        name: [{"state": replica.state, "place": replica.place} for replica in engine.replicas]
+        for engine, name in models.named_engines()
+        if engine.replicas
+    }
+    response = json_response(body | {"replicas": replicas} if replicas else body)
+    response.status_code = 200 if is_good else 503
+    return response
+
+
+operator_router = APIRouter(tags=["operations"], responses=ERROR_RESPONSES)
+
+ModelName = Annotated[str | None, Query(description="A served name; absent: the first model.")]
+
+
+@operator_router.get("/tokenizer_info", response_model=TokenizerInfo)
+async def tokenizer_info(request: Request, model: ModelName = None) -> Response:
+    """The settings of the tokenizer, as in tokenizer_config.json."""
+    context = context_of(request)
+    target = await context.find(request, model)
+    try:
+        return json_response(target.engine.tokenizer_config)
+    finally:
+        context.models.release(request.scope)
+
+
+@operator_router.get("/server_info", response_model=ServerInfo)
+async def server_info(request: Request) -> Response:
+    """The settings of the server, and what was resolved of its models."""
+    context = context_of(request)
+    models = {
+        name: {field: {"value": value, "source": source} for field, value, source in resolved_table(engine.info)}
+        for engine, name, _ in context.models.engines()
+    }
+    places = {name: engine.places for engine, name in context.models.named_engines()}
+    system = {"python": platform.python_version(), "platform": platform.platform(), "cpu_cores": os.cpu_count()}
+    settings = _without_secrets(context.settings)
+    return json_response(
+        {"version": penstock_version(), "settings": settings, "models": models, "places": places, "system": system}
+    )
+
+
+@operator_router.post("/reset_prefix_cache", response_model=PrefixCacheReset)
+async def reset_prefix_cache(request: Request) -> Response:
+    """Empties the prefix cache of every model. Requests under way go on, and leave nothing in it."""
+    models = context_of(request).models
+    models.describe_all()  # refuses while all are being loaded
+    targets = models.engines()
+    cleared = await asyncio.gather(*(target.engine.clear_prefixes() for target in targets))
+    answer = {
+        target.name: {"prefix_caching": count is not None, "cleared_blocks": count or 0}
+        for target, count in zip(targets, cleared, strict=True)
+    }
+    return json_response({"success": True, "models": answer})
+
+
+def _without_secrets(settings: ServerSettings) -> dict[str, Any]:
+    """Returns the settings as plain values. What is not to be printed is left out; of the collector's URL, a password.
+
+    A token in a query is no part of the shown URL either.
+    """
+    fields = ServerSettings.model_fields.items()
+    shown: dict[str, Any] = to_jsonable_python({name: getattr(settings, name) for name, field in fields if field.repr})
+    if settings.otlp_traces_endpoint is not None:
+        url = urlsplit(settings.otlp_traces_endpoint)
+        shown["otlp_traces_endpoint"] = url._replace(
+            netloc=url.netloc.rpartition("@")[2], query="", fragment=""
+        ).geturl()
+    return shown
+
+
+admin_router = APIRouter(route_class=JsonRoute, tags=["operations"], responses=ERROR_RESPONSES)
+
+
+@admin_router.post("/models/load", response_model=ModelCard)
+async def load(body: ModelRequest, request: Request) -> Response:
+    """Loads a model and answers when it can serve. What it takes may make others go."""
+    context = context_of(request)
+    await context.models.load_now(body.model)
+    return json_response(model_card(context, context.models.describe(body.model)))
+
+
+@admin_router.post("/models/unload", response_model=ModelCard)
+async def unload(body: ModelRequest, request: Request) -> Response:
+    """Unloads a model, a pinned one too, once the requests that it runs have ended. The next request loads it again."""
+    context = context_of(request)
+    await context.models.unload_now(body.model)
+    return json_response(model_card(context, context.models.describe(body.model)))

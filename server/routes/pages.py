@@ -1,0 +1,194 @@
+"""Pages for browsers: the playground at / and the documentation of the routes at /docs.
+
+The playground is one page, built from the files of playground/. Both pages load from this server only: scripts and
+styles are allowed by hash or from this origin, requests go to this server, and the playground inserts text as text
+only (Trusted Types).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.resources
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from string import Template
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import FileResponse
+
+from . import operations
+
+router = APIRouter(include_in_schema=False)
+
+_SCRIPTS: Final = (
+    *("elements", "requests", "colors", "embed", "rank", "vectors", "tokens", "code", "model", "examples", "start"),
+)
+
+
+def content_security_policy(page: bytes) -> str:
+    """Returns the policy under which nothing runs but the `<style>` and `<script>` elements of `page`."""
+    directives = {
+        "default-src": "'none'",
+        "script-src": element_hashes(page, b"script"),
+        "style-src": element_hashes(page, b"style"),
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in directives.items())
+
+
+def element_hashes(page: bytes, tag: bytes) -> str:
+    """Returns the hashes, as a policy names them, of what stands inside the elements `tag` without attributes."""
+    contents = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'" for content in contents)
+
+
+def page_of(parts: Path) -> bytes:
+    """Returns the frame of the page with the style and the scripts in it, the one that begins it all last."""
+    scripts = [parts / f"{name}.js" for name in _SCRIPTS]
+    style, script = _joined([parts / "style.css"]), b'"use strict";\n' + _joined(scripts)
+    frame = (parts / "frame.html").read_bytes()
+    return frame.replace(b"<style></style>", b"<style>\n%b</style>" % style).replace(
+        b"<script></script>", b"<script>\n%b</script>" % script
+    )
+
+
+def _joined(files: Iterable[Path]) -> bytes:
+    return b"\n".join(file.read_bytes() for file in files)
+
+
+PAGE: Final = page_of(Path(__file__).parent / "playground")
+ETAG: Final = f'"{hashlib.sha256(PAGE).hexdigest()[:16]}"'
+_PLAYGROUND_HEADERS: Final = {
+    "content-type": "text/html; charset=utf-8",
+    "content-security-policy": content_security_policy(PAGE),
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+    "etag": ETAG,
+    "vary": "accept",
+}
+
+
+@router.get("/")
+@router.head("/")
+async def root(request: Request) -> Response:
+    """Shows the playground where HTML is asked for by name; otherwise tells health, as TEI's root path does."""
+    if prefers_html(",".join(request.headers.getlist("accept"))):
+        is_known = ETAG in request.headers.get("if-none-match", "")
+        return (
+            Response(status_code=304, headers=_PLAYGROUND_HEADERS)
+            if is_known
+            else Response(PAGE, headers=_PLAYGROUND_HEADERS)
+        )
+    response = await operations.ready(request)
+    response.headers["vary"] = "accept"
+    return response
+
+
+def prefers_html(accept: str) -> bool:
+    """Returns whether an Accept header names HTML and likes it no less than JSON. `*/*` is what curl sends."""
+    weights = dict(_weighted(entry) for entry in accept.split(","))
+    html = weights.get("text/html", 0.0)
+    return html > 0 and html >= weights.get("application/json", 0.0)
+
+
+def _weighted(entry: str) -> tuple[str, float]:
+    media, *parameters = (part.strip().lower() for part in entry.split(";"))
+    quality = next((part[2:] for part in parameters if part.startswith("q=")), "1")
+    try:
+        return media, float(quality)
+    except ValueError:
+        return media, 0.0
+
+
+_ASSETS: Final = Path(str(importlib.resources.files("fastapi_swagger.resources")))
+
+# Links are relative, for a proxy that serves all of this below a path of its own.
+_PAGE: Final = Template("""\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>penstock: the routes</title>
+<link rel="icon" href="${here}docs/favicon-32x32.png">
+<link rel="stylesheet" href="${here}docs/swagger-ui.css">
+</head>
+<body data-document="${here}openapi.json">
+<script src="${here}docs/swagger-ui-bundle.js"></script>
+<script>
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const paint = () => document.documentElement.classList.toggle("dark-mode", dark.matches);
+dark.addEventListener("change", paint);
+paint();
+SwaggerUIBundle({
+  url: document.body.dataset.document,
+  domNode: document.body.appendChild(document.createElement("main")),
+  deepLinking: true,
+  displayRequestDuration: true,
+  filter: true,
+  tryItOutEnabled: true,
+  validatorUrl: null,
+});
+</script>
+</body>
+</html>
+""")
+_DOCUMENTATION_POLICY: Final = {
+    "default-src": "'none'",
+    "script-src": f"'self' {element_hashes(_PAGE.template.encode(), b'script')}",
+    # Swagger UI writes style attributes.
+    "style-src": "'self' 'unsafe-inline'",
+    "img-src": "'self' data:",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
+_DOCUMENTATION_HEADERS: Final = {
+    "content-security-policy": "; ".join(f"{name} {value}" for name, value in _DOCUMENTATION_POLICY.items()),
+    "content-type": "text/html; charset=utf-8",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+
+
+@router.get("/docs")
+@router.head("/docs")
+async def documentation(request: Request) -> Response:
+    """Shows every route, with examples that can be sent."""
+    here = "../" if request.scope["raw_path"].endswith(b"/") else ""
+    return Response(_PAGE.substitute(here=here), headers=_DOCUMENTATION_HEADERS)
+
+
+@router.get("/docs/swagger-ui-bundle.js")
+async def script() -> Response:
+    """Swagger UI itself."""
+    return _asset("swagger-ui-bundle.js", "text/javascript")
+
+
+@router.get("/docs/swagger-ui.css")
+async def style() -> Response:
+    """How Swagger UI looks."""
+    return _asset("swagger-ui.css", "text/css")
+
+
+@router.get("/docs/favicon-32x32.png")
+async def icon() -> Response:
+    """The picture in the browser's tab."""
+    return _asset("favicon-32x32.png", "image/png")
+
+
+def _asset(name: str, media_type: str) -> Response:
+    headers = {"cache-control": "max-age=3600", "x-content-type-options": "nosniff"}
+    return FileResponse(_ASSETS / name, media_type=media_type, headers=headers)

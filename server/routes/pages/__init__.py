@@ -1,1 +1,0 @@
-"""Pages for a browser: one for trying a server, and the document of its routes."""

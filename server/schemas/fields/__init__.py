@@ -1,1 +1,0 @@
-"""Fields that bodies of several dialects share."""

@@ -1,0 +1,323 @@
+"""Texts, token ids and documents in request bodies, in every form that a dialect accepts.
+
+Every parser raises ValueError for other values; the message names the entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
+
+import orjson
+from pydantic import AfterValidator, BeforeValidator, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from penstock.engine.protocol.errors import InvalidRequestError
+
+from ..wire import json_schema
+from ..wire.shown_values import shown, shown_names
+from .options import Listed
+
+Text = str | list[int]
+MAX_ENTRIES: Final = 1_000_000
+"""Texts or lists of ids in a body, or ids in a list, whatever the settings say."""
+
+
+def parse_inputs(value: Any) -> list[Text]:
+    """Returns one entry per input for the four forms of OpenAI's `input`: str, [str], [int] and [[int]].
+
+    A flat list of ids is one input. Texts, Jina's objects `{"text": ...}` and lists of ids may be mixed in one list.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError(f"must be a text, a list of texts or token ids, not {_kind(value)}")
+    if not value:
+        raise ValueError("is an empty list; give at least one text")
+    check_length(value)
+    kinds = set(map(type, value))
+    if kinds == {str}:
+        return value
+    if float in kinds:
+        value = whole_numbers(value)
+        kinds = set(map(type, value))
+    if kinds == {int}:
+        return [_checked_ids(value)]
+    if (dict in kinds or list in kinds) and kinds <= {str, dict, list}:
+        value = [whole_numbers(entry) if type(entry) is list else parse_text(entry) for entry in value]
+    inputs: list[Text] = value
+    for i, entry in enumerate(value):
+        if type(entry) is list and set(map(type, entry)) == {int}:
+            _checked_ids(entry)
+        elif type(entry) is not str:
+            raise ValueError(
+                f'must hold texts, objects {{"text": ...}} or lists of token ids; entry {i} is {_kind(entry)}'
+            )
+    return inputs
+
+
+def check_length(values: list[Any]) -> None:
+    """Raises ValueError for a list that takes seconds to be looked at, during which nobody else is served."""
+    if len(values) > MAX_ENTRIES:
+        raise ValueError(f"has {len(values)} entries; no request may have more than {MAX_ENTRIES}")
+
+
+def _checked_ids(ids: list[int]) -> list[int]:
+    lowest, highest = min(ids), max(ids)
+    if lowest < -json_schema.MAX_INTEGER or highest > json_schema.MAX_INTEGER:
+        raise ValueError("holds a number that is out of range: no model has such a token id")
+    if lowest < 0:
+        raise ValueError(f"holds the token id {lowest}, which is out of vocabulary: ids count from 0")
+    return ids
+
+
+def whole_numbers(values: list[Any]) -> list[Any]:
+    """Returns a list with the integers that are written as 5.0, which JSON does not tell from 5."""
+    if float not in set(map(type, values)):
+        return values
+    return [int(value) if type(value) is float and value.is_integer() else value for value in values]
+
+
+def parse_token_ids(value: Any) -> list[int]:
+    """Returns the ids of one list, which may be empty; millions are looked at in no time."""
+    if not isinstance(value, list):
+        raise ValueError(f"must be a list of token ids, not {_kind(value)}")
+    check_length(value)
+    value = whole_numbers(value)
+    if value and set(map(type, value)) != {int}:
+        i, odd = next((i, entry) for i, entry in enumerate(value) if type(entry) is not int)
+        raise ValueError(f"must hold token ids, whole numbers; entry {i} is {_kind(odd)}")
+    return _checked_ids(value) if value else []
+
+
+def parse_some_token_ids(value: Any) -> list[int]:
+    """Returns the ids of one list, which may not be empty."""
+    ids = parse_token_ids(value)
+    if not ids:
+        raise ValueError("is an empty list, []; give at least one token id")
+    return ids
+
+
+def parse_text(value: Any) -> Any:
+    """Returns the text of `{"text": ...}`; anything else is left to the check for a string."""
+    if isinstance(value, dict) and isinstance(value.get("text"), str):
+        return value["text"]
+    return value
+
+
+def parse_texts(value: Any) -> list[str]:
+    """Returns the texts of a list whose entries are strings or `{"text": ...}`."""
+    if not isinstance(value, list):
+        raise ValueError(f"must be a list of texts, not {_kind(value)}")
+    if not value:
+        raise ValueError("is an empty list; give at least one text")
+    check_length(value)
+    texts = value if set(map(type, value)) == {str} else [parse_text(entry) for entry in value]
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f'must hold texts or objects {{"text": ...}}; entry {i} is {_kind(text)}')
+    return texts
+
+
+def parse_text_or_texts(value: Any) -> list[str]:
+    """Returns the texts of a text, `{"text": ...}`, or a list of them."""
+    text = parse_text(value)
+    return [text] if isinstance(text, str) else parse_texts(value)
+
+
+def _kind(value: Any) -> str:
+    """Names a JSON value for a message: its kind, and the value itself where it is short."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        if not value:
+            return "an empty list"
+        odd = next((entry for entry in value if type(entry) is not int), value[0])
+        return f"a list that holds {'a list' if isinstance(odd, list) else _kind(odd)}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)[:60]
+
+
+Inputs = Annotated[list[Text], PlainValidator(parse_inputs), WithJsonSchema(json_schema.INPUTS)]
+TokenIds = Annotated[list[int], PlainValidator(parse_token_ids), WithJsonSchema(json_schema.ANY_TOKEN_IDS)]
+SomeTokenIds = Annotated[list[int], PlainValidator(parse_some_token_ids), WithJsonSchema(json_schema.TOKEN_IDS)]
+TextOrObject = Annotated[str, BeforeValidator(parse_text), WithJsonSchema(json_schema.TEXT)]
+Texts = Annotated[list[str], PlainValidator(parse_texts), WithJsonSchema(json_schema.TEXTS)]
+TextOrTexts = Annotated[list[str], PlainValidator(parse_text_or_texts), WithJsonSchema(json_schema.TEXT_OR_TEXTS)]
+
+
+Document = str | dict[str, Any]
+
+
+def content_text(content: Any) -> str:
+    """Returns the text of `content`: a text, or a list of parts `{"type": "text", "text": ...}` as its lines."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise ValueError('has no content; send {"content": [{"type": "text", "text": ...}]}')
+    lines: list[str] = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        if kind in ("image_url", "image"):
+            raise ValueError("holds an image, but the served models read text only")
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError('has a content that is no {"type": "text", "text": ...}')
+        lines.append(part["text"])
+    return "\n".join(lines)
+
+
+def parse_contents(value: Any) -> list[str]:
+    """Returns the text of each entry of a list of objects with `content`."""
+    if not isinstance(value, list) or not value:
+        raise ValueError('must be a list of objects {"content": [...]} and not empty; texts takes plain texts')
+    texts: list[str] = []
+    for i, entry in enumerate(value):
+        try:
+            texts.append(content_text(entry.get("content") if isinstance(entry, dict) else None))
+        except ValueError as error:
+            raise ValueError(f"{error}, in entry {i}") from None
+    return texts
+
+
+def parse_documents(value: Any) -> list[Document]:
+    """Returns a list of texts and objects as it is."""
+    if not isinstance(value, list):
+        raise ValueError(f"must be a list of texts or objects, not {shown(value)}")
+    if not value:
+        raise ValueError("is an empty list; give at least one text")
+    for i, entry in enumerate(value):
+        if not isinstance(entry, str | dict):
+            raise ValueError(f'must hold texts or objects {{"text": ...}}; entry {i} is {shown(entry)}')
+        if isinstance(entry, dict) and not _can_be_written(entry):
+            raise ValueError(f"nests values too deeply in entry {i}")
+    return value
+
+
+def document_texts(documents: Sequence[Document], rank_fields: Sequence[str] | None) -> list[str]:
+    """Returns what is to be ranked of each document: of an object the `rank_fields` in their order, or its text.
+
+    Raises:
+        InvalidRequestError: An object has none of them.
+    """
+    return [
+        document if isinstance(document, str) else _object_text(document, rank_fields, i)
+        for i, document in enumerate(documents)
+    ]
+
+
+def _object_text(document: dict[str, Any], rank_fields: Sequence[str] | None, index: int) -> str:
+    if rank_fields:
+        values = [document[name] for name in rank_fields if document.get(name) is not None]
+        if not values:
+            raise InvalidRequestError(
+                f"documents: entry {index} is an object without any of the rank_fields "
+                f"{shown_names(rank_fields)}; it has {shown_names(document)}.",
+                param="documents",
+            )
+        return "\n".join(value if isinstance(value, str) else orjson.dumps(value).decode() for value in values)
+    text = document.get("text")
+    if isinstance(text, str):
+        return text
+    if "content" in document:
+        try:
+            return content_text(document["content"])
+        except ValueError as error:
+            raise InvalidRequestError(f"documents: entry {index} {error}.", param="documents") from None
+    raise InvalidRequestError(
+        f"documents: entry {index} is an object without a text; it has {shown_names(document)}. "
+        "Send the text as text, or name the fields that are to be read in rank_fields.",
+        param="documents",
+    )
+
+
+def _can_be_written(value: dict[str, Any]) -> bool:
+    """Returns whether orjson, which reads deeper than it writes, can write an object back: as one of the results."""
+    try:
+        orjson.dumps({"results": [{"document": value}]})
+    except orjson.JSONEncodeError:
+        return False
+    return True
+
+
+Contents = Annotated[list[str], PlainValidator(parse_contents), WithJsonSchema(json_schema.CONTENTS)]
+Documents = Annotated[list[Document], PlainValidator(parse_documents), WithJsonSchema(json_schema.DOCUMENTS)]
+
+
+TextOrList = TypeVar("TextOrList", bound=str | list[Any])
+EMPTY_TEXT: Final = "empty_text"
+"""Type of the error of an empty text."""
+
+
+class Sequences(NamedTuple):
+    """What is to be classified.
+
+    Attributes:
+        entries: One text or two for each.
+        is_batch: Sent as a list of them; False for a single one.
+    """
+
+    entries: list[list[str]]
+    is_batch: bool
+
+
+def parse_sequences(value: Any) -> Sequences:
+    """Returns the texts and pairs of TEI's `inputs`: a text, a pair [text, text], or a list of [text] and pairs."""
+    entries = [value] if isinstance(value, str) else value
+    if not isinstance(entries, list) or not entries:
+        raise ValueError("must be a text, a pair [text, text], or a list of [text] and [text, text], and not empty")
+    if isinstance(entries[0], str):
+        if len(entries) > 2:
+            raise ValueError(
+                f"is a flat list of {len(entries)}; a flat list is a text or a pair. "
+                "Send several as [[text], [text], ...]"
+            )
+        sequences = Sequences([_sequence(entries, 0)], is_batch=False)
+    else:
+        sequences = Sequences([_sequence(entry, i) for i, entry in enumerate(entries)], is_batch=True)
+    refuse_empty(["".join(entry) for entry in sequences.entries])
+    return sequences
+
+
+def refuse_empty(value: TextOrList) -> TextOrList:
+    """Returns a text, or a list of texts and token ids, as it is; an empty one in it is TEI's error of its own."""
+    if value == "" or (not isinstance(value, str) and "" in value):
+        where = "" if isinstance(value, str) else f" in entry {value.index('')}"
+        raise PydanticCustomError(EMPTY_TEXT, "holds an empty text{where}; send some text", {"where": where})
+    return value
+
+
+def _sequence(entry: Any, index: int) -> list[str]:
+    if not isinstance(entry, list) or len(entry) not in (1, 2) or not all(isinstance(text, str) for text in entry):
+        raise ValueError(f"must hold [text] or pairs [text, text]; entry {index} is neither")
+    return entry
+
+
+def lower_case(value: Any) -> Any:
+    """Returns a text in lower case: clients say both `Left` and `left`."""
+    return value.lower() if isinstance(value, str) else value
+
+
+FullInputs = Annotated[Inputs, AfterValidator(refuse_empty), WithJsonSchema(json_schema.FULL_INPUTS)]
+FullText = Annotated[str, AfterValidator(refuse_empty), WithJsonSchema(json_schema.FULL_STRING)]
+FullTexts = Annotated[Listed[Annotated[str, WithJsonSchema(json_schema.FULL_STRING)]], AfterValidator(refuse_empty)]
+SequenceInputs = Annotated[Sequences, PlainValidator(parse_sequences), WithJsonSchema(json_schema.SEQUENCES)]
+TruncationSide = Annotated[
+    Literal["left", "right"],
+    BeforeValidator(lower_case),
+    WithJsonSchema({"type": "string", "pattern": "^([Ll]eft|[Rr]ight)$"}),
+]
+
+
+def parse_batches(value: Any) -> list[list[int]]:
+    """Returns the lists of token ids of `ids`, which may be one list."""
+    batches = [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
+    if not isinstance(batches, list) or not batches:
+        raise ValueError("must be a list of token ids, or a list of such lists, and not empty")
+    check_length(batches)
+    batches = [whole_numbers(ids) if isinstance(ids, list) else ids for ids in batches]
+    for i, ids in enumerate(batches):
+        if not isinstance(ids, list) or set(map(type, ids)) != {int}:
+            raise ValueError(f"must hold token ids or lists of them; list {i} does not, or is empty")
+    return batches
+
+
+IdBatches = Annotated[list[list[int]], PlainValidator(parse_batches), WithJsonSchema(json_schema.ID_BATCHES)]
