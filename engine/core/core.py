@@ -1,8 +1,8 @@
-"""The loop of the engine: takes requests in, forms batches while the device is busy, sends results out.
+"""The loop of the engine: receives requests, forms batches while the device is busy, sends results.
 
-Runs on one device thread, in a process of its own (worker.py) or in the frontend's (in_process). Knows nothing about
-HTTP, sockets or text. Errors belong to a request: a failing batch is halved until the culprit stands alone, and where
-memory was short a chunk of a long sequence runs again in smaller ones.
+Runs on one device thread, in a process of its own (worker.py) or in the client's. Knows nothing about HTTP, sockets or
+text. Errors belong to a request: a failing batch is halved until the failing sequence is alone. A chunk of a long
+sequence for which memory was short runs again in smaller chunks.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from traceback import clear_frames
+from typing import Final
+
+import numpy as np
 
 from ..protocol.config import EngineConfig
 from ..protocol.errors import (
@@ -27,6 +31,7 @@ from ..protocol.errors import (
 from ..protocol.ipc.batch_outputs import BatchOutputs
 from ..protocol.ipc.frontends import frontend_of
 from ..protocol.ipc.messages import (
+    CacheUse,
     Failed,
     Frame,
     FromCore,
@@ -34,26 +39,47 @@ from ..protocol.ipc.messages import (
     PrefixesCleared,
     Ready,
     Rows,
+    StepLoad,
     Turn,
 )
-from ..protocol.ipc.rows import EndedRequests, pack_rows
-from ..protocol.ipc.turns import unpack_turn
+from ..protocol.ipc.rows import AnswerBlock, EndedRequests, pack_rows
+from ..protocol.ipc.turns import Asked, unpack_turn
+from ..protocol.model_info import ModelInfo
+from ..protocol.tasks import PoolingTask, PoolingType
 from ..scheduling import Batch, Chunk, QueuedSequence, Request, Scheduler
-from ..sequence_pool import Allocation
-from .answers import live_answers, not_finite
-from .bell import Bell
-from .figures import cache_use, step_load
-from .intake import Intake
+from ..sequence_pool import Allocation, Allocator, SequenceAllocator, block_keys
 from .make_scheduler import make_scheduler
-from .runner import DeviceLostError, DeviceMemoryError, Runner
-from .running import Running, has_room, has_use
+from .runner import DeviceLostError, DeviceMemoryError, EndedForward, Forward, Runner
 from .step_watch import Step, StepWatch
+from .waker import Waker
 
 logger = logging.getLogger("penstock.engine")
 
+_MAX_BUDGETS_IN_FLIGHT: Final = 2
+"""Token budgets. The next batch begins while the last sequences of the one before it run."""
+
 Send = Callable[[FromCore, list[Frame]], None]
 Collected = tuple[list[Chunk], BatchOutputs]
-"""Chunks that ran together, and what they gave."""
+"""Chunks that ran together, and their outputs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningBatch:
+    """A batch whose forward was started and whose results were not sent yet.
+
+    Attributes:
+        batch: Batch from the scheduler.
+        forward: Forward of its chunks.
+        started_s: Seconds, of time.monotonic.
+        step: Measures how long it has run.
+        ran_alone: Whether no other batch ran when it was started.
+    """
+
+    batch: Batch
+    forward: Forward
+    started_s: float
+    step: Step
+    ran_alone: bool
 
 
 class EngineCore:
@@ -63,10 +89,10 @@ class EngineCore:
 
     Args:
         config: Model and limits.
-        send: Called on the device thread with each message for the frontend.
+        send: Called on the device thread with each message for the client.
         load_runner: Loads the model, on the device thread.
-        on_ready: Called on the device thread when the model is loaded, before the frontend gets Ready.
-        bell: Wakes the device thread. It may watch sockets; the device thread then takes their messages.
+        on_ready: Called on the device thread when the model is loaded, before the client receives Ready.
+        waker: Wakes the device thread. It may watch sockets, whose callbacks the device thread then calls.
         on_stuck: Called once, on a thread of its own, if a step exceeds its time limit; see StepWatch.
     """
 
@@ -76,7 +102,7 @@ class EngineCore:
         send: Send,
         load_runner: Callable[[EngineConfig], Runner],
         on_ready: Callable[[], None] = lambda: None,
-        bell: Bell | None = None,
+        waker: Waker | None = None,
         on_stuck: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._config = config
@@ -84,32 +110,32 @@ class EngineCore:
         self._on_ready = on_ready
         self._load_runner = load_runner
         self._lock = threading.Lock()  # of the scheduler, and of what follows
-        self._bell = bell or Bell()
+        self._waker = waker or Waker()
         self._watch = StepWatch(config.step_timeout_s, on_stuck)
         self._scheduler: Scheduler
         self._runner: Runner
-        self._intake: Intake
-        self._running: list[Running] = []
-        self._ended_s = 0.0  # the last batch
+        self._build_request: Callable[[Asked, float], Request]
+        self._running: list[RunningBatch] = []
+        self._ended_s = 0.0  # when the last batch ended
         self._stopping = False
-        self._wants_work = False  # the device thread sleeps, and would begin what comes
-        self._has_released = False  # memory was, by no step: a message has to say so
-        self._found_nothing = False  # the last batch was empty, though work waits: for what runs now, or a message
+        self._wants_work = False  # the device thread sleeps and would start a batch for a new request
+        self._has_released = False  # a cancellation freed memory; the next step must report it
+        self._found_nothing = False  # the last batch was empty although sequences wait for one that runs
 
     def run(self) -> None:
-        """Loads the model, says so, then serves until `stop`. A model that cannot be served ends it at once."""
+        """Loads the model, sends Ready, then serves until `stop`. Sends LoadFailed and returns if loading fails."""
         try:
             self.load()
         except ModelLoadError as error:
             self._send(LoadFailed(type(error).__name__, error.message), [])
             return
-        except Exception as error:  # start-up boundary: whatever went wrong must reach the operator
+        except Exception as error:  # start-up boundary: every error must reach the operator
             logger.exception("loading %s failed", self._config.model)
             self._send(LoadFailed(MachineError.__name__, f"loading {self._config.model} failed: {error!r}"), [])
             return
         with self._watch.running():
             try:
-                self._runner.ring(self._bell.fd)
+                self._runner.ring(self._waker.fd)
                 while self.step():
                     pass
             finally:
@@ -117,7 +143,7 @@ class EngineCore:
                     self._runner.ring(None)
 
     def load(self) -> None:
-        """Loads the model and tells the frontend.
+        """Loads the model and sends Ready.
 
         Raises:
             ModelLoadError: The model cannot be served.
@@ -133,7 +159,7 @@ class EngineCore:
                 *(info.name, ", ".join(info.adapters), info.sources.get("adapters")),
             )
         block_size = None if allocator.prefixes is None else self._config.cache.block_size
-        self._intake = Intake(info, block_size, seed=f"{info.path}@{self._config.revision}")
+        self._build_request = RequestBuilder(info, block_size, seed=f"{info.path}@{self._config.revision}").build
         self._runner.warm_up()
         self._watch.in_order, self._watch.num_lanes = self._runner.keeps_order, self._runner.num_lanes
         self._watch.record(Step(num_tokens=self._runner.limits.max_tokens or 0), 0.0)
@@ -143,14 +169,14 @@ class EngineCore:
         self._on_ready()
         self._send(Ready(info, self._runner.tokenizer), [])
         if allocator.can_hold(1):
-            # So that the figures of the pool are there from the start.
-            figures = cache_use(self._scheduler, allocator, Batch()), step_load(self._scheduler, 0, 0)
-            self._send(Rows([], 0, 0.0, *figures), [b""])
+            # The metrics of the pool are available from the start.
+            metrics = cache_use(self._scheduler, allocator, Batch()), step_load(self._scheduler, 0, 0)
+            self._send(Rows([], 0, 0.0, *metrics), [b""])
 
     def step(self) -> bool:
-        """Waits for work; begins a batch where the device has room, and sends what came of those that have ended.
+        """Waits for work, starts a batch if the device has capacity, and sends finished results.
 
-        Returns False when it is time to end.
+        Returns False after `stop`.
         """
         with self._watch.during(Step()):
             self._wait()
@@ -165,15 +191,15 @@ class EngineCore:
             return not is_last
 
     def receive(self, turn: Turn, frame: Frame) -> None:
-        """Takes in at once what the frontend has to say.
+        """Handles a message of a client: new requests, cancellations, and orders to clear the prefix cache.
 
         Raises:
-            ValueError: The frame has not the inputs of the requests.
+            ValueError: The frame does not hold the inputs of the requests.
         """
         now_s = time.monotonic()
         asked, cancels = unpack_turn(turn, frame)
-        # Named before the lock is taken: that takes time for long inputs.
-        requests = [self._intake.request(each, now_s) for each in asked]
+        # Built before the lock is taken: the block keys of long inputs take time.
+        requests = [self._build_request(each, now_s) for each in asked]
         with self._lock:
             for request in requests:
                 self._submit(request)
@@ -183,43 +209,61 @@ class EngineCore:
                 self._clear_prefixes(request_id)
             is_awaited = self._wants_work or self._has_released
         if is_awaited:
-            self._bell.ring()
+            self._waker.wake()
 
     def forget(self, frontend: int) -> None:
-        """Cancels all that a frontend has asked for."""
+        """Cancels all requests of a client that has disconnected."""
         with self._lock:
             for request_id in [i for i in self._scheduler.requests if frontend_of(i) == frontend]:
                 self._cancel(request_id)
-        self._bell.ring()
+        self._waker.wake()
 
     def stop(self) -> None:
-        """Lets `run` return after what runs now."""
+        """Makes `run` return after the batches that run now."""
         self._stopping = True
-        self._bell.ring()
+        self._waker.wake()
 
     def _wait(self) -> None:
-        """Takes in what has come, and sleeps until there is something to do."""
-        heard = self._bell.look()
+        """Handles received messages and sleeps until a batch can be started or has ended."""
+        callbacks = self._waker.poll()
         while True:
-            for hear in heard:
-                hear()
+            for callback in callbacks:
+                callback()
             with self._lock:
                 if self._stopping or self._can_begin() or any(running.forward.is_done for running in self._running):
                     return
                 self._wants_work = self._has_room()
             with self._watch.idle():
-                heard = self._bell.wait()
+                callbacks = self._waker.wait()
             with self._lock:
                 self._wants_work = False
 
     def _can_begin(self) -> bool:
-        """Whether there is work, and room for it. The caller holds the lock."""
-        has_use_of_it = not self._found_nothing and has_use(self._runner, self._scheduler, self._running)
-        return (has_use_of_it or self._has_released) and self._has_room()
+        """Whether a batch should be started now. The caller holds the lock."""
+        return (self._has_released or (not self._found_nothing and self._has_use())) and self._has_room()
+
+    def _has_use(self) -> bool:
+        """Whether a batch of the waiting sequences should be started now, if there is room for one.
+
+        A batch that would wait on the device behind another one saves only the time between the two. That pays for
+        large batches.
+        """
+        scheduler = self._scheduler
+        waits = self._runner.keeps_order and any(not running.forward.is_done for running in self._running)
+        return scheduler.has_work and (not waits or scheduler.has_much)
 
     def _has_room(self) -> bool:
-        """Whether a batch may begin beside those that run. The caller holds the lock."""
-        return has_room(self._runner, self._scheduler, self._running)
+        """Whether a batch may be started beside the running ones. The caller holds the lock.
+
+        A batch with chunks may if the device keeps the order of batches: the chunks of a prompt build on each other.
+        """
+        if not self._running:
+            return True
+        runner, scheduler = self._runner, self._scheduler
+        if not runner.has_room or (scheduler.has_long and (not runner.keeps_order or scheduler.awaits_quiet)):
+            return False
+        num_tokens = sum(running.step.num_tokens for running in self._running if not running.forward.is_done)
+        return num_tokens < _MAX_BUDGETS_IN_FLIGHT * scheduler.token_budget
 
     def _next_batch(self) -> Batch:
         """Takes a batch from the scheduler. The caller holds the lock."""
@@ -231,29 +275,36 @@ class EngineCore:
         return batch
 
     def _begin(self, batch: Batch) -> None:
-        """Begins a batch; the next chunks of its prompts may follow while it runs."""
+        """Starts a batch. The next chunks of its prompts may follow while it runs."""
         for sequence, allocation in batch.preempted:
             self._preempt(sequence, allocation)
         step = Step.of(batch.chunks)
+        started_s = time.monotonic()
         with self._watch.during(step):
-            running = Running.begin(self._runner, batch, time.monotonic(), step, is_beside=bool(self._running))
-        self._running.append(running)
+            try:
+                forward = self._runner.begin(batch.chunks) if batch.chunks else EndedForward(BatchOutputs.of(0, ()))
+            except DeviceLostError:
+                raise
+            except Exception as error:  # noqa: BLE001 - `_collect` finds the sequences that caused it
+                clear_frames(error.__traceback__)  # its frames hold tensors of the forward
+                forward = EndedForward(error)
+        self._running.append(RunningBatch(batch, forward, started_s, step, ran_alone=not self._running))
         self._watch.in_flight.append(step)
-        if batch.num_long and not running.forward.is_done:
+        if batch.num_long and not forward.is_done:
             with self._lock:
                 self._scheduler.go_on(batch)
 
-    def _finish(self, running: Running) -> None:
-        """Waits for a batch and sends what came of it: with chunks of prompts, in the order in which it was begun."""
+    def _finish(self, running: RunningBatch) -> None:
+        """Waits for a batch and sends its results. Batches with chunks are finished in the order of their start."""
         while running.batch.num_long and self._running[0] is not running:
             self._finish(self._running[0])
         self._running.remove(running)
         self._watch.in_flight.remove(running.step)
         self._found_nothing &= not running.batch.chunks
         outputs_of, step = running.forward.outputs, running.step
-        finished = self._collect(running.batch.chunks, outputs_of, step, is_beside=running.is_beside)
+        finished = self._collect(running.batch.chunks, outputs_of, step, ran_alone=running.ran_alone)
         ended_s = time.monotonic()
-        if len(finished) == 1:  # one forward, and none that failed
+        if len(finished) == 1:  # one forward, without an error
             began_s = max(running.started_s, self._ended_s) if self._runner.keeps_order else running.started_s
             self._watch.record(step, ended_s - began_s)
         self._deliver(running.batch, finished, running.started_s, ended_s)
@@ -267,19 +318,19 @@ class EngineCore:
             self._send_failure(request, InvalidRequestError(f"The request cannot run: {error}", param="input"))
 
     def _cancel(self, request_id: int, *, forget: bool = False) -> Request | None:
-        """Ends a request; what still comes of it is thrown away. The caller holds the lock."""
+        """Ends a request. Later results of it are dropped. The caller holds the lock."""
         request = self._scheduler.cancel(request_id, forget=forget)
         self._found_nothing = False
         self._has_released |= request is not None and self._runner.allocator.can_hold(1)
         return request
 
     def _clear_prefixes(self, request_id: int) -> None:
-        """Empties the prefix cache and says so. The caller holds the lock."""
+        """Empties the prefix cache and reports the number of blocks. The caller holds the lock."""
         num_blocks = self._runner.allocator.clear_prefixes()
         self._send(PrefixesCleared(request_id, num_blocks), [])
 
     def _preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
-        """Saves what a sequence has lost with its memory: until the next forward it is still there."""
+        """Saves the states of a preempted sequence: until the next forward its memory still holds them."""
         try:
             self._runner.preempt(sequence, allocation)
         except DeviceLostError:
@@ -288,30 +339,29 @@ class EngineCore:
             self._fail(sequence, error)
 
     def _collect(
-        self, chunks: list[Chunk], outputs_of: Callable[[], BatchOutputs], step: Step, *, is_beside: bool = False
+        self, chunks: list[Chunk], outputs_of: Callable[[], BatchOutputs], step: Step, *, ran_alone: bool = True
     ) -> list[Collected]:
-        """Returns what a batch gives; on an error runs its halves, so that only the sequences at fault fail.
+        """Returns the outputs of a batch. If it fails, its halves run again, so that only the failing sequences fail.
 
-        Where memory was short while others ran (`is_beside`), it runs again alone first.
+        A batch that ran out of memory beside other batches runs again alone first.
         """
         try:
             with self._watch.during(step):
                 outputs = outputs_of()
         except DeviceLostError:
-            raise  # for all requests: the process ends and another takes over
+            raise  # concerns all requests: the process ends and is replaced
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
-            clear_frames(error.__traceback__)  # what the forward had come to is in the way of those that follow
+            clear_frames(error.__traceback__)  # its frames hold tensors of the forward, which the next ones need
             failure = error
         else:
             return [(chunks, outputs)]
-        gone_on = [chunk for chunk in chunks if chunk in chunk.sequence.begun]
-        if gone_on:  # what came behind them has built on them
-            for chunk in gone_on:
+        followed = [chunk for chunk in chunks if chunk in chunk.sequence.begun]
+        if followed:  # later chunks that run already build on these
+            for chunk in followed:
                 self._fail(chunk.sequence, failure)
-            chunks = [chunk for chunk in chunks if chunk not in gone_on]
-            return self._run_again(chunks)
+            return self._run_again([chunk for chunk in chunks if chunk not in followed])
         if isinstance(failure, DeviceMemoryError):
-            if is_beside:  # others had the memory: when they have ended, this may succeed
+            if not ran_alone:  # the other batches held the memory
                 while self._running:
                     self._finish(self._running[0])
                 return self._run_again(chunks)
@@ -330,7 +380,7 @@ class EngineCore:
         return []
 
     def _run_again(self, chunks: list[Chunk]) -> list[Collected]:
-        """Runs what still counts of a batch that failed, or of a part of it; see `_collect`."""
+        """Runs the chunks of a failed batch again, without those of cancelled sequences; see `_collect`."""
         with self._lock:
             chunks = [chunk for chunk in chunks if chunk.sequence.is_under_way(chunk)]
         return self._collect(chunks, partial(self._runner.execute, chunks), Step.of(chunks)) if chunks else []
@@ -346,19 +396,20 @@ class EngineCore:
                 self._send_failure(request, error)
 
     def _send_failure(self, request: Request, error: EngineError) -> None:
-        """Tells the caller of a request that has ended."""
+        """Sends the error of a request that has ended."""
         self._send(Failed(request.request_id, type(error).__name__, error.message), [])
 
     def _deliver(self, batch: Batch, collected: list[Collected], started_s: float, ended_s: float) -> None:
-        """Sends the finite outputs of live requests in one message; an output that is not finite fails its request."""
-        num_tokens = sum(chunk.end - chunk.start for chunks, _ in collected for chunk in chunks)
+        """Sends the results of a batch in one message. A result with NaN or inf fails its request."""
+        num_tokens = sum(chunk.num_tokens for chunks, _ in collected for chunk in chunks)
         num_seqs = sum(len(chunks) for chunks, _ in collected)
         with self._lock:
             for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in collected):
                 message = f"The model gave values that are not finite for input {sequence.index}."
-                self._cancel(sequence.request.request_id, forget=True)  # and with it its other sequences here
+                # Also ends its other sequences of this batch. Their blocks may be wrong: the prefix cache drops them.
+                self._cancel(sequence.request.request_id, forget=True)
                 self._send_failure(sequence.request, ModelExecutionError(message))
-            blocks = [block for own, outputs in collected for block in live_answers(own, outputs, started_s)]
+            blocks = [block for own, outputs in collected for block in results_of(own, outputs, started_s)]
             ended = EndedRequests.of(
                 [
                     (r.request_id, r.started_s - r.arrival_s, ended_s - r.started_s)
@@ -372,8 +423,120 @@ class EngineCore:
             load = step_load(self._scheduler, num_seqs, batch.num_left)
             self._has_released = False
         heads, frames = pack_rows(blocks, ended)
-        # Where batches overlap, each counts for the time since the last one ended: the sum is the time of the device.
+        # The times of overlapping batches must add up to the time of the device: each counts from the end of the last.
         step_s = 0.0
-        if num_tokens:  # else it was none, and others run on
+        if num_tokens:
             step_s, self._ended_s = ended_s - max(started_s, self._ended_s), ended_s
         self._send(Rows(heads, num_tokens, step_s, cache, load, len(ended.request_ids)), frames)
+
+
+class RequestBuilder:
+    """Builds the scheduler's records of the requests for one model. Thread-safe.
+
+    Args:
+        info: The model.
+        block_size: Tokens of a block of the prefix cache; None without a cache.
+        seed: Makes block keys differ between models. The namespace of a request is added to it, so that the latency of
+            a request does not reveal the prefixes that other API keys have sent.
+    """
+
+    def __init__(self, info: ModelInfo, block_size: int | None, seed: str) -> None:
+        self._block_size = block_size
+        self._seed = seed.encode()
+        self._pools_last_row = info.sequence_pooling == (PoolingType.LAST,)
+
+    def build(self, asked: Asked, now_s: float) -> Request:
+        """Returns the request, with one sequence per input. `now_s`: Seconds, monotonic time of its arrival."""
+        request_id, params, inputs, priority, timeout_s, client, namespace = asked
+        deadline_s = None if timeout_s is None else now_s + timeout_s
+        # If only the last row is pooled, the prefix cache may replace the rows before it.
+        needs_last_row = self._pools_last_row and params.task not in (
+            PoolingTask.TOKEN_EMBED,
+            PoolingTask.TOKEN_CLASSIFY,
+        )
+        request = Request(request_id, params, now_s, priority, deadline_s, client, needs_last_row)
+        seed = self._seed + b"\0" + namespace.encode() if namespace else self._seed
+        block_size = self._block_size
+        request.sequences = [
+            QueuedSequence(
+                request_id=(request_id, index),
+                prompt=tokens,
+                num_tokens=len(tokens.token_ids),
+                request=request,
+                index=index,
+                block_keys=() if block_size is None else block_keys(tokens.token_ids, block_size, seed),
+            )
+            for index, tokens in enumerate(inputs)
+        ]
+        return request
+
+
+def not_finite(chunks: Sequence[Chunk], outputs: BatchOutputs) -> Iterator[QueuedSequence]:
+    """Yields the sequences with NaN or inf in their outputs, except cancelled ones.
+
+    Args:
+        chunks: Chunks that ran together.
+        outputs: Outputs of these chunks.
+    """
+    for place in np.flatnonzero(~outputs.is_finite).tolist():
+        sequence = chunks[place].sequence
+        if sequence.is_under_way(chunks[place]):
+            yield sequence
+
+
+def results_of(chunks: Sequence[Chunk], outputs: BatchOutputs, started_s: float) -> list[AnswerBlock]:
+    """Maps batch outputs back to requests and skips cancelled ones. Records when the first forward of a request began.
+
+    Args:
+        chunks: Chunks that ran together.
+        outputs: Outputs of these chunks.
+        started_s: Seconds, of time.monotonic, when their forward began.
+    """
+    are_live = np.array([chunk.sequence.is_under_way(chunk) for chunk in chunks], np.bool_)
+    requests = [chunk.sequence.request for chunk in chunks]
+    for request, is_live in zip(requests, are_live.tolist(), strict=True):
+        if is_live and request.started_s is None:
+            request.started_s = started_s
+    request_ids = np.array([request.request_id for request in requests], np.int64)
+    indices = np.array([chunk.sequence.index for chunk in chunks], np.int64)
+    are_last = np.array([chunk.end == chunk.sequence.num_tokens for chunk in chunks], np.int64)
+    blocks = []
+    for block in outputs.blocks:
+        places = np.arange(len(chunks)) if block.indices is None else np.array(block.indices, np.intp)
+        results = AnswerBlock(block, request_ids[places], indices[places], are_last[places])
+        blocks.append(results.pick(np.flatnonzero(are_live[places])))
+    return [results for results in blocks if len(results.request_ids)]
+
+
+def step_load(scheduler: Scheduler, num_seqs: int, num_left: int) -> StepLoad:
+    """Returns the metrics of a step and of the queue behind it.
+
+    Args:
+        scheduler: The caller holds its lock.
+        num_seqs: Sequences that ran.
+        num_left: Sequences that found no place in the batch.
+    """
+    waiting = scheduler.waiting
+    budget = scheduler.pace.budget(scheduler.token_budget)
+    return StepLoad(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_left)
+
+
+def cache_use(scheduler: Scheduler, allocator: Allocator, batch: Batch) -> CacheUse | None:
+    """Returns the metrics of the sequence memory and of the chunks of a batch; None if nothing runs in chunks.
+
+    Args:
+        scheduler: The caller holds its lock.
+        allocator: The sequence memory.
+        batch: The batch that ran.
+    """
+    if not isinstance(allocator, SequenceAllocator):
+        return None
+    return CacheUse(
+        usage=allocator.usage,
+        memory_pressure=scheduler.memory_pressure,
+        chunk_tokens=max((chunk.num_tokens for chunk in batch.chunks if chunk.sequence.is_long), default=0),
+        prefix_queried_tokens_total=allocator.prefix_query_tokens,
+        prefix_hit_tokens_total=allocator.prefix_hit_tokens,
+        num_evicted_blocks_total=allocator.num_evicted_blocks,
+        chunks=scheduler.prefill.statistics(),
+    )

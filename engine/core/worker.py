@@ -1,10 +1,10 @@
-"""The engine process: an EngineCore and the sockets of its frontends. engine_process.py starts it; it ends with that.
+"""The engine process: an EngineCore and the sockets of its clients. engine_process.py starts it.
 
     python -P -m penstock.engine.core.worker ADDRESS DESCRIPTOR
 
-The parent listens at ADDRESS, in a folder for it alone, and hands the socket over as an open file. The first connection
-is the parent's, and the first message Start; other frontends may connect later (Attach). Standard input is a socket,
-too: what the parent writes there comes back as long as the process lives, and its end means that the parent has gone.
+The parent listens at ADDRESS, in a folder that nothing else uses, and passes the socket as an open file. The first
+connection is the parent's, and the first message Start. Other clients may connect later (Attach). Standard input is a
+socket: the process echoes the bytes that the parent writes there, and ends when the parent closes it.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from typing import Final
 
 from ..logs import configure_logging, flush_logs
 from ..protocol.ipc.messages import STUCK_EXIT_CODE
-from .bell import Bell
+from .client_connections import ClientConnections
 from .core import EngineCore
-from .frontends import Frontends
 from .load_runner import load_runner
+from .waker import Waker
 
 logger = logging.getLogger("penstock.engine")
 
 _COLLECT_AFTER: Final = 50_000
-"""Objects that there are more than at the last collection. Those of requests are freed without the collector, and to
-look at all that wait whenever 700 more have come, as Python does, took as long as the rest of the loop."""
+"""New objects before a garbage collection. Objects of requests are freed without the collector; with Python's default
+of 700, collections took as long as the rest of the loop."""
 _LINGER_S: Final = 2.0
-_MOST_QUESTIONS: Final = 64
-"""Bytes: more than the parent asks before it gives up."""
+_HEARTBEAT_BYTES: Final = 64
+"""More than the parent writes before it gives up."""
 
 
 def main() -> None:
     """Runs the process until Stop arrives or the parent ends."""
     address, descriptor = sys.argv[1:3]
-    threading.Thread(target=_answer_parent, args=(Path(address),), name="lifeline", daemon=True).start()
-    bell = Bell()
-    frontends = Frontends(socket.socket(fileno=int(descriptor)), bell)
-    start = frontends.await_start()
+    threading.Thread(target=_echo_heartbeats, args=(Path(address),), name="lifeline", daemon=True).start()
+    waker = Waker()
+    clients = ClientConnections(socket.socket(fileno=int(descriptor)), waker)
+    start = clients.await_start()
     configure_logging(start.log_level, start.log_format)
-    core = EngineCore(start.config, frontends.send, load_runner, on_ready=_freeze, bell=bell, on_stuck=_end_stuck)
-    frontends.serve(core)
+    core = EngineCore(start.config, clients.send, load_runner, on_ready=_freeze, waker=waker, on_stuck=_end_stuck)
+    clients.serve(core)
     try:
         core.run()
     except Exception:
         logger.exception("the engine process ends")
         flush_logs()
-        os._exit(1)  # not through the interpreter's shutdown, which would wait for what a driver holds
-    frontends.close(_LINGER_S)
+        os._exit(1)  # the interpreter's shutdown would wait for a stuck driver
+    clients.close(_LINGER_S)
 
 
 def _freeze() -> None:
-    """Takes what loading has made, torch above all, out of the collector's sight: walking it takes tens of ms.
+    """Excludes the objects made during loading from garbage collections, which would take tens of ms.
 
-    What it has used meanwhile goes back to the system, as far as the C library can say so: glibc's keeps some 10 MB.
+    Returns free memory to the system: glibc keeps about 10 MB otherwise.
     """
     gc.collect()
     gc.freeze()
@@ -74,17 +74,17 @@ def _end_stuck(reason: str) -> None:
     os._exit(STUCK_EXIT_CODE)
 
 
-def _answer_parent(address: Path) -> None:
-    """Says that the process lives, whatever runs; ends it at once when the parent has gone.
+def _echo_heartbeats(address: Path) -> None:
+    """Echoes the parent's heartbeats and ends the process when the parent has ended.
 
-    A parent that was killed has left the socket behind: it goes, too, with its folder, and nothing else in it.
+    A killed parent leaves its socket and the socket's folder behind. This removes both.
     """
-    folder = address.parent.resolve()  # it may be the name of an open file
+    folder = address.parent.resolve()  # the address may be a link
     lifeline = sys.stdin.fileno()
     with contextlib.suppress(ConnectionError):
-        while questions := os.read(lifeline, _MOST_QUESTIONS):
-            os.write(lifeline, questions)
-    with contextlib.suppress(OSError):  # the parent has removed them itself, as it does where it ends in peace
+        while heartbeats := os.read(lifeline, _HEARTBEAT_BYTES):
+            os.write(lifeline, heartbeats)
+    with contextlib.suppress(OSError):  # a parent that ended normally has removed them
         (folder / address.name).unlink(missing_ok=True)
         folder.rmdir()
     os._exit(0)

@@ -168,9 +168,9 @@ class Client:
         self.core.load()
         self.most_under_way = 0
         if stream is not None or loaded.info.device != "cpu":
-            self.core._runner.ring(self.core._bell.fd)
+            self.core._runner.ring(self.core._waker.fd)
         if stream is not None:
-            wait = self.core._bell.wait
+            wait = self.core._waker.wait
 
             def let_one_end() -> list[Callable[[], None]]:
                 assert stream is not None
@@ -178,7 +178,7 @@ class Client:
                 stream.permits.release()
                 return wait()
 
-            self.core._bell.wait = let_one_end  # type: ignore[method-assign]
+            self.core._waker.wait = let_one_end  # type: ignore[method-assign]
         self.params = {
             task: PoolingParams(normalize=False if task is PoolingTask.EMBED else None).resolved(task, loaded.info)
             for task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)

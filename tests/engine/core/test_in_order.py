@@ -26,19 +26,19 @@ def stream(steps: Steps) -> StreamRunner:
 
 def sleeps(steps: Steps) -> bool:
     """Whether the loop would sleep now."""
-    bell = steps.core._bell
-    wait = bell.wait
+    waker = steps.core._waker
+    wait = waker.wait
 
     def refuse() -> None:
         raise TimeoutError
 
-    bell.wait = refuse  # type: ignore[method-assign]
+    waker.wait = refuse  # type: ignore[method-assign]
     try:
         steps.core._wait()
     except TimeoutError:
         return True
     finally:
-        bell.wait = wait  # type: ignore[method-assign]
+        waker.wait = wait  # type: ignore[method-assign]
     return False
 
 

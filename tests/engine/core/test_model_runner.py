@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from penstock.engine.core import model_runner
-from penstock.engine.core.bell import Bell
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, EndedForward
+from penstock.engine.core.waker import Waker
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.models.base import ModelOutput, PackedModel
 from penstock.engine.packed_batch import PackedBatch
@@ -195,12 +195,12 @@ def test_two_forwards_are_under_way_and_no_more(stream: PlayedStream) -> None:
     assert [time.whole_tokens for time in made.take_times()] == [2, 1]
 
 
-def test_a_bell_rings_when_a_forward_ends(stream: PlayedStream) -> None:
-    made, bell = flying(Counting(), stream), Bell()
-    made.ring(bell.fd)
+def test_end_of_a_forward_wakes_the_thread(stream: PlayedStream) -> None:
+    made, waker = flying(Counting(), stream), Waker()
+    made.ring(waker.fd)
     forward = made.begin([ids(5)])
     while not forward.is_done:
-        bell.wait()
+        waker.wait()
     made.ring(None)
     assert rows_of(forward.outputs()) == [[5.0, 0.0]]
 
@@ -210,11 +210,11 @@ def test_forward_fails_when_its_event_cannot_be_awaited(stream: PlayedStream, mo
         raise ValueError("made up")
 
     monkeypatch.setattr(PlayedMark, "wait", fail)
-    made, bell = flying(Counting(), stream), Bell()
-    made.ring(bell.fd)
+    made, waker = flying(Counting(), stream), Waker()
+    made.ring(waker.fd)
     stream.gate.clear()
     forward = made.begin([ids(5)])
-    bell.wait()
+    waker.wait()
     with pytest.raises(DeviceLostError, match="made up"):
         _ = forward.is_done
     made.ring(None)

@@ -253,8 +253,8 @@ def test_what_runs_is_answered_when_the_core_stops(lanes: tuple[LaneRunner, Step
 def test_an_arrival_wakes_a_device_with_room_and_not_a_full_one(lanes: tuple[LaneRunner, Steps]) -> None:
     _, steps = lanes
     rings: list[str] = []
-    steps.core._bell.ring = lambda: rings.append("ring")  # type: ignore[method-assign]
-    steps.core._bell.wait = lambda: (_ for _ in ()).throw(TimeoutError)  # type: ignore[method-assign]
+    steps.core._waker.wake = lambda: rings.append("ring")  # type: ignore[method-assign]
+    steps.core._waker.wait = lambda: (_ for _ in ()).throw(TimeoutError)  # type: ignore[method-assign]
 
     def sleep() -> None:
         with pytest.raises(TimeoutError):

@@ -162,7 +162,7 @@ def test_core_without_requests_exceeds_no_limit() -> None:
         core.stop()
         return []
 
-    core._bell.wait = wait  # type: ignore[method-assign]
+    core._waker.wait = wait  # type: ignore[method-assign]
     assert not core.step()
     assert found == [None] * 100
 

@@ -8,7 +8,7 @@ from threading import current_thread
 import pytest
 import torch
 
-from penstock.engine.core.bell import Bell
+from penstock.engine.core.waker import Waker
 from penstock.engine.core.memory.device_stream import HostMark, HostStream, MarkWatch, stream_of
 from penstock.engine.core.runner import DeviceLostError
 from penstock.engine.pooling.output import OutputBlock, PoolerOutput
@@ -35,9 +35,9 @@ def test_on_a_cpu_all_is_done_when_it_has_been_asked_for() -> None:
 
 
 def test_a_bell_rings_for_every_mark_once_it_is_reached(stream: PlayedStream) -> None:
-    bell, watch = Bell(), MarkWatch()
+    waker, watch = Waker(), MarkWatch()
     watch.add(stream.mark())  # nobody hears it
-    watch.ring(bell.fd)
+    watch.ring(waker.fd)
     stream.gate.clear()
     marks = [stream.mark(), stream.mark()]
     for mark in marks:
@@ -45,13 +45,13 @@ def test_a_bell_rings_for_every_mark_once_it_is_reached(stream: PlayedStream) ->
     assert not marks[0].is_reached
     stream.gate.set()
     while not all(mark.is_reached for mark in marks):
-        bell.wait()
+        waker.wait()
     watch.ring(None)
     assert marks[1].at_ms(marks[0]) >= 0
 
 
 def test_a_watch_that_is_ended_writes_to_its_bell_no_more(stream: PlayedStream) -> None:
-    old, new, watch = Bell(), Bell(), MarkWatch()
+    old, new, watch = Waker(), Waker(), MarkWatch()
     watch.ring(old.fd)
     watch.add(stream.mark())
     watch.ring(new.fd)  # waits for what was added before
@@ -63,12 +63,12 @@ def test_a_watch_that_is_ended_writes_to_its_bell_no_more(stream: PlayedStream) 
 
 
 def test_a_device_that_fails_wakes_the_loop_which_meets_the_error(stream: PlayedStream) -> None:
-    bell, watch = Bell(), MarkWatch()
+    waker, watch = Waker(), MarkWatch()
     mark = stream.mark()
     stream.error = torch.AcceleratorError("gone")
-    watch.ring(bell.fd)
+    watch.ring(waker.fd)
     watch.add(mark)
-    bell.wait()
+    waker.wait()
     with pytest.raises(torch.AcceleratorError):
         _ = mark.is_reached
     watch.ring(None)
@@ -83,10 +83,10 @@ def test_the_device_of_the_marks_is_current_in_the_thread(
     """Where another one is current, a wait opens a context there."""
     calls: list[tuple[str, object]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append((current_thread().name, index)))
-    bell, watch = Bell(), MarkWatch(torch.device(device))
-    watch.ring(bell.fd)
+    waker, watch = Waker(), MarkWatch(torch.device(device))
+    watch.ring(waker.fd)
     watch.add(stream.mark())
-    bell.wait()
+    waker.wait()
     assert calls == [("device-marks", index) for index in expected]
     watch.ring(None)
 
@@ -101,10 +101,10 @@ def test_error_of_the_device_does_not_end_the_thread(
         raise error
 
     monkeypatch.setattr(torch.cuda, "set_device", fail)
-    bell, watch = Bell(), MarkWatch(torch.device("cuda"))
-    watch.ring(bell.fd)
+    waker, watch = Waker(), MarkWatch(torch.device("cuda"))
+    watch.ring(waker.fd)
     watch.add(stream.mark())
-    bell.wait()
+    waker.wait()
     with pytest.raises(DeviceLostError, match="gone"):
         watch.check()
     watch.ring(None)
@@ -120,12 +120,12 @@ class FailingMark(HostMark):
 
 
 def test_watch_survives_a_mark_that_raises(caplog: pytest.LogCaptureFixture) -> None:
-    bell, watch = Bell(), MarkWatch()
+    waker, watch = Waker(), MarkWatch()
     watch.check()
-    watch.ring(bell.fd)
+    watch.ring(waker.fd)
     for _ in range(2):
         watch.add(FailingMark())
-        bell.wait()
+        waker.wait()
         with pytest.raises(DeviceLostError, match="made up"):
             watch.check()
     assert "waiting for the end of a forward failed" in caplog.text
@@ -182,8 +182,8 @@ def test_a_gpu_copies_out_beside_the_host() -> None:
     for copy, value in zip(copies, values, strict=True):
         assert copy.is_pinned() or not copy.numel()
         assert torch.equal(copy, value.cpu())
-    bell, watch = Bell(), MarkWatch()
-    watch.ring(bell.fd)
+    waker, watch = Waker(), MarkWatch()
+    watch.ring(waker.fd)
     watch.add(stream.mark())
-    bell.wait()
+    waker.wait()
     watch.ring(None)

@@ -1,4 +1,4 @@
-"""What a message becomes: sequences with names for their blocks, a deadline, and what the cache may do for them."""
+"""Messages become requests with sequences, block keys and deadlines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.engine.core.intake import Intake
+from penstock.engine.core.core import RequestBuilder
 from penstock.engine.protocol.ipc.turns import Asked
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
@@ -20,8 +20,8 @@ from .fake_runner import PARAMS, model
 INPUTS = [TokenizedInput(np.arange(n, dtype=np.int32)) for n in (40, 5)]
 
 
-def test_a_message_becomes_a_request_with_a_sequence_for_each_input() -> None:
-    request = Intake(model(), None, "seed").request(Asked(7, PARAMS, INPUTS, -2, 1.5, "me"), 100.0)
+def test_message_becomes_a_request_with_a_sequence_per_input() -> None:
+    request = RequestBuilder(model(), None, "seed").build(Asked(7, PARAMS, INPUTS, -2, 1.5, "me"), 100.0)
     assert (request.request_id, request.params, request.arrival_s) == (7, PARAMS, 100.0)
     assert (request.priority, request.deadline_s, request.client) == (-2, 101.5, "me")
     for index, (sequence, tokens) in enumerate(zip(request.sequences, INPUTS, strict=True)):
@@ -30,23 +30,23 @@ def test_a_message_becomes_a_request_with_a_sequence_for_each_input() -> None:
         assert sequence.request is request
         assert sequence.status is Status.WAITING
         assert sequence.block_keys == ()
-    assert Intake(model(), None, "seed").request(Asked(7, PARAMS, INPUTS), 100.0).deadline_s is None
+    assert RequestBuilder(model(), None, "seed").build(Asked(7, PARAMS, INPUTS), 100.0).deadline_s is None
 
 
-def test_full_blocks_are_named_after_the_model_and_the_tokens() -> None:
-    first, second = Intake(model(), 16, "a").request(Asked(7, PARAMS, INPUTS), 0.0).sequences
+def test_block_keys_depend_on_model_and_tokens() -> None:
+    first, second = RequestBuilder(model(), 16, "a").build(Asked(7, PARAMS, INPUTS), 0.0).sequences
     assert first.block_keys == block_keys(INPUTS[0].token_ids, 16, b"a")
     assert len(first.block_keys) == 2
     assert second.block_keys == []
-    (other, _) = Intake(model(), 16, "b").request(Asked(7, PARAMS, INPUTS), 0.0).sequences
+    (other, _) = RequestBuilder(model(), 16, "b").build(Asked(7, PARAMS, INPUTS), 0.0).sequences
     assert not set(first.block_keys) & set(other.block_keys)
 
 
-def test_blocks_of_namespaces_have_different_names() -> None:
-    intake = Intake(model(), 16, "a")
-    names = [intake.request(Asked(7, PARAMS, INPUTS, namespace=n), 0.0).sequences[0].block_keys for n in ("", "b", "c")]
+def test_block_keys_differ_between_namespaces() -> None:
+    builder = RequestBuilder(model(), 16, "a")
+    names = [builder.build(Asked(7, PARAMS, INPUTS, namespace=n), 0.0).sequences[0].block_keys for n in ("", "b", "c")]
     assert len({key for keys in names for key in keys}) == 6
-    assert Intake(model(), 16, "ab").request(Asked(7, PARAMS, INPUTS), 0.0).sequences[0].block_keys not in names
+    assert RequestBuilder(model(), 16, "ab").build(Asked(7, PARAMS, INPUTS), 0.0).sequences[0].block_keys not in names
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_blocks_of_namespaces_have_different_names() -> None:
         ((PoolingType.LAST, PoolingType.MEAN), PoolingTask.EMBED, False),
     ],
 )
-def test_rows_may_come_from_the_cache_only_where_the_answer_needs_none_of_them(
+def test_only_last_row_pooling_may_read_rows_from_the_cache(
     pooling: tuple[PoolingType, ...], task: PoolingTask, expected: bool
 ) -> None:
-    intake = Intake(replace(model(), sequence_pooling=pooling), 16, "a")
-    request = intake.request(Asked(7, PoolingParams(task=task), INPUTS), 0.0)
+    builder = RequestBuilder(replace(model(), sequence_pooling=pooling), 16, "a")
+    request = builder.build(Asked(7, PoolingParams(task=task), INPUTS), 0.0)
     assert request.needs_last_row is expected

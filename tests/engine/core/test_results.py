@@ -1,11 +1,11 @@
-"""Whose the outputs of a batch are."""
+"""Batch outputs are mapped to requests; cancelled ones are skipped."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from penstock.engine.core.answers import live_answers, not_finite
+from penstock.engine.core.core import not_finite, results_of
 from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.scheduling import Chunk, PrefillChunk, QueuedSequence, Request
@@ -26,47 +26,47 @@ def rows(num_rows: int, *, indices: list[int] | None = None) -> ArrayBlock:
     return ArrayBlock(name="embedding", values=values, indices=indices)
 
 
-def test_every_row_is_told_whose_it_is() -> None:
+def test_rows_carry_request_and_input() -> None:
     first, second = Request(7, PoolingParams()), Request(9, PoolingParams())
     chunks = [chunk(first, 0), chunk(second), chunk(first, 1, num_tokens=5)]
-    (answers,) = live_answers(chunks, BatchOutputs.of(3, [rows(3)]), 1.5)
-    assert answers.request_ids.tolist() == [7, 9, 7]
-    assert answers.indices.tolist() == [0, 0, 1]
-    assert answers.is_last.tolist() == [1, 1, 0]
+    (results,) = results_of(chunks, BatchOutputs.of(3, [rows(3)]), 1.5)
+    assert results.request_ids.tolist() == [7, 9, 7]
+    assert results.indices.tolist() == [0, 0, 1]
+    assert results.is_last.tolist() == [1, 1, 0]
     assert (first.started_s, second.started_s) == (1.5, 1.5)
 
 
-def test_what_was_cancelled_meanwhile_is_left_out() -> None:
+def test_cancelled_requests_are_skipped() -> None:
     kept, gone = Request(1, PoolingParams()), Request(2, PoolingParams())
     chunks = [chunk(gone), chunk(kept)]
     chunks[0].sequence.chunk = None
-    (answers,) = live_answers(chunks, BatchOutputs.of(2, [rows(2)]), 1.0)
-    assert answers.request_ids.tolist() == [1]
-    assert answers.block.values.tolist() == [[2.0, 3.0]]
+    (results,) = results_of(chunks, BatchOutputs.of(2, [rows(2)]), 1.0)
+    assert results.request_ids.tolist() == [1]
+    assert results.block.values.tolist() == [[2.0, 3.0]]
     assert gone.started_s is None
 
 
-def test_blocks_have_the_sequences_that_they_name() -> None:
+def test_blocks_hold_the_sequences_they_name() -> None:
     requests = [Request(i, PoolingParams()) for i in range(4)]
     blocks = [rows(2, indices=[3, 1]), rows(1, indices=[0])]
-    found = live_answers([chunk(r) for r in requests], BatchOutputs.of(4, blocks), 1.0)
-    assert [answers.request_ids.tolist() for answers in found] == [[3, 1], [0]]
+    found = results_of([chunk(r) for r in requests], BatchOutputs.of(4, blocks), 1.0)
+    assert [results.request_ids.tolist() for results in found] == [[3, 1], [0]]
 
 
-def test_a_block_that_nobody_awaits_is_no_answer() -> None:
+def test_block_of_cancelled_requests_is_dropped() -> None:
     chunks = [chunk(Request(1, PoolingParams()))]
     chunks[0].sequence.chunk = None
-    assert live_answers(chunks, BatchOutputs.of(1, [rows(1)]), 1.0) == []
+    assert results_of(chunks, BatchOutputs.of(1, [rows(1)]), 1.0) == []
 
 
-def test_a_start_is_taken_down_once() -> None:
+def test_start_is_recorded_once() -> None:
     request = Request(1, PoolingParams(), started_s=0.5)
-    live_answers([chunk(request)], BatchOutputs.of(1, [rows(1)]), 1.0)
+    results_of([chunk(request)], BatchOutputs.of(1, [rows(1)]), 1.0)
     assert request.started_s == 0.5
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_sequences_that_are_not_finite_are_found_while_they_count(value: float) -> None:
+def test_not_finite_outputs_are_found_except_cancelled(value: float) -> None:
     block = rows(3)
     block.values[1:, 0] = value
     chunks = [chunk(Request(i, PoolingParams())) for i in range(3)]

@@ -1,4 +1,4 @@
-"""The frontends of a core in a process of its own: what they say reaches the core, and each hears what is for it."""
+"""Connections of the engine process to its clients: passes their messages to the core and sends each its results."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from ..protocol.ipc.messages import (
     encode,
 )
 from ..protocol.ipc.rows import pack_rows, unpack_rows
-from .bell import Bell
 from .core import EngineCore
+from .waker import Waker
 
 logger = logging.getLogger("penstock.engine")
 
@@ -38,28 +38,28 @@ _PAUSE_S: Final = 0.5
 _Part = tuple[FromCore, list[Frame]]
 
 
-class Frontends:
-    """Belongs to the device thread. The first to connect is frontend 0: it gets all that is for no other.
+class ClientConnections:
+    """Used on the device thread only. The first client is number 0 and gets the messages that are for no other client.
 
     Args:
-        listener: Where they connect; belongs to this object from now on.
-        bell: Wakes the device thread where one of them has something to say.
+        listener: Socket where clients connect. This object closes it.
+        waker: Wakes the device thread when a client has sent something.
     """
 
-    def __init__(self, listener: socket.socket, bell: Bell) -> None:
+    def __init__(self, listener: socket.socket, waker: Waker) -> None:
         self._listener = listener
-        self._bell = bell
+        self._waker = waker
         self._core: EngineCore
         self._connections: dict[int, Connection] = {}
-        self._is_shared = False  # others have come
-        self._early: list[tuple[ToCore, list[Frame]]] = []  # what came with Start
+        self._is_shared = False  # there are several clients
+        self._early: list[tuple[ToCore, list[Frame]]] = []  # messages received together with Start
 
     def await_start(self) -> Start:
-        """Waits for frontend 0 and for what it wants to be served.
+        """Waits for client 0 and returns its first message.
 
         Raises:
-            EOFError: It has gone without a word.
-            TypeError: It says something else first.
+            EOFError: The client disconnected before it sent one.
+            TypeError: The first message is not Start.
         """
         stream, _ = self._listener.accept()
         first = self._connections[0] = Connection(stream)
@@ -71,23 +71,23 @@ class Frontends:
         return start
 
     def serve(self, core: EngineCore) -> None:
-        """Lets them speak to a core from now on. A message that it cannot take is raised where `bell` is waited for."""
+        """Passes messages to a core from now on. Errors are raised in the callbacks that `Waker.wait` returns."""
         self._core = core
         for message, frames in self._early:
-            self._take(message, frames, self._connections[0])
+            self._handle(message, frames, self._connections[0])
         self._listener.setblocking(False)
-        self._bell.watch(self._listener, self._accept)
+        self._waker.watch(self._listener, self._accept)
         self._watch(self._connections[0])
 
     def send(self, message: FromCore, frames: list[Frame]) -> None:
-        """Sends a message, in parts where it concerns several."""
+        """Sends a message. If it concerns several clients, each gets its part."""
         parts = split(message, frames) if self._is_shared else {0: (message, frames)}
-        for frontend, (part, part_frames) in parts.items():
-            if (connection := self._connections.get(frontend)) is not None:
+        for client, (part, part_frames) in parts.items():
+            if (connection := self._connections.get(client)) is not None:
                 connection.send(encode(part), part_frames)
 
     def close(self, linger_s: float) -> None:
-        """Closes all connections; what has been sent gets so many seconds to leave each."""
+        """Closes all connections. Waits up to `linger_s` seconds for sent messages to leave."""
         for connection in self._connections.values():
             connection.close(linger_s)
         self._listener.close()
@@ -95,27 +95,27 @@ class Frontends:
     def _accept(self) -> None:
         try:
             stream, _ = self._listener.accept()
-        except BlockingIOError:  # it has gone again
+        except BlockingIOError:  # the client has disconnected again
             return
-        except OSError as error:  # this process may open no more files, say; those who are here are served on
-            logger.error("a frontend cannot connect: %s", error)
-            self._bell.pause(self._listener, _PAUSE_S)  # it stays readable, and would take time of every step
+        except OSError as error:  # for example too many open files; the connected clients are served on
+            logger.error("an engine client cannot connect: %s", error)
+            self._waker.pause(self._listener, _PAUSE_S)  # it stays readable and would cost time in every step
             return
         self._watch(Connection(stream))
 
     def _watch(self, connection: Connection) -> None:
-        self._bell.watch(connection, partial(self._hear, connection))
+        self._waker.watch(connection, partial(self._receive, connection))
 
-    def _hear(self, connection: Connection) -> None:
+    def _receive(self, connection: Connection) -> None:
         try:
             messages = connection.receive()
         except EOFError:
             self._leave(connection)
             return
         for message, frames in messages:
-            self._take(decode_to_core(message), frames, connection)
+            self._handle(decode_to_core(message), frames, connection)
 
-    def _take(self, message: ToCore, frames: list[Frame], connection: Connection) -> None:
+    def _handle(self, message: ToCore, frames: list[Frame], connection: Connection) -> None:
         if isinstance(message, Turn):
             self._core.receive(message, *frames)
         elif isinstance(message, Attach):
@@ -127,19 +127,16 @@ class Frontends:
             raise TypeError(f"{type(message).__name__} cannot come now")
 
     def _leave(self, connection: Connection) -> None:
-        """A frontend has gone, and nobody awaits what it asked for."""
-        self._bell.ignore(connection)
+        """Cancels the requests of a client that has disconnected."""
+        self._waker.ignore(connection)
         connection.close()
-        for frontend in [number for number, own in self._connections.items() if own is connection]:
-            del self._connections[frontend]
-            self._core.forget(frontend)
+        for client in [number for number, own in self._connections.items() if own is connection]:
+            del self._connections[client]
+            self._core.forget(client)
 
 
 def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
-    """Returns what each frontend is told of a message.
-
-    The figures of a step are for frontend 0; to others the rows of a step look as if no step had been.
-    """
+    """Returns the part of a message that each client gets, by number. The metrics of a step go to client 0 only."""
     if isinstance(message, Failed | PrefixesCleared):
         return {frontend_of(message.request_id): (message, frames)}
     if not isinstance(message, Rows):
@@ -148,19 +145,19 @@ def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
     askers = [frontends_of(block.request_ids) for block in blocks]
     enders = frontends_of(ended.request_ids)
     parts: dict[int, _Part] = {}
-    for frontend in np.unique(np.concatenate([[0], enders, *askers])).tolist():
+    for client in np.unique(np.concatenate([[0], enders, *askers])).tolist():
         own = [
-            block.pick(np.flatnonzero(asker == frontend))
+            block.pick(np.flatnonzero(asker == client))
             for block, asker in zip(blocks, askers, strict=True)
-            if (asker == frontend).any()
+            if (asker == client).any()
         ]
-        own_ended = ended.pick(np.flatnonzero(enders == frontend))
+        own_ended = ended.pick(np.flatnonzero(enders == client))
         heads, own_frames = pack_rows(own, own_ended)
         num_ended = len(own_ended.request_ids)
         part = (
             Rows(heads, 0, 0.0, num_ended=num_ended)
-            if frontend
+            if client
             else msgspec.structs.replace(message, blocks=heads, num_ended=num_ended)
         )
-        parts[frontend] = part, own_frames
+        parts[client] = part, own_frames
     return parts

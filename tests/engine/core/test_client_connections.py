@@ -15,9 +15,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from penstock.engine.core import bell as bell_module
-from penstock.engine.core.bell import Bell
-from penstock.engine.core.frontends import Frontends, split
+from penstock.engine.core import waker as waker_module
+from penstock.engine.core.client_connections import ClientConnections, split
+from penstock.engine.core.waker import Waker
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.ipc.connection import Connection
 from penstock.engine.protocol.ipc.frontends import Attach, first_request_id, frontend_of
@@ -68,24 +68,24 @@ def address(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def bell() -> Bell:
-    return Bell()
+def waker() -> Waker:
+    return Waker()
 
 
 @pytest.fixture
-def frontends(address: str, bell: Bell) -> Iterator[Frontends]:
+def clients(address: str, waker: Waker) -> Iterator[ClientConnections]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
-    frontends = Frontends(listener, bell)
-    yield frontends
-    frontends.close(0.0)
+    clients = ClientConnections(listener, waker)
+    yield clients
+    clients.close(0.0)
 
 
-def take_in(bell: Bell) -> None:
-    """Does what a device thread does when the bell wakes it."""
-    for hear in bell.wait():
-        hear()
+def take_in(waker: Waker) -> None:
+    """Does what a device thread does when the waker wakes it."""
+    for callback in waker.wait():
+        callback()
 
 
 def of(frontend: int, request: int) -> int:
@@ -137,69 +137,69 @@ def test_what_concerns_a_request_goes_to_who_sent_it(message: FromCore) -> None:
 
 
 def test_the_first_says_what_to_serve_and_what_it_says_next_is_not_lost(
-    frontends: Frontends, address: str, bell: Bell
+    clients: ClientConnections, address: str, waker: Waker
 ) -> None:
     first, core = Frontend(address), Mock()
     first.say(START, Stop())
-    assert frontends.await_start() == START
-    frontends.serve(core)
+    assert clients.await_start() == START
+    clients.serve(core)
     core.stop.assert_called_once_with()
-    assert bell.look() == []
+    assert waker.poll() == []
     first.say(Turn(0, [], [], []), frame=b"arrays")
-    take_in(bell)
+    take_in(waker)
     assert core.receive.call_args.args == (Turn(0, [], [], []), b"arrays")
     first.say(START)
     with pytest.raises(TypeError, match="Start cannot come now"):
-        take_in(bell)
+        take_in(waker)
     first.close()
 
 
-def test_another_first_word_is_an_error(frontends: Frontends, address: str) -> None:
+def test_another_first_word_is_an_error(clients: ClientConnections, address: str) -> None:
     first = Frontend(address)
     first.say(Stop())
     with pytest.raises(TypeError, match="must be Start, not Stop"):
-        frontends.await_start()
+        clients.await_start()
     first.close()
 
 
-def test_frontends_come_and_go(frontends: Frontends, address: str, bell: Bell) -> None:
+def test_frontends_come_and_go(clients: ClientConnections, address: str, waker: Waker) -> None:
     first, core = Frontend(address), Mock()
     first.say(START)
-    frontends.await_start()
-    frontends.serve(core)
+    clients.await_start()
+    clients.serve(core)
     told = Failed(of(0, 1), "E", "for the first")
-    frontends.send(told, [])
+    clients.send(told, [])
     assert first.heard() == told
     other = Frontend(address)
     other.say(Attach(4), Turn(4, [], [], []), frame=b"")
-    take_in(bell)  # its connection
-    take_in(bell)  # its words
+    take_in(waker)  # its connection
+    take_in(waker)  # its words
     core.receive.assert_called_once()
     told = Failed(of(4, 0), "E", "for the other")
-    frontends.send(told, [])
+    clients.send(told, [])
     assert other.heard() == told
     other.say(Turn(4, [], [], []), frame=b"last words")
     other.close()
-    take_in(bell)
+    take_in(waker)
     assert core.receive.call_args.args[1] == b"last words"
     core.forget.assert_not_called()
-    take_in(bell)
+    take_in(waker)
     core.forget.assert_called_once_with(4)
-    frontends.send(Failed(of(4, 1), "E", "for nobody"), [])
+    clients.send(Failed(of(4, 1), "E", "for nobody"), [])
     assert first.heard(0.1) is None  # nor is it for the first
     first.close()
-    take_in(bell)
+    take_in(waker)
     assert core.forget.call_args.args == (0,)
 
 
-def test_one_that_goes_before_it_is_accepted_is_nobody(frontends: Frontends, address: str, bell: Bell) -> None:
+def test_one_that_goes_before_it_is_accepted_is_nobody(clients: ClientConnections, address: str, waker: Waker) -> None:
     first, core = Frontend(address), Mock()
     first.say(START)
-    frontends.await_start()
-    frontends.serve(core)
+    clients.await_start()
+    clients.serve(core)
     Frontend(address).close()
-    take_in(bell)
-    take_in(bell)
+    take_in(waker)
+    take_in(waker)
     core.forget.assert_not_called()
     first.close()
 
@@ -224,34 +224,34 @@ def taken_files() -> Iterator[list[int]]:
 
 
 def test_listener_is_ignored_while_files_are_exhausted(
-    frontends: Frontends,
+    clients: ClientConnections,
     address: str,
-    bell: Bell,
+    waker: Waker,
     taken_files: list[int],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now_s = 100.0
-    monkeypatch.setattr(bell_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(waker_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     for _ in range(4):
         os.close(taken_files.pop())
     first, core = Frontend(address), Mock()
     first.say(START)
-    frontends.await_start()
-    frontends.serve(core)
+    clients.await_start()
+    clients.serve(core)
     other = Frontend(address)
     other.say(Attach(4), Turn(4, [], [], []), frame=b"")
     taken_files.append(os.dup(1))
-    take_in(bell)
+    take_in(waker)
     assert "cannot connect" in caplog.text
-    assert bell.look() == []  # the steps of the model pay nothing for it
+    assert waker.poll() == []  # the steps of the model pay nothing for it
     first.say(Turn(0, [], [], []), frame=b"")
-    take_in(bell)
+    take_in(waker)
     core.receive.assert_called_once()
     os.close(taken_files.pop())
     now_s += 60.0
-    take_in(bell)  # its connection
-    take_in(bell)  # its words
+    take_in(waker)  # its connection
+    take_in(waker)  # its words
     assert core.receive.call_count == 2
     for frontend in (first, other):
         frontend.close()

@@ -1,4 +1,4 @@
-"""A bell: one thread sleeps until another rings, or until a socket has something to say."""
+"""Wakes the engine thread: from another thread, from C code, or when a socket becomes readable."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-_MOST: Final = 1 << 16
-"""Bytes of a pipe."""
+_PIPE_BYTES: Final = 1 << 16
 
 
 class HasDescriptor(Protocol):
-    """A file, a socket, a connection."""
+    """A file, a socket or a connection."""
 
     def fileno(self) -> int:
-        """Returns its descriptor."""
+        """Returns its file descriptor."""
         ...
 
 
-class Bell:
-    """Rings are kept until somebody waits, and many count as one. Code outside of Python rings by writing to `fd`.
+class Waker:
+    """Lets one thread sleep until another wakes it, or until a watched file is readable.
 
-    All but `ring` belongs to the thread that waits.
+    Wake-ups are level-triggered: several wake-ups before a wait count as one. Code outside of Python wakes the thread
+    by writing to `fd`. All methods but `wake` belong to the thread that waits.
 
     Attributes:
         fd: Descriptor to write to; it never blocks.
@@ -44,17 +44,17 @@ class Bell:
         if self._fds:
             self._selector.close()
 
-    def ring(self) -> None:
-        """Wakes whoever waits, or will."""
-        with contextlib.suppress(BlockingIOError):  # it has rung as often as a pipe can keep
+    def wake(self) -> None:
+        """Ends the current call of `wait`, or the next one."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups
             os.write(self.fd, b"\0")
 
-    def watch(self, file: HasDescriptor, hear: Callable[[], None]) -> None:
-        """Lets whatever there is to read wake who waits, too; `hear` reads it."""
-        self._selector.register(file, selectors.EVENT_READ, hear)
+    def watch(self, file: HasDescriptor, on_readable: Callable[[], None]) -> None:
+        """Wakes the thread also when `file` is readable; `wait` then returns `on_readable`."""
+        self._selector.register(file, selectors.EVENT_READ, on_readable)
 
     def ignore(self, file: HasDescriptor) -> None:
-        """Ends `watch`, before the file is closed."""
+        """Ends `watch`. Call it before the file is closed."""
         self._selector.unregister(file)
 
     def pause(self, file: HasDescriptor, seconds: float) -> None:
@@ -63,34 +63,34 @@ class Bell:
         self._paused.append((time.monotonic() + seconds, file, key.data))
 
     def wait(self) -> list[Callable[[], None]]:
-        """Sleeps until it has rung since the last call, or a file that it watches can be read.
+        """Sleeps until the next wake-up, or until a watched file is readable.
 
         Returns:
-            What reads the files that can be read: for the caller to call.
+            The `on_readable` callbacks of the readable files. The caller calls them.
         """
-        return self._heard(None)
+        return self._select(None)
 
-    def look(self) -> list[Callable[[], None]]:
-        """Does not sleep, else as `wait`."""
-        return self._heard(0)
+    def poll(self) -> list[Callable[[], None]]:
+        """Like `wait`, but does not sleep."""
+        return self._select(0)
 
-    def _heard(self, timeout_s: float | None) -> list[Callable[[], None]]:
-        heard = []
+    def _select(self, timeout_s: float | None) -> list[Callable[[], None]]:
+        callbacks = []
         if self._paused:
             pause_s = self._resume()
             timeout_s = pause_s if timeout_s is None else timeout_s
         for key, _ in self._selector.select(timeout_s):
             if key.fd == self._waiting_fd:
-                os.read(self._waiting_fd, _MOST)
+                os.read(self._waiting_fd, _PIPE_BYTES)
             else:
-                heard.append(key.data)
-        return heard
+                callbacks.append(key.data)
+        return callbacks
 
     def _resume(self) -> float | None:
         """Watches files again whose pause is over. Returns the seconds until the next pause ends; None for none."""
         now_s, paused = time.monotonic(), self._paused
         self._paused = [entry for entry in paused if entry[0] > now_s]
-        for until_s, file, hear in paused:
+        for until_s, file, on_readable in paused:
             if until_s <= now_s:
-                self.watch(file, hear)
+                self.watch(file, on_readable)
         return min((until_s - now_s for until_s, _, _ in self._paused), default=None)
