@@ -8,9 +8,9 @@ from threading import current_thread
 import pytest
 import torch
 
-from penstock.engine.core.waker import Waker
 from penstock.engine.core.memory.device_stream import HostMark, HostStream, MarkWatch, stream_of
 from penstock.engine.core.runner import DeviceLostError
+from penstock.engine.core.waker import Waker
 from penstock.engine.pooling.output import OutputBlock, PoolerOutput
 
 from ..played_stream import PlayedStream
