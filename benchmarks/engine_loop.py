@@ -39,10 +39,9 @@ from penstock.engine.core import worker
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
 from penstock.engine.native.packed_arrays import PackedArrays
+from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
-from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
-from penstock.engine.protocol.ipc.messages import TokenizerSpec
-from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import DEFAULT_OPTIONS, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType

@@ -33,11 +33,11 @@ from simulated_device import CountedDevice, WallDevice
 
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
+from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
+from penstock.engine.protocol.client_message import ClientMessageBuilder, SubmitRequest
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
-from penstock.engine.protocol.ipc.messages import Frame, FromCore, Rows, TokenizerSpec
-from penstock.engine.protocol.ipc.turns import Asked, Outgoing
-from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.messages import Frame, FromCore, StepResults
+from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -155,9 +155,9 @@ class Load:
 
     def submit(self, count: int) -> None:
         """Sends some requests."""
-        turn = Outgoing()
+        turn = ClientMessageBuilder()
         for _ in range(count):
-            turn.ask(Asked(self._next_id, self._params, self._inputs))
+            turn.add(SubmitRequest(self._next_id, self._params, self._inputs))
             self._next_id += 1
         self.core.receive(*turn.pack())
 
@@ -168,7 +168,7 @@ class Load:
                 self.submit(count)
 
     def _take(self, message: FromCore, frames: list[Frame]) -> None:
-        if isinstance(message, Rows):
+        if isinstance(message, StepResults):
             self.num_done += message.num_tokens
             self._answered.put(message.num_ended)
 

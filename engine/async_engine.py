@@ -66,7 +66,7 @@ class AsyncEngine(EngineLife):
         self._resolved = resolved
         self._encoder = InputEncoder(info, tokenizer, config)
         self._scorer = PairScorer(info, self._encoder, dispatcher)
-        self._combined = CombinedEmbedder(info, self._encoder, dispatcher, tokenizer.marks)
+        self._combined = CombinedEmbedder(info, self._encoder, dispatcher, tokenizer.recipe_tokens)
 
     async def embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS

@@ -23,16 +23,10 @@ from .client.scoring import check_sides
 from .protocol.config import EngineConfig
 from .protocol.errors import InvalidRequestError
 from .protocol.model_info import ModelInfo
-from .protocol.outputs import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    ScoringOutput,
-)
 from .protocol.params import PoolingParams
 from .protocol.pooler_config import PoolerConfig
 from .protocol.request import RequestOptions, Text
+from .protocol.results import ClassificationOutput, EmbeddingOutput, PoolingOutput, PoolingRequestOutput, ScoringOutput
 from .protocol.tasks import PoolingTask
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -21,8 +21,8 @@ from penstock.engine.core import worker
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
 from penstock.engine.model_files.resolve import resolve_model, with_device
+from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.scheduling import Chunk, QueuedSequence
 from penstock.engine.sequence_pool import Allocation, NullAllocator
 from penstock.server.commands.cli import main

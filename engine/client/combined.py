@@ -13,7 +13,7 @@ from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, Text, TokenizedInput
 from ..protocol.results import CombinedResult, EmbeddingResult
 from ..protocol.tasks import PoolingTask
-from ..protocol.vectors import QUERY_PROMPTS, SparseVector, TokenMarks, kept_ids
+from ..protocol.vectors import QUERY_PROMPTS, RecipeTokens, SparseVector, kept_ids
 from ..tokenization.input_encoder import InputEncoder
 from ..tokenization.late_chunking import JoinedText
 from .dispatcher import Dispatcher
@@ -31,14 +31,16 @@ class CombinedEmbedder:
         info: The model.
         encoder: Of its inputs.
         dispatcher: Runs them.
-        marks: The tokens of a multi-vector model's recipe.
+        recipe_tokens: The tokens of a multi-vector model's recipe.
     """
 
-    def __init__(self, info: ModelInfo, encoder: InputEncoder, dispatcher: Dispatcher, marks: TokenMarks) -> None:
+    def __init__(
+        self, info: ModelInfo, encoder: InputEncoder, dispatcher: Dispatcher, recipe_tokens: RecipeTokens
+    ) -> None:
         self._info = info
         self._encoder = encoder
         self._dispatcher = dispatcher
-        self._marks = marks
+        self._recipe_tokens = recipe_tokens
 
     async def embed_late(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
@@ -101,7 +103,7 @@ class CombinedEmbedder:
             return [tokens.token_ids[1:].tolist() for tokens in tokenized]
         skip_ids: Sequence[int] = ()
         if recipe is not None and recipe.skips(is_query=params.is_query):
-            skip_ids = self._marks.skip_ids
+            skip_ids = self._recipe_tokens.skip_ids
         return [kept_ids(tokens.token_ids, skip_ids).tolist() for tokens in tokenized]
 
 

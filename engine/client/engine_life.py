@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from ..protocol.config import EngineConfig
-from ..protocol.ipc.messages import Ready
+from ..protocol.messages import ModelReady
 from ..protocol.model_info import ModelInfo
 from ..tokenization.jobs import CharAdmission
 from ..tokenization.tokenizer import TokenizerPool
@@ -85,7 +85,7 @@ class EngineLife:
 
     @classmethod
     def attached(
-        cls, config: EngineConfig, ready: Ready, dispatcher: Dispatcher, group: ReplicaGroup | AttachedCore
+        cls, config: EngineConfig, ready: ModelReady, dispatcher: Dispatcher, group: ReplicaGroup | AttachedCore
     ) -> Self:
         """Returns the engine over cores that have been loaded.
 

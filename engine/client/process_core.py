@@ -9,16 +9,16 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from ..protocol.ipc.connection import Connection
-from ..protocol.ipc.messages import (
+from ..protocol.connection import MessageConnection
+from ..protocol.messages import (
     STUCK_EXIT_CODE,
+    ClientMessage,
     Frame,
     FromCore,
-    Ready,
+    ModelReady,
     Start,
     Stop,
     ToCore,
-    Turn,
     decode_from_core,
     encode,
 )
@@ -86,7 +86,7 @@ class CoreLink:
     def __init__(self, address: str, on_message: OnMessage, on_unreadable: Callable[[], None]) -> None:
         self._on_message = on_message
         self._on_unreadable = on_unreadable
-        self._connection = Connection.open(address)
+        self._connection = MessageConnection.open(address)
         self._timer: asyncio.TimerHandle | None = None
         self._loop, self._descriptor = asyncio.get_running_loop(), self._connection.fileno()
         self._loop.add_reader(self._descriptor, self.hear)
@@ -143,7 +143,7 @@ class ProcessCore:
         self._heartbeat = Heartbeat(start.config.hang_timeout_s, self._ask, self._give_up)
 
     async def start(self) -> None:
-        """Starts the core; Ready or LoadFailed follows as a message. Raises OSError if no process can be started."""
+        """Starts the core; ModelReady or LoadFailed follows. Raises OSError if no process can be started."""
         process = self._process = self._process or EngineProcess()
         self._resources.callback(process.close)
         with contextlib.suppress(ConnectionError):  # it has ended already: who watches it says why
@@ -160,7 +160,7 @@ class ProcessCore:
         """Where other frontends may connect; None before there is a process."""
         return None if self._process is None else self._process.address
 
-    def send(self, turn: Turn, frame: Frame) -> None:
+    def send(self, turn: ClientMessage, frame: Frame) -> None:
         """Sends what a turn of the event loop has to say, without blocking."""
         if self._link is not None:
             self._link.send(turn, frame)
@@ -218,7 +218,7 @@ class ProcessCore:
             self._process.kill()
 
     def _take(self, message: FromCore, frames: list[Frame]) -> None:
-        if isinstance(message, Ready) and self._start.config.hang_timeout_s:
+        if isinstance(message, ModelReady) and self._start.config.hang_timeout_s:
             self._tasks.append(asyncio.create_task(self._heartbeat.run()))  # loading may hold the interpreter
         self._on_message(message, frames)
 

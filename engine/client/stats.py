@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..protocol.ipc.messages import CacheUse, Rows
+from ..protocol.messages import CacheUse, StepResults
 
 _STEP_TOKENS: Final = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _STEP_SEQS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -90,7 +90,7 @@ class DispatcherStats:
         """Counts a request that was refused."""
         self.num_refused_total += 1
 
-    def count(self, message: Rows) -> None:
+    def count(self, message: StepResults) -> None:
         """Counts what a message tells of a step."""
         self.cache_use = message.cache_use
         load = message.load
@@ -109,7 +109,7 @@ class DispatcherStats:
             self.step_seqs.observe(load.num_seqs)
             self.step_fill.observe(message.num_tokens / load.token_budget)
 
-    def count_of(self, replica: DispatcherStats, message: Rows) -> None:
+    def count_of(self, replica: DispatcherStats, message: StepResults) -> None:
         """Counts what a message of one of several replicas tells of a step, for it and for all of them."""
         replica.count(message)
         self.count(message)

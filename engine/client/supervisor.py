@@ -15,7 +15,16 @@ import msgspec
 from ..protocol import errors
 from ..protocol.config import EngineConfig
 from ..protocol.errors import MachineError, ModelLoadError
-from ..protocol.ipc.messages import Failed, Frame, FromCore, LoadFailed, PrefixesCleared, Ready, Rows, Start
+from ..protocol.messages import (
+    Frame,
+    FromCore,
+    LoadFailed,
+    ModelReady,
+    PrefixCacheCleared,
+    RequestFailed,
+    Start,
+    StepResults,
+)
 from ..protocol.model_info import ModelInfo
 from .engine_process import EngineProcess
 from .process_core import ProcessCore
@@ -47,13 +56,13 @@ class CoreClient(Protocol):
     def disconnect(self, reason: str) -> None:
         """The core has gone."""
 
-    def receive_rows(self, message: Rows, frames: Sequence[Frame]) -> None:
+    def receive_rows(self, message: StepResults, frames: Sequence[Frame]) -> None:
         """Takes the results of one step."""
 
-    def receive_failure(self, message: Failed) -> None:
+    def receive_failure(self, message: RequestFailed) -> None:
         """Takes the failure of one request."""
 
-    def receive_cleared(self, message: PrefixesCleared) -> None:
+    def receive_cleared(self, message: PrefixCacheCleared) -> None:
         """Takes the answer to ClearPrefixes."""
 
 
@@ -93,11 +102,11 @@ class CoreSupervisor:
         self._on_change = on_change
         self._process = process
         self._core: ProcessCore | ThreadCore | None = None
-        self._ready: asyncio.Future[Ready]
+        self._ready: asyncio.Future[ModelReady]
         self._restarting: asyncio.Task[None] | None = None
         self._is_ending = False
 
-    async def start(self) -> Ready:
+    async def start(self) -> ModelReady:
         """Starts a core and waits until it can serve. Raises ModelLoadError where the model cannot be served."""
         self._ready = asyncio.get_running_loop().create_future()
         core = self._core = self._make_core()
@@ -162,19 +171,19 @@ class CoreSupervisor:
 
     def _receive(self, message: FromCore, frames: list[Frame]) -> None:
         match message:
-            case Rows():
+            case StepResults():
                 self._replica.receive_rows(message, frames)
-            case Failed():
+            case RequestFailed():
                 self._replica.receive_failure(message)
-            case PrefixesCleared():
+            case PrefixCacheCleared():
                 self._replica.receive_cleared(message)
-            case Ready():
+            case ModelReady():
                 self._core_ready(message)
             case LoadFailed():
                 if not self._ready.done():
                     self._ready.set_exception(getattr(errors, message.kind)(message.message))
 
-    def _core_ready(self, message: Ready) -> None:
+    def _core_ready(self, message: ModelReady) -> None:
         """Called when the core can serve. It may end before whoever waits in `start` goes on."""
         if self._core is None or self._is_ending or self._ready.done():
             return

@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ..protocol.errors import MachineError
-from ..protocol.ipc.messages import Frame, FromCore, Start, Turn
+from ..protocol.messages import ClientMessage, Frame, FromCore, Start
 from .process_core import OnExit, OnMessage
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ThreadCore:
         self._has_ended = asyncio.Event()  # or is stuck
 
     async def start(self) -> None:
-        """Starts the core; Ready or LoadFailed follows as a message. Raises MachineError if none can be made."""
+        """Starts the core; ModelReady or LoadFailed follows as a message. Raises MachineError if none can be made."""
         loop = asyncio.get_running_loop()
 
         def send(message: FromCore, frames: list[Frame]) -> None:
@@ -77,7 +77,7 @@ class ThreadCore:
         self._thread.start()
         self._core = await created
 
-    def send(self, turn: Turn, frame: Frame) -> None:
+    def send(self, turn: ClientMessage, frame: Frame) -> None:
         """Hands over what a turn of the event loop has to say."""
         if self._core is None:
             raise RuntimeError("the core has not been started")

@@ -12,10 +12,9 @@ from ..native.array_encoder import ArrayEncoder, ArrayOutput
 from ..native.array_pooler import ArrayPooler
 from ..native.heads import ArrayHead, load_dense
 from ..native.packed_arrays import PackedArrays
+from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
-from ..protocol.ipc.batch_outputs import BatchOutputs
-from ..protocol.ipc.messages import TokenizerSpec
-from ..protocol.model_info import ModelInfo
+from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..protocol.params import PoolingParams
 from ..scheduling import Chunk, QueuedSequence
 from ..sequence_pool import Allocation, Allocator, NullAllocator

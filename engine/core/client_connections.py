@@ -11,22 +11,24 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ..protocol.ipc.connection import Connection
-from ..protocol.ipc.frontends import Attach, frontend_of, frontends_of
-from ..protocol.ipc.messages import (
-    Failed,
+from ..protocol.batch_outputs import pack_results, unpack_results
+from ..protocol.connection import MessageConnection
+from ..protocol.messages import (
+    Attach,
+    ClientMessage,
     Frame,
     FromCore,
-    PrefixesCleared,
-    Rows,
+    PrefixCacheCleared,
+    RequestFailed,
     Start,
+    StepResults,
     Stop,
     ToCore,
-    Turn,
     decode_to_core,
     encode,
+    frontend_of,
+    frontends_of,
 )
-from ..protocol.ipc.rows import pack_rows, unpack_rows
 from .core import EngineCore
 from .waker import Waker
 
@@ -50,7 +52,7 @@ class ClientConnections:
         self._listener = listener
         self._waker = waker
         self._core: EngineCore
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, MessageConnection] = {}
         self._is_shared = False  # there are several clients
         self._early: list[tuple[ToCore, list[Frame]]] = []  # messages received together with Start
 
@@ -62,7 +64,7 @@ class ClientConnections:
             TypeError: The first message is not Start.
         """
         stream, _ = self._listener.accept()
-        first = self._connections[0] = Connection(stream)
+        first = self._connections[0] = MessageConnection(stream)
         while not (messages := first.receive()):
             select.select([first], [], [])
         (start, _), *self._early = [(decode_to_core(message), frames) for message, frames in messages]
@@ -101,12 +103,12 @@ class ClientConnections:
             logger.error("an engine client cannot connect: %s", error)
             self._waker.pause(self._listener, _PAUSE_S)  # it stays readable and would cost time in every step
             return
-        self._watch(Connection(stream))
+        self._watch(MessageConnection(stream))
 
-    def _watch(self, connection: Connection) -> None:
+    def _watch(self, connection: MessageConnection) -> None:
         self._waker.watch(connection, partial(self._receive, connection))
 
-    def _receive(self, connection: Connection) -> None:
+    def _receive(self, connection: MessageConnection) -> None:
         try:
             messages = connection.receive()
         except EOFError:
@@ -115,8 +117,8 @@ class ClientConnections:
         for message, frames in messages:
             self._handle(decode_to_core(message), frames, connection)
 
-    def _handle(self, message: ToCore, frames: list[Frame], connection: Connection) -> None:
-        if isinstance(message, Turn):
+    def _handle(self, message: ToCore, frames: list[Frame], connection: MessageConnection) -> None:
+        if isinstance(message, ClientMessage):
             self._core.receive(message, *frames)
         elif isinstance(message, Attach):
             self._connections[message.frontend] = connection
@@ -126,7 +128,7 @@ class ClientConnections:
         else:
             raise TypeError(f"{type(message).__name__} cannot come now")
 
-    def _leave(self, connection: Connection) -> None:
+    def _leave(self, connection: MessageConnection) -> None:
         """Cancels the requests of a client that has disconnected."""
         self._waker.ignore(connection)
         connection.close()
@@ -137,11 +139,11 @@ class ClientConnections:
 
 def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
     """Returns the part of a message that each client gets, by number. The metrics of a step go to client 0 only."""
-    if isinstance(message, Failed | PrefixesCleared):
+    if isinstance(message, RequestFailed | PrefixCacheCleared):
         return {frontend_of(message.request_id): (message, frames)}
-    if not isinstance(message, Rows):
+    if not isinstance(message, StepResults):
         return {0: (message, frames)}
-    blocks, ended = unpack_rows(message, frames)
+    blocks, ended = unpack_results(message, frames)
     askers = [frontends_of(block.request_ids) for block in blocks]
     enders = frontends_of(ended.request_ids)
     parts: dict[int, _Part] = {}
@@ -152,10 +154,10 @@ def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
             if (asker == client).any()
         ]
         own_ended = ended.pick(np.flatnonzero(enders == client))
-        heads, own_frames = pack_rows(own, own_ended)
+        heads, own_frames = pack_results(own, own_ended)
         num_ended = len(own_ended.request_ids)
         part = (
-            Rows(heads, 0, 0.0, num_ended=num_ended)
+            StepResults(heads, 0, 0.0, num_ended=num_ended)
             if client
             else msgspec.structs.replace(message, blocks=heads, num_ended=num_ended)
         )

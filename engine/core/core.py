@@ -19,6 +19,8 @@ from typing import Final
 
 import numpy as np
 
+from ..protocol.batch_outputs import BatchOutputs, FinishedRequests, ResultBlock, pack_results
+from ..protocol.client_message import SubmitRequest, unpack_client_message
 from ..protocol.config import EngineConfig
 from ..protocol.errors import (
     DeadlineExceededError,
@@ -28,22 +30,19 @@ from ..protocol.errors import (
     ModelExecutionError,
     ModelLoadError,
 )
-from ..protocol.ipc.batch_outputs import BatchOutputs
-from ..protocol.ipc.frontends import frontend_of
-from ..protocol.ipc.messages import (
+from ..protocol.messages import (
     CacheUse,
-    Failed,
+    ClientMessage,
     Frame,
     FromCore,
     LoadFailed,
-    PrefixesCleared,
-    Ready,
-    Rows,
+    ModelReady,
+    PrefixCacheCleared,
+    RequestFailed,
     StepLoad,
-    Turn,
+    StepResults,
+    frontend_of,
 )
-from ..protocol.ipc.rows import AnswerBlock, EndedRequests, pack_rows
-from ..protocol.ipc.turns import Asked, unpack_turn
 from ..protocol.model_info import ModelInfo
 from ..protocol.tasks import PoolingTask, PoolingType
 from ..scheduling import Batch, Chunk, QueuedSequence, Request, Scheduler
@@ -114,7 +113,7 @@ class EngineCore:
         self._watch = StepWatch(config.step_timeout_s, on_stuck)
         self._scheduler: Scheduler
         self._runner: Runner
-        self._build_request: Callable[[Asked, float], Request]
+        self._build_request: Callable[[SubmitRequest, float], Request]
         self._running: list[RunningBatch] = []
         self._ended_s = 0.0  # when the last batch ended
         self._stopping = False
@@ -167,11 +166,11 @@ class EngineCore:
             self._scheduler.pace.record(*forward)
             self._watch.record(Step(num_tokens=forward.chunk_tokens + forward.whole_tokens), forward.seconds)
         self._on_ready()
-        self._send(Ready(info, self._runner.tokenizer), [])
+        self._send(ModelReady(info, self._runner.tokenizer), [])
         if allocator.can_hold(1):
             # The metrics of the pool are available from the start.
             metrics = cache_use(self._scheduler, allocator, Batch()), step_load(self._scheduler, 0, 0)
-            self._send(Rows([], 0, 0.0, *metrics), [b""])
+            self._send(StepResults([], 0, 0.0, *metrics), [b""])
 
     def step(self) -> bool:
         """Waits for work, starts a batch if the device has capacity, and sends finished results.
@@ -190,14 +189,14 @@ class EngineCore:
                     self._finish(running)
             return not is_last
 
-    def receive(self, turn: Turn, frame: Frame) -> None:
+    def receive(self, turn: ClientMessage, frame: Frame) -> None:
         """Handles a message of a client: new requests, cancellations, and orders to clear the prefix cache.
 
         Raises:
             ValueError: The frame does not hold the inputs of the requests.
         """
         now_s = time.monotonic()
-        asked, cancels = unpack_turn(turn, frame)
+        asked, cancels = unpack_client_message(turn, frame)
         # Built before the lock is taken: the block keys of long inputs take time.
         requests = [self._build_request(each, now_s) for each in asked]
         with self._lock:
@@ -327,7 +326,7 @@ class EngineCore:
     def _clear_prefixes(self, request_id: int) -> None:
         """Empties the prefix cache and reports the number of blocks. The caller holds the lock."""
         num_blocks = self._runner.allocator.clear_prefixes()
-        self._send(PrefixesCleared(request_id, num_blocks), [])
+        self._send(PrefixCacheCleared(request_id, num_blocks), [])
 
     def _preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """Saves the states of a preempted sequence: until the next forward its memory still holds them."""
@@ -397,7 +396,7 @@ class EngineCore:
 
     def _send_failure(self, request: Request, error: EngineError) -> None:
         """Sends the error of a request that has ended."""
-        self._send(Failed(request.request_id, type(error).__name__, error.message), [])
+        self._send(RequestFailed(request.request_id, type(error).__name__, error.message), [])
 
     def _deliver(self, batch: Batch, collected: list[Collected], started_s: float, ended_s: float) -> None:
         """Sends the results of a batch in one message. A result with NaN or inf fails its request."""
@@ -410,7 +409,7 @@ class EngineCore:
                 self._cancel(sequence.request.request_id, forget=True)
                 self._send_failure(sequence.request, ModelExecutionError(message))
             blocks = [block for own, outputs in collected for block in results_of(own, outputs, started_s)]
-            ended = EndedRequests.of(
+            ended = FinishedRequests.of(
                 [
                     (r.request_id, r.started_s - r.arrival_s, ended_s - r.started_s)
                     for r in self._scheduler.finish(batch)
@@ -422,12 +421,12 @@ class EngineCore:
             cache = cache_use(self._scheduler, self._runner.allocator, batch)
             load = step_load(self._scheduler, num_seqs, batch.num_left)
             self._has_released = False
-        heads, frames = pack_rows(blocks, ended)
+        heads, frames = pack_results(blocks, ended)
         # The times of overlapping batches must add up to the time of the device: each counts from the end of the last.
         step_s = 0.0
         if num_tokens:
             step_s, self._ended_s = ended_s - max(started_s, self._ended_s), ended_s
-        self._send(Rows(heads, num_tokens, step_s, cache, load, len(ended.request_ids)), frames)
+        self._send(StepResults(heads, num_tokens, step_s, cache, load, len(ended.request_ids)), frames)
 
 
 class RequestBuilder:
@@ -445,7 +444,7 @@ class RequestBuilder:
         self._seed = seed.encode()
         self._pools_last_row = info.sequence_pooling == (PoolingType.LAST,)
 
-    def build(self, asked: Asked, now_s: float) -> Request:
+    def build(self, asked: SubmitRequest, now_s: float) -> Request:
         """Returns the request, with one sequence per input. `now_s`: Seconds, monotonic time of its arrival."""
         request_id, params, inputs, priority, timeout_s, client, namespace = asked
         deadline_s = None if timeout_s is None else now_s + timeout_s
@@ -484,7 +483,7 @@ def not_finite(chunks: Sequence[Chunk], outputs: BatchOutputs) -> Iterator[Queue
             yield sequence
 
 
-def results_of(chunks: Sequence[Chunk], outputs: BatchOutputs, started_s: float) -> list[AnswerBlock]:
+def results_of(chunks: Sequence[Chunk], outputs: BatchOutputs, started_s: float) -> list[ResultBlock]:
     """Maps batch outputs back to requests and skips cancelled ones. Records when the first forward of a request began.
 
     Args:
@@ -503,7 +502,7 @@ def results_of(chunks: Sequence[Chunk], outputs: BatchOutputs, started_s: float)
     blocks = []
     for block in outputs.blocks:
         places = np.arange(len(chunks)) if block.indices is None else np.array(block.indices, np.intp)
-        results = AnswerBlock(block, request_ids[places], indices[places], are_last[places])
+        results = ResultBlock(block, request_ids[places], indices[places], are_last[places])
         blocks.append(results.pick(np.flatnonzero(are_live[places])))
     return [results for results in blocks if len(results.request_ids)]
 

@@ -20,11 +20,10 @@ from ..models.base import PackedModel
 from ..packed_batch import PackedBatch
 from ..pooling import ModelPooler, PoolingMetadata, TokenMaps
 from ..pooling.output import OutputCopy
+from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
-from ..protocol.ipc.batch_outputs import BatchOutputs
-from ..protocol.ipc.messages import TokenizerSpec
-from ..protocol.model_info import ModelInfo
+from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..scheduling import Chunk, QueuedSequence
 from ..sequence_pool import (
     Allocation,

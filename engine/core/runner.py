@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ..protocol.ipc.batch_outputs import BatchOutputs
-from ..protocol.ipc.messages import TokenizerSpec
-from ..protocol.model_info import ModelInfo
+from ..protocol.batch_outputs import BatchOutputs
+from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..scheduling import Chunk, QueuedSequence
 from ..sequence_pool import Allocation, Allocator
 

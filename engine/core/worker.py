@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from ..logs import configure_logging, flush_logs
-from ..protocol.ipc.messages import STUCK_EXIT_CODE
+from ..protocol.messages import STUCK_EXIT_CODE
 from .client_connections import ClientConnections
 from .core import EngineCore
 from .load_runner import load_runner

@@ -16,9 +16,8 @@ import numpy as np
 from penstock.kernels.native import Pooling
 
 from ..checkpoint.views import Floats
-from ..protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
+from ..protocol.batch_outputs import ArrayBlock, BatchOutputs, OutputGroup, by_group, distinct_params
 from ..protocol.model_info import ModelInfo
-from ..protocol.output_groups import OutputGroup, by_group, distinct
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
 from .answers import Integers, RowCut, class_scores
@@ -99,7 +98,7 @@ class ArrayPooler:
         """Whether a batch with these resolved parameters needs the model's attention weights."""
         if not self._has_attention:
             return False
-        return any(not group.is_token_level for p in distinct(params) for group in OutputGroup.all_of(p))
+        return any(not group.is_token_level for p in distinct_params(params) for group in OutputGroup.all_of(p))
 
     def pool(self, output: ArrayOutput, batch: PackedArrays, params: Sequence[PoolingParams]) -> BatchOutputs:
         """Answers every sequence of a batch.

@@ -15,8 +15,8 @@ from torch import Tensor
 from penstock.kernels.pooling import pool
 from penstock.kernels.upload import upload
 
+from ..protocol.batch_outputs import distinct_params
 from ..protocol.model_info import Activation, ModelInfo
-from ..protocol.output_groups import distinct
 from ..protocol.params import PoolingParams
 
 
@@ -45,7 +45,7 @@ class Cut:
             width: Columns of the rows before the cut; no request gets more.
             device: Of the rows.
         """
-        different = distinct(params)
+        different = distinct_params(params)
         dimensions = {_width(p, width) for p in different}
         normalize: bool | Tensor = bool(different[0].normalize)
         if any(bool(p.normalize) != normalize for p in different):
@@ -171,7 +171,7 @@ class ClassifierPoolerHead:
         logits = logits.float()
         if (self._mean, self._sigma) != (0.0, 1.0):
             logits = (logits - self._mean) / self._sigma
-        uses = {p.use_activation is not False for p in distinct(params)}
+        uses = {p.use_activation is not False for p in distinct_params(params)}
         if uses == {False}:
             return logits
         if uses == {True}:

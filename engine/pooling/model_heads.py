@@ -9,8 +9,8 @@ from typing import Final
 from torch import Tensor
 
 from ..models.base import PackedModel
+from ..protocol.batch_outputs import OutputGroup
 from ..protocol.model_info import ModelInfo
-from ..protocol.output_groups import OutputGroup
 from ..protocol.params import PoolingParams
 from ..protocol.vectors import SparseKind
 from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, RowMap

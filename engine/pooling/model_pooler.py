@@ -11,8 +11,8 @@ from torch import Tensor
 from penstock.kernels.upload import upload
 
 from ..models.base import ModelOutput, PackedModel
+from ..protocol.batch_outputs import OutputGroup, by_group, distinct_params
 from ..protocol.model_info import ModelInfo
-from ..protocol.output_groups import OutputGroup, by_group, distinct
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
 from .chunks import BatchChunks
@@ -59,7 +59,7 @@ class ModelPooler:
         """Whether a batch with these resolved parameters needs the model's attention weights."""
         if self._attention is None:
             return False
-        return any(not group.is_token_level for p in distinct(params) for group in OutputGroup.all_of(p))
+        return any(not group.is_token_level for p in distinct_params(params) for group in OutputGroup.all_of(p))
 
     def pool(self, output: ModelOutput, metadata: PoolingMetadata) -> PoolerOutput:
         """Answers every sequence of a batch.

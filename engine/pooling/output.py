@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..protocol.ipc.batch_outputs import ArrayBlock, Arrays, BatchOutputs
+from ..protocol.batch_outputs import ArrayBlock, Arrays, BatchOutputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.kernels.native import Machine
 from penstock.kernels.pooling import PoolingKind, pool
 
-from ..protocol.output_groups import distinct
+from ..protocol.batch_outputs import distinct_params
 from ..protocol.tasks import PoolingType
 from .heads import Cut
 from .metadata import PoolingMetadata
@@ -184,7 +184,7 @@ class StepPooler(TokenPooler):
         Raises:
             ValueError: A step tag is asked for and the batch has no token ids.
         """
-        if all(p.step_tag_id is None for p in distinct(metadata.params)):
+        if all(p.step_tag_id is None for p in distinct_params(metadata.params)):
             return None, metadata.seq_lens
         if metadata.token_ids is None:
             raise ValueError("STEP pooling needs the token ids of the batch")

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.kernels.maxsim import maxsim
 from penstock.kernels.upload import upload
 
-from ..protocol.output_groups import distinct
+from ..protocol.batch_outputs import distinct_params
 from ..protocol.params import PoolingParams
 from ..protocol.vectors import MultiVector
 from .metadata import PoolingMetadata
@@ -44,7 +44,7 @@ class VectorFilter:
             rows = ranges(np.minimum(bounds[:-1] + 1, bounds[1:]), bounds[1:])
             kept = upload(torch.from_numpy(rows), metadata.cu_seqlens.device)
             return kept, tuple(max(length - 1, 0) for length in metadata.seq_lens)
-        skips = {id(p): self._skips(p) for p in distinct(metadata.params)}
+        skips = {id(p): self._skips(p) for p in distinct_params(metadata.params)}
         if not any(skips.values()):
             return None, metadata.seq_lens
         if metadata.token_ids is None:

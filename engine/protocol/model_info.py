@@ -11,8 +11,8 @@ from enum import StrEnum
 from typing import Any, Final
 
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType
-from .templates import ScoreTemplate
-from .vectors import MultiVector, SparsePooling, TokenHeads
+from .templates import ChatTemplate, ScoreTemplate
+from .vectors import MultiVector, RecipeTokens, SparsePooling, TokenHeads
 
 KV_CACHE_SOURCE: Final = "size of the KV cache"
 """Source of a max_model_len that is lower than the model's own: a sequence must find room in the pool."""
@@ -218,3 +218,30 @@ class ModelInfo:
     def limit_name(self) -> str | None:
         """What is behind max_model_len; None where it is the model or the operator's --max-model-len."""
         return _LIMIT_NAMES.get(self.sources.get("max_model_len", ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSpec:
+    """The tokenizer of the model, resolved in the engine process for the client, which must not load transformers.
+
+    Attributes:
+        json: Serialised tokenizer of the `tokenizers` library, without truncation and padding.
+        truncation_side: "left" or "right".
+        uses_token_types: The model reads token type ids.
+        sample_ids: Token ids of a short text, special tokens included.
+        score_template: The prompt around a pair; None joins pairs with the tokenizer's own special tokens.
+        chat_template: Turns the messages of a chat into text; None where the model comes with none.
+        recipe_tokens: The tokens of a multi-vector model's recipe.
+        end_id: The token that ends a text, or pads or begins one; stands for a text without tokens. None: it has none.
+        config: tokenizer_class and arguments, as in tokenizer_config.json.
+    """
+
+    json: str
+    truncation_side: str
+    uses_token_types: bool
+    sample_ids: tuple[int, ...] = ()
+    score_template: ScoreTemplate | None = None
+    chat_template: ChatTemplate | None = None
+    recipe_tokens: RecipeTokens = field(default_factory=RecipeTokens)
+    end_id: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)

@@ -82,7 +82,7 @@ class MultiVector:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenMarks:
+class RecipeTokens:
     """What the recipe's tokens are in the tokenizer of the model.
 
     Attributes:

@@ -13,7 +13,7 @@ import msgspec
 
 from ..protocol.config import ChunkedPrefillConfig
 from ..protocol.errors import InvalidRequestError
-from ..protocol.ipc.messages import ChunkMetrics
+from ..protocol.messages import ChunkMetrics
 from .sequence import ChunkState, PrefillChunk, R, Status
 
 ChunkId = tuple[Hashable, int]

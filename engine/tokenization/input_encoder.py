@@ -64,7 +64,7 @@ class InputEncoder:
             skip_prompt=not self._info.include_prompt,
             add_special_tokens=options.add_special_tokens,
         )
-        recipe, token_id = self._info.multi_vector, self._tokenizer.marks.expansion_id
+        recipe, token_id = self._info.multi_vector, self._tokenizer.recipe_tokens.expansion_id
         if recipe is not None and recipe.expansion is not None and token_id is not None and params.is_query:
             tokenized = [
                 expanded(tokens, recipe.expansion, token_id) if isinstance(item, str) else tokens

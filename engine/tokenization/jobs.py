@@ -25,8 +25,7 @@ from ..protocol.errors import (
     RequestCancelledError,
     drop_tracebacks,
 )
-from ..protocol.request import CLIENT
-from ..protocol.stage_times import STAGE_TIMES, Stage
+from ..protocol.request import CLIENT, STAGE_TIMES, Stage
 
 T = TypeVar("T")
 IsGone = Callable[[], bool]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from ..protocol.errors import InvalidRequestError, RequestCancelledError
-from ..protocol.ipc.messages import TokenizerSpec
+from ..protocol.model_info import TokenizerSpec
 from ..protocol.request import Text, TokenizedInput
 from ..protocol.results import TokenizedText
 from ..protocol.templates import ChatOptions, Conversation
@@ -42,7 +42,7 @@ class TokenizerPool:
 
     Attributes:
         special_tokens: What the tokenizer puts around a text; None where it does more to it than that.
-        marks: The tokens of a multi-vector model's recipe.
+        recipe_tokens: The tokens of a multi-vector model's recipe.
         end_id: See TokenizerSpec.
         config: See TokenizerSpec.
 
@@ -70,7 +70,7 @@ class TokenizerPool:
             truncation_side=spec.truncation_side,
         )
         self.special_tokens = SpecialTokens.of(self._tokenizer.backend)
-        self.marks = spec.marks
+        self.recipe_tokens = spec.recipe_tokens
         self.end_id = spec.end_id
         self.config = spec.config
         self._pairs = PairEncoder(self._tokenizer, spec.score_template, uses_token_types=spec.uses_token_types)

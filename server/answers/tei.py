@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from numpy.typing import NDArray
 
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
-from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
+from penstock.engine.protocol.request import STAGE_TIMES, Stage
 from penstock.engine.protocol.vectors import SparseVector
 
 from .room import json_answer

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
 
 from penstock.engine.protocol.errors import drop_tracebacks
-from penstock.engine.protocol.stage_times import STAGE_TIMES
+from penstock.engine.protocol.request import STAGE_TIMES
 
 from ..calls.context import CONNECTION_LOST
 from ..errors.table import HIDDEN_MESSAGE, status_response

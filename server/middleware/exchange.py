@@ -23,7 +23,7 @@ from penstock.engine.protocol.errors import (
     RefusalReason,
     drop_tracebacks,
 )
-from penstock.engine.protocol.stage_times import STAGE_TIMES
+from penstock.engine.protocol.request import STAGE_TIMES
 
 from ..errors.handlers import engine_refusal, refusal
 from ..errors.table import HIDDEN_MESSAGE

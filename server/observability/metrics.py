@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from penstock.engine import AsyncEngine
 from penstock.engine.client.stats import DispatcherStats, StepHistogram
 from penstock.engine.client.supervisor import EngineState
-from penstock.engine.protocol.stage_times import Stage
+from penstock.engine.protocol.request import Stage
 
 from ..wire.limit_errors import REFUSAL_REASONS
 from .timing import REQUEST, RequestRecord

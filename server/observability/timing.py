@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from starlette.types import Scope
 
-from penstock.engine.protocol.stage_times import Stage, StageTimes
+from penstock.engine.protocol.request import Stage, StageTimes
 
 from ..wire.limit_errors import REFUSED_BY
 

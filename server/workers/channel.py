@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from penstock.engine.protocol.ipc.connection import Connection
+from penstock.engine.protocol.connection import MessageConnection
 
 from .messages import FromSupervisor, FromWorker, encode
 
@@ -32,11 +32,11 @@ class Channel(Generic[Message]):
         self._decode = decode
         self._on_message = on_message
         self._on_end = on_end
-        self._connection: Connection
+        self._connection: MessageConnection
 
     def open(self, end: socket.socket) -> None:
         """Begins to hear, and lets the socket be the channel's."""
-        self._connection = Connection(end)
+        self._connection = MessageConnection(end)
         asyncio.get_running_loop().add_reader(self._connection.fileno(), self._hear)
 
     def send(self, message: FromWorker | FromSupervisor) -> None:

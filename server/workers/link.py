@@ -17,8 +17,7 @@ from penstock.engine.client.shared.attached_core import AttachedCore, CoreNews
 from penstock.engine.client.shared.load_board import LoadBoard, LoadPlace
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.errors import EngineUnavailableError
-from penstock.engine.protocol.ipc.frontends import first_request_id
-from penstock.engine.protocol.ipc.messages import Ready
+from penstock.engine.protocol.messages import ModelReady, first_request_id
 
 from .channel import Channel
 from .figures import to_families, to_metrics
@@ -56,7 +55,7 @@ class SupervisorLink:
         self._figures = figures
         self._on_end = on_end
         self._channel = Channel(decode_from_supervisor, self._take, on_end)
-        self._loading: dict[int, asyncio.Future[Ready]] = {}
+        self._loading: dict[int, asyncio.Future[ModelReady]] = {}
         self._news: dict[int, CoreNews] = {}
         self._cores: dict[int, AttachedCore] = {}
         self._questions: dict[int, asyncio.Future[list[Family]]] = {}
@@ -116,7 +115,7 @@ class SupervisorLink:
         for core in self._cores.values():
             await core.close()
 
-    def _awaited(self, model: int) -> asyncio.Future[Ready] | None:
+    def _awaited(self, model: int) -> asyncio.Future[ModelReady] | None:
         """Returns who awaits a model; None where nobody does any more."""
         loading = self._loading.pop(model, None)
         return None if loading is None or loading.done() else loading

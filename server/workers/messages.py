@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from penstock.engine.client.shared.attached_core import CoreNews
-from penstock.engine.protocol.ipc.messages import Ready
+from penstock.engine.protocol.messages import ModelReady
 
 
 class Serving(msgspec.Struct, tag=True, frozen=True):
@@ -29,7 +29,7 @@ class Loaded(msgspec.Struct, tag=True, frozen=True):
     """Supervisor: what the core of a model said when it was loaded."""
 
     model: int
-    ready: Ready
+    ready: ModelReady
 
 
 class NotLoaded(msgspec.Struct, tag=True, frozen=True):

@@ -8,9 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock
-from penstock.engine.protocol.ipc.messages import Frame, Rows
-from penstock.engine.protocol.ipc.rows import AnswerBlock, EndedRequests, pack_rows, unpack_rows
+from penstock.engine.protocol.batch_outputs import (
+    ArrayBlock,
+    FinishedRequests,
+    ResultBlock,
+    pack_results,
+    unpack_results,
+)
+from penstock.engine.protocol.messages import Frame, StepResults
 
 
 class Row(NamedTuple):
@@ -34,7 +39,7 @@ def step_of(
     *,
     ended: Sequence[tuple[int, float, float]] = (),
     **figures: Any,
-) -> tuple[Rows, list[Frame]]:
+) -> tuple[StepResults, list[Frame]]:
     """The message and its frames; rows of one kind that stand together are a block."""
     blocks = []
     for (name, num_axes, _), group in groupby(rows, key=lambda row: row.kind):
@@ -43,14 +48,14 @@ def step_of(
         row_lens = [len(array) for array in arrays] if num_axes > 1 else None
         values = np.stack(arrays) if row_lens is None else np.concatenate(arrays)
         whose = [np.array(column, np.int64) for column in zip(*((r[0], r[1], r[4]) for r in own), strict=True)]
-        blocks.append(AnswerBlock(ArrayBlock(name=name, values=values, row_lens=row_lens), *whose))
-    heads, frames = pack_rows(blocks, EndedRequests.of(ended))
-    return Rows(heads, num_tokens, step_s, num_ended=len(ended), **figures), frames
+        blocks.append(ResultBlock(ArrayBlock(name=name, values=values, row_lens=row_lens), *whose))
+    heads, frames = pack_results(blocks, FinishedRequests.of(ended))
+    return StepResults(heads, num_tokens, step_s, num_ended=len(ended), **figures), frames
 
 
-def rows_of(message: Rows, frames: Sequence[Frame]) -> list[Row]:
+def rows_of(message: StepResults, frames: Sequence[Frame]) -> list[Row]:
     """What a message brings."""
-    blocks, _ = unpack_rows(message, frames)
+    blocks, _ = unpack_results(message, frames)
     return [
         Row(request_id, index, each.block.name, array, bool(is_last))
         for each in blocks
@@ -60,8 +65,8 @@ def rows_of(message: Rows, frames: Sequence[Frame]) -> list[Row]:
     ]
 
 
-def ended_of(message: Rows, frames: Sequence[Frame]) -> dict[int, tuple[float, float]]:
+def ended_of(message: StepResults, frames: Sequence[Frame]) -> dict[int, tuple[float, float]]:
     """Seconds in the queue and in forwards of the requests that a message ends."""
-    _, ended = unpack_rows(message, frames)
+    _, ended = unpack_results(message, frames)
     columns = (column.tolist() for column in ended)
     return {number: (queue_s, inference_s) for number, queue_s, inference_s in zip(*columns, strict=True)}

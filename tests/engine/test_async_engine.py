@@ -17,7 +17,7 @@ from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
+from penstock.engine.protocol.request import STAGE_TIMES, Stage, StageTimes
 
 from ..waiting import until
 

@@ -13,14 +13,10 @@ import numpy as np
 import pytest
 
 from penstock.engine.client.dispatcher import Dispatcher
+from penstock.engine.protocol.client_message import unpack_client_message
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.engine.protocol.ipc.messages import (
-    Frame,
-    StepLoad,
-    Turn,
-)
-from penstock.engine.protocol.ipc.turns import unpack_turn
+from penstock.engine.protocol.messages import ClientMessage, Frame, StepLoad
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 
@@ -40,8 +36,8 @@ class Core:
         self.waiting: deque[tuple[int, int, int]] = deque()
         dispatcher.replicas[0].connect(self.send)
 
-    def send(self, turn: Turn, frame: Frame) -> None:
-        asked, cancelled = unpack_turn(turn, frame)
+    def send(self, turn: ClientMessage, frame: Frame) -> None:
+        asked, cancelled = unpack_client_message(turn, frame)
         for each in asked:
             self.waiting.extend((each.request_id, index, len(tokens)) for index, tokens in enumerate(each.inputs))
         self.waiting = deque(entry for entry in self.waiting if entry[0] not in cancelled)

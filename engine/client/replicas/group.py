@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from ...protocol.config import EngineConfig
 from ...protocol.errors import RefusalReason
-from ...protocol.ipc.messages import Ready
+from ...protocol.messages import ModelReady
 from ...protocol.model_info import ModelInfo
 from ..admission import Admission
 from ..dispatcher import Dispatcher
@@ -84,7 +84,7 @@ class ReplicaGroup:
             )
         self._follow()
 
-    async def start(self) -> Ready:
+    async def start(self) -> ModelReady:
         """Starts all cores and waits until they can serve: first one, which decides what all compute in.
 
         Returns what that of the smallest limit told; they tell the same otherwise.
@@ -99,7 +99,7 @@ class ReplicaGroup:
         self._follow()
         return ready
 
-    async def _start(self) -> Ready:
+    async def _start(self) -> ModelReady:
         first, *others = self._supervisors
         ready = await first.start()
         if not others:

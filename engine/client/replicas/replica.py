@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from ...protocol.batch_outputs import unpack_results
+from ...protocol.client_message import ClientMessageBuilder, SubmitRequest
 from ...protocol.errors import (
     DeadlineExceededError,
     EngineError,
@@ -18,19 +20,16 @@ from ...protocol.errors import (
     InvalidRequestError,
     ModelExecutionError,
 )
-from ...protocol.ipc.messages import Failed, Frame, PrefixesCleared, Rows, Turn
-from ...protocol.ipc.rows import unpack_rows
-from ...protocol.ipc.turns import Asked, Outgoing
+from ...protocol.messages import ClientMessage, Frame, PrefixCacheCleared, RequestFailed, StepResults
 from ...protocol.params import PoolingParams
-from ...protocol.request import RequestOptions, TokenizedInput
-from ...protocol.stage_times import STAGE_TIMES
+from ...protocol.request import STAGE_TIMES, RequestOptions, TokenizedInput
 from ..stats import DispatcherStats
 from .drain_rate import DrainRate
 from .under_way import Arrays, Run, Timing
 
 logger = logging.getLogger("penstock.engine")
 
-Send = Callable[[Turn, Frame], None]
+Send = Callable[[ClientMessage, Frame], None]
 
 _FAILURES: dict[str, type[EngineError]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
@@ -58,7 +57,7 @@ class Replica:
         self._count = whole.count if is_only else partial(whole.count_of, self.stats)
         self._is_only = is_only
         self._send: Send | None = None
-        self._outgoing = Outgoing()
+        self._outgoing = ClientMessageBuilder()
         self._runs: dict[int, Run] = {}
         self._clearings: dict[int, asyncio.Future[int | None]] = {}
         self._ids = ids
@@ -77,7 +76,7 @@ class Replica:
         """Stops to run requests and fails what is under way with EngineUnavailableError."""
         self._send = None
         self.rate.is_live = False
-        self._outgoing = Outgoing()
+        self._outgoing = ClientMessageBuilder()
         for request_id in list(self._runs):
             self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
         for clearing in self._clearings.values():
@@ -123,7 +122,7 @@ class Replica:
             self.stats.enter(sum(run.num_tokens))
         self._runs[run.request_id] = run
         client = options.client, options.namespace
-        self._turn().ask(Asked(run.request_id, params, inputs, options.priority, left_s, *client))
+        self._turn().add(SubmitRequest(run.request_id, params, inputs, options.priority, left_s, *client))
         return run
 
     def end(self, run: Run) -> None:
@@ -145,12 +144,12 @@ class Replica:
         finally:
             del self._clearings[request_id], clearing  # an error in the future would refer to this frame
 
-    def receive_rows(self, message: Rows, frames: Sequence[Frame]) -> None:
+    def receive_rows(self, message: StepResults, frames: Sequence[Frame]) -> None:
         """Takes the results of one step."""
         self._count(message)
         if message.num_tokens and message.load is not None and message.load.num_left:
             self.rate.follow(message.num_tokens, message.step_s)
-        blocks, ended = unpack_rows(message, frames)
+        blocks, ended = unpack_results(message, frames)
         for request_id, *seconds in zip(*(column.tolist() for column in ended), strict=True):
             if (run := self._runs.get(request_id)) is not None:
                 run.timing = Timing(*seconds)
@@ -178,11 +177,11 @@ class Replica:
         for run in done:
             self._settle(run.request_id, None)
 
-    def receive_failure(self, message: Failed) -> None:
+    def receive_failure(self, message: RequestFailed) -> None:
         """Fails one request with the error that the core names."""
         self._settle(message.request_id, _FAILURES.get(message.kind, ModelExecutionError)(message.message))
 
-    def receive_cleared(self, message: PrefixesCleared) -> None:
+    def receive_cleared(self, message: PrefixCacheCleared) -> None:
         """Takes the answer to ClearPrefixes."""
         clearing = self._clearings.get(message.request_id)
         if clearing is not None and not clearing.done():
@@ -192,14 +191,14 @@ class Replica:
         if self._send is None:
             raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
 
-    def _turn(self) -> Outgoing:
+    def _turn(self) -> ClientMessageBuilder:
         """Returns what this turn of the event loop says; it is sent at its end."""
         if self._outgoing.is_empty:
             asyncio.get_running_loop().call_soon(self._flush)
         return self._outgoing
 
     def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, Outgoing()
+        outgoing, self._outgoing = self._outgoing, ClientMessageBuilder()
         if outgoing.is_empty or self._send is None:
             return
         try:

@@ -8,8 +8,7 @@ from typing import Final
 
 from ...protocol.errors import EngineUnavailableError
 from ...protocol.params import PoolingParams
-from ...protocol.request import RequestOptions, TokenizedInput
-from ...protocol.stage_times import STAGE_TIMES
+from ...protocol.request import STAGE_TIMES, RequestOptions, TokenizedInput
 from .replica import Replica
 from .under_way import Arrays, Run
 

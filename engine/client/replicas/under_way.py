@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...protocol.stage_times import Stage, StageTimes
+from ...protocol.request import Stage, StageTimes
 
 Arrays = dict[str, NDArray[np.float32]]
 """The outputs of one input by name."""

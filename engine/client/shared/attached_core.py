@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...protocol.ipc.frontends import Attach
-from ...protocol.ipc.messages import Failed, Frame, FromCore, PrefixesCleared, Rows
+from ...protocol.messages import Attach, Frame, FromCore, PrefixCacheCleared, RequestFailed, StepResults
 from ..dispatcher import Dispatcher
 from ..process_core import CoreLink
 from ..replicas.group import ReplicaFigures, close_admission
@@ -109,11 +108,11 @@ class AttachedCore:
 
     def _receive(self, message: FromCore, frames: list[Frame]) -> None:
         match message:
-            case Rows():
+            case StepResults():
                 self._dispatcher.replicas[0].receive_rows(message, frames)
-            case Failed():
+            case RequestFailed():
                 self._dispatcher.replicas[0].receive_failure(message)
-            case PrefixesCleared():
+            case PrefixCacheCleared():
                 self._dispatcher.replicas[0].receive_cleared(message)
             case _:
                 raise TypeError(f"{type(message).__name__} is not for this frontend")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from ...protocol.config import EngineConfig
-from ...protocol.ipc.messages import Failed, Frame, PrefixesCleared, Ready, Rows
+from ...protocol.messages import Frame, ModelReady, PrefixCacheCleared, RequestFailed, StepResults
 from ...protocol.model_info import ModelInfo
 from ..engine_process import EngineProcess
 from ..replicas.drain_rate import DrainRate
@@ -56,7 +56,7 @@ class KeptCore:
         limits = config.scheduler
         self.places: list[str] = []
         self.replicas: list[ReplicaFigures] = []
-        self.ready: Ready | None = None
+        self.ready: ModelReady | None = None
         self.news = CoreNews(EngineState.STARTING)
         self.admission = SharedAdmission(DispatcherStats(), limits.max_queued_tokens, limits.max_queue_s, board)
         self._board = board
@@ -93,7 +93,7 @@ class KeptCore:
         """Returns counters and what is under way, of all frontends."""
         return self.admission.figures()
 
-    async def start(self) -> Ready:
+    async def start(self) -> ModelReady:
         """Starts the core and waits until it can serve. Raises ModelLoadError where the model cannot be served."""
         self.ready = await self._supervisor.start()
         return self.ready
@@ -120,7 +120,7 @@ class KeptCore:
         self._is_connected, self._reason = False, reason
         self._tell()
 
-    def receive_rows(self, message: Rows, frames: Sequence[Frame]) -> None:
+    def receive_rows(self, message: StepResults, frames: Sequence[Frame]) -> None:
         """Counts a step."""
         stats, load = self.admission.stats, message.load
         stats.num_requests = self._board.num_requests
@@ -131,11 +131,11 @@ class KeptCore:
                 self._rate.follow(message.num_tokens, message.step_s)
                 self._board.tokens_per_s = self._rate.tokens_per_s
 
-    def receive_failure(self, message: Failed) -> None:
+    def receive_failure(self, message: RequestFailed) -> None:
         """Logs what is for nobody."""
         logger.error("the engine failed a request that nobody sent: %s", message.message)
 
-    def receive_cleared(self, message: PrefixesCleared) -> None:
+    def receive_cleared(self, message: PrefixCacheCleared) -> None:
         """Does not come: this process asks for nothing."""
         logger.error("the engine answered a question that nobody asked")
 

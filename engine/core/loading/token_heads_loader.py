@@ -10,8 +10,7 @@ from ...checkpoint.files import Checkpoint
 from ...layers.linear import Linear
 from ...layers.weights import Weights
 from ...pooling import TokenMaps
-from ...protocol.ipc.messages import TokenizerSpec
-from ...protocol.model_info import ModelInfo
+from ...protocol.model_info import ModelInfo, TokenizerSpec
 from .weights_loader import open_tensors
 
 
@@ -21,13 +20,13 @@ def load_token_maps(info: ModelInfo, tokenizer: TokenizerSpec) -> TokenMaps:
     Raises:
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
-    marks, heads = tokenizer.marks, info.token_heads
+    recipe_tokens, heads = tokenizer.recipe_tokens, info.token_heads
     if heads is None:
-        return TokenMaps(skip_ids=marks.skip_ids)
+        return TokenMaps(skip_ids=recipe_tokens.skip_ids)
     return TokenMaps(
         vectors=_load(info, heads.vectors_file, info.hidden_size),
         weights=_load(info, heads.weights_file, 1),
-        unweighted_ids=marks.unweighted_ids,
+        unweighted_ids=recipe_tokens.unweighted_ids,
     )
 
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import ModelInfo
-from ...protocol.vectors import MultiVector, QueryExpansion, TokenMarks
+from ...protocol.vectors import MultiVector, QueryExpansion, RecipeTokens
 from .loaded_tokenizer import LoadedTokenizer
 
 logger = logging.getLogger("penstock.engine")
@@ -34,7 +34,7 @@ def register_markers(tokenizer: LoadedTokenizer, recipe: MultiVector) -> None:
                 break
 
 
-def find_marks(tokenizer: LoadedTokenizer, info: ModelInfo) -> TokenMarks:
+def find_recipe_tokens(tokenizer: LoadedTokenizer, info: ModelInfo) -> RecipeTokens:
     """Returns the ids of the recipe's tokens.
 
     Raises:
@@ -43,11 +43,11 @@ def find_marks(tokenizer: LoadedTokenizer, info: ModelInfo) -> TokenMarks:
     recipe = info.multi_vector
     if info.token_heads is not None:
         own = (tokenizer.special_id(name) for name in ("cls_token", "eos_token", "pad_token", "unk_token"))
-        return TokenMarks(unweighted_ids=tuple(sorted({i for i in own if i is not None})))
+        return RecipeTokens(unweighted_ids=tuple(sorted({i for i in own if i is not None})))
     if recipe is None:
-        return TokenMarks()
+        return RecipeTokens()
     expansion_id = None if recipe.expansion is None else _expansion_id(tokenizer, recipe.expansion, info)
-    return TokenMarks(expansion_id=expansion_id, skip_ids=_ids(tokenizer, recipe.skip_words, info.name))
+    return RecipeTokens(expansion_id=expansion_id, skip_ids=_ids(tokenizer, recipe.skip_words, info.name))
 
 
 def _expansion_id(tokenizer: LoadedTokenizer, expansion: QueryExpansion, info: ModelInfo) -> int:

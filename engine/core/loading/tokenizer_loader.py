@@ -9,15 +9,14 @@ from typing import Any, Final
 
 from ...model_files.json_files import one_line, read_object
 from ...protocol.errors import UnsupportedModelError
-from ...protocol.ipc.messages import TokenizerSpec
-from ...protocol.model_info import ModelInfo, ModelKind
+from ...protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from ...protocol.templates import ScoreTemplate, chat_template_of
 from ...tokenization.long_text import LongText
 from ...tokenization.special_tokens import SpecialTokens
 from .chat_score_template import chat_score_template
 from .load_errors import needs_torch
 from .loaded_tokenizer import LoadedTokenizer
-from .token_marks import find_marks, register_markers
+from .token_marks import find_recipe_tokens, register_markers
 from .tokenizer_classes import NotBuiltHereError
 from .tokenizer_files import read_tokenizer
 
@@ -99,7 +98,7 @@ def load_tokenizer(
         sample_ids=usable_ids,
         score_template=_score_template(tokenizer, info, chat_template),
         chat_template=chat_template_of(tokenizer),
-        marks=find_marks(tokenizer, info),
+        recipe_tokens=find_recipe_tokens(tokenizer, info),
         end_id=_end_id(tokenizer, info.vocab_size),
         config=_config(tokenizer),
     )

@@ -10,17 +10,13 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.protocol.ipc.messages import (
-    Frame,
-    TokenizerSpec,
-    Turn,
-)
-from penstock.engine.protocol.ipc.turns import Asked, unpack_turn
-from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.client_message import SubmitRequest, unpack_client_message
+from penstock.engine.protocol.messages import ClientMessage, Frame
+from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.vectors import TokenMarks
+from penstock.engine.protocol.vectors import RecipeTokens
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
 from ..steps import Row, step_of
@@ -52,12 +48,12 @@ def info(**changes: Any) -> ModelInfo:
     return ModelInfo(**{**fields, **changes})
 
 
-def tokenizer_pool(marks: TokenMarks | None = None) -> TokenizerPool:
+def tokenizer_pool(marks: RecipeTokens | None = None) -> TokenizerPool:
     model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(WORDS)}, "unk_token": "?"}
     parts = dict.fromkeys(("added_tokens", "normalizer", "post_processor", "decoder"), None)
     spec = {"version": "1.0", **parts, "added_tokens": [], "model": model, "pre_tokenizer": {"type": "WhitespaceSplit"}}
     tokenizer = TokenizerSpec(
-        json=json.dumps(spec), truncation_side="right", uses_token_types=False, marks=marks or TokenMarks()
+        json=json.dumps(spec), truncation_side="right", uses_token_types=False, recipe_tokens=marks or RecipeTokens()
     )
     return TokenizerPool(tokenizer, vocab_size=len(WORDS), do_lower_case=False, num_workers=1)
 
@@ -67,15 +63,15 @@ class PlayedCore:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
-        self.sent: list[tuple[Asked, Sequence[TokenizedInput]]] = []
+        self.sent: list[tuple[SubmitRequest, Sequence[TokenizedInput]]] = []
         dispatcher.replicas[0].connect(self.send)
 
-    def send(self, turn: Turn, frame: Frame) -> None:
-        for asked in unpack_turn(turn, frame)[0]:
+    def send(self, turn: ClientMessage, frame: Frame) -> None:
+        for asked in unpack_client_message(turn, frame)[0]:
             self.sent.append((asked, asked.inputs))
             asyncio.get_running_loop().call_soon(self._answer, asked)
 
-    def _answer(self, asked: Asked) -> None:
+    def _answer(self, asked: SubmitRequest) -> None:
         rows = [
             Row(asked.request_id, index, *output)
             for index, tokens in enumerate(asked.inputs)

@@ -17,11 +17,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.engine.protocol.ipc.connection import Connection, Message
-from penstock.engine.protocol.ipc.messages import Failed, Start, Stop, Turn, decode_to_core, encode
+from penstock.engine.protocol.connection import Message, MessageConnection
+from penstock.engine.protocol.messages import ClientMessage, RequestFailed, Start, Stop, decode_to_core, encode
 
 
-def messages_of(connection: Connection) -> Iterator[Message]:
+def messages_of(connection: MessageConnection) -> Iterator[Message]:
     while True:
         select.select([connection], [], [])
         yield from connection.receive()
@@ -35,7 +35,7 @@ def answer_parent() -> None:
 def main() -> None:
     threading.Thread(target=answer_parent, daemon=True).start()
     with socket.socket(fileno=int(sys.argv[2])) as listener:
-        connection = Connection(listener.accept()[0])
+        connection = MessageConnection(listener.accept()[0])
     messages = messages_of(connection)
     start = decode_to_core(next(messages)[0])
     assert isinstance(start, Start)
@@ -46,13 +46,13 @@ def main() -> None:
         "has_lifeline": stat.S_ISSOCK(os.fstat(0).st_mode),
         "folder_mode": stat.S_IMODE(Path(sys.argv[1]).parent.stat().st_mode),
     }
-    connection.send(encode(Failed(0, "Start", json.dumps(surroundings))))
+    connection.send(encode(RequestFailed(0, "Start", json.dumps(surroundings))))
     if model == "garbage":
         connection.send(b"no message")
     for first, frames in messages if model != "ends" else ():
         message = decode_to_core(first)
-        if isinstance(message, Turn):
-            connection.send(encode(Failed(message.frontend, "Turn", b"".join(frames).decode())))
+        if isinstance(message, ClientMessage):
+            connection.send(encode(RequestFailed(message.frontend, "Turn", b"".join(frames).decode())))
         elif isinstance(message, Stop):
             if model == "deaf":
                 time.sleep(600)

@@ -12,18 +12,17 @@ from hypothesis import given, settings, strategies as st
 
 from penstock.engine.client.dispatcher import Arrays, Dispatcher
 from penstock.engine.protocol import errors
-from penstock.engine.protocol.ipc.messages import (
-    Failed,
+from penstock.engine.protocol.client_message import SubmitRequest, unpack_client_message
+from penstock.engine.protocol.messages import (
+    ClientMessage,
     Frame,
-    PrefixesCleared,
-    Rows,
+    PrefixCacheCleared,
+    RequestFailed,
     StepLoad,
-    Turn,
+    StepResults,
 )
-from penstock.engine.protocol.ipc.turns import Asked, unpack_turn
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import RequestOptions, TokenizedInput
-from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
+from penstock.engine.protocol.request import STAGE_TIMES, RequestOptions, Stage, StageTimes, TokenizedInput
 
 from ...waiting import later, turns, until
 from ..steps import Row, step_of
@@ -35,15 +34,15 @@ class Core:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.num_sends = 0
-        self.sent: list[Asked] = []
+        self.sent: list[SubmitRequest] = []
         self.cancelled: list[int] = []
         self.clearings: list[int] = []
         self.params: list[PoolingParams] = []
         dispatcher.replicas[0].connect(self.send)
 
-    def send(self, turn: Turn, frame: Frame) -> None:
+    def send(self, turn: ClientMessage, frame: Frame) -> None:
         self.num_sends += 1
-        asked, cancelled = unpack_turn(turn, frame)
+        asked, cancelled = unpack_client_message(turn, frame)
         self.sent += asked
         self.cancelled += cancelled
         self.clearings += turn.clears
@@ -174,12 +173,12 @@ async def test_forwards_that_had_no_place_for_all_tell_how_fast_tokens_go(dispat
     # 100 tokens a second; the other was not full, and what waits at its end came meanwhile.
     for num_left, step_s in ((1, 0.1), (0, 10.0)):
         load = StepLoad(1, 100, 5, 5, num_left)
-        dispatcher.replicas[0].receive_rows(Rows([], 10, step_s, load=load), [b""])
+        dispatcher.replicas[0].receive_rows(StepResults([], 10, step_s, load=load), [b""])
     with pytest.raises(errors.EngineOverloadedError) as refused:
         dispatcher.admission.check()
     assert refused.value.retry_after_s == pytest.approx(0.11)
     for _ in range(200):  # no forwards
-        dispatcher.replicas[0].receive_rows(Rows([], 0, 0.0, load=StepLoad(0, 100, 5, 5, 1)), [b""])
+        dispatcher.replicas[0].receive_rows(StepResults([], 0, 0.0, load=StepLoad(0, 100, 5, 5, 1)), [b""])
     with pytest.raises(errors.EngineOverloadedError) as refused:
         dispatcher.admission.check()
     assert refused.value.retry_after_s == pytest.approx(0.11)
@@ -213,7 +212,7 @@ async def test_a_request_of_several_runs_is_taken_whole_or_refused_whole(dispatc
 
 
 async def test_what_cannot_be_sent_leaves_nobody_waiting(dispatcher: Dispatcher) -> None:
-    def refuse(_: Turn, __: Frame) -> None:
+    def refuse(_: ClientMessage, __: Frame) -> None:
         raise OverflowError("made up")
 
     dispatcher.replicas[0].connect(refuse)
@@ -255,7 +254,7 @@ async def test_a_failure_is_of_the_kind_that_the_core_names(
     dispatcher: Dispatcher, core: Core, kind: str, error: type[errors.EngineError]
 ) -> None:
     task = await begin(dispatcher, 5)
-    dispatcher.replicas[0].receive_failure(Failed(core.sent[0].request_id, kind, "why"))
+    dispatcher.replicas[0].receive_failure(RequestFailed(core.sent[0].request_id, kind, "why"))
     with pytest.raises(error, match=r"^why$") as caught:
         await task
     assert type(caught.value) is error
@@ -289,7 +288,9 @@ async def test_the_deadline_counts_from_the_arrival(dispatcher: Dispatcher, core
             told_s = core.sent[-1].timeout_s
             assert told_s is not None
             assert 600.0 - spent_s <= told_s <= 600.0 - 0.05 * (request_id + 1)
-            assert core.sent[-1]._replace(inputs=()) == Asked(request_id, core.params[0], (), 3, told_s, "who", "its")
+            assert core.sent[-1]._replace(inputs=()) == SubmitRequest(
+                request_id, core.params[0], (), 3, told_s, "who", "its"
+            )
             assert core.params == [PoolingParams(dimensions=7)]
             core.answer((request_id, 0, 0.0))
             await run
@@ -312,7 +313,7 @@ async def test_a_deadline_that_passed_while_the_event_loop_was_held_up_leaves_no
 
 async def test_a_failure_ends_only_its_request(dispatcher: Dispatcher, core: Core) -> None:
     bad, good = await begin(dispatcher, 5), await begin(dispatcher, 6)
-    dispatcher.replicas[0].receive_failure(Failed(0, "ModelExecutionError", "boom"))
+    dispatcher.replicas[0].receive_failure(RequestFailed(0, "ModelExecutionError", "boom"))
     core.answer((1, 0, 1.0))
     with pytest.raises(errors.ModelExecutionError, match="boom"):
         await bad
@@ -341,9 +342,9 @@ async def test_the_prefix_cache_is_empty_when_the_core_says_so(
     (number,) = core.clearings
     assert not clearing.done()
     for request_id in (number, number, 99):  # an answer to nobody is no error
-        dispatcher.replicas[0].receive_cleared(PrefixesCleared(request_id, num_blocks))
+        dispatcher.replicas[0].receive_cleared(PrefixCacheCleared(request_id, num_blocks))
     assert await clearing == num_blocks
-    dispatcher.replicas[0].receive_cleared(PrefixesCleared(number, 1))
+    dispatcher.replicas[0].receive_cleared(PrefixCacheCleared(number, 1))
 
 
 async def test_a_lost_core_clears_nothing(dispatcher: Dispatcher, core: Core) -> None:
@@ -357,7 +358,7 @@ async def test_a_lost_core_clears_nothing(dispatcher: Dispatcher, core: Core) ->
 
 
 async def test_a_clearing_that_cannot_be_sent_fails(dispatcher: Dispatcher) -> None:
-    def refuse(_: Turn, __: Frame) -> None:
+    def refuse(_: ClientMessage, __: Frame) -> None:
         raise OverflowError("no message can hold it")
 
     dispatcher.replicas[0].connect(refuse)
@@ -414,9 +415,9 @@ async def test_a_request_learns_where_its_time_went(dispatcher: Dispatcher, core
 async def test_forwards_and_the_queue_behind_them_are_counted(dispatcher: Dispatcher, core: Core) -> None:
     stats = dispatcher.stats
     task = await begin(dispatcher, 50)
-    dispatcher.replicas[0].receive_rows(Rows([], 32, 0.25, load=StepLoad(2, 64, 5, 400, 0)), [b""])
+    dispatcher.replicas[0].receive_rows(StepResults([], 32, 0.25, load=StepLoad(2, 64, 5, 400, 0)), [b""])
     assert (stats.num_waiting, stats.num_waiting_tokens, stats.token_budget) == (5, 400, 64)
-    dispatcher.replicas[0].receive_rows(Rows([], 0, 0.0, load=StepLoad(0, 64, 4, 300, 0)), [b""])  # no forward
+    dispatcher.replicas[0].receive_rows(StepResults([], 0, 0.0, load=StepLoad(0, 64, 4, 300, 0)), [b""])  # no forward
     assert (stats.num_waiting, stats.num_waiting_tokens, stats.num_steps_total) == (4, 300, 1)
     histograms = (stats.step_tokens, stats.step_seqs, stats.step_fill, stats.step_seconds)
     assert [h.total for h in histograms] == [32, 2, 0.5, 0.25]
@@ -425,6 +426,6 @@ async def test_forwards_and_the_queue_behind_them_are_counted(dispatcher: Dispat
     await asyncio.gather(task, return_exceptions=True)
     assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)
     dispatcher.replicas[0].receive_rows(
-        Rows([], 8, 0.1, load=StepLoad(1, 64, 5, 400, 0)), [b""]
+        StepResults([], 8, 0.1, load=StepLoad(1, 64, 5, 400, 0)), [b""]
     )  # sent before the core knew
     assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)

@@ -23,7 +23,7 @@ from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling, TokenHeads, TokenMarks
+from penstock.engine.protocol.vectors import MultiVector, RecipeTokens, SparseKind, SparsePooling, TokenHeads
 
 from .played_core import TABLE, PlayedCore, ids, info, tokenizer_pool
 
@@ -37,7 +37,7 @@ Make = Callable[..., tuple[AsyncEngine, PlayedCore]]
 async def make() -> AsyncIterator[Make]:
     tokenizers = []
 
-    def made(marks: TokenMarks | None = None, **changes: Any) -> tuple[AsyncEngine, PlayedCore]:
+    def made(marks: RecipeTokens | None = None, **changes: Any) -> tuple[AsyncEngine, PlayedCore]:
         tokenizers.append(tokenizer_pool(marks))
         dispatcher = Dispatcher(max_queued_tokens=1_000)
         core = PlayedCore(dispatcher)
@@ -85,7 +85,7 @@ async def test_draining_waits_for_those_under_way(make: Make) -> None:
 
 async def test_tokens_without_vectors_are_left_out(make: Make) -> None:
     skips = MultiVector(skips_documents=True, skips_queries=False)
-    marks = TokenMarks(skip_ids=tuple(ids("b d")))
+    marks = RecipeTokens(skip_ids=tuple(ids("b d")))
     prompts = {"query": "query: ", "document": "document: "}
     engine, core = make(marks, multi_vector=skips, prompts=prompts)
     result = await engine.token_embed(["a b c", "d e"], PARAMS)

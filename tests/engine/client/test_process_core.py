@@ -19,7 +19,7 @@ import pytest
 from penstock.engine.client import engine_process, process_core
 from penstock.engine.client.process_core import Heartbeat
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.ipc.messages import Failed, Ready, Start, Turn
+from penstock.engine.protocol.messages import ClientMessage, ModelReady, RequestFailed, Start
 
 Run = Callable[..., process_core.ProcessCore]
 
@@ -108,7 +108,7 @@ async def test_a_process_that_is_stopped_is_given_up(run: Run) -> None:
     await core.start()
     await heard(core._on_message)
     nothing: Any = None  # of what it tells about the model
-    core._take(Ready(nothing, nothing), [])
+    core._take(ModelReady(nothing, nothing), [])
     os.kill(core._process.pid, signal.SIGSTOP)
     await heard(core._on_exit)
     core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} has not answered for 3 s")
@@ -150,9 +150,9 @@ async def test_a_process_is_told_what_to_serve_and_its_messages_come_once(run: R
     assert (told.kind, frames) == ("Start", [])
     surroundings = json.loads(told.message)
     assert surroundings == {"model": "stays", "leads_session": True, "has_lifeline": True, "folder_mode": 0o700}
-    core.send(Turn(5, [], [], []), b"its frame")
+    core.send(ClientMessage(5, [], [], []), b"its frame")
     await heard(core._on_message, 2)
-    assert core._on_message.call_args.args == (Failed(5, "Turn", "its frame"), [])
+    assert core._on_message.call_args.args == (RequestFailed(5, "Turn", "its frame"), [])
     folder = Path(core.address).parent
     assert folder.name.startswith("penstock-")
     await core.close()
@@ -167,13 +167,13 @@ async def test_closing_ends_the_heartbeat_of_a_process_that_serves(run: Run) -> 
     core = run("stays")
     await core.start()
     nothing: Any = None  # of what it tells about the model
-    core._take(Ready(nothing, nothing), [])
+    core._take(ModelReady(nothing, nothing), [])
     (heartbeat,) = core._tasks[1:]
     await asyncio.sleep(0)
     await core.close()
     assert heartbeat.cancelled()
     quiet = run("stays", hang_timeout_s=0.0)
-    quiet._take(Ready(nothing, nothing), [])
+    quiet._take(ModelReady(nothing, nothing), [])
     assert not quiet._tasks
 
 

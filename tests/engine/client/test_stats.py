@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from penstock.engine.client.stats import DispatcherStats, StepHistogram
-from penstock.engine.protocol.ipc.messages import CacheUse, Rows, StepLoad
+from penstock.engine.protocol.messages import CacheUse, StepLoad, StepResults
 
 
 def test_nothing_is_counted_before_the_first_step() -> None:
@@ -23,25 +23,25 @@ def test_nothing_is_counted_before_the_first_step() -> None:
 def test_a_step_is_counted() -> None:
     stats = DispatcherStats(num_requests=1)
     use = CacheUse(usage=0.5)
-    stats.count(Rows([], 32, 0.25, cache_use=use, load=StepLoad(2, 64, 5, 400, 1)))
-    stats.count(Rows([], 48, 0.5, cache_use=None, load=StepLoad(3, 64, 6, 500, 1)))
+    stats.count(StepResults([], 32, 0.25, cache_use=use, load=StepLoad(2, 64, 5, 400, 1)))
+    stats.count(StepResults([], 48, 0.5, cache_use=None, load=StepLoad(3, 64, 6, 500, 1)))
     assert (stats.num_batched_tokens_total, stats.num_steps_total, stats.step_s_total) == (80, 2, 0.75)
     assert (stats.num_waiting, stats.num_waiting_tokens, stats.token_budget) == (6, 500, 64)
     assert stats.cache_use is None
     histograms = (stats.step_tokens, stats.step_seqs, stats.step_seconds, stats.step_fill)
     assert [histogram.total for histogram in histograms] == [80, 5, 0.75, 0.5 + 0.75]
     assert [dict(histogram.cumulative())[float("inf")] for histogram in histograms] == [2] * 4
-    stats.count(Rows([], 0, 0.0, cache_use=use))
+    stats.count(StepResults([], 0, 0.0, cache_use=use))
     assert stats.cache_use is use
     assert stats.num_steps_total == 2
-    stats.count(Rows([], 8, 0.125))  # nothing is said of the load
+    stats.count(StepResults([], 8, 0.125))  # nothing is said of the load
     assert (stats.num_steps_total, stats.token_budget, stats.num_waiting) == (3, 64, 6)
     assert [histogram.cumulative()[-1][1] for histogram in histograms] == [3, 2, 3, 2]
 
 
 def test_what_waits_is_not_believed_when_nobody_is_left() -> None:
     stats = DispatcherStats()
-    stats.count(Rows([], 8, 0.1, load=StepLoad(1, 64, 5, 400, 0)))
+    stats.count(StepResults([], 8, 0.1, load=StepLoad(1, 64, 5, 400, 0)))
     assert (stats.num_waiting, stats.num_waiting_tokens, stats.token_budget) == (0, 0, 64)
 
 

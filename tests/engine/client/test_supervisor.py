@@ -17,7 +17,7 @@ from penstock.engine.client.replicas.group import ReplicaGroup
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.ipc.messages import Failed, Frame, LoadFailed, Ready, Start, Turn
+from penstock.engine.protocol.messages import ClientMessage, Frame, LoadFailed, ModelReady, RequestFailed, Start
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 
@@ -39,7 +39,7 @@ class Core:
     async def start(self) -> None:
         self.is_started = True
 
-    def send(self, turn: Turn, frame: Frame) -> None:
+    def send(self, turn: ClientMessage, frame: Frame) -> None:
         """Swallows all."""
 
     async def close(self) -> None:
@@ -52,7 +52,7 @@ class Core:
         assert self.is_started
         # All that is asked of what it tells.
         model: Any = SimpleNamespace(name="any", folder="/hub/one", dtype="bfloat16", arithmetic="float32")
-        self.on_message(Ready(model, model), [])
+        self.on_message(ModelReady(model, model), [])
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ async def test_what_a_core_says_reaches_those_who_wait(dispatcher: Dispatcher, c
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     cores[0].on_message(*step_of([Row(0, 0, "embedding", np.ones(1, np.float32))], 3))
-    cores[0].on_message(Failed(1, "ModelExecutionError", "nan"), [])
+    cores[0].on_message(RequestFailed(1, "ModelExecutionError", "nan"), [])
     assert (await answered)[0]["embedding"].tolist() == [1.0]
     with pytest.raises(errors.ModelExecutionError, match="nan"):
         await failed

@@ -13,7 +13,7 @@ from penstock.engine.client.thread_core import ThreadCore
 from penstock.engine.core import core as engine_core
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.engine.protocol.ipc.messages import Failed, Frame, FromCore, Start, Turn
+from penstock.engine.protocol.messages import ClientMessage, Frame, FromCore, RequestFailed, Start
 
 
 class Core:
@@ -33,15 +33,15 @@ class Core:
         self._has_failed = self.is_stopped = False
 
     def run(self) -> None:
-        self._send(Failed(0, "run", threading.current_thread().name), [])
+        self._send(RequestFailed(0, "run", threading.current_thread().name), [])
         assert self._end.wait(30)
         assert not self._is_stuck or self.released.wait(30)
         if self._has_failed:
             raise RuntimeError("made up")
 
-    def receive(self, turn: Turn, frame: Frame) -> None:
+    def receive(self, turn: ClientMessage, frame: Frame) -> None:
         for request_id in turn.clears:
-            self._send(Failed(request_id, "received", ""), [frame])
+            self._send(RequestFailed(request_id, "received", ""), [frame])
             self._has_failed = request_id == 13
         if self._has_failed:
             self._end.set()
@@ -78,13 +78,13 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_messages_go_both_ways_and_the_thread_ends_with_its_owner() -> None:
     owner = Owner()
     with pytest.raises(RuntimeError, match="has not been started"):
-        owner.core.send(Turn(0, [], [], []), b"")
+        owner.core.send(ClientMessage(0, [], [], []), b"")
     await owner.core.close()  # of what was never started
     owner = Owner()
     await owner.core.start()
-    owner.core.send(Turn(0, [], [], [5, 7]), b"frame")
+    owner.core.send(ClientMessage(0, [], [], [5, 7]), b"frame")
     await owner.until(3)
-    assert (Failed(0, "run", "engine-core"), []) in owner.heard
+    assert (RequestFailed(0, "run", "engine-core"), []) in owner.heard
     told = [(message.request_id, frames) for message, frames in owner.heard if message.kind == "received"]  # type: ignore[union-attr]
     assert told == [(5, [b"frame"]), (7, [b"frame"])]
     assert owner.threads == {threading.current_thread()}
@@ -103,7 +103,7 @@ async def test_messages_go_both_ways_and_the_thread_ends_with_its_owner() -> Non
 async def test_a_thread_that_fails_says_so_once() -> None:
     owner = Owner()
     await owner.core.start()
-    owner.core.send(Turn(0, [], [], [13]), b"frame")
+    owner.core.send(ClientMessage(0, [], [], [13]), b"frame")
     async with asyncio.timeout(120):
         while not owner.on_exit.call_count:
             await asyncio.sleep(0.001)
@@ -144,7 +144,7 @@ async def test_stuck_thread_is_left_behind() -> None:
     await asyncio.wait_for(owner.core.close(), 120)
     assert thread.is_alive()
     num_heard = len(owner.heard)
-    owner.core.send(Turn(0, [], [], [5]), b"frame")  # its answer comes too late
+    owner.core.send(ClientMessage(0, [], [], [5]), b"frame")  # its answer comes too late
     core.released.set()
     await asyncio.to_thread(thread.join)
     await asyncio.sleep(0)

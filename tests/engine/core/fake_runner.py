@@ -9,18 +9,11 @@ import numpy as np
 
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import EndedForward, Forward, ForwardTime, Runner
+from penstock.engine.protocol.batch_outputs import ArrayBlock, Arrays, BatchOutputs
+from penstock.engine.protocol.client_message import ClientMessageBuilder, SubmitRequest
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, Arrays, BatchOutputs
-from penstock.engine.protocol.ipc.messages import (
-    CacheUse,
-    Failed,
-    Frame,
-    FromCore,
-    Rows,
-    TokenizerSpec,
-)
-from penstock.engine.protocol.ipc.turns import Asked, Outgoing
-from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.messages import CacheUse, Frame, FromCore, RequestFailed, StepResults
+from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -225,7 +218,7 @@ class Steps:
 
     def take(self, message: FromCore, frames: list[Frame]) -> None:
         self.messages.append(message)
-        if isinstance(message, Rows):
+        if isinstance(message, StepResults):
             for row in rows_of(message, frames):
                 self.told.append(row)
                 self.answers.setdefault(row.request_id, {}).setdefault(row.index, []).extend(row.array.ravel())
@@ -241,12 +234,12 @@ class Steps:
         token: int = 1,
     ) -> None:
         inputs = [TokenizedInput(np.full(length, token, np.int32)) for length in lengths]
-        self.tell(Asked(request_id, params, inputs, priority, timeout_s))
+        self.tell(SubmitRequest(request_id, params, inputs, priority, timeout_s))
 
-    def tell(self, *asked: Asked, cancels: Sequence[int] = (), clears: Sequence[int] = ()) -> None:
-        outgoing = Outgoing(cancels=[*cancels], clears=[*clears])
+    def tell(self, *asked: SubmitRequest, cancels: Sequence[int] = (), clears: Sequence[int] = ()) -> None:
+        outgoing = ClientMessageBuilder(cancels=[*cancels], clears=[*clears])
         for each in asked:
-            outgoing.ask(each)
+            outgoing.add(each)
         self.core.receive(*outgoing.pack())
 
     def cancel(self, request_id: int) -> None:
@@ -265,11 +258,11 @@ class Steps:
 
     @property
     def failures(self) -> dict[int, tuple[str, str]]:
-        return {m.request_id: (m.kind, m.message) for m in self.messages if isinstance(m, Failed)}
+        return {m.request_id: (m.kind, m.message) for m in self.messages if isinstance(m, RequestFailed)}
 
     @property
-    def rows(self) -> list[Rows]:
-        return [message for message in self.messages if isinstance(message, Rows)]
+    def rows(self) -> list[StepResults]:
+        return [message for message in self.messages if isinstance(message, StepResults)]
 
     @property
     def cache_use(self) -> CacheUse:

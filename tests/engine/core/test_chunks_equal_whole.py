@@ -25,17 +25,10 @@ from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.models.base import ModelOutput, PackedModel
 from penstock.engine.packed_batch import PackedBatch
+from penstock.engine.protocol.client_message import ClientMessageBuilder, SubmitRequest
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.ipc.messages import (
-    CacheUse,
-    Failed,
-    Frame,
-    FromCore,
-    Rows,
-    TokenizerSpec,
-)
-from penstock.engine.protocol.ipc.turns import Asked, Outgoing
-from penstock.engine.protocol.model_info import ModelInfo
+from penstock.engine.protocol.messages import CacheUse, Frame, FromCore, RequestFailed, StepResults
+from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -159,7 +152,7 @@ class Client:
             cache=CacheConfig(kv_cache_memory=kv_cache_memory, enable_prefix_caching=prefixes),
         )
         self.answers: dict[int, np.ndarray] = {}
-        self.failures: dict[int, Failed] = {}
+        self.failures: dict[int, RequestFailed] = {}
         self.cache_use = CacheUse()
         self._parts: dict[int, list[np.ndarray]] = {}
         self._unanswered: set[int] = set()
@@ -190,9 +183,11 @@ class Client:
         for request_id, _ in requests:
             self._unanswered.add(request_id)
             self.answers.pop(request_id, None)
-        outgoing = Outgoing()
+        outgoing = ClientMessageBuilder()
         for request_id, tokens in requests:
-            outgoing.ask(Asked(request_id, self.params[task], [TokenizedInput(np.asarray(tokens, np.int32))], priority))
+            outgoing.add(
+                SubmitRequest(request_id, self.params[task], [TokenizedInput(np.asarray(tokens, np.int32))], priority)
+            )
         self.core.receive(*outgoing.pack())
 
     def run(self, num_steps: int | None = None) -> None:
@@ -205,10 +200,10 @@ class Client:
             assert steps < 2000
 
     def _receive(self, message: FromCore, frames: list[Frame]) -> None:
-        if isinstance(message, Failed):
+        if isinstance(message, RequestFailed):
             self.failures[message.request_id] = message
             self._unanswered.remove(message.request_id)
-        elif isinstance(message, Rows):
+        elif isinstance(message, StepResults):
             self.cache_use = message.cache_use or self.cache_use
             for row in rows_of(message, frames):
                 parts = self._parts.setdefault(row.request_id, [])
@@ -285,7 +280,7 @@ async def test_parts_of_token_rows_are_joined_by_the_dispatcher(
 
     def receive(message: FromCore, frames: list[Frame]) -> None:
         nonlocal num_parts
-        assert isinstance(message, Rows)
+        assert isinstance(message, StepResults)
         num_parts += sum(block.num_seqs for block in message.blocks)
         dispatcher.replicas[0].receive_rows(message, frames)
 

@@ -19,21 +19,23 @@ from penstock.engine.core import waker as waker_module
 from penstock.engine.core.client_connections import ClientConnections, split
 from penstock.engine.core.waker import Waker
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.ipc.connection import Connection
-from penstock.engine.protocol.ipc.frontends import Attach, first_request_id, frontend_of
-from penstock.engine.protocol.ipc.messages import (
-    Failed,
+from penstock.engine.protocol.connection import MessageConnection
+from penstock.engine.protocol.messages import (
+    Attach,
+    ClientMessage,
     Frame,
     FromCore,
-    PrefixesCleared,
-    Rows,
+    PrefixCacheCleared,
+    RequestFailed,
     Start,
     StepLoad,
+    StepResults,
     Stop,
     ToCore,
-    Turn,
     decode_from_core,
     encode,
+    first_request_id,
+    frontend_of,
 )
 
 from ..steps import Row, ended_of, rows_of, step_of
@@ -48,7 +50,7 @@ class Frontend:
     """Says something to a core, and hears what that says."""
 
     def __init__(self, address: str) -> None:
-        self._connection = Connection.open(address)
+        self._connection = MessageConnection.open(address)
         self.close = self._connection.close
 
     def say(self, *messages: ToCore, frame: bytes | None = None) -> None:
@@ -99,7 +101,7 @@ def test_an_id_says_whose_it_is(frontend: int) -> None:
     assert first_request_id(frontend) < 2**63
 
 
-def step(*rows: tuple[int, int, np.ndarray], ended: tuple[int, ...] = ()) -> tuple[Rows, list[Frame]]:
+def step(*rows: tuple[int, int, np.ndarray], ended: tuple[int, ...] = ()) -> tuple[StepResults, list[Frame]]:
     told = [Row(request, index, "embedding", array) for request, index, array in rows]
     return step_of(told, 30, 0.5, ended=[(request, 0.1, 0.2) for request in ended], load=LOAD)
 
@@ -112,11 +114,11 @@ def test_the_rows_of_a_step_go_to_those_who_asked_and_its_figures_to_the_first()
     parts = split(message, frames)
     assert set(parts) == {0, 1, 2}
     figures, _ = parts[0]
-    assert figures == Rows([], 30, 0.5, load=LOAD)
+    assert figures == StepResults([], 30, 0.5, load=LOAD)
     told = {}
     for frontend in (1, 2):
         part, part_frames = parts[frontend]
-        assert isinstance(part, Rows)
+        assert isinstance(part, StepResults)
         assert (part.num_tokens, part.step_s, part.load) == (0, 0.0, None)
         told |= {(row.request_id, row.index): row.array for row in rows_of(part, part_frames)}
         assert ended_of(part, part_frames) == {of(frontend, 7): (0.1, 0.2)}
@@ -127,11 +129,11 @@ def test_the_rows_of_a_step_go_to_those_who_asked_and_its_figures_to_the_first()
 def test_the_rows_of_one_frontend_are_not_copied() -> None:
     message, frames = step((of(3, 1), 0, np.ones(4, np.float32)), (of(3, 2), 0, np.ones(4, np.float32)))
     part, part_frames = split(message, frames)[3]
-    assert isinstance(part, Rows)
+    assert isinstance(part, StepResults)
     assert np.shares_memory(rows_of(part, part_frames)[1].array, np.frombuffer(frames[1], np.float32))
 
 
-@pytest.mark.parametrize("message", [Failed(of(2, 5), "E", "why"), PrefixesCleared(of(2, 5), 1)])
+@pytest.mark.parametrize("message", [RequestFailed(of(2, 5), "E", "why"), PrefixCacheCleared(of(2, 5), 1)])
 def test_what_concerns_a_request_goes_to_who_sent_it(message: FromCore) -> None:
     assert list(split(message, [])) == [2]
 
@@ -145,9 +147,9 @@ def test_the_first_says_what_to_serve_and_what_it_says_next_is_not_lost(
     clients.serve(core)
     core.stop.assert_called_once_with()
     assert waker.poll() == []
-    first.say(Turn(0, [], [], []), frame=b"arrays")
+    first.say(ClientMessage(0, [], [], []), frame=b"arrays")
     take_in(waker)
-    assert core.receive.call_args.args == (Turn(0, [], [], []), b"arrays")
+    assert core.receive.call_args.args == (ClientMessage(0, [], [], []), b"arrays")
     first.say(START)
     with pytest.raises(TypeError, match="Start cannot come now"):
         take_in(waker)
@@ -167,25 +169,25 @@ def test_frontends_come_and_go(clients: ClientConnections, address: str, waker: 
     first.say(START)
     clients.await_start()
     clients.serve(core)
-    told = Failed(of(0, 1), "E", "for the first")
+    told = RequestFailed(of(0, 1), "E", "for the first")
     clients.send(told, [])
     assert first.heard() == told
     other = Frontend(address)
-    other.say(Attach(4), Turn(4, [], [], []), frame=b"")
+    other.say(Attach(4), ClientMessage(4, [], [], []), frame=b"")
     take_in(waker)  # its connection
     take_in(waker)  # its words
     core.receive.assert_called_once()
-    told = Failed(of(4, 0), "E", "for the other")
+    told = RequestFailed(of(4, 0), "E", "for the other")
     clients.send(told, [])
     assert other.heard() == told
-    other.say(Turn(4, [], [], []), frame=b"last words")
+    other.say(ClientMessage(4, [], [], []), frame=b"last words")
     other.close()
     take_in(waker)
     assert core.receive.call_args.args[1] == b"last words"
     core.forget.assert_not_called()
     take_in(waker)
     core.forget.assert_called_once_with(4)
-    clients.send(Failed(of(4, 1), "E", "for nobody"), [])
+    clients.send(RequestFailed(of(4, 1), "E", "for nobody"), [])
     assert first.heard(0.1) is None  # nor is it for the first
     first.close()
     take_in(waker)
@@ -240,12 +242,12 @@ def test_listener_is_ignored_while_files_are_exhausted(
     clients.await_start()
     clients.serve(core)
     other = Frontend(address)
-    other.say(Attach(4), Turn(4, [], [], []), frame=b"")
+    other.say(Attach(4), ClientMessage(4, [], [], []), frame=b"")
     taken_files.append(os.dup(1))
     take_in(waker)
     assert "cannot connect" in caplog.text
     assert waker.poll() == []  # the steps of the model pay nothing for it
-    first.say(Turn(0, [], [], []), frame=b"")
+    first.say(ClientMessage(0, [], [], []), frame=b"")
     take_in(waker)
     core.receive.assert_called_once()
     os.close(taken_files.pop())

@@ -16,15 +16,9 @@ import pytest
 from penstock.engine.core import core as core_module
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, ForwardTime
+from penstock.engine.protocol.client_message import ClientMessageBuilder, SubmitRequest
 from penstock.engine.protocol.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.protocol.ipc.messages import (
-    LoadFailed,
-    PrefixesCleared,
-    Ready,
-    Rows,
-    StepLoad,
-)
-from penstock.engine.protocol.ipc.turns import Asked, Outgoing
+from penstock.engine.protocol.messages import LoadFailed, ModelReady, PrefixCacheCleared, StepLoad, StepResults
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.scheduling import Chunk, QueuedSequence, Request
 
@@ -87,12 +81,12 @@ def test_the_client_is_told_when_the_model_is_warm_and_all_is_prepared() -> None
         steps.config, steps.take, lambda config: runner, on_ready=lambda: seen.append((runner.is_warm, steps.messages))
     )
     steps.core.load()
-    assert seen == [(True, [Ready(runner.info, runner.tokenizer)])]  # the list as it is by now
+    assert seen == [(True, [ModelReady(runner.info, runner.tokenizer)])]  # the list as it is by now
     steps = Steps(FakeRunner(pool()))
     (ready, first) = steps.messages
-    assert isinstance(ready, Ready)
-    assert isinstance(first, Rows)
-    assert first == Rows([], 0, 0.0, steps.cache_use, StepLoad(0, 64, 0, 0, 0))
+    assert isinstance(ready, ModelReady)
+    assert isinstance(first, StepResults)
+    assert first == StepResults([], 0, 0.0, steps.cache_use, StepLoad(0, 64, 0, 0, 0))
     assert steps.cache_use.usage == 0
 
 
@@ -190,7 +184,7 @@ def test_prefix_is_computed_once_for_each_namespace() -> None:
     steps = Steps(runner)
     prompt = TokenizedInput(np.ones(50, np.int32))
     for request_id, namespace in enumerate(("one", "two", "", "one", "two", "")):
-        steps.tell(Asked(request_id, PARAMS, [prompt], client="c", namespace=namespace))
+        steps.tell(SubmitRequest(request_id, PARAMS, [prompt], client="c", namespace=namespace))
         steps.run_all()
     assert runner.batches == [[(number, 0, 0 if number < 3 else 48, 50)] for number in range(6)]
 
@@ -204,7 +198,7 @@ def test_a_prefix_cache_that_is_cleared_amid_a_prompt_is_empty_after_it_too() ->
     steps.run()
     assert steps.cache_use.prefix_hit_tokens_total == 48
     steps.tell(clears=[7])
-    assert steps.messages[-1] == PrefixesCleared(7, 3 + 2)
+    assert steps.messages[-1] == PrefixCacheCleared(7, 3 + 2)
     steps.run_all()
     steps.submit(3, 150)
     steps.run_all()
@@ -218,13 +212,13 @@ def test_a_prefix_cache_that_is_cleared_amid_a_prompt_is_empty_after_it_too() ->
 def test_without_a_prefix_cache_there_is_none_to_clear() -> None:
     steps = Steps(FakeRunner())
     steps.tell(clears=[1])
-    assert steps.messages[-1] == PrefixesCleared(1, None)
+    assert steps.messages[-1] == PrefixCacheCleared(1, None)
 
 
 def test_one_turn_asks_and_cancels_also_what_it_has_asked_itself() -> None:
     steps = Steps(FakeRunner())
     steps.submit(1, 3)
-    steps.tell(Asked(2, PARAMS, [SEVENS]), Asked(3, PARAMS, [SEVENS]), cancels=[1, 2])
+    steps.tell(SubmitRequest(2, PARAMS, [SEVENS]), SubmitRequest(3, PARAMS, [SEVENS]), cancels=[1, 2])
     steps.run_all()
     assert steps.answers == {3: {0: [14.0]}}
 
@@ -278,8 +272,8 @@ def test_a_forward_that_failed_holds_nothing_while_it_is_tried_again() -> None:
 def test_inputs_that_are_not_those_of_the_requests_are_a_bug() -> None:
     steps = Steps(FakeRunner())
     for num_inputs in (0, 2):
-        outgoing = Outgoing()
-        outgoing.ask(Asked(1, PARAMS, [SEVENS]))
+        outgoing = ClientMessageBuilder()
+        outgoing.add(SubmitRequest(1, PARAMS, [SEVENS]))
         turn, frame = outgoing.pack()
         wrong, own = bytearray(frame), slice(6 * 8, 7 * 8)  # after four counts, the id and the number of the parameters
         assert int.from_bytes(wrong[own], "little") == 1

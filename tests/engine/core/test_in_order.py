@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
-from penstock.engine.protocol.ipc.messages import Rows
+from penstock.engine.protocol.messages import StepResults
 from penstock.engine.scheduling import Chunk
 from penstock.engine.sequence_pool import SequenceAllocator
 
@@ -384,9 +384,9 @@ def test_a_request_that_goes_while_a_batch_runs_does_not_shorten_its_time() -> N
     steps.run()  # a message of the memory alone
     stream(steps).end()
     steps.run()
-    forward = next(m for m in steps.messages if isinstance(m, Rows) and m.num_tokens == 60)
+    forward = next(m for m in steps.messages if isinstance(m, StepResults) and m.num_tokens == 60)
     assert steps.core._ended_s - started_s == pytest.approx(forward.step_s)
-    assert [m.step_s for m in steps.messages if isinstance(m, Rows) and not m.num_tokens] == [0.0, 0.0]
+    assert [m.step_s for m in steps.messages if isinstance(m, StepResults) and not m.num_tokens] == [0.0, 0.0]
 
 
 def test_a_chunk_on_which_others_have_built_cannot_run_again() -> None:
@@ -425,7 +425,7 @@ def test_the_figures_of_a_prompt_in_flight_are_told_once() -> None:
     steps = made(chunk_size=64)
     steps.submit(1, 200)
     run_all(steps)
-    rows = [message for message in steps.messages if isinstance(message, Rows)]
+    rows = [message for message in steps.messages if isinstance(message, StepResults)]
     assert sum(message.num_tokens for message in rows) == 200
     assert steps.cache_use.chunks.completed_chunks == 4
     assert set(steps.ended) == {1}

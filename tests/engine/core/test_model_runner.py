@@ -23,9 +23,9 @@ from penstock.engine.core.waker import Waker
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.models.base import ModelOutput, PackedModel
 from penstock.engine.packed_batch import PackedBatch
+from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.engine.protocol.ipc.batch_outputs import BatchOutputs
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask

@@ -8,7 +8,7 @@ import pytest
 from penstock.engine.core import core as core_module
 from penstock.engine.core.runner import DeviceMemoryError, EndedForward
 from penstock.engine.core.step_watch import Step
-from penstock.engine.protocol.ipc.batch_outputs import BatchOutputs
+from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.scheduling import Chunk
 
 from .fake_runner import FakeRunner, Steps

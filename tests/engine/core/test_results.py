@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.core.core import not_finite, results_of
-from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
+from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.scheduling import Chunk, PrefillChunk, QueuedSequence, Request
 

@@ -20,7 +20,7 @@ from penstock.engine.client import engine_process, process_core
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.ipc.messages import Frame, LoadFailed, Rows, Start
+from penstock.engine.protocol.messages import Frame, LoadFailed, Start, StepResults
 from penstock.engine.protocol.params import PoolingParams
 
 PARAMS = PoolingParams()
@@ -112,7 +112,7 @@ async def test_messages_that_cannot_be_read_cost_the_worker_and_not_the_client(
     (replica,) = engine._dispatcher.replicas
     receive = replica.receive_rows
 
-    def fail_once(message: Rows, frames: list[Frame]) -> None:
+    def fail_once(message: StepResults, frames: list[Frame]) -> None:
         monkeypatch.setattr(replica, "receive_rows", receive)
         raise RuntimeError("made up")
 

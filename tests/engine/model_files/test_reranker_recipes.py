@@ -13,8 +13,15 @@ from penstock.engine.model_files.reranker_recipes import QWEN3_RERANKER, RECIPES
 from penstock.engine.model_files.resolve import resolve_model, resolved_table
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
-from penstock.engine.protocol.ipc.messages import Ready, TokenizerSpec, decode_from_core, encode
-from penstock.engine.protocol.model_info import Activation, ClassifierMethod, ModelInfo, ModelKind, PairChat
+from penstock.engine.protocol.messages import ModelReady, decode_from_core, encode
+from penstock.engine.protocol.model_info import (
+    Activation,
+    ClassifierMethod,
+    ModelInfo,
+    ModelKind,
+    PairChat,
+    TokenizerSpec,
+)
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 VOCABULARY = ["no", "yes", "0", "1", "Yes", "<unk>"]
@@ -198,7 +205,7 @@ def test_recipes_are_found_by_type_and_name_and_travel_to_the_client(tmp_path: P
     assert len({recipe.name for recipe in RECIPES}) == len(RECIPES)
     info = resolve(write(tmp_path / "mxbai-rerank-base-v2", QWEN2))
     spec = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False, score_template=info.score_template)
-    message = decode_from_core(encode(Ready(info, spec)))
-    assert isinstance(message, Ready)
+    message = decode_from_core(encode(ModelReady(info, spec)))
+    assert isinstance(message, ModelReady)
     assert message.info.score_template == message.tokenizer.score_template == info.score_template
     assert message.info.classifier_tokens == (2, 3)

@@ -18,10 +18,9 @@ from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceMemoryError
 from penstock.engine.native.array_encoder import find_reader
 from penstock.engine.native.heads import load_dense
+from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.ipc.batch_outputs import BatchOutputs
-from penstock.engine.protocol.ipc.messages import TokenizerSpec
-from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind
+from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.pooler_config import PoolerConfig
 from penstock.engine.protocol.request import TokenizedInput

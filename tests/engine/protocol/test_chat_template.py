@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
-from penstock.engine.protocol.ipc.messages import TokenizerSpec
+from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.protocol.templates import ChatOptions, ChatTemplate, chat_template_of
 from penstock.engine.tokenization.chat_renderer import ChatRenderer
 from penstock.engine.tokenization.tokenizer import TokenizerPool

@@ -10,8 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from penstock.engine.core.loading.chat_score_template import chat_score_template
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError, UnsupportedModelError
-from penstock.engine.protocol.ipc.messages import TokenizerSpec
-from penstock.engine.protocol.model_info import PairChat
+from penstock.engine.protocol.model_info import PairChat, TokenizerSpec
 from penstock.engine.protocol.templates import ScoreTemplate, escaped, fields_of, split_at
 from penstock.engine.tokenization.pairs import ScoreTemplateEncoder
 from penstock.engine.tokenization.tokenizer import TokenizerPool

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError
-from penstock.engine.protocol.ipc.messages import TokenizerSpec
+from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.tokenization.jobs import CharAdmission, TokenizerJobs
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 from penstock.engine.tokenization.truncation import Truncation

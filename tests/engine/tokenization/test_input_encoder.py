@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.ipc.messages import TokenizerSpec
+from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
 from penstock.engine.tokenization.input_encoder import InputEncoder

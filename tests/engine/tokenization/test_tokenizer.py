@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
-from penstock.engine.protocol.ipc.messages import TokenizerSpec
+from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.tokenization.special_tokens import SpecialTokens
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 from penstock.engine.tokenization.truncation import Truncation

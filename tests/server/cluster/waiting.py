@@ -25,7 +25,7 @@ from penstock.server.commands.model_plans import planned
 def waiting_app(seconds_per_token, settings, mount):
     from penstock.engine.core.array_runner import ArrayRunner
     from penstock.engine.core.runner import EndedForward, ForwardTime
-    from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
+    from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
     from penstock.server.cluster.replica import build_app
 
     def begin(self, chunks):

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.protocol.ipc.messages import CacheUse, ChunkMetrics
+from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
 
 DOCKER = Path(__file__).resolve().parents[3] / "docker"
 DASHBOARD = json.loads((DOCKER / "grafana" / "penstock.json").read_text())

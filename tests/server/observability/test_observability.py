@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.logs import JsonFormatter
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
+from penstock.engine.protocol.request import STAGE_TIMES, Stage
 from penstock.server.observability.tracing import Tracing
 from penstock.server.settings import UsageError
 

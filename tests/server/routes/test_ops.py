@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.engine.client.replicas.group import ReplicaFigures
 from penstock.engine.client.stats import DispatcherStats
 from penstock.engine.client.supervisor import EngineState
-from penstock.engine.protocol.ipc.messages import CacheUse, ChunkMetrics
+from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
 
 
 @pytest.mark.parametrize(

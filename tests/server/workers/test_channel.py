@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from penstock.engine.protocol.ipc.connection import Connection
+from penstock.engine.protocol.connection import MessageConnection
 from penstock.server.workers.channel import Channel
 from penstock.server.workers.messages import (
     AskFigures,
@@ -48,7 +48,7 @@ def sent(message: FromWorker) -> bytes:
     """What goes over the socket."""
     ours, theirs = socket.socketpair()
     with theirs:
-        connection = Connection(ours)
+        connection = MessageConnection(ours)
         connection.send(encode(message))
         connection.close()
         return theirs.recv(1 << 16)

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.engine import EngineConfig
+from penstock.engine.protocol.connection import MessageConnection
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.engine.protocol.ipc.connection import Connection
 from penstock.server.settings import ServerSettings
 from penstock.server.workers.link import SupervisorLink
 from penstock.server.workers.messages import NotLoaded, encode
@@ -32,7 +32,7 @@ async def test_an_answer_that_nobody_awaits_harms_nothing() -> None:
     link = SupervisorLink(WorkerPlan(ServerSettings(), (model,), 2, 0, 1, b"salt", 0), list, on_end)
     ours, theirs = socket.socketpair()
     link.open(theirs)
-    supervisor, refusal = Connection(ours), encode(NotLoaded(0, "ModelLoadError", "There are no weights."))
+    supervisor, refusal = MessageConnection(ours), encode(NotLoaded(0, "ModelLoadError", "There are no weights."))
     supervisor.send(refusal)  # to one that has not asked yet
     await has_read(theirs)
     gives_up = asyncio.create_task(link.engine(0))

@@ -7,9 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from ....protocol.ipc.batch_outputs import BatchOutputs
-from ....protocol.ipc.messages import TokenizerSpec
-from ....protocol.model_info import ModelInfo
+from ....protocol.batch_outputs import BatchOutputs
+from ....protocol.model_info import ModelInfo, TokenizerSpec
 from ....protocol.params import PoolingParams
 from ....protocol.request import TokenizedInput
 from ....protocol.tasks import PoolingTask

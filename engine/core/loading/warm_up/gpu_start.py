@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from ....protocol.batch_outputs import BatchOutputs
 from ....protocol.config import SchedulerConfig
-from ....protocol.ipc.batch_outputs import BatchOutputs
 from ....protocol.model_info import ModelInfo
 from ....scheduling import Chunk
 from ....sequence_pool import Allocator

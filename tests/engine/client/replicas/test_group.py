@@ -17,16 +17,10 @@ from penstock.engine.client.process_core import OnExit, OnMessage
 from penstock.engine.client.replicas.group import ReplicaGroup
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol import errors
+from penstock.engine.protocol.client_message import unpack_client_message
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.ipc.messages import (
-    Frame,
-    LoadFailed,
-    Ready,
-    Start,
-    TokenizerSpec,
-    Turn,
-)
-from penstock.engine.protocol.ipc.turns import unpack_turn
+from penstock.engine.protocol.messages import ClientMessage, Frame, LoadFailed, ModelReady, Start
+from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 
@@ -54,8 +48,8 @@ class Core:
     async def start(self) -> None:
         """Waits for nothing."""
 
-    def send(self, turn: Turn, frame: Frame) -> None:
-        self.asked += [asked.request_id for asked in unpack_turn(turn, frame)[0]]
+    def send(self, turn: ClientMessage, frame: Frame) -> None:
+        self.asked += [asked.request_id for asked in unpack_client_message(turn, frame)[0]]
 
     async def close(self) -> None:
         self.is_closed = True
@@ -63,7 +57,7 @@ class Core:
     def ready(self, max_model_len: int = 24) -> None:
         told = replace(info(), dtype="bfloat16", arithmetic="float32", max_model_len=max_model_len)
         spec = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False)
-        self.on_message(Ready(told, spec), [])
+        self.on_message(ModelReady(told, spec), [])
 
     def answer(self) -> None:
         rows = [Row(request_id, 0, "embedding", np.ones(1, np.float32)) for request_id in self.asked]

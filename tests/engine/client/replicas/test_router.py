@@ -13,18 +13,17 @@ from hypothesis import given, strategies as st
 from penstock.engine.client.dispatcher import Arrays, Dispatcher
 from penstock.engine.client.replicas.router import even_shares
 from penstock.engine.protocol import errors
-from penstock.engine.protocol.ipc.messages import (
-    Failed,
+from penstock.engine.protocol.client_message import unpack_client_message
+from penstock.engine.protocol.messages import (
+    ClientMessage,
     Frame,
-    PrefixesCleared,
-    Rows,
+    PrefixCacheCleared,
+    RequestFailed,
     StepLoad,
-    Turn,
+    StepResults,
 )
-from penstock.engine.protocol.ipc.turns import unpack_turn
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import RequestOptions, TokenizedInput
-from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
+from penstock.engine.protocol.request import STAGE_TIMES, RequestOptions, Stage, StageTimes, TokenizedInput
 
 from ...steps import Row, step_of
 
@@ -43,8 +42,8 @@ class Core:
     def num_inputs(self) -> list[int]:
         return [len(inputs) for inputs in self.waiting.values()]
 
-    def send(self, turn: Turn, frame: Frame) -> None:
-        asked, cancelled = unpack_turn(turn, frame)
+    def send(self, turn: ClientMessage, frame: Frame) -> None:
+        asked, cancelled = unpack_client_message(turn, frame)
         self.waiting |= {each.request_id: [*each.inputs] for each in asked}
         self.cancelled += cancelled
         self.clearings += turn.clears
@@ -156,7 +155,7 @@ async def test_what_would_gain_nothing_is_not_divided(
 
 async def test_a_part_is_worth_a_forward_of_its_own(dispatcher: Dispatcher, cores: list[Core]) -> None:
     for core in cores:
-        core.replica.receive_rows(Rows([], 8, 0.1, load=StepLoad(1, 16_384, 0, 0, 0)), [b""])
+        core.replica.receive_rows(StepResults([], 8, 0.1, load=StepLoad(1, 16_384, 0, 0, 0)), [b""])
     await begin(dispatcher, *[400] * 10)  # 2,000 for each: less than an eighth
     assert [core.num_inputs for core in cores] == [[10], []]
 
@@ -164,7 +163,7 @@ async def test_a_part_is_worth_a_forward_of_its_own(dispatcher: Dispatcher, core
 async def test_a_part_that_fails_ends_the_others(dispatcher: Dispatcher, cores: list[Core]) -> None:
     task = await begin(dispatcher, *[300] * 4)
     (failing,), (other,) = cores[0].waiting, cores[1].waiting
-    cores[0].replica.receive_failure(Failed(failing, "ModelExecutionError", "boom"))
+    cores[0].replica.receive_failure(RequestFailed(failing, "ModelExecutionError", "boom"))
     with pytest.raises(errors.ModelExecutionError, match="boom"):
         await task
     await turns()
@@ -213,7 +212,7 @@ async def test_the_prefixes_of_all_are_cleared(
     await turns()
     for core, num_blocks in zip(cores, held, strict=True):
         assert not clearing.done()
-        core.replica.receive_cleared(PrefixesCleared(core.clearings[0], num_blocks))
+        core.replica.receive_cleared(PrefixCacheCleared(core.clearings[0], num_blocks))
         await turns()
     assert await clearing == told
 
@@ -233,7 +232,7 @@ async def test_bounds_are_those_of_all_together(cores: list[Core], dispatcher: D
     for core, num_tokens in zip(cores, (100, 300), strict=True):
         await begin(dispatcher, 50)
         load = StepLoad(1, 64, 5, 200, 1)
-        core.replica.receive_rows(Rows([], num_tokens, 1.0, load=load), [b""])
+        core.replica.receive_rows(StepResults([], num_tokens, 1.0, load=load), [b""])
     stats = dispatcher.stats
     assert (stats.token_budget, stats.num_waiting, stats.num_waiting_tokens) == (128, 10, 400)
     assert (stats.num_steps_total, stats.num_batched_tokens_total) == (2, 400)
@@ -283,7 +282,7 @@ async def test_failed_request_leaves_no_reference_cycle(num_replicas: int) -> No
             await asyncio.sleep(0)
         for core in cores:
             for request_id in core.waiting:
-                core.replica.receive_failure(Failed(request_id, "ModelExecutionError", "boom"))
+                core.replica.receive_failure(RequestFailed(request_id, "ModelExecutionError", "boom"))
             core.waiting.clear()
         inputs = await failing
         assert inputs() is None

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.core.memory.device_stream import stream_of
 from penstock.engine.pooling.output import OutputBlock, PoolerOutput
-from penstock.engine.protocol.ipc.messages import Frame, Rows, Turn
-from penstock.engine.protocol.ipc.rows import AnswerBlock, EndedRequests, pack_rows
+from penstock.engine.protocol.batch_outputs import FinishedRequests, ResultBlock, pack_results
+from penstock.engine.protocol.messages import ClientMessage, Frame, StepResults
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 
@@ -33,7 +33,7 @@ class OneByOne:
         self.dispatcher.replicas[0].connect(self._send)
         self.tasks = [asyncio.create_task(self._ask()) for _ in range(count)]
 
-    def _send(self, turn: Turn, frame: Frame) -> None:
+    def _send(self, turn: ClientMessage, frame: Frame) -> None:
         """What is asked is known."""
 
     async def _ask(self) -> np.ndarray:
@@ -42,7 +42,7 @@ class OneByOne:
             (output,) = await request.run(inputs, PoolingParams())
         return output["token_embeddings"]
 
-    async def answered(self, message: Rows, frames: list[Frame]) -> list[np.ndarray]:
+    async def answered(self, message: StepResults, frames: list[Frame]) -> list[np.ndarray]:
         await asyncio.sleep(0)
         self.dispatcher.replicas[0].receive_rows(message, frames)
         return await asyncio.gather(*self.tasks)
@@ -80,10 +80,10 @@ async def test_who_keeps_one_answer_keeps_no_pinned_memory(kept: int) -> None:
     assert isinstance(copy.values[0], Pinned)
     pinned = StorageWeakRef(copy.values[0].untyped_storage())
     numbers = np.arange(3)
-    heads, frames = pack_rows(
-        [AnswerBlock(block, numbers, np.zeros_like(numbers), np.ones_like(numbers))], EndedRequests.of()
+    heads, frames = pack_results(
+        [ResultBlock(block, numbers, np.zeros_like(numbers), np.ones_like(numbers))], FinishedRequests.of()
     )
-    answers = await OneByOne(3).answered(Rows(heads, 8, 0.1), frames)
+    answers = await OneByOne(3).answered(StepResults(heads, 8, 0.1), frames)
     answer = answers[kept]
     del output, copy, block, frames, answers
     gc.collect()

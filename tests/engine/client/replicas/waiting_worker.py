@@ -13,10 +13,9 @@ import numpy as np
 from penstock.engine.core import worker
 from penstock.engine.core.host import pin
 from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
+from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
-from penstock.engine.protocol.ipc.messages import TokenizerSpec
-from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import Chunk, QueuedSequence
 from penstock.engine.sequence_pool import Allocation, Allocator, NullAllocator

@@ -20,8 +20,7 @@ from penstock.engine.client.shared.kept_core import KeptCore
 from penstock.engine.client.shared.load_board import LoadBoard, LoadPlace
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol import errors
-from penstock.engine.protocol.ipc.frontends import first_request_id, frontend_of
-from penstock.engine.protocol.ipc.messages import LoadFailed
+from penstock.engine.protocol.messages import LoadFailed, first_request_id, frontend_of
 
 NUM_FRONTENDS = 3
 PARAMS = PoolingParams()

@@ -23,14 +23,14 @@ from penstock.engine.protocol.errors import (
     InvalidRequestError,
     ModelExecutionError,
 )
-from penstock.engine.protocol.ipc.messages import Failed
+from penstock.engine.protocol.messages import RequestFailed
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling
 
-from ..played_core import Asked, PlayedCore, info as info_of, tokenizer_pool
+from ..played_core import PlayedCore, SubmitRequest, info as info_of, tokenizer_pool
 
 PARAMS = PoolingParams()
 EVERY = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED, PoolingTask.SCORE)
@@ -267,8 +267,8 @@ async def test_an_engine_that_is_not_ready_answers_no_hits(make: Make) -> None:
 async def test_failures_and_what_is_not_finite_are_not_kept(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, core, cache = await make()
 
-    def fail(asked: Asked) -> None:
-        core.dispatcher.replicas[0].receive_failure(Failed(asked.request_id, "ModelExecutionError", "No."))
+    def fail(asked: SubmitRequest) -> None:
+        core.dispatcher.replicas[0].receive_failure(RequestFailed(asked.request_id, "ModelExecutionError", "No."))
 
     with monkeypatch.context() as patched:
         patched.setattr(core, "_answer", fail)

@@ -12,7 +12,7 @@ from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError
-from penstock.engine.protocol.ipc.messages import TokenizerSpec
+from penstock.engine.protocol.model_info import TokenizerSpec
 
 WORDS = ["One", "short", "text", "to", "begin", "with", "."]
 

@@ -16,9 +16,9 @@ from penstock.engine.core.make_scheduler import make_scheduler
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceLimits, DeviceMemoryError, EndedForward
 from penstock.engine.model_files.resolve import resolve_model
+from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.engine.protocol.ipc.batch_outputs import BatchOutputs
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import Chunk
 from penstock.engine.sequence_pool import NullAllocator, SequenceAllocator

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from penstock.engine.core.memory.memory_meter import MemoryMeter
 from penstock.engine.core.runner import DeviceLostError
-from penstock.engine.protocol.ipc.batch_outputs import BatchOutputs
+from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.scheduling import Chunk
 
 from ..fake_runner import BLOCK, FakeRunner, Steps, pool

@@ -5,11 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock
-from penstock.engine.protocol.ipc.messages import Rows
-from penstock.engine.protocol.ipc.rows import AnswerBlock, EndedRequests, pack_rows, unpack_rows
+from penstock.engine.protocol.batch_outputs import (
+    ArrayBlock,
+    FinishedRequests,
+    ResultBlock,
+    pack_results,
+    unpack_results,
+)
+from penstock.engine.protocol.messages import StepResults
 
-from ...steps import Row, ended_of, rows_of, step_of
+from ..steps import Row, ended_of, rows_of, step_of
 
 BLOCKS = [
     ArrayBlock(name="embedding", values=np.arange(12, dtype=np.float32).reshape(4, 3), widths=[3, 1, 2, 3]),
@@ -19,17 +24,17 @@ BLOCKS = [
 ]
 
 
-def answers(block: ArrayBlock) -> AnswerBlock:
+def answers(block: ArrayBlock) -> ResultBlock:
     count = np.arange(len(block.split()))
-    return AnswerBlock(block, count + (1 << 41), count * 3, count % 2)
+    return ResultBlock(block, count + (1 << 41), count * 3, count % 2)
 
 
 def test_blocks_of_any_shape_survive_their_frames() -> None:
     sent = [answers(block) for block in BLOCKS]
-    heads, frames = pack_rows(sent, EndedRequests.of([(7, 0.5, 2.0), (1 << 50, 0.0, 1e-9)]))
+    heads, frames = pack_results(sent, FinishedRequests.of([(7, 0.5, 2.0), (1 << 50, 0.0, 1e-9)]))
     assert [len(frame) for frame in frames[1:]] == [block.values.nbytes for block in BLOCKS]
-    message = Rows(heads, 1, 0.1, num_ended=2)
-    received, ended = unpack_rows(message, [bytes(frame) for frame in frames])
+    message = StepResults(heads, 1, 0.1, num_ended=2)
+    received, ended = unpack_results(message, [bytes(frame) for frame in frames])
     for theirs, ours in zip(sent, received, strict=True):
         assert ours.block.name == theirs.block.name
         for column in ("request_ids", "indices", "is_last"):
@@ -57,7 +62,7 @@ def test_some_sequences_of_a_block_are_those_that_were_picked(block: ArrayBlock)
 
 
 def test_a_message_without_rows_brings_none() -> None:
-    assert rows_of(Rows([], 0, 0.0), [b""]) == []
+    assert rows_of(StepResults([], 0, 0.0), [b""]) == []
     message, frames = step_of([], ended=[(1, 0.25, 0.5)])
     assert (rows_of(message, frames), ended_of(message, frames)) == ([], {1: (0.25, 0.5)})
     message, frames = step_of([Row(1, 0, "x", np.ones(3))])

@@ -1,4 +1,4 @@
-"""What a turn asks is what arrives: requests, their inputs, the queries that these are compared with."""
+"""Requests, inputs and queries survive a ClientMessage."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.protocol.ipc.frontends import first_request_id
-from penstock.engine.protocol.ipc.messages import Turn
-from penstock.engine.protocol.ipc.turns import Asked, Outgoing, unpack_turn
+from penstock.engine.protocol.client_message import ClientMessageBuilder, SubmitRequest, unpack_client_message
+from penstock.engine.protocol.messages import ClientMessage, first_request_id
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
@@ -18,14 +17,14 @@ IDS = st.integers(0, first_request_id(2**20))
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Asked:
+def requests(draw: st.DrawFn) -> SubmitRequest:
     inputs = [
         TokenizedInput(np.arange(n, dtype=np.int32) + n, draw(st.integers(0, n)), draw(st.integers(0, n)))
         if draw(st.booleans())
         else TokenizedInput(np.arange(n, dtype=np.int32) - n)
         for n in draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
     ]
-    return Asked(
+    return SubmitRequest(
         draw(IDS),
         draw(st.sampled_from(PARAMS)),
         inputs,
@@ -36,21 +35,23 @@ def requests(draw: st.DrawFn) -> Asked:
     )
 
 
-def sent(*asked: Asked, cancels: tuple[int, ...] = (), clears: tuple[int, ...] = ()) -> tuple[Turn, bytes]:
-    outgoing = Outgoing(cancels=[*cancels], clears=[*clears])
+def sent(
+    *asked: SubmitRequest, cancels: tuple[int, ...] = (), clears: tuple[int, ...] = ()
+) -> tuple[ClientMessage, bytes]:
+    outgoing = ClientMessageBuilder(cancels=[*cancels], clears=[*clears])
     assert outgoing.is_empty == (not (cancels or clears))
     for each in asked:
-        outgoing.ask(each)
-    turn, frame = outgoing.pack()
-    return turn, bytes(frame)
+        outgoing.add(each)
+    message, frame = outgoing.pack()
+    return message, bytes(frame)
 
 
 @given(st.lists(requests(), max_size=12), st.lists(IDS, max_size=5), st.lists(IDS, min_size=1, max_size=3))
-def test_requests_survive_their_frame(asked: list[Asked], cancels: list[int], clears: list[int]) -> None:
-    turn, frame = sent(*asked, cancels=(*cancels,), clears=(*clears,))
-    assert turn.clears == clears
-    assert len(turn.params) == len({id(each.params) for each in asked})
-    received, cancelled = unpack_turn(turn, frame)
+def test_requests_survive_their_frame(asked: list[SubmitRequest], cancels: list[int], clears: list[int]) -> None:
+    message, frame = sent(*asked, cancels=(*cancels,), clears=(*clears,))
+    assert message.clears == clears
+    assert len(message.params) == len({id(each.params) for each in asked})
+    received, cancelled = unpack_client_message(message, frame)
     assert cancelled == cancels
     for theirs, ours in zip(asked, received, strict=True):
         assert ours._replace(inputs=()) == theirs._replace(inputs=())
@@ -66,8 +67,8 @@ def test_queries_of_inputs_survive_and_are_sent_once() -> None:
     queries = [np.random.default_rng(n).normal(size=(n, 4)).astype(np.float32) for n in (3, 7)]
     order = [queries[0], None, queries[1], queries[0]]
     inputs = [TokenizedInput(np.arange(2, dtype=np.int32), num_hidden=i, query=q) for i, q in enumerate(order)]
-    turn, frame = sent(Asked(1, PARAMS[0], inputs))
-    (asked,), _ = unpack_turn(turn, frame)
+    message, frame = sent(SubmitRequest(1, PARAMS[0], inputs))
+    (asked,), _ = unpack_client_message(message, frame)
     received = asked.inputs
     assert [got.num_hidden for got in received] == [0, 1, 2, 3]
     for got, query in zip(received, order, strict=True):
@@ -76,12 +77,12 @@ def test_queries_of_inputs_survive_and_are_sent_once() -> None:
     assert len(frame) == 8 * (4 + 6) + 4 * (5 * 4 + 2 * 2 + 2 * 4 + (3 + 7) * 4)
 
 
-def test_a_turn_says_which_frontend_it_is_from() -> None:
+def test_message_names_its_client() -> None:
     number = first_request_id(5)
-    assert sent(Asked(number, PARAMS[0], [TokenizedInput(np.ones(1, np.int32))]))[0].frontend == 5
+    assert sent(SubmitRequest(number, PARAMS[0], [TokenizedInput(np.ones(1, np.int32))]))[0].frontend == 5
     assert sent(cancels=(number,))[0].frontend == sent(clears=(number,))[0].frontend == 5
 
 
 def test_a_number_that_does_not_fit_is_refused() -> None:
     with pytest.raises(OverflowError):
-        sent(Asked(1, PARAMS[0], [TokenizedInput(np.ones(1, np.int32))], priority=2**63))
+        sent(SubmitRequest(1, PARAMS[0], [TokenizedInput(np.ones(1, np.int32))], priority=2**63))

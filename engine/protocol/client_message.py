@@ -1,6 +1,6 @@
-"""What a turn of the frontend's event loop asks of a core, as arrays: one message, however many requests there are.
+"""Packs the requests of one iteration of a client's event loop into one message, and unpacks them in the core.
 
-Shape letters: R requests, C ids of requests that are cancelled, N inputs, Q queries that inputs are compared with.
+Shape letters: R requests, C cancelled requests, N inputs, Q queries that inputs are compared with.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..params import PoolingParams
-from ..request import TokenizedInput
-from .frontends import frontend_of
-from .messages import Frame, Turn
+from .messages import ClientMessage, Frame, frontend_of
+from .params import PoolingParams
+from .request import TokenizedInput
 
 _HEAD: Final = 4
 _COLUMNS: Final = 6
 
 
-class Asked(NamedTuple):
+class SubmitRequest(NamedTuple):
     """One request.
 
     Attributes:
@@ -31,9 +30,9 @@ class Asked(NamedTuple):
         params: Its resolved parameters.
         inputs: At least one.
         priority: Lower goes first.
-        timeout_s: Seconds until its deadline; None: it has none.
+        timeout_s: Seconds until its deadline; None: no deadline.
         client: The client that sent it.
-        namespace: Sets apart the clients that share no cached prefixes; see RequestOptions.
+        namespace: Requests share cached prefixes within a namespace only; see RequestOptions.
     """
 
     request_id: int
@@ -46,13 +45,13 @@ class Asked(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Outgoing:
-    """What a turn of the event loop has to say so far.
+class ClientMessageBuilder:
+    """Collects the requests and cancellations of one iteration of the event loop.
 
     Attributes:
-        request_ids: Of the requests, in order.
-        cancels: Requests that nobody waits for any more.
-        clears: See Turn.
+        request_ids: Ids of the added requests, in order.
+        cancels: Ids of requests to cancel.
+        clears: See ClientMessage.
     """
 
     request_ids: list[int] = field(default_factory=list)
@@ -66,13 +65,13 @@ class Outgoing:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to say."""
+        """Whether there is nothing to send."""
         return not (self.request_ids or self.cancels or self.clears)
 
-    def ask(self, asked: Asked) -> None:
+    def add(self, request: SubmitRequest) -> None:
         """Adds a request."""
-        request_id, params, inputs, priority, timeout_s, *_ = asked
-        client = asked.client, asked.namespace
+        request_id, params, inputs, priority, timeout_s, *_ = request
+        client = request.client, request.namespace
         place, _ = self._params.setdefault(id(params), (len(self._params), params))
         own = place, len(inputs), priority, self._clients.setdefault(client, len(self._clients))
         for column, value in zip(self._columns, own, strict=True):
@@ -81,7 +80,7 @@ class Outgoing:
         self._timeouts_s.append(math.nan if timeout_s is None else timeout_s)
         self._inputs.extend(inputs)
 
-    def pack(self) -> tuple[Turn, Frame]:
+    def pack(self) -> tuple[ClientMessage, Frame]:
         """Returns the message and its frame.
 
         Frame: R, C, N and Q; id, number of parameters, of inputs, priority, number of the client and timeout of each
@@ -112,14 +111,14 @@ class Outgoing:
         frame = memoryview(np.concatenate(parts, dtype=np.int32)).cast("B")
         frontend = frontend_of((self.request_ids or self.cancels or self.clears)[0])
         params = [each for _, each in self._params.values()]
-        return Turn(frontend, params, list(self._clients), self.clears), frame
+        return ClientMessage(frontend, params, list(self._clients), self.clears), frame
 
 
-def unpack_turn(turn: Turn, frame: Frame) -> tuple[list[Asked], list[int]]:
-    """Returns the requests of a Turn, and the ids of those that are cancelled. Arrays of inputs are views of its frame.
+def unpack_client_message(message: ClientMessage, frame: Frame) -> tuple[list[SubmitRequest], list[int]]:
+    """Returns the requests of a message, and the ids of cancelled ones. Arrays of inputs are views of the frame.
 
     Raises:
-        ValueError: The frame has not the inputs of the requests.
+        ValueError: The number of inputs does not match the requests.
     """
     values = np.frombuffer(frame, np.int32)
     num_requests, num_cancels, num_inputs, num_queries = values[: 2 * _HEAD].view(np.int64).tolist()
@@ -133,13 +132,13 @@ def unpack_turn(turn: Turn, frame: Frame) -> tuple[list[Asked], list[int]]:
     ids, params, counts, priorities, clients = columns[:5].tolist()
     timeouts_s = columns[5].view(np.float64).tolist()
     requests = [
-        Asked(
+        SubmitRequest(
             request_id,
-            turn.params[place],
+            message.params[place],
             inputs[end - count : end],
             priority,
             None if timeout_s != timeout_s else timeout_s,  # not a number
-            *turn.clients[client],
+            *message.clients[client],
         )
         for request_id, place, count, end, priority, client, timeout_s in zip(
             ids, params, counts, accumulate(counts), priorities, clients, timeouts_s, strict=True

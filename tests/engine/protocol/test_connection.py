@@ -13,20 +13,20 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from penstock.engine.protocol.ipc.connection import _MOST_PARTS, Connection, layout
+from penstock.engine.protocol.connection import _MOST_PARTS, MessageConnection, layout
 
 Told = tuple[bytes, list[bytes]]
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Connection, Connection]]:
-    one, other = map(Connection, socket.socketpair())
+def ends() -> Iterator[tuple[MessageConnection, MessageConnection]]:
+    one, other = map(MessageConnection, socket.socketpair())
     yield one, other
     one.close()
     other.close()
 
 
-def heard(connection: Connection, number: int, timeout_s: float = 120.0) -> list[Told]:
+def heard(connection: MessageConnection, number: int, timeout_s: float = 120.0) -> list[Told]:
     """Waits for so many messages."""
     told: list[Told] = []
     while len(told) < number:
@@ -41,7 +41,7 @@ def made(rng: random.Random, most_bytes: int) -> Told:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_messages_come_whole_and_in_order(ends: tuple[Connection, Connection], seed: int) -> None:
+def test_messages_come_whole_and_in_order(ends: tuple[MessageConnection, MessageConnection], seed: int) -> None:
     one, other = ends
     rng = random.Random(seed)
     sent = [made(rng, 200_000 if seed % 2 else 300) for _ in range(200)]
@@ -62,8 +62,8 @@ def test_a_message_may_come_in_any_pieces(step: int) -> None:
     most = 40 if step < 8 else 150_000
     sent = [made(rng, most) for _ in range(12)]
     writer, reader = socket.socketpair()
-    recorded, stream = map(Connection, socket.socketpair())
-    other = Connection(reader)
+    recorded, stream = map(MessageConnection, socket.socketpair())
+    other = MessageConnection(reader)
     for first, frames in sent:
         recorded.send(first, frames)
     closing = threading.Thread(target=recorded.close, args=(120.0,))
@@ -81,7 +81,7 @@ def test_a_message_may_come_in_any_pieces(step: int) -> None:
         end.close()
 
 
-def test_arrays_lie_where_numpy_wants_them(ends: tuple[Connection, Connection]) -> None:
+def test_arrays_lie_where_numpy_wants_them(ends: tuple[MessageConnection, MessageConnection]) -> None:
     one, other = ends
     array = np.arange(5, dtype=np.float64)
     for first in (b"a", b"abcdefg", b"12345678"):
@@ -93,7 +93,7 @@ def test_arrays_lie_where_numpy_wants_them(ends: tuple[Connection, Connection]) 
         np.testing.assert_array_equal(view, array)
 
 
-def test_a_message_does_not_hold_those_that_came_with_it(ends: tuple[Connection, Connection]) -> None:
+def test_a_message_does_not_hold_those_that_came_with_it(ends: tuple[MessageConnection, MessageConnection]) -> None:
     one, other = ends
     for _ in range(10):
         one.send(b"first", [bytes(4000)])
@@ -104,7 +104,7 @@ def test_a_message_does_not_hold_those_that_came_with_it(ends: tuple[Connection,
     assert len(messages[0][1][0].obj) < 4100  # type: ignore[union-attr, arg-type]
 
 
-def test_who_sends_never_waits_for_who_does_not_read(ends: tuple[Connection, Connection]) -> None:
+def test_who_sends_never_waits_for_who_does_not_read(ends: tuple[MessageConnection, MessageConnection]) -> None:
     one, other = ends
     sent = [(b"%d" % i, [bytes([i % 256]) * 1_000_000]) for i in range(40)]
     for first, frames in sent:
@@ -119,7 +119,9 @@ def test_who_sends_never_waits_for_who_does_not_read(ends: tuple[Connection, Con
     assert "sender" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_long_row_of_unsent_messages_does_not_hold_up_who_adds_to_it(ends: tuple[Connection, Connection]) -> None:
+def test_a_long_row_of_unsent_messages_does_not_hold_up_who_adds_to_it(
+    ends: tuple[MessageConnection, MessageConnection],
+) -> None:
     one, other = ends
     filled, sizes, push = 50, list[int](), one._push
 
@@ -144,7 +146,7 @@ def test_a_long_row_of_unsent_messages_does_not_hold_up_who_adds_to_it(ends: tup
 
 
 def test_a_socket_that_the_system_has_no_memory_for_ends_for_both(
-    ends: tuple[Connection, Connection], caplog: pytest.LogCaptureFixture
+    ends: tuple[MessageConnection, MessageConnection], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = ends
     one.send(b"large", [bytes(30_000_000)])
@@ -158,7 +160,7 @@ def test_a_socket_that_the_system_has_no_memory_for_ends_for_both(
     one.send(b"nobody hears it")
 
 
-def test_what_was_sent_comes_before_the_end(ends: tuple[Connection, Connection]) -> None:
+def test_what_was_sent_comes_before_the_end(ends: tuple[MessageConnection, MessageConnection]) -> None:
     one, other = ends
     one.send(b"last words", [bytes(50)])
     one.close()
@@ -172,7 +174,7 @@ def test_what_was_sent_comes_before_the_end(ends: tuple[Connection, Connection])
     other.send(b"nobody hears it")
 
 
-def test_a_close_that_lingers_lets_all_leave(ends: tuple[Connection, Connection]) -> None:
+def test_a_close_that_lingers_lets_all_leave(ends: tuple[MessageConnection, MessageConnection]) -> None:
     one, other = ends
     sent = [(b"%d" % i, [bytes(1_000_000)]) for i in range(30)]
     for first, frames in sent:
@@ -184,7 +186,7 @@ def test_a_close_that_lingers_lets_all_leave(ends: tuple[Connection, Connection]
     assert one.fileno() == -1
 
 
-def test_a_close_that_does_not_linger_waits_for_nobody(ends: tuple[Connection, Connection]) -> None:
+def test_a_close_that_does_not_linger_waits_for_nobody(ends: tuple[MessageConnection, MessageConnection]) -> None:
     one, other = ends
     for _ in range(30):
         one.send(b"first", [bytes(1_000_000)])
@@ -197,7 +199,7 @@ def test_a_close_that_does_not_linger_waits_for_nobody(ends: tuple[Connection, C
 
 
 def test_an_end_with_unread_words_is_an_end() -> None:
-    one, other = map(Connection, socket.socketpair())
+    one, other = map(MessageConnection, socket.socketpair())
     one.send(b"unread")
     other.close()
     with pytest.raises(EOFError):
@@ -208,7 +210,7 @@ def test_an_end_with_unread_words_is_an_end() -> None:
 @pytest.mark.parametrize("data", [b"\xff" * 8, b"no message here.", b"\x00" * 8])
 def test_what_is_no_message_is_an_error_and_not_waited_for(data: bytes) -> None:
     writer, reader = socket.socketpair()
-    connection = Connection(reader)
+    connection = MessageConnection(reader)
     writer.sendall(data)
     with pytest.raises(Exception, match=r".") as caught:
         connection.receive()

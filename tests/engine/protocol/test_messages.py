@@ -1,12 +1,12 @@
-"""What is sent is what arrives."""
+"""Messages survive encoding and decoding."""
 
 from __future__ import annotations
 
 import pytest
 
+from penstock.engine.protocol import messages as m
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
-from penstock.engine.protocol.ipc import messages as m
-from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind
+from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.pooler_config import PoolerConfig
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -40,7 +40,7 @@ CONFIG = EngineConfig(
     "message",
     [
         m.Start(CONFIG, "DEBUG"),
-        m.Turn(3, [PoolingParams(dimensions=3, task=PoolingTask.EMBED)], [("", ""), ("me", "mine")], [4]),
+        m.ClientMessage(3, [PoolingParams(dimensions=3, task=PoolingTask.EMBED)], [("", ""), ("me", "mine")], [4]),
         m.Stop(),
     ],
 )
@@ -51,10 +51,10 @@ def test_messages_to_the_core_survive_the_wire(message: m.ToCore) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        m.Ready(INFO, m.TokenizerSpec(json="{}", truncation_side="left", uses_token_types=True)),
+        m.ModelReady(INFO, TokenizerSpec(json="{}", truncation_side="left", uses_token_types=True)),
         m.LoadFailed("WeightError", "no such tensor"),
-        m.Rows([m.RowBlock("embedding", 3, 4, has_widths=True)], 12, 0.5, num_ended=2),
-        m.Failed(1, "ModelExecutionError", "boom"),
+        m.StepResults([m.BlockHeader("embedding", 3, 4, has_widths=True)], 12, 0.5, num_ended=2),
+        m.RequestFailed(1, "ModelExecutionError", "boom"),
     ],
 )
 def test_messages_from_the_core_survive_the_wire(message: m.FromCore) -> None:

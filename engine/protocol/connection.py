@@ -39,7 +39,7 @@ Message = tuple[memoryview, list[Frame]]
 """What `encode` of messages.py gave, and the frames."""
 
 
-class Connection:
+class MessageConnection:
     """Sends and receives. `send` and `close` are thread-safe; `receive` belongs to one thread.
 
     Args:
@@ -58,7 +58,7 @@ class Connection:
         self._num_held = 0  # Bytes in it: messages that have come in part
 
     @classmethod
-    def open(cls, address: str) -> Connection:
+    def open(cls, address: str) -> MessageConnection:
         """Connects to who listens at a path.
 
         Raises:

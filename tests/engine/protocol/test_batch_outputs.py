@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.engine.protocol.ipc.batch_outputs import ArrayBlock, BatchOutputs
+from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 
 
 def rows(num_rows: int, width: int, start: int = 0) -> np.ndarray:

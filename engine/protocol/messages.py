@@ -1,0 +1,231 @@
+"""Typed messages between the clients of an engine and its core.
+
+The first frame of a message is a small msgspec struct. Arrays follow as raw little-endian buffers: client_message.py
+and batch_outputs.py pack and unpack them. Nothing is pickled. An in-process core gets the same structs by reference.
+
+A core may have several clients. Client 0 is the process that started the core. A client number is never reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import EngineConfig
+from .model_info import ModelInfo, TokenizerSpec
+from .params import PoolingParams
+
+Frame = bytes | bytearray | memoryview
+
+STUCK_EXIT_CODE: Final = 75
+"""Exit code of an engine process that ended itself because a step exceeded its time limit."""
+_REQUEST_NUMBER_BITS: Final = 40
+"""Low bits of a request id: the client's own counter. The bits above are the number of the client."""
+
+
+def first_request_id(frontend: int) -> int:
+    """Returns the id of the first request of a client; the next ones count up from there."""
+    return frontend << _REQUEST_NUMBER_BITS
+
+
+def frontend_of(request_id: int) -> int:
+    """Returns the number of the client that sent a request."""
+    return request_id >> _REQUEST_NUMBER_BITS
+
+
+def frontends_of(request_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the numbers of the clients that sent requests."""
+    return request_ids >> _REQUEST_NUMBER_BITS
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """Client to core, first message: load this model, and log as the client does (logs.py)."""
+
+    config: EngineConfig
+    log_level: str = "INFO"
+    log_format: str = "console"
+
+
+class Attach(msgspec.Struct, tag=True, frozen=True):
+    """A further client to core, first message: its number. Its requests are cancelled when its socket closes."""
+
+    frontend: int
+
+
+class ClientMessage(msgspec.Struct, tag=True, frozen=True):
+    """Client to core: the requests and cancellations of one iteration of the client's event loop.
+
+    Requests mostly share parameters and clients. Their inputs are arrays in the frame; see client_message.py.
+
+    Attributes:
+        frontend: The number of the sending client.
+        params: The parameters of the requests.
+        clients: Client and namespace of the requests.
+        clears: Ids of requests to empty the prefix cache. Each is answered with PrefixCacheCleared. Running requests
+            continue.
+    """
+
+    frontend: int
+    params: list[PoolingParams]
+    clients: list[tuple[str, str]]
+    clears: list[int]
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Client to core: finish the running step, then exit."""
+
+
+class ModelReady(msgspec.Struct, tag=True, frozen=True):
+    """Core to client: the model is loaded."""
+
+    info: ModelInfo
+    tokenizer: TokenizerSpec
+
+
+class LoadFailed(msgspec.Struct, tag=True, frozen=True):
+    """Core to client: the model cannot be served. `kind` is a class name of errors.py."""
+
+    kind: str
+    message: str
+
+
+class ChunkMetrics(msgspec.Struct, array_like=True):
+    """Counters of prompts that run in chunks, since the start. `num_requests` and `num_running_chunks` are gauges.
+
+    Attributes:
+        num_requests: Prompts that have started.
+        num_running_chunks: Chunks that are scheduled or running.
+        completed_requests: Prompts whose every token was computed.
+        failed_requests: Prompts that failed too often.
+        cancelled_requests: Prompts that were cancelled before they completed.
+        completed_chunks: Chunks that completed.
+        completed_tokens: Tokens of completed chunks.
+        cached_tokens: Tokens that did not run because a cache held them.
+        failed_chunks: Failures of chunks.
+        preemptions: Preemptions of prompts.
+        run_s: Seconds that completed chunks ran, summed.
+    """
+
+    num_requests: int = 0
+    num_running_chunks: int = 0
+    completed_requests: int = 0
+    failed_requests: int = 0
+    cancelled_requests: int = 0
+    completed_chunks: int = 0
+    completed_tokens: int = 0
+    cached_tokens: int = 0
+    failed_chunks: int = 0
+    preemptions: int = 0
+    run_s: float = 0.0
+
+    @property
+    def mean_chunk_tokens(self) -> float:
+        """Average tokens of a completed chunk; 0 without completed chunks."""
+        return self.completed_tokens / self.completed_chunks if self.completed_chunks else 0.0
+
+
+class CacheUse(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """The memory of sequences that run in chunks, and their chunks.
+
+    `usage` of the pool and `memory_pressure` are shares from 0 to 1. `chunk_tokens` is the size of the largest chunk of
+    the step. The others are counters since the start.
+    """
+
+    usage: float = 0.0
+    memory_pressure: float = 0.0
+    chunk_tokens: int = 0
+    prefix_queried_tokens_total: int = 0
+    prefix_hit_tokens_total: int = 0
+    num_evicted_blocks_total: int = 0
+    chunks: ChunkMetrics = msgspec.field(default_factory=ChunkMetrics)
+
+
+class StepLoad(msgspec.Struct, array_like=True, frozen=True):
+    """Load of one step.
+
+    Attributes:
+        num_seqs: Sequences that ran.
+        token_budget: The most tokens that the step could run.
+        num_waiting: Sequences that wait at the end of the step.
+        num_waiting_tokens: Their tokens.
+        num_left: Sequences that waited at the start of the step and did not fit into it.
+    """
+
+    num_seqs: int
+    token_budget: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_left: int
+
+
+class BlockHeader(msgspec.Struct, array_like=True, frozen=True):
+    """Describes one frame of float32 values: the output `name` of some sequences.
+
+    Token-level outputs come in parts, one per chunk, to be joined along the first axis.
+
+    Attributes:
+        name: See ArrayBlock.
+        num_seqs: Sequences in the block.
+        width: Columns of the values.
+        has_row_lens: See ArrayBlock.row_lens.
+        has_widths: See ArrayBlock.widths.
+    """
+
+    name: str
+    num_seqs: int
+    width: int
+    has_row_lens: bool = False
+    has_widths: bool = False
+
+
+class StepResults(msgspec.Struct, tag=True, frozen=True):
+    """Core to client: the results of one step. Frames: see `pack_results` of batch_outputs.py.
+
+    A step that runs only inner chunks of long prompts has no blocks. A message with `num_tokens` 0 is no step and only
+    updates `cache_use`.
+
+    Attributes:
+        blocks: Headers of the frames.
+        num_tokens: Tokens that the step processed.
+        step_s: Seconds that the step took.
+        cache_use: None for models that run prompts whole.
+        load: Load of the step.
+        num_ended: Requests whose last results are in this message.
+    """
+
+    blocks: list[BlockHeader]
+    num_tokens: int
+    step_s: float
+    cache_use: CacheUse | None = None
+    load: StepLoad | None = None
+    num_ended: int = 0
+
+
+class PrefixCacheCleared(msgspec.Struct, tag=True, frozen=True):
+    """Core to client: the prefix cache was emptied. It held `num_blocks`; None: the model has no prefix cache."""
+
+    request_id: int
+    num_blocks: int | None
+
+
+class RequestFailed(msgspec.Struct, tag=True, frozen=True):
+    """Core to client: a request failed as a whole. `kind` is a class name of errors.py."""
+
+    request_id: int
+    kind: str
+    message: str
+
+
+ToCore = Start | Attach | ClientMessage | Stop
+FromCore = ModelReady | LoadFailed | StepResults | PrefixCacheCleared | RequestFailed
+
+encode: Final[Callable[[ToCore | FromCore], bytes]] = msgspec.msgpack.Encoder().encode
+"""Returns the first frame of a message."""
+decode_to_core: Final[Callable[[Frame], ToCore]] = msgspec.msgpack.Decoder[ToCore](ToCore).decode
+"""Parses the first frame of a message to the core. Raises msgspec.ValidationError on a foreign frame."""
+decode_from_core: Final[Callable[[Frame], FromCore]] = msgspec.msgpack.Decoder[FromCore](FromCore).decode
+"""Parses the first frame of a message from the core. Raises msgspec.ValidationError on a foreign frame."""
