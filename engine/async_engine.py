@@ -12,10 +12,10 @@ from typing import Final
 
 from .client.combined import CombinedEmbedder
 from .client.dispatcher import Dispatcher
+from .client.engine_client import EngineClient
 from .client.engine_life import EngineLife
 from .client.replicas.group import ReplicaGroup
 from .client.scoring import PairScorer
-from .client.shared.attached_core import AttachedCore
 from .client.similarity import check_embeds, check_labels, few_shot_classes, zero_shot_classes
 from .protocol.config import EngineConfig
 from .protocol.model_info import ModelInfo, ModelKind
@@ -54,7 +54,7 @@ class AsyncEngine(EngineLife):
         info: ModelInfo,
         tokenizer: TokenizerPool,
         dispatcher: Dispatcher,
-        group: ReplicaGroup | AttachedCore,
+        group: ReplicaGroup | EngineClient,
     ) -> None:
         super().__init__(config, info, tokenizer, dispatcher, group)
 

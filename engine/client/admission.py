@@ -40,16 +40,25 @@ class Admission:
 
     Args:
         stats: Keeps `num_requests`, `num_tokens` and `num_refused_total`.
-        max_tokens: Tokens under way at which the queue is full; one request may have no more.
+        max_tokens: Tokens under way at which the queue is full.
         max_queue_s: Seconds of work under way at which the queue is full; see `_LARGE` and `_FEW_LARGE`.
         rates: How fast each core works; they do together.
+        max_request_tokens: Tokens that one request may have; None: `max_tokens`.
     """
 
-    def __init__(self, stats: DispatcherStats, max_tokens: int, max_queue_s: float, rates: Sequence[DrainRate]) -> None:
+    def __init__(
+        self,
+        stats: DispatcherStats,
+        max_tokens: int,
+        max_queue_s: float,
+        rates: Sequence[DrainRate],
+        max_request_tokens: int | None = None,
+    ) -> None:
         self.closed_because: str | None = None
         self.closed_reason = RefusalReason.ENGINE_NOT_READY
         self.stats = stats
         self._max_tokens = max_tokens
+        self._max_request_tokens = max_request_tokens or max_tokens
         self._max_queue_s = max_queue_s
         self._rates = rates
         self._under_way: Counter[tuple[str, int]] = Counter()  # requests by client and tokens
@@ -60,20 +69,16 @@ class Admission:
         """Whether the engine works and its queue is full: `check` then refuses clients that have their share."""
         if self.closed_because is not None:
             return False
-        if self._num_all >= self._max_tokens:
+        if self.stats.num_tokens >= self._max_tokens:
             return True
         limit = self._tokens_in_time()
-        return limit is not None and self._num_all >= limit and self._num_tokens(_largest(limit)) >= limit
+        return limit is not None and self.stats.num_tokens >= limit and self._num_tokens(_largest(limit)) >= limit
 
     @property
     def queue_s(self) -> float:
         """Seconds that the tokens under way take; 0 until the drain rate is measured."""
         rate = self._tokens_per_s
-        return 0.0 if math.isnan(rate) else self._num_all / rate
-
-    def figures(self) -> DispatcherStats:
-        """Returns counters, and what is under way."""
-        return self.stats
+        return 0.0 if math.isnan(rate) else self.stats.num_tokens / rate
 
     def check(self, client: str = "") -> None:
         """Refuses a request that cannot be taken now; `client` is "" where clients are not told apart.
@@ -97,9 +102,9 @@ class Admission:
             InvalidRequestError: It is larger than any request may be.
             EngineOverloadedError: The queue is full; the error says when to come back.
         """
-        if num_tokens > self._max_tokens:
+        if num_tokens > self._max_request_tokens:
             raise InvalidRequestError(
-                f"The request has {num_tokens} tokens; the server takes at most {self._max_tokens} at once. "
+                f"The request has {num_tokens} tokens; the server takes at most {self._max_request_tokens} at once. "
                 "Split it into smaller requests.",
                 param="input",
             )
@@ -123,7 +128,7 @@ class Admission:
         """Refuses a request of a client that has its share of a full queue."""
         self._check_limit(client, self._max_tokens, self._max_tokens)
         limit = self._tokens_in_time()
-        if limit is None or self._num_all < limit:
+        if limit is None or self.stats.num_tokens < limit:
             return
         largest = _largest(limit)
         self._check_limit(client, limit, largest)
@@ -135,9 +140,9 @@ class Admission:
         if client and len(self._larger(largest, client)) < max(_FEW_LARGE // self._num_clients(client), 1):
             return
         raise self._refusal(
-            f"The queue holds {len(larges)} large requests and {self._queue_text(limit, self._num_all)}. Until it is "
-            f"shorter, requests of more than {largest} tokens are refused; yours has {num_new}. Split it into smaller "
-            "requests, or wait.",
+            f"The queue holds {len(larges)} large requests and {self._queue_text(limit, self.stats.num_tokens)}. Until "
+            f"it is shorter, requests of more than {largest} tokens are refused; yours has {num_new}. Split it into "
+            "smaller requests, or wait.",
             larges[0],
             RefusalReason.QUEUE_SECONDS,
         )
@@ -178,7 +183,7 @@ class Admission:
 
         Work that two forwards can hold is never too long: it tells no rate either.
         """
-        if self._num_all <= 2 * self._token_budget:
+        if self.stats.num_tokens <= 2 * self.stats.token_budget:
             return None
         in_time = self._max_queue_s * self._tokens_per_s  # nan, which is never less, without a rate
         return math.ceil(in_time) if in_time < self._max_tokens else None
@@ -186,7 +191,7 @@ class Admission:
     def _num_tokens(self, largest: int, client: str | None = None) -> int:
         """Tokens under way, of all or of a client, with requests that are larger than `largest` counted as that."""
         if client is None and largest == self._max_tokens:
-            return self._num_all
+            return self.stats.num_tokens
         entries = self._under_way.items()
         return sum(min(size, largest) * count for (name, size), count in entries if client is None or name == client)
 
@@ -203,16 +208,6 @@ class Admission:
             if size > largest and (client is None or name == client)
             for _ in range(count)
         )
-
-    @property
-    def _num_all(self) -> int:
-        """Tokens under way."""
-        return self.stats.num_tokens
-
-    @property
-    def _token_budget(self) -> int:
-        """The most tokens in one forward, at the last step."""
-        return self.stats.token_budget
 
     @property
     def _tokens_per_s(self) -> float:

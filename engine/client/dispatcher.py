@@ -132,14 +132,14 @@ class Dispatcher:
         max_queue_s: Seconds that they take, from which on requests are refused.
         cache: What has been computed before; None for none.
         num_replicas: Cores of the engine.
-        admission: Who is let in; None: by these bounds, as where no other process asks the cores.
+        max_request_tokens: Tokens that one request may have; None: `max_queued_tokens`.
         first_id: Of its requests.
 
     Attributes:
         stats: Counters, and what is under way.
         cache: The argument.
         replicas: The cores, each with what it has been sent.
-        admission: Who is let in; its bounds are those of all cores together.
+        admission: The limits, for all cores together.
     """
 
     def __init__(
@@ -149,17 +149,17 @@ class Dispatcher:
         cache: ModelCache | None = None,
         *,
         num_replicas: int = 1,
-        admission: Admission | None = None,
+        max_request_tokens: int | None = None,
         first_id: int = 0,
     ) -> None:
-        self.stats = DispatcherStats() if admission is None else admission.stats
+        self.stats = DispatcherStats()
         self.stats.vectors = None if cache is None else cache.stats
         self.cache = cache
         ids, is_only = itertools.count(first_id), num_replicas == 1
         self.replicas = [Replica(ids, self.stats, is_only=is_only) for _ in range(num_replicas)]
         self.stats.replicas = [] if is_only else [replica.stats for replica in self.replicas]
         rates = [replica.rate for replica in self.replicas]
-        self.admission = admission or Admission(self.stats, max_queued_tokens, max_queue_s, rates)
+        self.admission = Admission(self.stats, max_queued_tokens, max_queue_s, rates, max_request_tokens)
         self._target: Replica | Router = self.replicas[0] if is_only else Router(self.replicas)
         self._num_open = 0
         self._idle = asyncio.Event()

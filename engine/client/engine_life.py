@@ -10,10 +10,10 @@ from ..protocol.model_info import ModelInfo
 from ..tokenization.jobs import CharAdmission
 from ..tokenization.tokenizer import TokenizerPool
 from .dispatcher import Dispatcher
+from .engine_client import EngineClient
 from .engine_process import EngineProcess
 from .replicas.group import ReplicaFigures, ReplicaGroup
 from .replicas.places import replica_configs
-from .shared.attached_core import AttachedCore
 from .stats import DispatcherStats
 from .supervisor import EngineState
 from .vector_cache.cache import VectorCache
@@ -41,7 +41,7 @@ class EngineLife:
         info: ModelInfo,
         tokenizer: TokenizerPool,
         dispatcher: Dispatcher,
-        group: ReplicaGroup | AttachedCore,
+        group: ReplicaGroup | EngineClient,
     ) -> None:
         self.info = info
         self.tokenizer_config = tokenizer.config
@@ -85,7 +85,7 @@ class EngineLife:
 
     @classmethod
     def attached(
-        cls, config: EngineConfig, ready: ModelReady, dispatcher: Dispatcher, group: ReplicaGroup | AttachedCore
+        cls, config: EngineConfig, ready: ModelReady, dispatcher: Dispatcher, group: ReplicaGroup | EngineClient
     ) -> Self:
         """Returns the engine over cores that have been loaded.
 
@@ -155,7 +155,7 @@ class EngineLife:
 
     def stats(self) -> DispatcherStats:
         """Returns counters and what is under way."""
-        return self._dispatcher.admission.figures()
+        return self._dispatcher.stats
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for those under way. Returns False if some were left after `timeout_s`."""

@@ -138,7 +138,10 @@ class ClientConnections:
 
 
 def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
-    """Returns the part of a message that each client gets, by number. The metrics of a step go to client 0 only."""
+    """Returns the part of a message that each client gets, by number.
+
+    A client gets the metrics of the steps that have rows for it; client 0 gets those of all steps.
+    """
     if isinstance(message, RequestFailed | PrefixCacheCleared):
         return {frontend_of(message.request_id): (message, frames)}
     if not isinstance(message, StepResults):
@@ -155,11 +158,6 @@ def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
         ]
         own_ended = ended.pick(np.flatnonzero(enders == client))
         heads, own_frames = pack_results(own, own_ended)
-        num_ended = len(own_ended.request_ids)
-        part = (
-            StepResults(heads, 0, 0.0, num_ended=num_ended)
-            if client
-            else msgspec.structs.replace(message, blocks=heads, num_ended=num_ended)
-        )
+        part = msgspec.structs.replace(message, blocks=heads, num_ended=len(own_ended.request_ids))
         parts[client] = part, own_frames
     return parts

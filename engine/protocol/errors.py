@@ -41,7 +41,6 @@ class RefusalReason(StrEnum):
     QUEUE_TOKENS = "queue_tokens"
     QUEUE_SECONDS = "queue_seconds"
     CLIENT_SHARE = "client_share"
-    QUEUED_REQUESTS = "queued_requests"
     QUEUED_CHARACTERS = "queued_characters"
     ENGINE_NOT_READY = "engine_not_ready"
     DRAINING = "draining"

@@ -11,7 +11,9 @@ from prometheus_client.samples import Sample
 from .messages import Family
 
 SUPERVISORS: Final = ("penstock_engine_", "penstock_model_", "process_start_time_seconds")
-"""What the names of figures begin with that the supervising process alone tells: it has the engines."""
+"""Beginnings of the names of metrics that the supervising process reports: it has the engines."""
+QUEUES: Final = ("penstock_engine_requests", "penstock_engine_queued_tokens", "penstock_engine_queue_seconds")
+"""Metrics of the engines that the HTTP processes report, each of its own requests: they are summed."""
 _LASTING: Final = ("counter", "histogram")
 
 
@@ -56,6 +58,10 @@ def lasting(families: Iterable[Family]) -> list[Family]:
 
 def of_server(supervisor: Sequence[Family], workers: Iterable[Sequence[Family]]) -> list[Family]:
     """Returns the figures of a server; those of its processes, such as their memory, are sums over all of them."""
-    own = [family for family in supervisor if family.name.startswith(SUPERVISORS)]
-    others = [[f for f in part if not f.name.startswith(SUPERVISORS)] for part in (supervisor, *workers)]
+    own = [family for family in supervisor if _is_supervisors(family)]
+    others = [[family for family in part if not _is_supervisors(family)] for part in (supervisor, *workers)]
     return [*summed(others), *own]
+
+
+def _is_supervisors(family: Family) -> bool:
+    return family.name.startswith(SUPERVISORS) and family.name not in QUEUES

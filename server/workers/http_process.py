@@ -35,7 +35,7 @@ class HttpProcess:
 
     Args:
         place: Its number among the places.
-        plan_of: Returns the plan of the next process at a place.
+        make_plan: Returns the plan of the next process.
         acceptor: Hands connections over to it.
         on_message: Called with this and each message of the process that is not for this class.
         on_end: Called with this when the process has ended.
@@ -51,7 +51,7 @@ class HttpProcess:
     def __init__(
         self,
         place: int,
-        plan_of: Callable[[int], WorkerPlan],
+        make_plan: Callable[[], WorkerPlan],
         acceptor: Acceptor,
         on_message: Callable[[HttpProcess, FromWorker], None],
         on_end: Callable[[HttpProcess], None],
@@ -60,7 +60,7 @@ class HttpProcess:
         self.place = place
         self.has_served = self.has_failed = False
         self.figures: list[Family] = []
-        self._plan_of = plan_of
+        self._make_plan = make_plan
         self._acceptor = acceptor
         self._on_message = on_message
         self._on_end = on_end
@@ -133,9 +133,9 @@ class HttpProcess:
 
     async def _live(self) -> str:
         """Starts a process and returns why it has ended."""
-        plan = self._plan_of(self.place)
+        plan = self._make_plan()
         try:
-            process, end, connections = await self._start(plan)
+            process, end, connections = await self._start()
         except OSError as error:  # the machine has no process or file left for it now
             self._end()
             return f"the error {error}"
@@ -165,7 +165,7 @@ class HttpProcess:
             self._end()
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
-    async def _start(self, plan: WorkerPlan) -> tuple[asyncio.subprocess.Process, socket.socket, socket.socket]:
+    async def _start(self) -> tuple[asyncio.subprocess.Process, socket.socket, socket.socket]:
         """Starts a process; returns it, the socket for messages and that for connections."""
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             end, others_end = socket.socketpair()
@@ -178,7 +178,7 @@ class HttpProcess:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "penstock.server.workers.worker", *map(str, descriptors)),
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(*descriptors, *(model.board for model in plan.models)),
+                pass_fds=descriptors,
                 start_new_session=True,  # Ctrl-C in a terminal is for the supervising process, which passes it on
             )
             ours.pop_all()

@@ -8,9 +8,7 @@ from typing import cast
 
 from penstock.engine import AsyncEngine, EngineConfig
 from penstock.engine.client.engine_process import EngineProcess
-from penstock.engine.client.shared.attached_core import CoreNews
-from penstock.engine.client.shared.kept_core import KeptCore
-from penstock.engine.client.shared.load_board import LoadBoard
+from penstock.engine.client.engine_server import EngineServer
 from penstock.engine.protocol.errors import EngineError, ModelLoadError
 
 from ..models.figures import ModelFigures
@@ -20,7 +18,7 @@ from ..models.startup import Startup
 from ..models.table import ModelTable
 from ..observability.metrics import Metrics
 from ..settings import ServerSettings
-from .messages import CoreChanged, FromSupervisor, Loaded, NotLoaded
+from .messages import EngineChanged, FromSupervisor, Loaded, NotLoaded
 from .plan import PlannedModel
 
 Tell = Callable[[FromSupervisor], None]
@@ -57,12 +55,8 @@ class KeptModels:
         self._settings = settings
         self._first_process = process
         self._tell_all = tell_all
-        self._boards = [LoadBoard.create(settings.api_workers) for _ in models]
-        self._cores: list[KeptCore | None] = [None for _ in models]
-        self.planned = tuple(
-            PlannedModel.of(model, config, board.descriptor)
-            for (model, config), board in zip(models, self._boards, strict=True)
-        )
+        self._engines: list[EngineServer | None] = [None for _ in models]
+        self.planned = tuple(PlannedModel.of(model, config) for model, config in models)
         started = [replace(model, start=self._starter(number)) for number, (model, _) in enumerate(models)]
         self.keeper = ModelKeeper(started, KeeperLimits(drain_timeout_s=settings.drain_timeout_s))
         table = ModelTable(self.keeper)
@@ -73,41 +67,27 @@ class KeptModels:
     async def answer(self, number: int, tell: Tell) -> None:
         """Tells a process that asks for a model what it has to know, once the model is loaded, or why it is not."""
         error = await self.keeper.load(self.keeper.entries[number])
-        core = self._cores[number]
-        if error is None and core is not None and core.ready is not None:
-            tell(CoreChanged(number, core.news))
-            tell(Loaded(number, core.ready))
+        engine = self._engines[number]
+        if error is None and engine is not None and engine.ready is not None:
+            tell(EngineChanged(number, engine.status))
+            tell(Loaded(number, engine.ready))
             return
         kind = type(error).__name__ if isinstance(error, EngineError) else ModelLoadError.__name__
         tell(NotLoaded(number, kind, str(error)))
-
-    def forget(self, place: int) -> None:
-        """Strikes out what a process had under way that has ended; the cores have seen it go."""
-        for board in self._boards:
-            board.clear(place)
-
-    def close(self) -> None:
-        """Lets go of what was shared, when all processes have ended."""
-        for board in self._boards:
-            board.close()
 
     def _starter(self, number: int) -> Callable[[], Awaitable[AsyncEngine]]:
         async def start() -> AsyncEngine:
             process = None
             if number == 0:
                 process, self._first_process = self._first_process, None
-            core = self._cores[number] = KeptCore(
+            engine = self._engines[number] = EngineServer(
                 self.planned[number].config,
-                self._boards[number],
-                lambda news: self._tell_news(number, news),
+                lambda status: self._tell_all(EngineChanged(number, status)),
                 log_level=self._settings.log_level.upper(),
                 log_format=self._settings.log_format,
                 process=process,
             )
-            await core.start()
-            return cast("AsyncEngine", core)  # to the keeper and to metrics, who ask it for nothing else, it is one
+            await engine.start()
+            return cast("AsyncEngine", engine)  # it has all that the keeper and the metrics use
 
         return start
-
-    def _tell_news(self, number: int, news: CoreNews) -> None:
-        self._tell_all(CoreChanged(number, news))

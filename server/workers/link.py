@@ -12,9 +12,7 @@ from prometheus_client.core import Metric
 
 from penstock.engine import AsyncEngine
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.shared.admission import SharedAdmission, SharedStats
-from penstock.engine.client.shared.attached_core import AttachedCore, CoreNews
-from penstock.engine.client.shared.load_board import LoadBoard, LoadPlace
+from penstock.engine.client.engine_client import EngineClient, EngineStatus
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.errors import EngineUnavailableError
 from penstock.engine.protocol.messages import ModelReady, first_request_id
@@ -23,7 +21,7 @@ from .channel import Channel
 from .figures import to_families, to_metrics
 from .messages import (
     AskFigures,
-    CoreChanged,
+    EngineChanged,
     Family,
     Figures,
     FromSupervisor,
@@ -56,8 +54,8 @@ class SupervisorLink:
         self._on_end = on_end
         self._channel = Channel(decode_from_supervisor, self._take, on_end)
         self._loading: dict[int, asyncio.Future[ModelReady]] = {}
-        self._news: dict[int, CoreNews] = {}
-        self._cores: dict[int, AttachedCore] = {}
+        self._statuses: dict[int, EngineStatus] = {}
+        self._clients: dict[int, EngineClient] = {}
         self._questions: dict[int, asyncio.Future[list[Family]]] = {}
         self._numbers = itertools.count()
 
@@ -80,22 +78,19 @@ class SupervisorLink:
             EngineError: It could not be loaded.
         """
         planned = self._plan.models[model]
-        config, limits = self._plan.own_config(planned), planned.config.scheduler
+        config = self._plan.own_config(planned)
         loading = self._loading[model] = asyncio.get_running_loop().create_future()
         self._channel.send(Wanted(model))
         ready = await loading
-        board = LoadBoard(planned.board, self._plan.num_workers)
-        place = LoadPlace(board, self._plan.place)
-        admission = SharedAdmission(SharedStats(place), limits.max_queued_tokens, limits.max_queue_s, board, place)
         dispatcher = Dispatcher(
-            limits.max_queued_tokens,
-            limits.max_queue_s,
-            admission=admission,
-            first_id=first_request_id(self._plan.frontend),
+            config.scheduler.max_queued_tokens,
+            config.scheduler.max_queue_s,
+            max_request_tokens=planned.config.scheduler.max_queued_tokens,
+            first_id=first_request_id(self._plan.client),
         )
-        core = self._cores[model] = AttachedCore(self._plan.frontend, dispatcher, self._on_end)
-        core.hear(self._news[model])
-        return AsyncEngine.attached(config, ready, dispatcher, core)
+        client = self._clients[model] = EngineClient(self._plan.client, dispatcher, self._on_end)
+        client.follow(self._statuses[model])
+        return AsyncEngine.attached(config, ready, dispatcher, client)
 
     async def gather(self) -> Sequence[Metric]:
         """Returns the figures of all processes. Raises EngineUnavailableError where they do not come in time."""
@@ -111,9 +106,9 @@ class SupervisorLink:
             del self._questions[question]
 
     async def close(self) -> None:
-        """Leaves the engines."""
-        for core in self._cores.values():
-            await core.close()
+        """Disconnects from the engines."""
+        for client in self._clients.values():
+            await client.close()
 
     def _awaited(self, model: int) -> asyncio.Future[ModelReady] | None:
         """Returns who awaits a model; None where nobody does any more."""
@@ -128,10 +123,10 @@ class SupervisorLink:
             case NotLoaded():
                 if (loading := self._awaited(message.model)) is not None:
                     loading.set_exception(getattr(errors, message.kind)(message.message))
-            case CoreChanged():
-                self._news[message.model] = message.news
-                if (core := self._cores.get(message.model)) is not None:
-                    core.hear(message.news)
+            case EngineChanged():
+                self._statuses[message.model] = message.status
+                if (client := self._clients.get(message.model)) is not None:
+                    client.follow(message.status)
             case AskFigures():
                 self._channel.send(Figures(message.question, to_families(self._figures())))
             case Figures():

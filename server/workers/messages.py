@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from penstock.engine.client.shared.attached_core import CoreNews
+from penstock.engine.client.engine_client import EngineStatus
 from penstock.engine.protocol.messages import ModelReady
 
 
@@ -40,11 +40,11 @@ class NotLoaded(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-class CoreChanged(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor: news of the core of a model; the last ones stand before each Loaded."""
+class EngineChanged(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor: the status of the engine of a model; sent at every change, and before each Loaded."""
 
     model: int
-    news: CoreNews
+    status: EngineStatus
 
 
 class Family(msgspec.Struct, array_like=True, frozen=True):
@@ -70,7 +70,7 @@ class Figures(msgspec.Struct, tag=True, frozen=True):
 
 
 FromWorker = Serving | Prepared | Wanted | AskFigures | Figures
-FromSupervisor = Loaded | NotLoaded | CoreChanged | AskFigures | Figures
+FromSupervisor = Loaded | NotLoaded | EngineChanged | AskFigures | Figures
 
 encode: Final[Callable[[FromWorker | FromSupervisor], bytes]] = msgspec.msgpack.Encoder().encode
 decode_from_worker: Final = msgspec.msgpack.Decoder[FromWorker](FromWorker).decode

@@ -26,7 +26,6 @@ class PlannedModel:
     Attributes:
         names: See ServedModel.
         config: Of its engine.
-        board: Descriptor of the memory in which processes see each other's load.
         default_prompt_name: See ServedModel.
         settings: See ServedModel.
         info: See ServedModel.
@@ -35,17 +34,16 @@ class PlannedModel:
 
     names: tuple[str, ...]
     config: EngineConfig
-    board: int
     default_prompt_name: str | None = None
     settings: EngineSettings | None = None
     info: ModelInfo | None = None
     hidden_names: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: ServedModel, config: EngineConfig, board: int) -> PlannedModel:
-        """Returns what other processes have to know of a served model."""
+    def of(cls, model: ServedModel, config: EngineConfig) -> PlannedModel:
+        """Returns the description of a served model for other processes."""
         prompt_name = model.default_prompt_name
-        return cls(model.names, config, board, prompt_name, model.settings, model.info, model.hidden_names)
+        return cls(model.names, config, prompt_name, model.settings, model.info, model.hidden_names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +54,7 @@ class WorkerPlan:
         settings: What the operator asked for, for the whole server.
         models: What is served.
         num_workers: Processes that serve.
-        place: Its number among them.
-        frontend: Its number among all that there have been.
+        client: Number of its EngineClients.
         salt: See Common.
         started_s: See Common.
     """
@@ -65,14 +62,21 @@ class WorkerPlan:
     settings: ServerSettings
     models: tuple[PlannedModel, ...]
     num_workers: int
-    place: int
-    frontend: int
+    client: int
     salt: bytes
     started_s: int
 
     def own_config(self, model: PlannedModel) -> EngineConfig:
-        """Returns the configuration of a model with this process's part: characters that wait to be tokenized."""
-        return replace(model.config, max_queued_chars=max(model.config.max_queued_chars // self.num_workers, 1))
+        """Returns the configuration of a model with this process's share of the queue limits."""
+        config, limits = model.config, model.config.scheduler
+        own_limits = replace(
+            limits,
+            max_queued_tokens=max(limits.max_queued_tokens // self.num_workers, 1),
+            max_queue_s=limits.max_queue_s / self.num_workers,
+        )
+        return replace(
+            config, scheduler=own_limits, max_queued_chars=max(config.max_queued_chars // self.num_workers, 1)
+        )
 
     def send(self, end: socket.socket) -> None:
         """Sends the plan, as the first thing on a socket."""

@@ -72,7 +72,7 @@ class WorkerSupervisor:
             on_failure=self._fail,
         )
         self._salt, self._started_s = secrets.token_bytes(SALT_BYTES), int(time.time())
-        self._frontends = itertools.count(1)
+        self._client_numbers = itertools.count(1)
         self._workers: list[HttpProcess] = []
         self._gone: list[Family] = []  # what processes have counted that have ended
         self._is_stopping = asyncio.Event()
@@ -91,14 +91,11 @@ class WorkerSupervisor:
             HttpProcess(place, self._plan, acceptor, self._take, self._forget, hang_timeout_s)
             for place in range(self._settings.api_workers)
         ]
-        try:
-            async with self._models.startup.running():
-                serving = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
-                await self._is_stopping.wait()
-                acceptor.close()
-                await self._end_workers(serving)
-        finally:
-            self._models.close()
+        async with self._models.startup.running():
+            serving = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
+            await self._is_stopping.wait()
+            acceptor.close()
+            await self._end_workers(serving)
 
     async def _keep(self, worker: HttpProcess) -> None:
         try:
@@ -144,12 +141,9 @@ class WorkerSupervisor:
             self._has_announced = True
             self._announce(self._models.keeper.entries)
 
-    def _plan(self, place: int) -> WorkerPlan:
-        frontend = next(self._frontends)
-        settings = self._settings
-        return WorkerPlan(
-            settings, self._models.planned, settings.api_workers, place, frontend, self._salt, self._started_s
-        )
+    def _plan(self) -> WorkerPlan:
+        settings, client = self._settings, next(self._client_numbers)
+        return WorkerPlan(settings, self._models.planned, settings.api_workers, client, self._salt, self._started_s)
 
     def _take(self, worker: HttpProcess, message: FromWorker) -> None:
         match message:
@@ -170,7 +164,6 @@ class WorkerSupervisor:
     def _forget(self, worker: HttpProcess) -> None:
         self._gone = summed([self._gone, lasting(worker.figures)])
         worker.figures = []
-        self._models.forget(worker.place)
         if not self._is_stopping.is_set() and all(each.has_failed for each in self._workers):
             self._fail(NothingServedError())
 

@@ -106,7 +106,7 @@ def step(*rows: tuple[int, int, np.ndarray], ended: tuple[int, ...] = ()) -> tup
     return step_of(told, 30, 0.5, ended=[(request, 0.1, 0.2) for request in ended], load=LOAD)
 
 
-def test_the_rows_of_a_step_go_to_those_who_asked_and_its_figures_to_the_first() -> None:
+def test_rows_go_to_the_client_that_asked_with_the_figures_of_the_step() -> None:
     arrays = [np.full((2,), 1.0, np.float32), np.full((3, 2), 2.0, np.float32), np.full((4,), 3.0, np.float32)]
     message, frames = step(
         (of(1, 7), 0, arrays[0]), (of(2, 7), 0, arrays[1]), (of(1, 8), 1, arrays[2]), ended=(of(1, 7), of(2, 7))
@@ -119,7 +119,7 @@ def test_the_rows_of_a_step_go_to_those_who_asked_and_its_figures_to_the_first()
     for frontend in (1, 2):
         part, part_frames = parts[frontend]
         assert isinstance(part, StepResults)
-        assert (part.num_tokens, part.step_s, part.load) == (0, 0.0, None)
+        assert (part.num_tokens, part.step_s, part.load) == (30, 0.5, LOAD)
         told |= {(row.request_id, row.index): row.array for row in rows_of(part, part_frames)}
         assert ended_of(part, part_frames) == {of(frontend, 7): (0.1, 0.2)}
     for key, array in zip([(of(1, 7), 0), (of(2, 7), 0), (of(1, 8), 1)], arrays, strict=True):

@@ -55,6 +55,7 @@ def test_what_engines_do_is_told_once_and_what_processes_take_is_summed() -> Non
         return to_families(
             [
                 counter("penstock_engine_steps", a=tokens),
+                gauge("penstock_engine_queued_tokens", tokens + 3),
                 gauge("penstock_engine_ready", 1),
                 gauge("penstock_model_loaded", 1),
                 gauge("process_resident_memory_bytes", 100),
@@ -65,6 +66,7 @@ def test_what_engines_do_is_told_once_and_what_processes_take_is_summed() -> Non
 
     told = lines(of_server(process(1, 50, 1000), [process(2, 0, 2000), process(4, 0, 3000)]))
     assert told == [
+        "penstock_engine_queued_tokens 59.0",
         "process_resident_memory_bytes 300.0",
         'process_cpu_seconds_total{route="a"} 7.0',
         'penstock_engine_steps_total{route="a"} 50.0',

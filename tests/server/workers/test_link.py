@@ -27,9 +27,9 @@ async def has_read(end: socket.socket) -> None:
 
 
 async def test_an_answer_that_nobody_awaits_harms_nothing() -> None:
-    model = PlannedModel(("a",), EngineConfig(model="/models/a"), 7)
+    model = PlannedModel(("a",), EngineConfig(model="/models/a"))
     on_end = Mock()
-    link = SupervisorLink(WorkerPlan(ServerSettings(), (model,), 2, 0, 1, b"salt", 0), list, on_end)
+    link = SupervisorLink(WorkerPlan(ServerSettings(), (model,), 2, 1, b"salt", 0), list, on_end)
     ours, theirs = socket.socketpair()
     link.open(theirs)
     supervisor, refusal = MessageConnection(ours), encode(NotLoaded(0, "ModelLoadError", "There are no weights."))

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 
 from penstock.engine import EngineConfig
+from penstock.engine.protocol.config import SchedulerConfig
 from penstock.server.settings import ServerSettings
 from penstock.server.workers.plan import PlannedModel, WorkerPlan
 
+LIMITS = SchedulerConfig(max_queued_tokens=40_000, max_queue_s=8.0)
+
 
 def plan(**settings: object) -> WorkerPlan:
-    model = PlannedModel(("a", "b"), EngineConfig(model="/models/a", max_queued_chars=1_000), 7)
-    return WorkerPlan(ServerSettings(**settings), (model,), 4, 2, 11, b"salt", 1_700_000_000)
+    model = PlannedModel(("a", "b"), EngineConfig(model="/models/a", max_queued_chars=1_000, scheduler=LIMITS))
+    return WorkerPlan(ServerSettings(**settings), (model,), 4, 11, b"salt", 1_700_000_000)
 
 
 def test_it_comes_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +43,8 @@ def test_a_parent_that_has_gone_is_told() -> None:
         WorkerPlan.receive(theirs)
 
 
-def test_characters_that_wait_are_divided() -> None:
+def test_each_process_has_its_share_of_the_queue_limits() -> None:
     made = plan()
-    assert made.own_config(made.models[0]).max_queued_chars == 250
+    config = made.own_config(made.models[0])
+    assert config.max_queued_chars == 250
+    assert (config.scheduler.max_queued_tokens, config.scheduler.max_queue_s) == (10_000, 2.0)

@@ -1,4 +1,4 @@
-"""One real engine process that several frontends ask, each with a dispatcher and a tokenizer of its own."""
+"""One real engine process with several clients, each with a dispatcher and a tokenizer of its own."""
 
 from __future__ import annotations
 
@@ -14,55 +14,48 @@ import pytest
 
 from penstock.engine import AsyncEngine, EngineConfig, PoolingParams
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.shared.admission import SharedAdmission, SharedStats
-from penstock.engine.client.shared.attached_core import AttachedCore, CoreNews
-from penstock.engine.client.shared.kept_core import KeptCore
-from penstock.engine.client.shared.load_board import LoadBoard, LoadPlace
+from penstock.engine.client.engine_client import EngineClient, EngineStatus
+from penstock.engine.client.engine_server import EngineServer
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.messages import LoadFailed, first_request_id, frontend_of
 
-NUM_FRONTENDS = 3
 PARAMS = PoolingParams()
 LONG = ["word " * 200] * 100
 
 
 class Shared:
-    """A kept core, its news told at once to the frontends that are there."""
+    """An EngineServer that sends its status to the clients that are there."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.board = LoadBoard.create(NUM_FRONTENDS)
-        self.cores: dict[int, AttachedCore] = {}
-        self.kept = KeptCore(config, self.board, self.tell, log_level="INFO", log_format="console")
+        self.clients: dict[int, EngineClient] = {}
+        self.server = EngineServer(config, self.tell, log_level="INFO", log_format="console")
         self.unreadable: list[int] = []
 
-    def tell(self, news: CoreNews) -> None:
-        for core in self.cores.values():
-            core.hear(news)
+    def tell(self, status: EngineStatus) -> None:
+        for client in self.clients.values():
+            client.follow(status)
 
-    def attach(self, frontend: int, place: int) -> AsyncEngine:
+    def attach(self, number: int) -> AsyncEngine:
         limits = self.config.scheduler
-        where = LoadPlace(self.board, place)
-        admission = SharedAdmission(SharedStats(where), limits.max_queued_tokens, limits.max_queue_s, self.board, where)
-        dispatcher = Dispatcher(limits.max_queued_tokens, admission=admission, first_id=first_request_id(frontend))
-        core = AttachedCore(frontend, dispatcher, lambda: self.unreadable.append(frontend))
-        core.hear(self.kept.news)
-        self.cores[frontend] = core
-        assert self.kept.ready is not None
-        return AsyncEngine.attached(self.config, self.kept.ready, dispatcher, core)
+        dispatcher = Dispatcher(limits.max_queued_tokens, limits.max_queue_s, first_id=first_request_id(number))
+        client = EngineClient(number, dispatcher, lambda: self.unreadable.append(number))
+        client.follow(self.server.status)
+        self.clients[number] = client
+        assert self.server.ready is not None
+        return AsyncEngine.attached(self.config, self.server.ready, dispatcher, client)
 
     async def close(self) -> None:
-        for core in self.cores.values():
-            await core.close()
-        await self.kept.close()
-        self.board.close()
+        for client in self.clients.values():
+            await client.close()
+        await self.server.close()
 
 
 @pytest.fixture
 async def shared(minilm_folder: Path) -> AsyncIterator[Shared]:
     shared = Shared(EngineConfig(model=str(minilm_folder), num_threads=1))
-    await shared.kept.start()
+    await shared.server.start()
     yield shared
     await shared.close()
 
@@ -78,7 +71,7 @@ def texts(frontend: int, number: int) -> list[str]:
 
 
 async def test_each_gets_the_answers_to_what_it_asked(shared: Shared, minilm_folder: Path) -> None:
-    engines = {number: shared.attach(number, number - 1) for number in (1, 2, 3)}
+    engines = {number: shared.attach(number) for number in (1, 2, 3)}
     alone = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), in_process=True, num_threads=1))
     try:
         asked = [(number, i) for i in range(20) for number in engines]
@@ -90,40 +83,38 @@ async def test_each_gets_the_answers_to_what_it_asked(shared: Shared, minilm_fol
         await alone.close()
     ids = {number: next(engine._dispatcher.replicas[0]._ids) for number, engine in engines.items()}
     assert {number: frontend_of(request_id) for number, request_id in ids.items()} == {1: 1, 2: 2, 3: 3}
-    figures = shared.kept.stats()
+    figures = shared.server.stats()
     assert figures.num_batched_tokens_total == sum(sum(answer.num_tokens) for answer in answers)
     assert figures.num_steps_total > 0
-    assert (figures.num_requests, figures.num_tokens, figures.num_waiting) == (0, 0, 0)
-    assert all(engine.stats().num_steps_total == 0 for engine in engines.values())  # steps are counted once
+    assert figures.num_waiting == 0
+    assert all(engine.stats().num_requests == 0 for engine in engines.values())
 
 
 async def test_one_that_goes_takes_its_own_requests_alone(shared: Shared) -> None:
-    goes, stays = shared.attach(1, 0), shared.attach(2, 1)
+    goes, stays = shared.attach(1), shared.attach(2)
     lost = asyncio.create_task(goes.embed(LONG * 4, PARAMS))
     kept = asyncio.create_task(stays.embed(LONG, PARAMS))
-    await until(lambda: shared.kept.stats().num_requests == 2)
-    await until(lambda: shared.kept.stats().num_steps_total > 1)
+    await until(lambda: shared.server.stats().num_steps_total > 1)
     lost.cancel()  # as its process was killed: no Cancel leaves it
     goes._dispatcher.replicas[0]._send = None
-    shared.cores.pop(1)._link.close()  # type: ignore[union-attr]
+    shared.clients.pop(1)._link.close()  # type: ignore[union-attr]
     with contextlib.suppress(asyncio.CancelledError):
         await lost
-    shared.board.clear(0)
     assert (await kept).embeddings.shape == (len(LONG), 384)
-    num_tokens = shared.kept.stats().num_batched_tokens_total
+    num_tokens = shared.server.stats().num_batched_tokens_total
     await asyncio.sleep(0.3)
-    assert shared.kept.stats().num_batched_tokens_total == num_tokens, "it goes on for nobody"
+    assert shared.server.stats().num_batched_tokens_total == num_tokens, "it goes on for nobody"
     assert num_tokens < sum((await stays.embed(LONG, PARAMS)).num_tokens) * 5
-    follower = shared.attach(3, 0)
+    follower = shared.attach(3)
     assert (await follower.embed(["hello"], PARAMS)).embeddings.shape == (1, 384)
 
 
 async def test_a_killed_engine_fails_what_was_under_way_in_all_and_they_recover(shared: Shared) -> None:
-    engines = [shared.attach(number, number - 1) for number in (1, 2, 3)]
-    process = shared.kept._supervisor._core._process  # type: ignore[union-attr]
+    engines = [shared.attach(number) for number in (1, 2, 3)]
+    process = shared.server._supervisor._core._process  # type: ignore[union-attr]
     os.kill(process.pid, signal.SIGSTOP)  # it answers none of them
     under_way = [asyncio.create_task(engine.embed(LONG, PARAMS)) for engine in engines]
-    await until(lambda: shared.kept.stats().num_requests == 3)
+    await until(lambda: all(engine.stats().num_requests == 1 for engine in engines))
     os.kill(process.pid, signal.SIGKILL)
     failures = await asyncio.gather(*under_way, return_exceptions=True)
     assert [type(failure) for failure in failures] == [errors.EngineUnavailableError] * 3
@@ -134,34 +125,19 @@ async def test_a_killed_engine_fails_what_was_under_way_in_all_and_they_recover(
     await until(lambda: all(engine.state is EngineState.READY for engine in engines))
     answers = await asyncio.gather(*(engine.embed(["again"], PARAMS) for engine in engines))
     assert [answer.embeddings.shape for answer in answers] == [(1, 384)] * 3
-    assert shared.kept.num_restarts == 1
+    assert shared.server.num_restarts == 1
     assert [engine.num_restarts for engine in engines] == [1, 1, 1]
 
 
-async def test_what_waits_in_all_is_refused_by_all(minilm_folder: Path) -> None:
-    from dataclasses import replace
-
-    config = EngineConfig(model=str(minilm_folder), num_threads=1)
-    shared = Shared(replace(config, scheduler=replace(config.scheduler, max_queued_tokens=30_000)))
-    await shared.kept.start()
-    try:
-        engines = [shared.attach(number, number - 1) for number in (1, 2, 3)]
-        under_way = [asyncio.create_task(engine.embed(LONG, PARAMS)) for engine in engines[:2]]
-        await until(lambda: shared.kept.stats().num_requests == 2)
-        assert shared.kept.stats().num_tokens > 30_000
-        assert all(engine.is_full for engine in engines)
-        with pytest.raises(errors.EngineOverloadedError):
-            await engines[2].embed(["one more"], PARAMS)
-        assert shared.kept.stats().num_refused_total == 1
-        await asyncio.gather(*under_way)
-        assert (await engines[2].embed(["now"], PARAMS)).embeddings.shape == (1, 384)
-    finally:
-        await shared.close()
+async def test_each_client_measures_the_rate_of_the_engine(shared: Shared) -> None:
+    engines = [shared.attach(number) for number in (1, 2)]
+    await asyncio.gather(*(engine.embed(LONG, PARAMS) for engine in engines for _ in range(2)))
+    assert all(engine._dispatcher.replicas[0].rate.tokens_per_s > 0 for engine in engines)
 
 
 async def test_a_message_that_is_for_somebody_else_ends_the_frontend_and_not_the_engine(shared: Shared) -> None:
-    engine = shared.attach(1, 0)
-    core = shared.cores[1]
+    engine = shared.attach(1)
+    core = shared.clients[1]
     with pytest.raises(TypeError, match="LoadFailed"):
         core._receive(LoadFailed("E", "why"), [])
     link = core._link
@@ -170,29 +146,29 @@ async def test_a_message_that_is_for_somebody_else_ends_the_frontend_and_not_the
     asking = asyncio.create_task(engine.embed(["hello"], PARAMS))
     await until(lambda: shared.unreadable == [1])
     asking.cancel()
-    assert shared.kept.state is EngineState.READY
+    assert shared.server.state is EngineState.READY
 
 
 async def test_a_core_that_has_gone_before_it_could_be_reached_is_waited_for(
     shared: Shared, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, core = shared.attach(1, 0), shared.cores[1]
-    core.hear(CoreNews(EngineState.STARTING, None, "signal 9"))
-    core.hear(CoreNews(EngineState.READY, f"{tmp_path}/gone/engine"))  # its folder has gone with it
+    engine, core = shared.attach(1), shared.clients[1]
+    core.follow(EngineStatus(EngineState.STARTING, None, "signal 9"))
+    core.follow(EngineStatus(EngineState.READY, f"{tmp_path}/gone/engine"))  # its folder has gone with it
     assert engine.state is EngineState.STARTING
-    assert "gone before" in caplog.text
-    core.hear(CoreNews(EngineState.STARTING, None, "signal 9"))
-    core.hear(shared.kept.news)
+    assert "before this process could connect" in caplog.text
+    core.follow(EngineStatus(EngineState.STARTING, None, "signal 9"))
+    core.follow(shared.server.status)
     assert engine.state is EngineState.READY
     assert (await engine.embed(["hello"], PARAMS)).embeddings.shape == (1, 384)
 
 
 async def test_the_socket_goes_with_the_engine(shared: Shared) -> None:
-    shared.attach(1, 0)
-    assert shared.kept.news.address is not None
-    folder = Path(shared.kept.news.address).parent
+    shared.attach(1)
+    assert shared.server.status.address is not None
+    folder = Path(shared.server.status.address).parent
     assert [path.name for path in folder.iterdir()] == ["engine"]
-    await shared.cores.pop(1).close()
+    await shared.clients.pop(1).close()
     assert [path.name for path in folder.iterdir()] == ["engine"]
-    await shared.kept.close()
+    await shared.server.close()
     assert not folder.exists()

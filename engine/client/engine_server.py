@@ -1,0 +1,136 @@
+"""The engine of several HTTP processes, in the process that supervises it: it has no requests of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from ..protocol.config import EngineConfig
+from ..protocol.messages import Frame, ModelReady, PrefixCacheCleared, RequestFailed, StepResults
+from ..protocol.model_info import ModelInfo
+from .engine_client import EngineStatus
+from .engine_process import EngineProcess
+from .replicas.group import ReplicaFigures
+from .replicas.replica import Send
+from .stats import DispatcherStats
+from .supervisor import CoreSupervisor, EngineState
+
+logger = logging.getLogger("penstock.engine")
+
+
+class EngineServer:
+    """Starts an engine process, restarts it when it dies, and reports its address. Belongs to one event loop.
+
+    The engine process sends every step here too, so that steps are counted once for the whole server.
+
+    Args:
+        config: Model to serve.
+        on_status: Called at every change of `status`.
+        log_level: Level of the engine's log.
+        log_format: Format of the engine's log, "console" or "json".
+        process: An engine process that has been started already; None starts one.
+
+    Attributes:
+        ready: The first ModelReady message of the engine.
+        status: For the EngineClients of the HTTP processes.
+        queue_s: Always 0: the HTTP processes know what is queued.
+        places: As of ReplicaGroup; empty, because there is one replica.
+        replicas: As places.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_status: Callable[[EngineStatus], None],
+        *,
+        log_level: str,
+        log_format: str,
+        process: EngineProcess | None = None,
+    ) -> None:
+        self.places: list[str] = []
+        self.replicas: list[ReplicaFigures] = []
+        self.queue_s = 0.0
+        self.ready: ModelReady | None = None
+        self.status = EngineStatus(EngineState.STARTING)
+        self._stats = DispatcherStats()
+        self._on_status = on_status
+        self._reason = ""
+        self._is_connected = False
+        self._supervisor = CoreSupervisor(
+            config, self, self._publish, log_level=log_level, log_format=log_format, process=process
+        )
+
+    @property
+    def info(self) -> ModelInfo:
+        """The resolved description of the model. Only after `start`."""
+        assert self.ready is not None
+        return self.ready.info
+
+    @property
+    def state(self) -> EngineState:
+        """State of the engine process."""
+        return self._supervisor.state
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of engine processes that replaced a dead one."""
+        return self._supervisor.num_restarts
+
+    def stats(self) -> DispatcherStats:
+        """Returns the counters of the engine's steps. Requests are counted by the HTTP processes."""
+        return self._stats
+
+    async def start(self) -> ModelReady:
+        """Starts the engine and waits until it can serve. Raises ModelLoadError if the model cannot be served."""
+        self.ready = await self._supervisor.start()
+        return self.ready
+
+    def host_bytes(self) -> int:
+        """Returns the bytes of memory that the engine process holds; see EngineLife.host_bytes."""
+        return self._supervisor.host_bytes()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Stops restarts of the engine. Returns True: the HTTP processes have drained their own requests."""
+        self._supervisor.drain()
+        return True
+
+    async def close(self) -> None:
+        """Stops the engine. May be called twice."""
+        await self._supervisor.close()
+
+    def connect(self, send: Send) -> None:
+        """The engine can serve."""
+        self._is_connected = True
+
+    def disconnect(self, reason: str) -> None:
+        """The engine process has ended."""
+        self._is_connected, self._reason = False, reason
+        self._publish()
+
+    def receive_rows(self, message: StepResults, frames: Sequence[Frame]) -> None:
+        """Counts a step."""
+        self._stats.count(message)
+        if message.load is not None:
+            self._stats.num_waiting = message.load.num_waiting
+            self._stats.num_waiting_tokens = message.load.num_waiting_tokens
+
+    def receive_failure(self, message: RequestFailed) -> None:
+        """Logs the failure of a request that this process did not send."""
+        logger.error("the engine failed an unknown request: %s", message.message)
+
+    def receive_cleared(self, message: PrefixCacheCleared) -> None:
+        """Logs the answer to a request that this process did not send."""
+        logger.error("the engine answered an unknown request")
+
+    def _publish(self) -> None:
+        # An engine process that has just ended is about to be replaced.
+        is_lost = self.state is EngineState.READY and not self._is_connected
+        state = EngineState.STARTING if is_lost else self.state
+        address = self._supervisor.address if self._is_connected else None
+        # The path goes through an open file of this process: other processes reach it through this process's number.
+        shown = address and address.replace("/proc/self/", f"/proc/{os.getpid()}/")
+        status = EngineStatus(state, shown, "" if address else self._reason)
+        if status != self.status:
+            self.status = status
+            self._on_status(status)
