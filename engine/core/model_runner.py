@@ -37,7 +37,7 @@ from ..sequence_pool import (
     plan_pool,
 )
 from ..sequence_pool.cache_spec import CacheSpec
-from .graphs import ForwardGraphs, record_forwards
+from .cuda_graphs import ForwardGraphs, record_forwards
 from .host import threads_of
 from .loading.load_errors import load_errors
 from .loading.native_kernels import choose_kernels

@@ -54,7 +54,7 @@ class PackedModel(ABC):
         vocabulary_head: Hidden states [R, D] to logits over the vocabulary [R, V]; None unless ModelInfo.sparse asks.
         machine: The native kernels, where they run the forward; None where torch does.
         is_recordable: Whether a forward on CUDA reads the lengths of the sequences there alone, and launches the same
-            kernels whatever they are, so that it can be recorded (engine/core/graphs).
+            kernels whatever they are, so that it can be recorded (engine/core/cuda_graphs.py).
     """
 
     hidden_size: int

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.core import model_runner
-from penstock.engine.core.graphs import Bucket, Buckets, CudaRecorder, ForwardGraphs
-from penstock.engine.core.graphs.record_forwards import small_batches
+from penstock.engine.core.cuda_graphs import Bucket, Buckets, CudaRecorder, ForwardGraphs, small_batches
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.loading.warm_up import MadeBatches
 from penstock.engine.core.loading.weights_loader import load_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.core.graphs import Bucket, Buckets
+from penstock.engine.core.cuda_graphs import Bucket, Buckets
 
 
 @pytest.mark.parametrize("max_model_len", [16, 128, 512, 8192])
