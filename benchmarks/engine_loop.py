@@ -38,7 +38,7 @@ from penstock.engine.client.supervisor import CoreSupervisor
 from penstock.engine.core import worker
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
-from penstock.engine.native.packed_arrays import PackedArrays
+from penstock.engine.executors.cpu.packed_arrays import PackedArrays
 from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec

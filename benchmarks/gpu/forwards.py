@@ -9,11 +9,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from penstock.engine.layers.fusion import Fusion
-from penstock.engine.layers.rows import Rows
-from penstock.engine.models.base import PackedModel
-from penstock.engine.models.encoders.encoder import PostNormBlock, PostNormEncoder
-from penstock.engine.packed_batch import PackedBatch
+from penstock.engine.executors.torch.base import PackedModel
+from penstock.engine.executors.torch.encoders.encoder import PostNormBlock, PostNormEncoder
+from penstock.engine.executors.torch.layers.fusion import Fusion
+from penstock.engine.executors.torch.layers.rows import Rows
+from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.kernels.attention import AttentionPlan
 from penstock.kernels.pooling import pool
 

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor
 
 from penstock.engine.core.loading.weights_loader import load_model
-from penstock.engine.layers.fusion import Fusion
+from penstock.engine.executors.torch.base import PackedModel
+from penstock.engine.executors.torch.layers.fusion import Fusion
+from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.model_files.resolve import resolve_model, with_device
-from penstock.engine.models.base import PackedModel
-from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.request import TokenizedInput
 

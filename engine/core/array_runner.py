@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from penstock.kernels.native import Machine, NativeForward
 
-from ..native.array_encoder import ArrayEncoder, ArrayOutput
-from ..native.array_pooler import ArrayPooler
-from ..native.heads import ArrayHead, load_dense
-from ..native.packed_arrays import PackedArrays
+from ..executors.cpu.array_encoder import ArrayEncoder, ArrayOutput
+from ..executors.cpu.array_pooler import ArrayPooler
+from ..executors.cpu.heads import ArrayHead, load_dense
+from ..executors.cpu.packed_arrays import PackedArrays
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec

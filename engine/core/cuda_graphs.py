@@ -18,8 +18,8 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..models.base import ModelOutput, PackedModel
-from ..packed_batch import PackedBatch
+from ..executors.torch.base import ModelOutput, PackedModel
+from ..executors.torch.packed_batch import PackedBatch
 from ..protocol.config import SchedulerConfig
 from ..protocol.model_info import ModelInfo
 from .loading.warm_up import MadeBatches

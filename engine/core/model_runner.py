@@ -14,10 +14,10 @@ import torch
 
 from penstock.kernels.native import Machine
 
-from ..layers.dense import Dense
+from ..executors.torch.base import PackedModel
+from ..executors.torch.layers.dense import Dense
+from ..executors.torch.packed_batch import PackedBatch
 from ..model_files.resolve import resolve_model, with_device
-from ..models.base import PackedModel
-from ..packed_batch import PackedBatch
 from ..pooling import ModelPooler, PoolingMetadata, TokenMaps
 from ..pooling.output import OutputCopy
 from ..protocol.batch_outputs import BatchOutputs

@@ -10,7 +10,7 @@ from ..protocol.errors import UnsupportedModelError
 
 logger = logging.getLogger("penstock.engine")
 
-# model_type -> class name prefix in transformers, module of engine/models and class here.
+# model_type -> class name prefix in transformers, module of engine/executors/torch and class here.
 _FAMILIES: Final[dict[str, tuple[str, str, str]]] = {
     "bert": ("Bert", "encoders.bert", "BertModel"),
     "roberta": ("Roberta", "encoders.bert", "RobertaModel"),
@@ -53,7 +53,7 @@ _SUFFIXES: Final = (
     "ForCausalLM",
     "LMHeadModel",
 )
-# Architecture -> module of engine/models and class here.
+# Architecture -> module of engine/executors/torch and class here.
 NATIVE_ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
     prefix + suffix: (module, name) for prefix, module, name in _FAMILIES.values() for suffix in _SUFFIXES
 } | {"Gemma3ForCausalLM": ("decoders.gemma", "Gemma3Model")}
@@ -65,7 +65,7 @@ def has_own_code(architecture: str, config: Mapping[str, Any]) -> bool:
 
 
 def native_class(architecture: str, model_type: str, config: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the module of engine/models and the class in it that run a model.
+    """Returns the module of engine/executors/torch and the class in it that run a model.
 
     Args:
         architecture: Class name from config.json; "AutoModel" where it names none.

@@ -1,7 +1,7 @@
 """From hidden states to embeddings and class scores.
 
-Models that run on torch use this package. Encoders that run on the C library use `engine/native/array_pooler.py`, with
-the same results within 3e-6: they load no torch and have no chunks.
+Models that run on torch use this package. Encoders that run on the C library use
+`engine/executors/cpu/array_pooler.py`, with the same results within 3e-6: they load no torch and have no chunks.
 """
 
 from ..protocol.tasks import PoolingStrategy

@@ -20,7 +20,7 @@ from .packing import Rows, as_rows, cu_seqlens_of, host_rows_between, prefix_sum
 from .states import PoolingStates, Strategy, types_of
 
 if TYPE_CHECKING:
-    from ..packed_batch import PackedBatch
+    from ..executors.torch.packed_batch import PackedBatch
 
 Array = Tensor | NDArray[Any]
 

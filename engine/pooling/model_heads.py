@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import Tensor
 
-from ..models.base import PackedModel
+from ..executors.torch.base import PackedModel
 from ..protocol.batch_outputs import OutputGroup
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.kernels.upload import upload
 
-from ..models.base import ModelOutput, PackedModel
+from ..executors.torch.base import ModelOutput, PackedModel
 from ..protocol.batch_outputs import OutputGroup, by_group, distinct_params
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams

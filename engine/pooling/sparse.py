@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.kernels.pooling import MAX_TRITON_WIDTH, pool
 from penstock.kernels.upload import upload
 
-from ..models.encoders.masked_lm import BLOCK_ROWS
+from ..executors.torch.encoders.masked_lm import BLOCK_ROWS
 from ..protocol.vectors import SparseKind, SparsePooling
 from .heads import RowMap
 from .metadata import PoolingMetadata

@@ -77,7 +77,7 @@ def short_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """On CUDA this process gets 64 MiB more than it holds; on a CPU a forward over more than 4,096 tokens fails."""
     import torch
 
-    from penstock.engine.models.encoders.encoder import PostNormEncoder
+    from penstock.engine.executors.torch.encoders.encoder import PostNormEncoder
 
     if device == "cpu":
         forward = PostNormEncoder.forward

@@ -13,12 +13,18 @@ _ROUTES = ("tests/server/routes", "tests/server/observability")
 _OTHERS = {
     "engine/scheduling": ("tests/engine/sequence_pool", "tests/engine/core", "tests/engine/client", *_ENGINE),
     "engine/sequence_pool": ("tests/engine/scheduling", "tests/engine/core", *_ENGINE),
-    "engine/pooling": ("tests/engine/core", "tests/engine/tokenization", "tests/engine/models", *_ENGINE, *_ROUTES),
+    "engine/pooling": (
+        "tests/engine/core",
+        "tests/engine/tokenization",
+        "tests/engine/executors/torch",
+        *_ENGINE,
+        *_ROUTES,
+    ),
     "engine/client": (*_ENGINE, *_PROCESS, "tests/engine/protocol", "tests/engine/tokenization", *_ROUTES),
-    "engine/core": (*_ENGINE, "tests/engine/scheduling", "tests/engine/models", *_ROUTES),
+    "engine/core": (*_ENGINE, "tests/engine/scheduling", "tests/engine/executors/torch", *_ROUTES),
     "engine/tokenization": (*_ENGINE, "tests/engine/core", *_ROUTES),
     "engine/protocol": ("tests/engine/tokenization", "tests/engine/client", *_ENGINE, *_ROUTES),
-    "kernels": ("tests/engine/pooling", "tests/engine/models", "tests/engine/core"),
+    "kernels": ("tests/engine/pooling", "tests/engine/executors/torch", "tests/engine/core"),
     "server": ("tests/server",),
 }
 

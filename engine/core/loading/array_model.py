@@ -9,8 +9,8 @@ from penstock.kernels.native import Machine
 from ...checkpoint.array_file import ArrayFile, holds_arrays
 from ...checkpoint.files import open_checkpoint
 from ...checkpoint.views import ArrayWeights
-from ...native.array_encoder import ArrayEncoder, find_reader
-from ...native.heads import fits_dense
+from ...executors.cpu.array_encoder import ArrayEncoder, find_reader
+from ...executors.cpu.heads import fits_dense
 from ...protocol.model_info import ModelInfo
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from ...checkpoint.files import open_checkpoint
-from ...layers.weights import are_finite
+from ...executors.torch.layers.weights import are_finite
 from ...protocol.errors import WeightError
 from ...protocol.model_info import ModelInfo
 from .weights_loader import open_tensors, torch_dtype

@@ -9,8 +9,8 @@ from typing import Final
 from penstock.kernels.native import Format, Machine, NativeError
 from penstock.kernels.native.self_check import multiplies_right
 
+from ...executors.cpu.array_encoder import find_reader
 from ...model_files.registry import has_own_code
-from ...native.array_encoder import find_reader
 from ...protocol.config import EngineConfig
 from ...protocol.errors import MachineError
 from ...protocol.model_info import ModelInfo

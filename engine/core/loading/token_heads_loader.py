@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from ...checkpoint.files import Checkpoint
-from ...layers.linear import Linear
-from ...layers.weights import Weights
+from ...executors.torch.layers.linear import Linear
+from ...executors.torch.layers.weights import Weights
 from ...pooling import TokenMaps
 from ...protocol.model_info import ModelInfo, TokenizerSpec
 from .weights_loader import open_tensors

@@ -27,17 +27,17 @@ from ...checkpoint.files import (
     open_checkpoint,
 )
 from ...checkpoint.views import ArrayWeights
-from ...layers.dense import Dense
-from ...layers.fusion import Fusion
-from ...layers.rows import limit_kept_kernels
-from ...layers.weights import Weights
+from ...executors.cpu.array_encoder import ArrayEncoder, find_reader
+from ...executors.torch import find_model_class
+from ...executors.torch.base import PackedModel
+from ...executors.torch.encoders.masked_lm import VocabularyHead
+from ...executors.torch.layers.dense import Dense
+from ...executors.torch.layers.fusion import Fusion
+from ...executors.torch.layers.rows import limit_kept_kernels
+from ...executors.torch.layers.weights import Weights
+from ...executors.torch.native_kernels import NativeKernelsModel
 from ...model_files.json_files import one_line
 from ...model_files.registry import has_own_code
-from ...models import find_model_class
-from ...models.base import PackedModel
-from ...models.encoders.masked_lm import VocabularyHead
-from ...models.native_kernels import NativeKernelsModel
-from ...native.array_encoder import ArrayEncoder, find_reader
 from ...protocol.errors import WeightError
 from ...protocol.model_info import ModelInfo
 from ...protocol.vectors import SparseKind
@@ -87,7 +87,7 @@ def load_model(
     """
     limit_kept_kernels()
     if not info.native or (trust_remote_code and has_own_code(info.architecture, info.config)):
-        from ...models.fallback.model import TransformersModel
+        from ...executors.torch.transformers.model import TransformersModel
 
         for name in WEIGHT_FILES:  # transformers follows an index wherever it leads
             if (index := Path(info.path) / f"{name}.index.json").is_file():

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...packed_batch import BatchCache, KvCache, SsmStates
+from ...executors.torch.packed_batch import BatchCache, KvCache, SsmStates
 from ...pooling import PoolingStates
 from ...scheduling import Chunk, QueuedSequence
 from ...sequence_pool import Allocation, PoolPlan

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...staging import empty_for, views
+from ...executors.torch.staging import empty_for, views
 from ..runner import DeviceLostError
 
 logger = logging.getLogger("penstock.engine")

@@ -22,9 +22,9 @@ from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
+from penstock.engine.executors.torch.base import ModelOutput, PackedModel
+from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.model_files.resolve import resolve_model, with_device
-from penstock.engine.models.base import ModelOutput, PackedModel
-from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.protocol.client_message import ClientMessageBuilder, SubmitRequest
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.messages import CacheUse, Frame, FromCore, RequestFailed, StepResults

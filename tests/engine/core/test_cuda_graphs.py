@@ -23,10 +23,10 @@ from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.loading.warm_up import MadeBatches
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
-from penstock.engine.layers.attention import encoder as attention_layer
+from penstock.engine.executors.torch.base import PackedModel
+from penstock.engine.executors.torch.layers.attention import encoder as attention_layer
+from penstock.engine.executors.torch.packed_batch import BatchCache, HiddenTokens, PackedBatch
 from penstock.engine.model_files.resolve import resolve_model
-from penstock.engine.models.base import PackedModel
-from penstock.engine.packed_batch import BatchCache, HiddenTokens, PackedBatch
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams

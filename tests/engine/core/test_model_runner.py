@@ -20,9 +20,9 @@ from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, EndedForward
 from penstock.engine.core.waker import Waker
+from penstock.engine.executors.torch.base import ModelOutput, PackedModel
+from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.model_files.resolve import resolve_model, with_device
-from penstock.engine.models.base import ModelOutput, PackedModel
-from penstock.engine.packed_batch import PackedBatch
 from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.errors import ModelLoadError

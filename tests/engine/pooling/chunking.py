@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.models.base import ModelOutput
+from penstock.engine.executors.torch.base import ModelOutput
 from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.models.base import ModelOutput, PackedModel
-from penstock.engine.packed_batch import BatchCache, PackedBatch
+from penstock.engine.executors.torch.base import ModelOutput, PackedModel
+from penstock.engine.executors.torch.packed_batch import BatchCache, PackedBatch
 from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata, PoolingStates
 from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams

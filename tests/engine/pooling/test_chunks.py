@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
-from penstock.engine.models.base import ModelOutput
-from penstock.engine.packed_batch import BatchCache, PackedBatch
+from penstock.engine.executors.torch.base import ModelOutput
+from penstock.engine.executors.torch.packed_batch import BatchCache, PackedBatch
 from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates, poolers
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.request import TokenizedInput

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.models.base import ModelOutput
+from penstock.engine.executors.torch.base import ModelOutput
 from penstock.engine.pooling import ModelPooler, poolers
 from penstock.engine.protocol.errors import UnsupportedTaskError
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.models.base import ModelOutput
+from penstock.engine.executors.torch.base import ModelOutput
 from penstock.engine.pooling import ModelPooler, TokenMaps, sparse
 from penstock.engine.pooling.sparse import SparsePooler
 from penstock.engine.protocol.tasks import PoolingTask

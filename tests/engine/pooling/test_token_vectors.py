@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.models.base import ModelOutput
+from penstock.engine.executors.torch.base import ModelOutput
 from penstock.engine.pooling import ModelPooler, PoolingStates, TokenMaps
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask

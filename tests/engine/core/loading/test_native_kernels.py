@@ -12,8 +12,8 @@ from penstock.engine.core.loading.bfloat16_gain import Bfloat16Gain, bfloat16_ga
 from penstock.engine.core.loading.native_kernels import choose_kernels
 from penstock.engine.core.memory.device import resolve_device
 from penstock.engine.core.model_runner import ModelRunner
+from penstock.engine.executors.cpu.arithmetic import Arithmetic
 from penstock.engine.model_files.resolve import resolve_model, with_device
-from penstock.engine.native.arithmetic import Arithmetic
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import ModelInfo

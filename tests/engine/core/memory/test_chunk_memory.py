@@ -12,7 +12,7 @@ import torch
 
 from penstock.engine.core.memory.chunk_memory import ChunkMemory
 from penstock.engine.core.memory.device_stream import DeviceStream, stream_of
-from penstock.engine.packed_batch import SsmStates
+from penstock.engine.executors.torch.packed_batch import SsmStates
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request

@@ -1,0 +1,1 @@
+"""Run models: on the CPU as arrays with the C library, and on torch."""

@@ -1,0 +1,83 @@
+"""What one forward reads, as arrays: the tokens of all sequences, or of chunks of them, end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.native import Past
+
+from ...protocol.request import TokenizedInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedArrays:
+    """T packed tokens of N sequences.
+
+    Attributes:
+        input_ids: [T] int64.
+        positions: [T] int64, the place of each token in its whole sequence, from 0.
+        token_type_ids: [T] int64; None where all are 0.
+        cu_seqlens: [N+1] int32, prefix sums of the lengths.
+        lengths: [N] int32, rows of each sequence.
+        skip_tokens: [N] int32, tokens at the head of each whole sequence that pooling leaves out; None for none.
+        num_hidden: [N] int32, tokens at the end of each sequence that no token attends to; None for none.
+        past: What chunks find in pages and leave there; None where all sequences are whole and nothing is kept.
+    """
+
+    input_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    token_type_ids: NDArray[np.int64] | None
+    cu_seqlens: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    skip_tokens: NDArray[np.int32] | None = None
+    num_hidden: NDArray[np.int32] | None = None
+    past: Past | None = None
+
+    @classmethod
+    def build(cls, inputs: Sequence[TokenizedInput], starts: Sequence[int] | None = None) -> PackedArrays:
+        """Packs `inputs` in their order.
+
+        Args:
+            inputs: At least one, none of them empty: whole sequences, or chunks of them.
+            starts: Place of each chunk in its sequence; None means that all begin at 0.
+        """
+        lengths = np.array([len(i) for i in inputs], np.int32)
+        cu_seqlens = np.zeros(len(inputs) + 1, np.int32)
+        lengths.cumsum(out=cu_seqlens[1:])
+        positions = np.arange(cu_seqlens[-1], dtype=np.int64)
+        if len(inputs) > 1:
+            positions -= cu_seqlens[:-1].repeat(lengths)
+        if starts is not None:
+            positions += np.repeat(np.asarray(starts, np.int64), lengths)
+        types = skips = num_hidden = None
+        if any(i.type_boundary for i in inputs):
+            boundaries = np.array([i.type_boundary for i in inputs], np.int64)
+            never = np.iinfo(np.int64).max
+            types = (positions >= np.repeat(np.where(boundaries > 0, boundaries, never), lengths)).astype(np.int64)
+        if any(i.num_prompt_tokens for i in inputs):
+            skips = np.array([i.num_prompt_tokens for i in inputs], np.int32)
+        if any(i.num_hidden for i in inputs):
+            num_hidden = np.array([i.num_hidden for i in inputs], np.int32)
+        return cls(
+            input_ids=np.concatenate([i.token_ids for i in inputs], dtype=np.int64),
+            positions=positions,
+            token_type_ids=types,
+            cu_seqlens=cu_seqlens,
+            lengths=lengths,
+            skip_tokens=skips,
+            num_hidden=num_hidden,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of packed tokens."""
+        return len(self.input_ids)
+
+    @property
+    def starts(self) -> NDArray[np.int32]:
+        """The first row of each sequence, [N]."""
+        return self.cu_seqlens[:-1]

@@ -1,0 +1,181 @@
+"""A sparse mixture of experts: several MLPs, of which each token goes through a few.
+
+Source: Shazeer et al., Outrageously Large Neural Networks (arXiv 1701.06538); Fedus et al., Switch Transformers (arXiv
+2101.03961).
+Shape letters: R rows, D model width, I inner width, T packed tokens in R rows, X experts, K experts of a token, A pairs
+of a token and one of its experts: T * K, M rows of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.grouped_linear import grouped_linear
+
+from ....protocol.errors import ModelLoadError
+from .activation import Gate
+from .fusion import Fusion
+from .linear import GatedLinear, Linear
+from .mlp import GatedMlp
+from .rows import Rows, round_up
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertStack:
+    """The maps of all experts, on top of each other. An Iterable of those of each: views.
+
+    Attributes:
+        both: Gate above up of each, [X, 2 * I, D].
+        down: The maps back, [X, D, I].
+    """
+
+    both: Tensor
+    down: Tensor
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.both, self.down, strict=True)
+
+    @classmethod
+    def of(cls, experts: Iterable[tuple[Tensor, Tensor]], num_experts: int) -> Self:
+        """Returns a stack of experts, each copied in as it comes: those that are read one by one are never held twice.
+
+        Raises:
+            ValueError: There are more or fewer experts.
+        """
+        stacks: list[Tensor] = []
+        for index, tensors in zip(range(num_experts), experts, strict=True):
+            if not stacks:
+                stacks = [tensor.new_empty(num_experts, *tensor.shape) for tensor in tensors]
+            for stack, tensor in zip(stacks, tensors, strict=True):
+                stack[index].copy_(tensor)
+        return cls(*stacks)
+
+
+class Experts(Protocol):
+    """X MLPs, and the weighted sum of the chosen ones."""
+
+    def add_to(self, sum_RD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
+        """Adds the weighted sum of each token's K experts.
+
+        Args:
+            sum_RD: [R, D] float32. Its first T rows are written.
+            x_TD: [T, D].
+            expert_TK: [T, K] int64, numbers of different experts.
+            weight_TK: [T, K] float32.
+        """
+
+
+class SparseExperts:
+    """The sum of a token's K best experts, weighted by the router's softmax; no token is dropped.
+
+    Router, weights and sum are float32 whatever the type of the model.
+
+    Args:
+        router_XD: [X, D] float32.
+        experts: Of each, gate above up [2 * I, D], and the map back [D, I]; taken one after the other, or as they are
+            where they are an ExpertStack and a GPU runs them.
+        activation: Of the gate, name as in config.json.
+        top_k: K.
+        renormalise: Whether the weights of a token's K experts sum to 1, instead of those of all X.
+        fusion: Of the gates, on a GPU.
+
+    Raises:
+        ModelLoadError: There are fewer than K experts.
+    """
+
+    def __init__(
+        self,
+        router_XD: Tensor,
+        experts: Iterable[tuple[Tensor, Tensor]],
+        activation: str,
+        top_k: int,
+        *,
+        renormalise: bool,
+        fusion: Fusion = Fusion.NONE,
+    ) -> None:
+        num_experts = router_XD.shape[0]
+        if not 1 <= top_k <= num_experts:
+            raise ModelLoadError(f"config.json: num_experts_per_tok is {top_k}, but there are {num_experts} experts.")
+        self._router = Linear(router_XD, None, reorder=False)
+        self._experts: Experts
+        if router_XD.device.type == "cpu":
+            self._experts = OneByOneExperts(experts, activation)
+        else:
+            stack = experts if isinstance(experts, ExpertStack) else ExpertStack.of(experts, num_experts)
+            self._experts = SortedExperts(stack, activation, fusion=fusion)
+        self._top_k = top_k
+        self._renormalise = renormalise
+
+    def __call__(self, x_RD: Tensor, rows: Rows) -> Tensor:
+        """Returns [R, D]; rows that are no tokens are zero."""
+        x_TD = rows.trim(x_RD)
+        weight_TK, expert_TK = self._route(x_TD)
+        sum_RD = torch.zeros(x_RD.shape, device=x_RD.device)
+        self._experts.add_to(sum_RD, x_TD, expert_TK, weight_TK)
+        return sum_RD.to(x_RD.dtype)
+
+    def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns weights and numbers of each token's experts, [T, K] each."""
+        logits_TX = self._router(x_TD.float())
+        if not self._renormalise:
+            weight_TK, expert_TK = logits_TX.softmax(-1).topk(self._top_k, dim=-1)
+            return weight_TK, expert_TK
+        logits_TK, expert_TK = logits_TX.topk(self._top_k, dim=-1)
+        return logits_TK.softmax(-1), expert_TK
+
+
+class OneByOneExperts:
+    """Experts in turn, each over its own rows: for a CPU, which knows at once how many those are. See SparseExperts."""
+
+    def __init__(self, experts: Iterable[tuple[Tensor, Tensor]], activation: str) -> None:
+        self._experts = [
+            GatedMlp(GatedLinear(both_2ID, None, activation), Linear(down_DI, None)) for both_2ID, down_DI in experts
+        ]
+
+    def add_to(self, sum_RD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
+        """See Experts."""
+        order_A = expert_TK.flatten().argsort(stable=True)
+        token_A = order_A // expert_TK.shape[1]
+        weight_A1 = weight_TK.flatten()[order_A, None]
+        counts = torch.bincount(expert_TK.flatten(), minlength=len(self._experts)).tolist()
+        parts = zip(self._experts, token_A.split(counts), weight_A1.split(counts), strict=True)
+        for expert, token_M, weight_M1 in parts:
+            if len(token_M):
+                sum_RD.index_add_(0, token_M, _run(expert, x_TD, token_M).float() * weight_M1)
+
+
+class SortedExperts:
+    """All experts in two grouped products over rows that are sorted by expert: nothing waits for a device to count.
+
+    A token's sum is taken in the order of its experts, and never by atomic additions: it does not depend on the batch.
+    See SparseExperts.
+    """
+
+    def __init__(self, stack: ExpertStack, activation: str, *, fusion: Fusion = Fusion.NONE) -> None:
+        self._both_X2ID, self._down_XDI = stack.both, stack.down
+        self._gate = Gate(activation, fusion)
+
+    def add_to(self, sum_RD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
+        """See Experts."""
+        expert_A, order_A = expert_TK.flatten().sort(stable=True)
+        numbers_X = torch.arange(len(self._both_X2ID), device=x_TD.device)
+        ends_X = torch.searchsorted(expert_A, numbers_X, right=True, out_int32=True)
+        both_A2I = grouped_linear(x_TD[order_A // expert_TK.shape[1]], self._both_X2ID, ends_X)
+        out_AD = grouped_linear(self._gate(both_A2I), self._down_XDI, ends_X)
+        place_TK = order_A.argsort().view(expert_TK.shape)
+        sum_TD = sum_RD[: len(x_TD)]
+        for place_T, weight_T in zip(place_TK.unbind(1), weight_TK.unbind(1), strict=True):
+            sum_TD.addcmul_(out_AD[place_T].float(), weight_T[:, None])
+
+
+def _run(expert: GatedMlp, x_TD: Tensor, token_M: Tensor) -> Tensor:
+    """Returns the expert's [M, D], in as many rows as oneDNN has kernels for (see rows.py)."""
+    num_rows = len(token_M)
+    token_M = F.pad(token_M, (0, round_up(num_rows) - num_rows))
+    return expert(x_TD[token_M])[:num_rows]

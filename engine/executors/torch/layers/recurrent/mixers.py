@@ -1,0 +1,254 @@
+"""The mixers of Mamba and Mamba-2: a convolution, a recurrence whose step and matrices depend on the token, a gate.
+
+Sources: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces (arXiv 2312.00752), section 3.4;
+Dao and Gu, Transformers are SSMs (2405.21060), section 7: the recurrence decays a whole head at once (SSD).
+Shape letters: T packed tokens in R rows, D model width, C inner channels, S state size, W width of the convolution,
+Q rank of the step; in Mamba-2 H heads of P channels, and G groups of heads that share their B and C matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.gated import MAX_GROUP_WIDTH, Backend, gated_norm
+from penstock.kernels.selective_scan import selective_scan
+from penstock.kernels.ssd import ssd
+
+from .....sequence_pool.cache_spec import SsmLayerSpec
+from ..fusion import Fusion
+from ..linear import Linear
+from ..norm import RmsNorm
+from ..rows import Rows
+from ..weights import Weights
+from .ssm import CausalConv, LayerStates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaSizes:
+    """What the shapes of one mixer depend on, and its options.
+
+    Attributes:
+        hidden_size: D.
+        inner_size: C.
+        state_size: S.
+        conv_width: W.
+        step_rank: Q.
+        bias: Whether the outer projections have one.
+        conv_bias: Whether the convolution has one.
+        activation: After the convolution.
+    """
+
+    hidden_size: int
+    inner_size: int
+    state_size: int
+    conv_width: int
+    step_rank: int
+    bias: bool
+    conv_bias: bool
+    activation: str
+
+    @property
+    def cache_spec(self) -> SsmLayerSpec:
+        """What must be kept of a sequence from chunk to chunk."""
+        return SsmLayerSpec((self.inner_size, self.conv_width - 1), (self.inner_size, self.state_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNorms:
+    """What later families normalise before the recurrence.
+
+    Attributes:
+        step: Of Q.
+        b: Of S.
+        c: Of S.
+    """
+
+    step: RmsNorm
+    b: RmsNorm
+    c: RmsNorm
+
+
+class MambaMixer:
+    """out(silu(z) * SSM(conv(x))), with x and z from one product.
+
+    The step, the recurrence and its state are float32 whatever the type of the model.
+
+    Args:
+        weights: View of the mixer.
+        sizes: See there.
+        index: Number of the layer among the model's SSM layers.
+        norms: Of step, B and C; None where the family has none.
+    """
+
+    def __init__(self, weights: Weights, sizes: MambaSizes, index: int, norms: StepNorms | None = None) -> None:
+        D, C, S, Q = sizes.hidden_size, sizes.inner_size, sizes.state_size, sizes.step_rank
+        self.sizes = sizes
+        self.index = index
+        self.norms = norms
+        self.in_proj = Linear.load(weights, "in_proj", D, 2 * C, bias=sizes.bias)
+        self.conv = CausalConv(weights, "conv1d", C, sizes.conv_width, sizes.conv_bias, sizes.activation)
+        self.x_proj = Linear.load(weights, "x_proj", C, Q + 2 * S, bias=False)
+        self.dt_proj = Linear.load(weights, "dt_proj", Q, C, bias=False)
+        self.dt_bias_C = weights.tensor("dt_proj.bias", C, dtype=torch.float32)
+        self.a_CS = -torch.exp(weights.tensor("A_log", C, S, dtype=torch.float32))
+        self.d_C = weights.tensor("D", C, dtype=torch.float32)
+        self.out_proj = Linear.load(weights, "out_proj", C, D, bias=sizes.bias)
+
+    def __call__(self, x_RD: Tensor, rows: Rows, *, add: Tensor | None = None) -> Tensor:
+        """Returns [R, D].
+
+        Args:
+            x_RD: [R, D].
+            rows: Which rows are tokens, and where sequences begin.
+            add: [R, D], the type of x. Added to the result (a residual).
+        """
+        batch, sizes = rows.batch, self.sizes
+        states = LayerStates.of(batch, self.index)
+        conv_state, ssm_state = states.load()
+        x_RC, gate_RC = self.in_proj(x_RD).chunk(2, dim=-1)
+        x_TC, conv_state = self.conv(rows.trim(x_RC), batch, conv_state, return_final_states=states.must_save)
+        step_RQ, b_RS, c_RS = self.x_proj(rows.pad(x_TC)).split(
+            (sizes.step_rank, sizes.state_size, sizes.state_size), dim=-1
+        )
+        if self.norms is not None:
+            step_RQ, b_RS, c_RS = self.norms.step(step_RQ), self.norms.b(b_RS), self.norms.c(c_RS)
+        dt_TC = F.softplus(rows.trim(self.dt_proj(step_RQ.contiguous())).float() + self.dt_bias_C)
+        y_TC, ssm_state = selective_scan(
+            x_TC,
+            dt_TC,
+            self.a_CS,
+            rows.trim(b_RS),
+            rows.trim(c_RS),
+            batch.cu_seqlens,
+            batch.seq_lens,
+            d=self.d_C,
+            initial_states=ssm_state,
+            return_final_states=states.must_save,
+        )
+        states.save(conv_state, ssm_state)
+        return self.out_proj(rows.pad(y_TC) * F.silu(gate_RC), add=add)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Sizes:
+    """What the shapes of one mixer depend on, and its options.
+
+    Attributes:
+        hidden_size: D.
+        num_heads: H.
+        head_size: P.
+        num_groups: G.
+        state_size: S.
+        conv_width: Width of the convolution.
+        bias: Whether the outer projections have one.
+        conv_bias: Whether the convolution has one.
+        activation: After the convolution.
+        step_limit: Smallest and largest step.
+        eps: Of the norm before the output projection.
+    """
+
+    hidden_size: int
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    conv_width: int
+    bias: bool
+    conv_bias: bool
+    activation: str
+    step_limit: tuple[float, float]
+    eps: float
+
+    @property
+    def inner_size(self) -> int:
+        """C."""
+        return self.num_heads * self.head_size
+
+    @property
+    def conv_size(self) -> int:
+        """E."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def cache_spec(self) -> SsmLayerSpec:
+        """What must be kept of a sequence from chunk to chunk."""
+        return SsmLayerSpec((self.conv_size, self.conv_width - 1), (self.num_heads, self.head_size, self.state_size))
+
+
+class GatedGroupNorm:
+    """RMSNorm of x * silu(z) over each group of channels. The arithmetic is float32.
+
+    Args:
+        weight_C: [C] float32.
+        num_groups: G.
+        eps: Added to the mean square.
+        fusion: With FUSED, one kernel does it.
+    """
+
+    __slots__ = ("_backend", "_eps", "_num_groups", "_weight_C")
+
+    def __init__(self, weight_C: Tensor, num_groups: int, eps: float, *, fusion: Fusion = Fusion.NONE) -> None:
+        is_fused = fusion is Fusion.FUSED and len(weight_C) // num_groups <= MAX_GROUP_WIDTH
+        self._backend: Backend = "triton" if is_fused else "torch"
+        self._weight_C = weight_C
+        self._num_groups = num_groups
+        self._eps = eps
+
+    def __call__(self, x_RC: Tensor, gate_RC: Tensor) -> Tensor:
+        """Returns [R, C] in the type of the gate."""
+        return gated_norm(x_RC, gate_RC, self._weight_C, self._num_groups, self._eps, backend=self._backend)
+
+
+class Mamba2Mixer:
+    """out(norm(silu(z) * SSM(conv(x, B, C)))), with z, x, B, C and the step from one product; else as MambaMixer.
+
+    C = H * P, and E = C + 2 * G * S channels go through the convolution.
+    """
+
+    def __init__(self, weights: Weights, sizes: Mamba2Sizes, index: int) -> None:
+        D, H, C, E = sizes.hidden_size, sizes.num_heads, sizes.inner_size, sizes.conv_size
+        self.sizes = sizes
+        self.index = index
+        self.in_proj = Linear.load(weights, "in_proj", D, C + E + H, bias=sizes.bias)
+        self.conv = CausalConv(weights, "conv1d", E, sizes.conv_width, sizes.conv_bias, sizes.activation)
+        self.dt_bias_H = weights.tensor("dt_bias", H, dtype=torch.float32)
+        self.a_H = -torch.exp(weights.tensor("A_log", H, dtype=torch.float32))
+        self.d_H = weights.tensor("D", H, dtype=torch.float32)
+        weight_C = weights.tensor("norm.weight", C, dtype=torch.float32)
+        self.norm = GatedGroupNorm(weight_C, sizes.num_groups, sizes.eps, fusion=weights.fusion)
+        self.out_proj = Linear.load(weights, "out_proj", C, D, bias=sizes.bias)
+
+    def __call__(self, x_RD: Tensor, rows: Rows, *, add: Tensor | None = None) -> Tensor:
+        """Returns [R, D]; see MambaMixer."""
+        batch, sizes = rows.batch, self.sizes
+        states = LayerStates.of(batch, self.index)
+        conv_state, ssm_state = states.load()
+        gate_RC, xbc_RE, dt_RH = self.in_proj(x_RD).split((sizes.inner_size, sizes.conv_size, sizes.num_heads), -1)
+        xbc_TE, conv_state = self.conv(rows.trim(xbc_RE), batch, conv_state, return_final_states=states.must_save)
+        shared = sizes.num_groups * sizes.state_size
+        x_TC, b_TX, c_TX = xbc_TE.split((sizes.inner_size, shared, shared), -1)
+        y_THP, ssm_state = ssd(
+            x_TC.unflatten(1, (sizes.num_heads, sizes.head_size)),
+            self._steps(rows.trim(dt_RH)),
+            self.a_H,
+            b_TX.unflatten(1, (sizes.num_groups, sizes.state_size)),
+            c_TX.unflatten(1, (sizes.num_groups, sizes.state_size)),
+            batch.cu_seqlens,
+            batch.seq_lens,
+            d=self.d_H,
+            initial_states=ssm_state,
+            return_final_states=states.must_save,
+        )
+        states.save(conv_state, ssm_state)
+        return self.out_proj(self.norm(rows.pad(y_THP.flatten(1)), gate_RC), add=add)
+
+    def _steps(self, dt_TH: Tensor) -> Tensor:
+        """Returns the length of every step, [T, H] float32."""
+        steps_TH = F.softplus(dt_TH.float() + self.dt_bias_H)
+        low, high = self.sizes.step_limit
+        return steps_TH if low <= 0 and math.isinf(high) else steps_TH.clamp_(low, high)

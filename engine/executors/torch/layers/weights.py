@@ -1,0 +1,72 @@
+"""The named tensors of a checkpoint on their way into layers: scoped, checked, cast and moved. Knows no file format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ....checkpoint.views import TensorSource, WeightView
+from .fusion import Fusion
+
+
+def are_finite(values: Tensor) -> bool:
+    """Whether a tensor of any type holds neither NaN nor inf. Nearly always its sum alone tells, which is quick."""
+    if values.is_floating_point() and values.itemsize == 1:
+        values = values.float()  # torch sums no float8
+    return bool(torch.isfinite(values.sum()) or torch.isfinite(values).all())
+
+
+@dataclass(frozen=True, slots=True)
+class Weights(WeightView[Tensor]):
+    """A view of a checkpoint below one prefix.
+
+    Attributes:
+        source: The checkpoint.
+        dtype: Type that model weights are cast to.
+        device: Where they go.
+        prefix: Put before every name, such as "bert.encoder.".
+        fusion: How far the layers that are made of it go into each other's kernels.
+    """
+
+    source: TensorSource[Tensor]
+    dtype: torch.dtype
+    device: torch.device
+    prefix: str = ""
+    fusion: Fusion = Fusion.NONE
+
+    are_finite = staticmethod(are_finite)
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Reads one tensor.
+
+        Args:
+            name: Below the prefix.
+            *shape: The shape that it must have.
+            dtype: Instead of the view's own.
+
+        Returns:
+            A copy, on the device, that does not depend on the file.
+
+        Raises:
+            WeightError: It is missing, has another shape, or holds NaN or inf.
+        """
+        stored = self.stored(name, shape)
+        self.check_finite(name, stored)
+        return stored.to(self.device, dtype or self.dtype, copy=True)
+
+    def table(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Reads a table of which a forward looks up single rows; arguments are those of `tensor`, and errors.
+
+        NaN and inf are let pass: they cost the inputs that read their row alone, and rows that no text reaches are
+        known to hold some.
+        """
+        return self.stored(name, shape).to(self.device, dtype or self.dtype, copy=True)
+
+    def rows(self, name: str, indices: Sequence[int], *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Reads some rows of a tensor; arguments and errors are those of `tensor`, and `shape` that of the whole."""
+        picked = self.stored(name, shape)[list(indices)]
+        self.check_finite(name, picked)
+        return picked.to(self.device, dtype or self.dtype)

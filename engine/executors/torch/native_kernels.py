@@ -1,0 +1,100 @@
+"""Models that the native kernels run, between tensors: decoders, and encoders with parts that need torch.
+
+Torch pools the chunks of the former, and has sparse vectors, ColBERT and old files of the latter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.native import Pages, Past
+
+from ..cpu.array_encoder import ArrayEncoder
+from ..cpu.heads import ArrayHead
+from ..cpu.packed_arrays import PackedArrays
+from .base import Head, ModelOutput, PackedModel
+
+if TYPE_CHECKING:
+    from .packed_batch import BatchCache, KvCache, PackedBatch
+
+
+class NativeKernelsModel(PackedModel):
+    """An ArrayEncoder between tensors, which share its memory.
+
+    Args:
+        encoder: Runs the model.
+    """
+
+    def __init__(self, encoder: ArrayEncoder) -> None:
+        self._encoder = encoder
+        self.machine = encoder.machine
+        self.hidden_size = encoder.hidden_size
+        self.cache_spec = encoder.cache_spec
+        self.cache_dtype = torch.bfloat16 if encoder.page_itemsize == 2 else torch.float32
+        self._pages: tuple[KvCache, Pages] | None = None
+        self.sequence_head = _between_tensors(encoder.sequence_head)
+        self.token_head = _between_tensors(encoder.token_head)
+
+    def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+        """See PackedModel."""
+        output = self._encoder.forward(self._as_arrays(batch), need_attention=need_attention)
+        weights = output.attention_weights
+        return ModelOutput(
+            hidden_states=torch.from_numpy(output.hidden_states),
+            attention_weights=None if weights is None else torch.from_numpy(weights),
+        )
+
+    def _as_arrays(self, batch: PackedBatch) -> PackedArrays:
+        """Returns a batch on the CPU as arrays."""
+        types: Tensor | None = batch.token_type_ids
+        return PackedArrays(
+            input_ids=batch.input_ids.numpy(),
+            positions=batch.positions.numpy(),
+            token_type_ids=None if types is None else types.numpy(),
+            cu_seqlens=batch.cu_seqlens.numpy(),
+            lengths=np.array(batch.seq_lens, np.int32),
+            num_hidden=_num_hidden(batch),
+            past=None if batch.cache is None else self._past(batch.cache, batch.num_tokens),
+        )
+
+    def _past(self, cache: BatchCache, num_tokens: int) -> Past:
+        """Returns where chunks find what lies before them, and leave their own."""
+        assert cache.kv is not None, "a decoder keeps keys and values"
+        if self._pages is None or self._pages[0] is not cache.kv:
+            self._pages = (cache.kv, Pages(*([_as_array(t) for t in part] for part in (cache.kv.k, cache.kv.v))))
+        num_seqs, num_new = len(cache.context_lens), cache.num_new_seqs
+        known = np.zeros((0, 0), np.int32) if cache.block_tables is None else cache.block_tables.numpy()
+        tables_NB = np.zeros((num_seqs, known.shape[1]), np.int32)
+        tables_NB[num_new:] = known
+        slots_T = np.full(num_tokens, -1, np.int64)
+        if cache.store_slots is not None:
+            rows = slice(None) if cache.store_rows is None else cache.store_rows.numpy()
+            slots_T[rows] = cache.store_slots.numpy()
+        lengths_N = np.array(cache.context_lens, np.int32)
+        return Past(pages=self._pages[1], lengths=lengths_N, tables=tables_NB, slots=slots_T)
+
+
+def _as_array(tensor: Tensor) -> NDArray[Any]:
+    """Returns the memory of a tensor; bfloat16, which numpy has not, as two bytes a number."""
+    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def _between_tensors(head: ArrayHead | None) -> Head | None:
+    return None if head is None else lambda x_ND: torch.from_numpy(head(x_ND.numpy()))
+
+
+def _num_hidden(batch: PackedBatch) -> NDArray[np.int32] | None:
+    """Returns the tokens at the end of each sequence that no token attends to, [N]; None for none."""
+    if not batch.hidden:
+        return None
+    num_hidden_N = np.zeros(len(batch.seq_lens), np.int32)
+    starts_N = batch.cu_seqlens.numpy()[:-1]
+    for hidden in batch.hidden:
+        members = np.searchsorted(starts_N, hidden.rows[:, 0].numpy())
+        num_hidden_N[members] = (~hidden.is_visible).sum(1).numpy()
+    return num_hidden_N

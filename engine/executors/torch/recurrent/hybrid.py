@@ -1,0 +1,232 @@
+"""Decoders whose layers mix tokens by attention in some places and by a state space recurrence in the others.
+
+What a family does differently is in its module: jamba.py, bamba.py. ATTENTION pooling takes the last
+layer that has attention.
+
+Shape letters: T packed tokens in R rows, V vocabulary, D model width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....protocol.errors import UnsupportedTaskError
+from ....protocol.model_info import ModelInfo
+from ....sequence_pool.cache_spec import CacheSpec
+from ...cpu.decoders.config import DecoderConfig
+from ..base import ModelOutput, NativeModel
+from ..heads import decoder_head
+from ..layers.attention.decoder import AttentionSpec, DecoderAttention, DecoderPlan
+from ..layers.attention.rotary import RotaryEmbedding, Rotation
+from ..layers.experts import SparseExperts
+from ..layers.fusion import Fusion
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMlp
+from ..layers.norm import RmsNorm
+from ..layers.recurrent.mixers import Mamba2Mixer, MambaMixer
+from ..layers.residual import Residual
+from ..layers.rows import Rows
+from ..layers.weights import Weights
+from .mamba import require_causal
+
+if TYPE_CHECKING:
+    from ..packed_batch import PackedBatch
+
+SsmMixer = MambaMixer | Mamba2Mixer
+FeedForward = tuple[GatedMlp | None, SparseExperts | None]
+_EMBEDDING: Final = "embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridConfig(DecoderConfig, ABC):
+    """The values of config.json that every hybrid has, and how what differs is read.
+
+    Attributes:
+        final_norm: Name of the norm after the last layer.
+        has_rotary: Whether attention knows positions; the recurrence does in any case.
+    """
+
+    mamba_d_state: int
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+
+    final_norm: ClassVar[str] = "final_layernorm"
+    mlp_norm: ClassVar[str] = "pre_ff_layernorm"
+
+    @property
+    @abstractmethod
+    def attention_layers(self) -> frozenset[int]:
+        """Numbers of the layers that have attention."""
+
+    @abstractmethod
+    def load_mixer(self, weights: Weights, index: int) -> SsmMixer:
+        """Returns the mixer of the recurrent layer `index`, whose tensors `weights` holds."""
+
+    @abstractmethod
+    def load_feed_forward(self, weights: Weights, index: int) -> FeedForward:
+        """Returns MLP and experts of layer `index` of all, whose tensors `weights` holds; one of them at least."""
+
+    @property
+    def has_rotary(self) -> bool:
+        """See the attribute."""
+        return True
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the embeddings."""
+        return 1.0
+
+    @property
+    def residual_scale(self) -> float:
+        """Factor of what a mixer or a feed-forward adds."""
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Walk:
+    """What all layers of one forward share.
+
+    Attributes:
+        rows: Which rows are tokens, and where sequences begin.
+        plan: How attention walks them; None in a model without attention.
+        rotation: Rotary position embedding; None where there is none.
+    """
+
+    rows: Rows
+    plan: DecoderPlan | None
+    rotation: Rotation | None
+
+
+class AttentionMixer:
+    """Attention with its output projection."""
+
+    def __init__(self, weights: Weights, config: HybridConfig, index: int) -> None:
+        spec = AttentionSpec(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            scale=config.scale,
+        )
+        self.attention = DecoderAttention.load(weights, config.hidden_size, spec, index, bias=config.qkv_bias)
+        width = spec.num_heads * spec.head_size
+        self.out = Linear.load(weights, "o_proj", width, config.hidden_size, bias=config.out_bias)
+
+    def __call__(self, x_RD: Tensor, walk: Walk) -> Tensor:
+        """Returns [R, D]."""
+        assert walk.plan is not None
+        return self.out(self.attention(x_RD, walk.rows, walk.plan, walk.rotation))
+
+
+class HybridLayer:
+    """x + s * Mixer(Norm(x)), then x + s * FeedForward(Norm(x)).
+
+    Args:
+        weights: View of the layer.
+        config: Of the model.
+        mixer: Attention or recurrence.
+        mlp: Every token goes through it; None where there is none.
+        experts: Every token goes through some of them, beside the MLP; None where there are none.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        config: HybridConfig,
+        mixer: AttentionMixer | SsmMixer,
+        mlp: GatedMlp | None,
+        experts: SparseExperts | None,
+    ) -> None:
+        self.mixer_norm = RmsNorm.load(weights, "input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.mixer = mixer
+        self.mlp_norm = RmsNorm.load(weights, config.mlp_norm, config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+        self.experts = experts
+        self.scale = config.residual_scale
+
+    def __call__(self, stream: Residual, walk: Walk) -> Residual:
+        """Returns the next hidden states."""
+        x_RD, stream = stream.normed_and_sum(self.mixer_norm)
+        mixer = self.mixer
+        mixed_RD = mixer(x_RD, walk) if isinstance(mixer, AttentionMixer) else mixer(x_RD, walk.rows)
+        x_RD, stream = stream.plus_term(mixed_RD, scale=self.scale).normed_and_sum(self.mlp_norm)
+        return stream.plus_term(self._feed_forward(x_RD, walk.rows), scale=self.scale)
+
+    def _feed_forward(self, x_RD: Tensor, rows: Rows) -> Tensor:
+        """Returns the sum of MLP and experts."""
+        if self.experts is None:
+            assert self.mlp is not None
+            return self.mlp(x_RD)
+        mixed_RD = self.experts(x_RD, rows)
+        return mixed_RD if self.mlp is None else self.mlp(x_RD, add=mixed_RD)
+
+
+class HybridModel(NativeModel):
+    """The decoder with the head that the model's kind asks for.
+
+    Attributes:
+        config_class: What config.json is read into.
+    """
+
+    config_class: ClassVar[type[HybridConfig]]
+
+    def __init__(self, info: ModelInfo, weights: Weights) -> None:
+        require_causal(info)
+        config = self.config_class.read(info.config)
+        self.hidden_size = D = config.hidden_size
+        base = weights.scope_of(_EMBEDDING, ("model", ""))
+        self.embedding_VD = base.table(_EMBEDDING, config.vocab_size, D)
+        self.embedding_scale = config.embedding_scale
+        attentions: list[AttentionMixer] = []
+        recurrences: list[SsmMixer] = []
+        self.layers: list[HybridLayer] = []
+        for i in range(config.num_hidden_layers):
+            scope = base.scope(f"layers.{i}")
+            mixer: AttentionMixer | SsmMixer
+            if i in config.attention_layers:
+                mixer = AttentionMixer(scope.scope("self_attn"), config, len(attentions))
+                attentions.append(mixer)
+            else:
+                mixer = config.load_mixer(scope.scope("mamba"), len(recurrences))
+                recurrences.append(mixer)
+            self.layers.append(HybridLayer(scope, config, mixer, *config.load_feed_forward(scope, i)))
+        self.attentions = attentions
+        self.final_norm = RmsNorm.load(base, config.final_norm, D, config.rms_norm_eps)
+        self.is_fused = weights.fusion is Fusion.FUSED
+        self.rotary = None
+        if attentions and config.has_rotary:
+            self.rotary = RotaryEmbedding(config.rope("full_attention"), weights.device)
+        self.cache_spec = CacheSpec(
+            kv_layers=tuple(mixer.attention.spec.kv_layer for mixer in attentions),
+            ssm_layers=tuple(mixer.sizes.cache_spec for mixer in recurrences),
+        )
+        head = decoder_head(weights, info, D, base.prefix + _EMBEDDING)
+        self.set_head(info.kind, head, scores_rows=not info.classifier_tokens)
+
+    def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+        """See PackedModel."""
+        if need_attention and not self.attentions:
+            raise UnsupportedTaskError(
+                "No layer of the model has attention, so that there are no weights for ATTENTION pooling.",
+                param="pooling_type",
+            )
+        rows = Rows.of(batch)
+        plan = self.attentions[0].attention.plan(rows) if self.attentions else None
+        walk = Walk(rows, plan, self.rotary(batch) if self.rotary is not None else None)
+        hidden_RD = F.embedding(rows.input_ids, self.embedding_VD)
+        if self.embedding_scale != 1.0:
+            hidden_RD = hidden_RD * self.embedding_scale
+        stream = Residual(hidden_RD, is_fused=self.is_fused)
+        weights_TH = None
+        for layer in self.layers:
+            layer_input, stream = stream, layer(stream, walk)
+            if need_attention and layer.mixer is self.attentions[-1]:
+                attention = self.attentions[-1].attention
+                weights_TH = attention.end_weights(layer_input.normed(layer.mixer_norm), rows, walk.rotation)
+        return ModelOutput(hidden_states=stream.trim(rows).normed(self.final_norm), attention_weights=weights_TH)

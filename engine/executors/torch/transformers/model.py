@@ -1,0 +1,272 @@
+"""Models without a native family, run by transformers: packed where a probe shows that this is right, else padded."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ....model_files.json_files import one_line
+from ....protocol.errors import UnsupportedModelError, UnsupportedTaskError
+from ....protocol.model_info import ModelInfo, ModelKind
+from ....protocol.request import TokenizedInput
+from ....protocol.tasks import PoolingType
+from ..base import ModelOutput, PackedModel
+from ..heads import TokenHead
+from ..packed_batch import PackedBatch
+from .network import Network, Sharing, in_float32
+from .packed_attention import NAME, NotPackableError, register
+from .pretrained import CODE_ERRORS, load_pretrained, other_inputs
+
+logger = logging.getLogger("penstock.engine")
+
+_TOLERANCE: Final = 1e-4
+_PROBE_LENGTHS: Final = (5, 11)
+# Attention windows are probed with a sequence that is longer by this much.
+_PAST_WINDOW: Final = 8
+# Tokens beyond which a probe would make the start slow.
+_MAX_PROBE_LENGTH: Final = 1100
+# Of sequences that share a forward; the last one passes the limits beyond which models attend to parts of a text.
+_SHARED_LENGTHS: Final = (10, 60, 250, _MAX_PROBE_LENGTH)
+# Parameters up to which the last one takes seconds on a CPU.
+_SMALL: Final = 200_000_000
+# What a model may raise when it is called in a way that it was not written for.
+_CALL_ERRORS: Final = (
+    NotPackableError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class TransformersModel(PackedModel):
+    """A model of transformers behind penstock's interface.
+
+    What `forward` gives depends on the kind of the checkpoint. An embedding model: hidden states. A token classifier:
+    its logits as hidden states, which `classify_tokens` passes on. A sequence classifier: hidden states where its head
+    is one map of a single row (`score`, or some rows of a language model's output embedding), else logits.
+
+    Args:
+        info: The resolved model.
+        trust_remote_code: Let transformers run code that comes with the model.
+
+    Raises:
+        UnsupportedModelError: transformers cannot load or run it.
+        WeightError: A tensor is missing or has the wrong shape.
+    """
+
+    def __init__(self, info: ModelInfo, *, trust_remote_code: bool = False) -> None:
+        recipe = info.multi_vector
+        if recipe is not None and recipe.expansion is not None and not recipe.expansion.attends:
+            raise UnsupportedModelError(
+                f"{info.name} hides the tokens behind short queries from the others, which only native families can."
+            )
+        self._name = info.name
+        self._device = torch.device(info.device)
+        self._network = Network(load_pretrained(info, trust_remote_code=trust_remote_code), gives_logits=False)
+        self.hidden_size = info.hidden_size
+        if info.kind is ModelKind.TOKEN_CLASSIFIER:
+            self.token_head = _identity
+        with torch.no_grad(), in_float32(self._network.module):
+            if info.classifier_tokens:
+                self._take_token_rows(info)
+            elif info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
+                self._separate_head(info)
+            pools = self._network.gives_logits
+            packing = "its classification head pools by itself" if pools else self._try_packing(info)
+            self._position_offset = packing if isinstance(packing, int) else None
+            sharing = self._try_sharing(info) if self._position_offset is None else ""
+        architecture = type(self._network.module).__name__
+        if self._position_offset is not None:
+            logger.info("%s runs packed through transformers (%s).", info.name, architecture)
+        else:
+            logger.warning("%s runs padded through transformers (%s): %s%s.", info.name, architecture, packing, sharing)
+
+    def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+        """See PackedModel."""
+        if need_attention:
+            raise UnsupportedTaskError(
+                f"{self._name} runs through transformers, which gives no attention weights: "
+                "ATTENTION pooling needs a native family.",
+                param="pooling_type",
+            )
+        if self._position_offset is not None:
+            return ModelOutput(hidden_states=self._network.run_packed(batch, self._position_offset)[0])
+        rows = self._network.run_padded(batch)
+        if not self._network.gives_logits:
+            return ModelOutput(hidden_states=rows)
+        return ModelOutput(hidden_states=rows.new_empty(batch.num_tokens, 0), logits=rows.float())
+
+    def _separate_head(self, info: ModelInfo) -> None:
+        """Takes the head off where it is one map of the row that penstock pools too; leaves it on otherwise."""
+        classifier = self._network.module
+        self._network = pooling = Network(classifier, gives_logits=True)
+        score = getattr(classifier, "score", None)
+        if not isinstance(score, nn.Linear) or info.sequence_pooling not in ((PoolingType.LAST,), (PoolingType.CLS,)):
+            return
+        row = -1 if info.sequence_pooling == (PoolingType.LAST,) else 0
+        probe = self._probe((_PROBE_LENGTHS[0],), info)
+        try:
+            backbone = Network(classifier.base_model, gives_logits=False)
+            rows = backbone.run_padded(probe)
+            is_same = _agree(score(rows[row : row + 1 or None]), pooling.run_padded(probe))
+        except _CALL_ERRORS as error:
+            raise _cannot_run(info, error, self._network.module) from error
+        if is_same:
+            self._network, self.sequence_head = backbone, _ScoreHead(score)
+
+    def _take_token_rows(self, info: ModelInfo) -> None:
+        """Replaces the output embedding of a language model by the rows of its answers."""
+        network, answers = self._network.module, list(info.classifier_tokens)
+        output = network.get_output_embeddings()
+        if not isinstance(output, nn.Linear):
+            raise UnsupportedModelError(f"{info.name} has no output embedding that classifier_from_token could read.")
+        bias_O: Tensor | None = output.bias
+        bias_C = bias_O[answers] if bias_O is not None else None
+        config = self._network.text_config.to_dict()
+        head = TokenHead(output.weight[answers], bias_C, info.classifier_method, config)
+        probe = self._probe((_PROBE_LENGTHS[0],), info)
+        try:
+            expected = self._network.run_padded(probe)[-1:, answers]
+            self._network = Network(network.base_model, gives_logits=False)
+            is_same = _agree(head.logits(self._network.run_padded(probe)[-1:]), expected)
+        except _CALL_ERRORS as error:
+            raise _cannot_run(info, error, self._network.module) from error
+        if not is_same:
+            raise UnsupportedModelError(
+                f"{info.name} computes its logits in a way of its own, which classifier_from_token cannot read."
+            )
+        self.sequence_head = head
+
+    def _try_packing(self, info: ModelInfo) -> int | str:
+        """Decides by trial whether the network may run packed: returns its position offset, or why it may not."""
+        network, module = self._network, self._network.module
+        probe = self._probe(self._probe_lengths(info), info)
+        try:
+            expected = network.run_padded(probe)
+        except _CALL_ERRORS as error:
+            raise _cannot_run(info, error, self._network.module) from error
+        if not network.takes_positions:
+            return "it takes no position ids"
+        implementation = module.config._attn_implementation
+        reason = "packed sequences disturb each other"
+        register()
+        try:
+            module.set_attn_implementation(NAME)
+            for offset in (0, (network.pad_token_id or 0) + 1):
+                rows, row = network.run_packed(probe, offset)
+                if row.num_calls == 0:
+                    reason = "its attention does not go through transformers' interface"
+                elif _agree(rows, expected) and self._holds_past_window(row.max_window, offset, info, implementation):
+                    return offset
+        except _CALL_ERRORS as error:
+            reason = str(error).rstrip(".") or repr(error)
+        module.set_attn_implementation(implementation)
+        return reason
+
+    def _try_sharing(self, info: ModelInfo) -> str:
+        """Decides by trial which sequences may share a padded forward; returns what is to be said of that."""
+        try:
+            while not self._run_as_if_alone(info):
+                # Convolutions read the padding beside a text; experts of limited size leave out tokens of full batches.
+                is_equal = self._network.sharing is Sharing.EQUAL
+                self._network.sharing = Sharing.NONE if is_equal else Sharing.EQUAL
+        except _CALL_ERRORS as error:
+            raise _cannot_run(info, error, self._network.module) from error
+        return self._network.sharing.consequence
+
+    def _run_as_if_alone(self, info: ModelInfo) -> bool:
+        """Whether sequences that share a forward give what each of them gives alone."""
+        network, sharing = self._network, self._network.sharing
+        if sharing is Sharing.NONE:
+            return True
+        is_small = sum(weight.numel() for weight in network.module.parameters()) <= _SMALL
+        lengths = _SHARED_LENGTHS if is_small or self._device.type != "cpu" else _SHARED_LENGTHS[:-1]
+        for length in lengths:
+            if length > info.max_model_len:
+                break
+            shortest = math.ceil(length / sharing.stretch)
+            probe = self._probe((shortest, (shortest + length) // 2, length), info)
+            together = network.run_padded(probe)
+            network.sharing = Sharing.NONE
+            alone = network.run_padded(probe)
+            network.sharing = sharing
+            if not _agree(together, alone):
+                return False
+        return True
+
+    def _holds_past_window(self, window: int, offset: int, info: ModelInfo, implementation: str) -> bool:
+        """Probes local attention with a sequence that its window does not cover."""
+        length = window + _PAST_WINDOW
+        if not window or length > min(_MAX_PROBE_LENGTH, info.max_model_len):
+            return True
+        probe = self._probe((_PROBE_LENGTHS[0], length), info)
+        rows, _ = self._network.run_packed(probe, offset)
+        self._network.module.set_attn_implementation(implementation)
+        expected = self._network.run_padded(probe)
+        self._network.module.set_attn_implementation(NAME)
+        return _agree(rows, expected)
+
+    def _probe_lengths(self, info: ModelInfo) -> tuple[int, ...]:
+        """Two short sequences; where that is cheap, also enough tokens to pass every limit that is meant for one."""
+        limit = max(info.max_model_len, getattr(self._network.text_config, "max_position_embeddings", None) or 0)
+        if limit > _MAX_PROBE_LENGTH:
+            return _PROBE_LENGTHS
+        length = min(info.max_model_len, limit // 2 + 1)
+        return (*_PROBE_LENGTHS, *[length] * (limit // length + 1))
+
+    def _probe(self, lengths: Sequence[int], info: ModelInfo) -> PackedBatch:
+        """Returns sequences of ordinary tokens."""
+        config = self._network.text_config
+        special = {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "cls", "sep")}
+        ordinary = [i for i in range(min(info.vocab_size, 1000)) if i not in special] or [0]
+        ids = np.resize(np.random.default_rng(0).permutation(ordinary), sum(lengths)).astype(np.int32)
+        return PackedBatch.build(
+            [TokenizedInput(part) for part in np.split(ids, np.cumsum(lengths)[:-1])], self._device
+        )
+
+
+class _ScoreHead:
+    """The map from a decoder's last row to the classes."""
+
+    def __init__(self, score: nn.Linear) -> None:
+        self._score = score
+
+    def __call__(self, pooled_ND: Tensor) -> Tensor:
+        """Returns [N, num_labels] float32."""
+        logits: Tensor = self._score(pooled_ND.to(self._score.weight.dtype))
+        return logits.float()
+
+
+def _cannot_run(info: ModelInfo, error: Exception, network: nn.Module) -> UnsupportedModelError:
+    """Returns the error of a model that transformers cannot run on token ids; a traceback is in the log of debug."""
+    logger.debug("transformers cannot run %s", info.name, exc_info=error)
+    name = f"{info.name} (model_type {info.model_type!r})"
+    if others := other_inputs(type(network)):
+        return UnsupportedModelError(f"{name} reads {others} beside text; penstock serves text models.")
+    reason = (
+        f"{type(network).__name__} does not run on token ids alone (--log-level debug shows the place)"
+        if isinstance(error, CODE_ERRORS)
+        else one_line(error)
+    )
+    return UnsupportedModelError(f"transformers cannot run {name} from {info.path}: {reason}")
+
+
+def _identity(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _agree(rows: Tensor, expected: Tensor) -> bool:
+    """Whether two results are the same but for rounding."""
+    if rows.shape != expected.shape:
+        return False
+    return bool((rows - expected).abs().max() <= _TOLERANCE * max(1.0, expected.abs().max().item()))

@@ -1,0 +1,142 @@
+"""How a network of transformers is called with a packed batch: padded, or with all sequences in one row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ..layers.rows import Rows
+from ..packed_batch import PackedBatch
+from .packed_attention import PackedRow, packed_row
+
+
+class Sharing(Enum):
+    """Which sequences may share a padded forward, so that none changes what another gives.
+
+    Attributes:
+        stretch: How much longer the longest may be than the shortest; 0 for none at all.
+        consequence: What is said of it in the log.
+    """
+
+    LIKE = 1.25, ""
+    EQUAL = 1.0, "; padding changes its results, so that sequences of equal length alone share a forward"
+    NONE = 0.0, "; others in a batch would change its results, so that each sequence runs alone"
+
+    def __init__(self, stretch: float, consequence: str) -> None:
+        self.stretch = stretch
+        self.consequence = consequence
+
+
+class Network:
+    """A network of transformers over packed batches.
+
+    Attributes:
+        module: The network.
+        gives_logits: Whether it pools by itself: it then gives logits [N, num_labels] instead of rows [T, D].
+        pad_token_id: Of its config; None where it has none.
+        sharing: How sequences are grouped where they are padded.
+
+    Args:
+        module: See the attribute.
+        gives_logits: See the attribute.
+    """
+
+    def __init__(self, module: Any, *, gives_logits: bool) -> None:
+        self.module = module
+        self.gives_logits = gives_logits
+        self.pad_token_id: int | None = self.text_config.pad_token_id
+        self._accepted = _argument_names(module)
+        pools_at_marker = gives_logits and (module.config.is_encoder_decoder or self.pad_token_id is None)
+        can_share = "attention_mask" in self._accepted and not pools_at_marker
+        self.sharing = Sharing.LIKE if can_share else Sharing.NONE
+
+    @property
+    def text_config(self) -> Any:
+        """The config of the language model, in multimodal ones too."""
+        return self.module.config.get_text_config()
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the caller may say where tokens stand, without which they cannot be packed."""
+        return "position_ids" in self._accepted
+
+    def run_packed(self, batch: PackedBatch, position_offset: int) -> tuple[Tensor, PackedRow]:
+        """Runs all sequences in one row; returns [T, D] and what attention saw.
+
+        Args:
+            batch: Sequences.
+            position_offset: Added to positions; families in RoBERTa's line number them from pad_token_id + 1.
+        """
+        rows = Rows.of(batch)
+        arguments: dict[str, Any] = {
+            "input_ids": rows.input_ids[None],
+            "position_ids": (rows.positions + position_offset)[None],
+        }
+        if rows.token_type_ids is not None:
+            arguments["token_type_ids"] = rows.token_type_ids[None]
+        with packed_row(rows) as row:
+            return rows.trim(self._call(arguments)[0]), row
+
+    def run_padded(self, batch: PackedBatch) -> Tensor:
+        """Runs sequences that may share together, padded on the right; returns [T, D], or [N, num_labels]."""
+        parts = []
+        for first, last in self._groups(batch.seq_lens):
+            lengths = batch.seq_lens[first:last]
+            start = sum(batch.seq_lens[:first])
+            span = slice(start, start + sum(lengths))
+            ids = pad_sequence(list(batch.input_ids[span].split(lengths)), True, float(self.pad_token_id or 0))
+            is_token = torch.arange(ids.shape[1], device=ids.device) < torch.tensor(lengths, device=ids.device)[:, None]
+            arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": is_token.long()}
+            if batch.token_type_ids is not None:
+                arguments["token_type_ids"] = pad_sequence(list(batch.token_type_ids[span].split(lengths)), True)
+            output = self._call(arguments)
+            parts.append(output if self.gives_logits else output[is_token])
+        return torch.cat(parts)
+
+    def _groups(self, seq_lens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Cuts a batch into runs of sequences that may share."""
+        first = 0
+        for last in range(1, len(seq_lens) + 1):
+            members = seq_lens[first : last + 1]
+            if last == len(seq_lens) or max(members) > self.sharing.stretch * min(members):
+                yield first, last
+                first = last
+
+    def _call(self, arguments: dict[str, Any]) -> Tensor:
+        """Calls the network with the arguments that it takes; returns its logits, else its hidden states."""
+        accepted = self._accepted
+        if "use_cache" in accepted:
+            arguments["use_cache"] = False
+        output = self.module(**{name: value for name, value in arguments.items() if name in accepted}, return_dict=True)
+        rows: Tensor = output.logits if "logits" in output else output.last_hidden_state
+        return rows
+
+
+@contextmanager
+def in_float32(network: nn.Module) -> Iterator[None]:
+    """Runs 16-bit weights in float32 for a while, so that a comparison sees errors and not rounding. Lossless."""
+    reduced = [t for t in (*network.parameters(), *network.buffers()) if t.dtype in (torch.bfloat16, torch.float16)]
+    dtypes = [t.dtype for t in reduced]
+    for tensor in reduced:
+        tensor.data = tensor.data.float()
+    try:
+        yield
+    finally:
+        for tensor, dtype in zip(reduced, dtypes, strict=True):
+            tensor.data = tensor.data.to(dtype)
+
+
+def _argument_names(network: Any) -> frozenset[str]:
+    """Names of the inputs that a network takes."""
+    parameters = inspect.signature(network.forward).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if takes_any and "input_ids" not in parameters:
+        return frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
+    return frozenset(parameters)

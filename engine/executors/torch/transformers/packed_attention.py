@@ -1,0 +1,146 @@
+"""penstock's packed attention as an attention function of transformers, and the row of sequences that it works on.
+
+transformers hands an attention function one layer's q, k and v; where sequences begin is taken from the row that the
+caller entered (`packed_row`), because not every model passes keyword arguments through to its attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from penstock.kernels.attention import AttentionPlan, attention
+
+from ..layers.rows import Rows
+
+NAME: Final = "penstock_packed"
+
+# Arguments that do not change what attention computes. Any other that is set makes a model run padded.
+_HARMLESS: Final = frozenset(
+    [
+        "cache_position",
+        "deterministic",
+        "layer_idx",
+        "output_attentions",
+        "output_hidden_states",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "target_dtype",
+        "use_cache",
+    ]
+)
+
+
+class NotPackableError(Exception):
+    """The model asks its attention for something that packed attention does not do."""
+
+
+class PackedRow:
+    """The sequences of one forward in a row, and what their attention needs.
+
+    Attributes:
+        rows: The sequences, and padding rows after them.
+        num_calls: How often attention ran; 0 means that the model goes past transformers' interface.
+        max_window: The longest window that a layer asked for; 0 for none.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.num_calls = 0
+        self.max_window = 0
+        self._plans: dict[tuple[Any, ...], AttentionPlan] = {}
+
+    def attend(self, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, scale: float, is_causal: bool, reach: int) -> Tensor:
+        """Takes [R, H, K], returns [R, H, K]; `reach` is how many tokens a query sees on each side, 0 for all."""
+        q_THK, k_THK, v_THK = (self.rows.trim(x) for x in (q_RHK, k_RHK, v_RHK))
+        batch = self.rows.batch
+        self.num_calls += 1
+        self.max_window = max(self.max_window, reach)
+        window = (reach, reach) if reach else None
+        key = (q_THK.shape[1], k_THK.shape[1], q_THK.dtype, is_causal, window)
+        if key not in self._plans:
+            self._plans[key] = AttentionPlan.build(
+                batch.seq_lens,
+                num_heads=q_THK.shape[1],
+                num_kv_heads=k_THK.shape[1],
+                dtype=q_THK.dtype,
+                device=q_THK.device,
+                is_causal=is_causal,
+                window=window,
+            )
+        attended_THK = attention(
+            q_THK,
+            k_THK,
+            v_THK,
+            batch.cu_seqlens,
+            batch.seq_lens,
+            max_seqlen=batch.max_seqlen,
+            scale=scale,
+            is_causal=is_causal,
+            window=window,
+            plan=self._plans[key],
+        )
+        return self.rows.pad(attended_THK.flatten(1)).view(-1, *attended_THK.shape[1:])
+
+
+_current_row: ContextVar[PackedRow | None] = ContextVar("penstock_packed_row", default=None)
+
+
+@contextmanager
+def packed_row(rows: Rows) -> Iterator[PackedRow]:
+    """Makes attention of the models called inside run over the sequences of `rows`."""
+    row = PackedRow(rows)
+    token = _current_row.set(row)
+    try:
+        yield row
+    finally:
+        _current_row.reset(token)
+
+
+def register() -> None:
+    """Makes packed attention known to transformers as NAME.
+
+    No mask function goes with it: for an attention function without one, transformers builds no mask.
+    """
+    AttentionInterface.register(NAME, _attention_forward)
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The signature that transformers calls: query [1, H, R, K], key and value [1, Hkv, R, K]; returns [1, R, H, K]."""
+    row = _current_row.get()
+    if row is None:
+        raise RuntimeError("packed attention was called outside packed_row().")
+    unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _HARMLESS)
+    if attention_mask is not None:
+        unknown.append("attention_mask")
+    if unknown:
+        raise NotPackableError(f"its attention takes {', '.join(unknown)}")
+    if query.shape[0] != 1 or query.shape[2] != row.rows.num_rows or key.shape[2] != query.shape[2]:
+        raise NotPackableError(f"its attention works on shapes {list(query.shape)} and {list(key.shape)}")
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    # NOTE: transformers counts the query itself in a window: 1 means that a token sees itself alone.
+    reach = sliding_window - 1 if sliding_window is not None else 0
+    if sliding_window is not None and reach < 1:
+        raise NotPackableError(f"its attention has a window of {sliding_window}")
+    q_RHK, k_RHK, v_RHK = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    return row.attend(q_RHK, k_RHK, v_RHK, scale, is_causal, reach)[None], None

@@ -1,0 +1,27 @@
+"""The rotary tables stay within the rounding of transformers' angles, to the last position of a long model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.executors.cpu.rope_spec import RopeSpec
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 160_000.0])
+@pytest.mark.parametrize("size", [12, 64])
+def test_rotary_tables(theta: float, size: int) -> None:
+    frequencies = 1.0 / (theta ** (torch.arange(0, size, 2).float() / size))
+    angles = torch.arange(8192)[:, None].float() * frequencies
+    expected = torch.cat([angles.cos(), angles.sin()], dim=1).numpy()
+    table = RopeSpec(theta=theta, size=size).table(8192)
+    assert table.dtype == np.float32
+    np.testing.assert_allclose(table, expected, rtol=0, atol=1e-6)
+
+
+def test_tables_hold_the_factor_of_the_scaling() -> None:
+    spec = RopeSpec(
+        rope_type="yarn", theta=500.0, size=12, max_positions=256, options={"factor": 4.0, "attention_factor": 1.5}
+    )
+    np.testing.assert_array_equal(spec.table(3)[0], [1.5] * 6 + [0.0] * 6)

@@ -1,0 +1,143 @@
+"""The mixture of experts, sorted and in grouped products as on CUDA, gives what expert after expert gives."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from penstock.engine.core.loading.weights_loader import load_model
+from penstock.engine.executors.torch.layers.experts import Experts, ExpertStack, OneByOneExperts, SortedExperts
+from penstock.engine.model_files.resolve import with_device
+
+from ..device.pretend_cuda import DEVICE, OnCuda, pretend_cuda
+
+NUM_EXPERTS, SIZE, INNER = 5, 16, 24
+ROUTINGS = {
+    "any": lambda numbers: torch.rand(21, NUM_EXPERTS, generator=numbers).topk(2).indices,
+    "all_to_two": lambda numbers: torch.tensor([[4, 1]]).expand(9, 2),
+    "some_unused": lambda numbers: torch.tensor([[0, 3], [3, 0], [3, 2]]),
+    "one_token": lambda numbers: torch.tensor([[2, 0]]),
+    "one_expert_each": lambda numbers: torch.randint(0, NUM_EXPERTS, (13, 1), generator=numbers),
+    "all_of_them": lambda numbers: torch.rand(7, NUM_EXPERTS, generator=numbers).argsort(),
+}
+# float32: sums in another order. bfloat16: an expert's result is rounded, and the sum once more.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def one_by_one(experts: Iterable[tuple[Tensor, Tensor]]) -> Experts:
+    return OneByOneExperts(experts, "silu")
+
+
+def all_sorted(experts: Iterable[tuple[Tensor, Tensor]]) -> Experts:
+    return SortedExperts(ExpertStack.of(experts, NUM_EXPERTS), "silu")
+
+
+def sum_of(
+    kind: Callable[[Iterable[tuple[Tensor, Tensor]]], Experts], routing: str, dtype: torch.dtype
+) -> tuple[Tensor, int]:
+    numbers = torch.Generator().manual_seed(3)
+    experts = [
+        (torch.randn(2 * INNER, SIZE, generator=numbers) / 4, torch.randn(SIZE, INNER, generator=numbers) / 4)
+        for _ in range(NUM_EXPERTS)
+    ]
+    expert_TK = ROUTINGS[routing](numbers)
+    x_TD = torch.randn(len(expert_TK), SIZE, generator=numbers).to(dtype)
+    weight_TK = torch.rand(expert_TK.shape, generator=numbers)
+    sum_RD = torch.zeros(len(expert_TK) + 3, SIZE)
+    layer = kind(((both.to(dtype), down.to(dtype)) for both, down in experts))
+    layer.add_to(sum_RD, x_TD, expert_TK, weight_TK)
+    return sum_RD, len(expert_TK)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_sorted_experts_equal_one_after_the_other(routing: str, dtype: torch.dtype) -> None:
+    actual, num_tokens = sum_of(all_sorted, routing, dtype)
+    expected, _ = sum_of(one_by_one, routing, dtype)
+    assert expected[:num_tokens].abs().amin(dim=1).max() > 0
+    assert (actual - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+    assert not actual[num_tokens:].any()
+
+
+def test_experts_are_let_go_while_the_next_are_loaded() -> None:
+    alive: list[ref[Tensor]] = []
+    most = 0
+
+    def loaded() -> Iterator[tuple[Tensor, Tensor]]:
+        nonlocal most
+        for _ in range(NUM_EXPERTS):
+            pair = torch.randn(2 * INNER, SIZE), torch.randn(SIZE, INNER)
+            alive.extend(map(ref, pair))
+            most = max(most, sum(tensor() is not None for tensor in alive))
+            yield pair
+            del pair
+
+    ExpertStack.of(loaded(), NUM_EXPERTS)
+    assert most <= 2 * 2, "more than two experts are held beside the layer"
+
+
+@pytest.mark.parametrize("num_experts", [NUM_EXPERTS - 1, NUM_EXPERTS + 1])
+def test_another_number_of_experts_than_promised(num_experts: int) -> None:
+    pairs = [(torch.ones(2 * INNER, SIZE), torch.ones(SIZE, INNER))] * num_experts
+    with pytest.raises(ValueError, match="zip"):
+        ExpertStack.of(pairs, NUM_EXPERTS)
+
+
+class HeldOnDevice(TorchFunctionMode):
+    """Sees what tensors of the pretended device hold, after every call. In Bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: list[ref[OnCuda]] = []
+        self.most = 0
+
+    @property
+    def now(self) -> int:
+        self._seen = [each for each in self._seen if each() is not None]
+        with torch._C.DisableTorchFunction():
+            storages = [tensor.untyped_storage() for each in self._seen if (tensor := each()) is not None]
+            return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "__get__":
+            self._seen += [ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, OnCuda)]
+            self.most = max(self.most, self.now)
+        return result
+
+
+MODEL = {
+    "vocab_size": 50,
+    "hidden_size": SIZE,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "mamba_d_state": 4,
+}
+STACKED = {"mamba_n_heads": 2, "mamba_d_head": 16, "layer_types": ["mamba", "attention"], "num_local_experts": 40}
+ONE_BY_ONE = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 40, "expert_layer_period": 1}
+ONE_BY_ONE |= {"expert_layer_offset": 0}
+
+
+@pytest.mark.parametrize(
+    ("class_name", "config"), [("GraniteMoeHybridModel", STACKED), ("JambaModel", ONE_BY_ONE)], ids=["stack", "singly"]
+)
+def test_a_gpu_never_holds_the_experts_of_a_layer_twice(
+    class_name: str, config: dict[str, Any], save_model: Any, resolve: Any
+) -> None:
+    folder, _ = save_model(class_name, **MODEL, **config)
+    info = with_device(resolve(folder), str(DEVICE), "float32")
+    layer = 40 * 3 * SIZE * INNER * 4
+    with pretend_cuda(), HeldOnDevice() as held:
+        model = load_model(info)
+        assert held.now > 2 * layer
+    assert held.most - held.now < layer / 4
+    del model

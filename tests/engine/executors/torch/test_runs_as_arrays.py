@@ -1,0 +1,297 @@
+"""A model that runs without torch answers as it does on torch: every family, task, pooling type and parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.engine.core.array_runner import ArrayRunner
+from penstock.engine.core.loading.array_model import load_array_encoder, why_torch
+from penstock.engine.core.loading.weights_loader import load_dense as load_torch_dense, load_model
+from penstock.engine.core.model_runner import ModelRunner
+from penstock.engine.core.runner import DeviceMemoryError
+from penstock.engine.executors.cpu.array_encoder import find_reader
+from penstock.engine.executors.cpu.heads import load_dense
+from penstock.engine.protocol.batch_outputs import BatchOutputs
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind, TokenizerSpec
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.pooler_config import PoolerConfig
+from penstock.engine.protocol.request import TokenizedInput
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling
+from penstock.engine.scheduling import Chunk, PrefillChunk, QueuedSequence, Request
+from penstock.kernels.native import Machine, NativeError
+
+from .test_native_models import FAMILIES, HAS_TYPES, SIZES
+
+TOKENIZER = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False, sample_ids=(5, 6, 7))
+HEADS = ["Model", "ForSequenceClassification", "ForTokenClassification"]
+TYPES = [t for t in PoolingType if not t.is_token_level]
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    try:
+        opened = Machine(2)
+    except NativeError as error:
+        pytest.skip(str(error))
+    with opened:
+        yield opened
+
+
+def both(info: ModelInfo, machine: Machine) -> tuple[ArrayRunner, ModelRunner]:
+    """The same model without torch and on it, both through the native kernels."""
+    assert not why_torch(info)
+    arrays = ArrayRunner(info, TOKENIZER, load_array_encoder(info, machine), load_dense(info, machine))
+    model = load_model(info, machine=machine)
+    assert model.machine is machine
+    return arrays, ModelRunner(info, TOKENIZER, model, load_torch_dense(info), EngineConfig(model="m"))
+
+
+def chunks_of(info: ModelInfo, inputs: Sequence[TokenizedInput], params: Sequence[PoolingParams]) -> list[Chunk]:
+    """A batch of whole sequences; an input whose parameters are None has those of the model's first task."""
+    return [
+        PrefillChunk(
+            QueuedSequence(request_id=(i, 0), prompt=prompt, num_tokens=len(prompt), request=Request(i, own)),
+            0,
+            len(prompt),
+        )
+        for i, (prompt, own) in enumerate(zip(inputs, params, strict=True))
+    ]
+
+
+def assert_same(actual: BatchOutputs, expected: BatchOutputs) -> None:
+    for ours, theirs in zip(actual.split(), expected.split(), strict=True):
+        assert list(ours) == list(theirs)
+        for name, array in theirs.items():
+            assert ours[name].dtype == np.float32
+            assert ours[name].shape == array.shape
+            np.testing.assert_allclose(ours[name], array, rtol=0, atol=1e-6)
+
+
+def inputs_of(family: str, sequences: Sequence[Sequence[int]]) -> list[TokenizedInput]:
+    """Of odd lengths, some of them pairs, some with a prompt that pooling leaves out."""
+    return [
+        TokenizedInput(
+            np.array(sequence, np.int32),
+            type_boundary=len(sequence) // 2 if family in HAS_TYPES and i % 2 else 0,
+            num_prompt_tokens=min(i, len(sequence)) if i % 3 else 0,
+        )
+        for i, sequence in enumerate(sequences)
+    ]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(("family", "config"), FAMILIES)
+def test_every_family_and_task(family, config, head, machine, save_model, resolve, sequences):
+    if config.get("type_vocab_size") == 1:
+        family = "Roberta" if family == "Bert" else family  # one type: boundaries are left out
+    folder, _ = save_model(f"{family}{head}", **config)
+    info = resolve(folder)
+    arrays, on_torch = both(info, machine)
+    inputs = inputs_of(family, sequences)
+    is_embedding = info.kind is ModelKind.EMBEDDING  # whose vectors the frontend compares
+    tasks = [task for task in info.tasks if not (is_embedding and task is PoolingTask.SCORE)]
+    for task in tasks:
+        batch = chunks_of(info, inputs, [PoolingParams().resolved(task, info)] * len(inputs))
+        assert_same(arrays.execute(batch), on_torch.execute(batch))
+    # All tasks in one batch, in requests of their own and together in one.
+    asked = [PoolingParams().resolved(task, info) for task in tasks]
+    if is_embedding:
+        asked.append(PoolingParams(also=(PoolingTask.TOKEN_EMBED,)).resolved(PoolingTask.EMBED, info))
+    mixed = chunks_of(info, inputs, [asked[i % len(asked)] for i in range(len(inputs))])
+    assert_same(arrays.execute(mixed), on_torch.execute(mixed))
+    times = arrays.take_times()
+    assert len(times) == len(tasks) + 1
+    assert {time.whole_tokens for time in times} == {sum(map(len, inputs))}
+    assert not arrays.take_times()
+
+
+@pytest.mark.parametrize("pooling_type", TYPES)
+def test_every_pooling_type_with_cuts_and_norms(pooling_type, machine, save_model, resolve, sequences):
+    folder, _ = save_model("BertModel", **SIZES)
+    pooler = PoolerConfig(seq_pooling_type=pooling_type)
+    info = replace(resolve(folder, pooler_config=pooler), is_matryoshka=True)
+    arrays, on_torch = both(info, machine)
+    inputs = inputs_of("Bert", sequences)
+    asked = [
+        PoolingParams(dimensions=dimensions, normalize=normalize).resolved(task, info)
+        for dimensions, normalize in ((None, None), (7, True), (16, False), (48, None), (1, True))
+        for task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
+    ]
+    for params in asked:
+        batch = chunks_of(info, inputs, [params] * len(inputs))
+        assert_same(arrays.execute(batch), on_torch.execute(batch))
+    batch = chunks_of(info, inputs * 2, asked)
+    assert_same(arrays.execute(batch), on_torch.execute(batch))
+
+
+@pytest.mark.parametrize("attention_head", [None, 2])
+@pytest.mark.parametrize("names", ["ATTENTION", "CLS MEAN ATTENTION"])
+def test_attention_and_concatenated_types(names, attention_head, machine, save_model, resolve, sequences):
+    types = tuple(map(PoolingType, names.split()))
+    folder, _ = save_model("BertModel", **SIZES)
+    info = replace(
+        resolve(folder), sequence_pooling=types, attention_head=attention_head, embedding_size=48 * len(types)
+    )
+    arrays, on_torch = both(info, machine)
+    inputs = inputs_of("Bert", sequences)
+    batch = chunks_of(info, inputs, [PoolingParams().resolved(PoolingTask.EMBED, info)] * len(inputs))
+    assert_same(arrays.execute(batch), on_torch.execute(batch))
+
+
+@pytest.mark.parametrize("activation", ["Identity", "Tanh", "GELU", "ReLU", "SiLU"])
+def test_dense_modules(activation, machine, save_model, resolve, sequences):
+    folder, _ = save_model("BertModel", **SIZES)
+    specs = []
+    for name, layer in (("2_Dense", torch.nn.Linear(48, 64)), ("3_Dense", torch.nn.Linear(64, 20, bias=False))):
+        (folder / name).mkdir()
+        save_file({f"linear.{k}": v for k, v in layer.state_dict().items()}, folder / name / "model.safetensors")
+        specs.append(
+            DenseSpec(
+                folder=name,
+                in_features=layer.in_features,
+                out_features=layer.out_features,
+                bias=layer.bias is not None,
+                activation=activation,
+            )
+        )
+    info = replace(resolve(folder), dense=tuple(specs), embedding_size=20, is_matryoshka=True)
+    arrays, on_torch = both(info, machine)
+    inputs = inputs_of("Bert", sequences)
+    asked = [
+        PoolingParams(dimensions=dimensions).resolved(task, info)
+        for dimensions in (None, 5)
+        for task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
+    ]
+    for params in asked:
+        batch = chunks_of(info, inputs, [params] * len(inputs))
+        assert_same(arrays.execute(batch), on_torch.execute(batch))
+    batch = chunks_of(info, inputs, [asked[i % 4] for i in range(len(inputs))])
+    assert_same(arrays.execute(batch), on_torch.execute(batch))
+    assert why_torch(replace(info, dense=(replace(specs[0], activation="ELU"),)))
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("head", HEADS[1:])
+def test_scores(head, activation, num_labels, machine, save_model, resolve, sequences):
+    folder, _ = save_model(f"Bert{head}", **{**SIZES, "num_labels": num_labels})
+    info = replace(resolve(folder), activation=activation, logit_mean=0.3, logit_sigma=1.7)
+    arrays, on_torch = both(info, machine)
+    inputs = inputs_of("Bert", sequences)
+    asked = [PoolingParams(use_activation=uses).resolved(info.tasks[0], info) for uses in (None, True, False)]
+    for params in ([asked[0]] * 5, [asked[2]] * 5, [asked[i % 3] for i in range(5)]):
+        batch = chunks_of(info, inputs, params)
+        assert_same(arrays.execute(batch), on_torch.execute(batch))
+
+
+def test_steps_and_columns(machine, save_model, resolve, sequences):
+    folder, _ = save_model("BertForTokenClassification", **SIZES)
+    info = resolve(folder, pooler_config=PoolerConfig(tok_pooling_type=PoolingType.STEP))
+    arrays, on_torch = both(info, machine)
+    sequences = [[17, *sequence, 17, 17][: 17 + len(sequence)] for sequence in sequences]
+    inputs = inputs_of("Bert", [*sequences, [5, 6]])
+    asked = [
+        PoolingParams(step_tag_id=tag, returned_token_ids=columns).resolved(PoolingTask.TOKEN_CLASSIFY, info)
+        for tag, columns in ((None, None), (17, None), (17, (2, 0)), (None, (1,)), (199, None))
+    ]
+    for params in asked:
+        batch = chunks_of(info, inputs, [params] * len(inputs))
+        assert_same(arrays.execute(batch), on_torch.execute(batch))
+    batch = chunks_of(info, inputs, [asked[i % len(asked)] for i in range(len(inputs))])
+    assert_same(arrays.execute(batch), on_torch.execute(batch))
+
+
+@pytest.mark.parametrize(("family", "config"), FAMILIES)
+def test_the_same_to_the_bit_in_any_batch(family, config, machine, save_model, resolve, sequences):
+    folder, _ = save_model(f"{family}ForSequenceClassification", **config)
+    info = resolve(folder)
+    arrays, _ = both(info, machine)
+    params = PoolingParams().resolved(PoolingTask.CLASSIFY, info)
+    inputs = [TokenizedInput(np.array(sequence, np.int32)) for sequence in sequences]
+    alone = [arrays.execute(chunks_of(info, [one], [params])).split()[0]["scores"] for one in inputs]
+    together = arrays.execute(chunks_of(info, inputs, [params] * len(inputs))).split()
+    assert all(np.array_equal(a, t["scores"]) for a, t in zip(alone, together, strict=True))
+
+
+def test_an_answer_does_not_depend_on_the_next_batch(machine, save_model, resolve, sequences):
+    folder, _ = save_model("BertModel", **SIZES)
+    info = resolve(folder)
+    arrays, _ = both(info, machine)
+    inputs = inputs_of("Bert", sequences)
+    for task in info.tasks[:2]:
+        params = [PoolingParams(normalize=False).resolved(task, info)] * len(inputs)
+        (first, *_) = arrays.execute(chunks_of(info, inputs, params)).split()
+        kept = {name: array.copy() for name, array in first.items()}
+        arrays.execute(chunks_of(info, inputs[::-1], params))
+        assert all(np.array_equal(first[name], array) for name, array in kept.items())
+
+
+def test_memory_that_runs_short_is_told(machine, save_model, resolve, monkeypatch: pytest.MonkeyPatch):
+    folder, _ = save_model("BertModel", **SIZES)
+    info = resolve(folder)
+    arrays, _ = both(info, machine)
+    batch = chunks_of(info, [TokenizedInput(np.array([5], np.int32))], [PoolingParams().resolved(info.tasks[0], info)])
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError("too little memory")
+
+    monkeypatch.setattr(machine, "begin", refuse)
+    with pytest.raises(DeviceMemoryError, match="too little memory"):
+        arrays.execute(batch)
+    monkeypatch.undo()
+    assert arrays.free_tokens() is None
+    assert arrays.execute(batch).is_finite.all()
+
+
+def test_what_has_parts_for_torch(save_model, resolve):
+    folder, _ = save_model("BertModel", **SIZES)
+    info = resolve(folder)
+    assert not why_torch(info)
+    assert why_torch(replace(info, multi_vector=MultiVector()))
+    assert why_torch(replace(info, sparse=SparsePooling(kind=SparseKind.VOCABULARY_LOGITS)))
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    assert why_torch(info)
+
+
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
+def test_decoders_that_look_both_ways(head, machine, save_model, resolve, sequences):
+    folder, _ = save_model(f"Llama{head}", **SIZES | {"num_key_value_heads": 2, "is_causal": False})
+    info = resolve(folder)
+    arrays, on_torch = both(info, machine)
+    inputs = inputs_of("Llama", sequences)
+    is_embedding = info.kind is ModelKind.EMBEDDING
+    for task in [task for task in info.tasks if not (is_embedding and task is PoolingTask.SCORE)]:
+        batch = chunks_of(info, inputs, [PoolingParams().resolved(task, info)] * len(inputs))
+        assert_same(arrays.execute(batch), on_torch.execute(batch))
+
+
+def test_decoders_that_look_back_are_pooled_chunk_by_chunk_on_torch(save_model, resolve):
+    folder, _ = save_model("LlamaModel", **SIZES)
+    info = resolve(folder)
+    assert find_reader(info) is not None
+    assert why_torch(info)
+
+
+def test_whom_the_native_kernels_do_not_know(save_model, resolve):
+    folder, _ = save_model("BertModel", **SIZES)
+    info = resolve(folder)
+    assert find_reader(info) is not None
+    for changed in (replace(info, device="cuda"), replace(info, dtype="float16"), replace(info, native=False)):
+        assert find_reader(changed) is None
+    for name, values in (
+        ("BertModel", {"hidden_act": "mish"}),
+        ("LlamaModel", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("ModernBertForSequenceClassification", {"pad_token_id": 0, "classifier_activation": "mish"}),
+    ):
+        folder, _ = save_model(name, **{**SIZES, **values})
+        assert find_reader(resolve(folder)) is None

@@ -1,0 +1,88 @@
+"""Many tensors in one buffer: bit for bit what they were, each as aligned as one of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.executors.torch.staging import packed, put_all, views
+
+CPU = torch.device("cpu")
+
+
+def mixed(seed: int) -> list[Tensor]:
+    """Tensors of every dtype that a batch has, with odd sizes, one empty, one that is not contiguous."""
+    torch.manual_seed(seed)
+    return [
+        torch.randint(0, 30_000, (seed + 1,)),
+        torch.arange(2 * seed + 1, dtype=torch.int32),
+        torch.zeros(0, 3, dtype=torch.int32),
+        torch.rand(3, seed + 5).t(),
+        torch.rand(2, 7) > 0.5,
+        torch.tensor([torch.nan, torch.inf, -0.0]),
+        torch.tensor(True),
+    ]
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 31, 32, 33, 500])
+def test_views_of_a_packed_buffer_are_what_was_packed(seed: int) -> None:
+    tensors = mixed(seed)
+    buffer = packed(tensors)
+    for view, tensor in zip(views(buffer, tensors), tensors, strict=True):
+        assert (view.dtype, view.shape) == (tensor.dtype, tensor.shape)
+        assert view.is_contiguous()
+        assert bits(view) == bits(tensor)
+        if tensor.numel():
+            assert (view.data_ptr() - buffer.data_ptr()) % 256 == 0
+    assert packed([]).shape == (0,)
+
+
+def test_what_is_there_already_is_not_copied() -> None:
+    tensor = torch.arange(3)
+    put = put_all({"a": tensor, "b": None}, CPU)
+    assert put == {"a": tensor, "b": None}
+    assert put["a"] is tensor
+
+
+def test_all_others_go_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+    to = Tensor.to
+
+    def spy(self: Tensor, *args: object, **kwargs: object) -> Tensor:
+        copies.append((self.dtype, self.dim()))
+        return to(self, *args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Tensor, "to", spy)
+    there = torch.empty(2, device="meta")
+    put = put_all({"a": torch.arange(3), 1: there, "none": None, "b": torch.ones(2, 2)}, torch.device("meta"))
+    assert copies == [(torch.uint8, 1)]
+    assert put[1] is there
+    assert put["none"] is None
+    for name, dtype, shape in (("a", torch.int64, (3,)), ("b", torch.float32, (2, 2))):
+        tensor = put[name]
+        assert tensor is not None
+        assert (tensor.device.type, tensor.dtype, tuple(tensor.shape)) == ("meta", dtype, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [0, 33])
+def test_a_gpu_gets_them_without_a_wait(seed: int) -> None:
+    device = torch.device("cuda")
+    tensors = dict(enumerate(mixed(seed)))
+    torch.empty(1, device=device)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        put = put_all(tensors, device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, tensor in tensors.items():
+        found = put[name]
+        assert found is not None
+        assert found.device.type == "cuda"
+        assert bits(found.cpu()) == bits(tensor)
+        assert found.data_ptr() % 256 == 0 or not found.numel()
