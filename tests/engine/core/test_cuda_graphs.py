@@ -35,7 +35,7 @@ from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
 from penstock.kernels.attention import attention
 
-from ..loading.conftest import SaveFolder, save_folder
+from .loading.conftest import SaveFolder, save_folder
 
 __all__ = ["save_folder"]
 
