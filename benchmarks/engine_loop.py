@@ -45,8 +45,7 @@ from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerS
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import DEFAULT_OPTIONS, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import Chunk, QueuedSequence, Scheduler
-from penstock.engine.sequence_pool import Allocation, NullAllocator
+from penstock.engine.scheduling import Allocation, Chunk, QueuedSequence, Scheduler, SequencePool
 
 LOADS: Final = {"single texts": 1, "32 texts": 32}
 WIDTH: Final = 384
@@ -82,7 +81,7 @@ class PackingRunner(Runner):
             sequence_pooling=(PoolingType.MEAN,),
         )
         self.tokenizer = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False)
-        self.allocator = NullAllocator()
+        self.sequence_pool = SequencePool()
         self._forward_s = forward_s
         self._times: list[ForwardTime] = []
 

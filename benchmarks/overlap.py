@@ -41,8 +41,7 @@ from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerS
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import Chunk, QueuedSequence
-from penstock.engine.sequence_pool import Allocation, Allocator, KvCachePool, SequenceAllocator, SequencePool
+from penstock.engine.scheduling import Allocation, Chunk, KvCachePool, QueuedSequence, SequencePool
 
 WIDTH: Final = 384
 BUDGET: Final = 8192
@@ -90,9 +89,7 @@ class SimulatedRunner(Runner):
             max_model_len=65_536, embedding_size=WIDTH, sequence_pooling=(PoolingType.MEAN,), device="cuda",
         )  # fmt: skip
         self.tokenizer = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False)
-        self.allocator: Allocator = SequenceAllocator(
-            SequencePool(kv=KvCachePool(65_536, 16), ssm=None), enable_prefix_caching=False
-        )
+        self.sequence_pool = SequencePool(KvCachePool(65_536, 16), enable_prefix_caching=False)
         self.device, self.half_s = device, host_ms / 2000
         self._num_under_way = num_under_way
         self._num_begun = 0

@@ -23,8 +23,7 @@ from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.scheduling import Chunk, QueuedSequence
-from penstock.engine.sequence_pool import Allocation, NullAllocator
+from penstock.engine.scheduling import Allocation, Chunk, QueuedSequence, SequencePool
 from penstock.server.commands.cli import main
 
 _AS_ENGINE: Final = "engine-process"
@@ -39,7 +38,7 @@ class IdleRunner(Runner):
     def __init__(self, config: EngineConfig) -> None:
         self.info = with_device(resolve_model(config), "cpu", "float32")
         self.tokenizer = load_tokenizer(self.info, trust_remote_code=False, chat_template=None)
-        self.allocator = NullAllocator()
+        self.sequence_pool = SequencePool()
         size = self.info.embedding_size or self.info.hidden_size
         self._row = np.full((1, size), size**-0.5, np.float32)
 

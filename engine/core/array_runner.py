@@ -16,8 +16,7 @@ from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..protocol.params import PoolingParams
-from ..scheduling import Chunk, QueuedSequence
-from ..sequence_pool import Allocation, Allocator, NullAllocator
+from ..scheduling import Allocation, Chunk, QueuedSequence, SequencePool
 from .loading.array_model import load_array_encoder
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
@@ -68,7 +67,7 @@ class ArrayRunner(Runner):
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
-        self.allocator: Allocator = NullAllocator()
+        self.sequence_pool = SequencePool()  # empty: inputs run whole
         self.num_lanes = encoder.machine.num_lanes
         self.keeps_order = False
         self._encoder = encoder

@@ -45,8 +45,7 @@ from ..protocol.messages import (
 )
 from ..protocol.model_info import ModelInfo
 from ..protocol.tasks import PoolingTask, PoolingType
-from ..scheduling import Batch, Chunk, QueuedSequence, Request, Scheduler
-from ..sequence_pool import Allocation, Allocator, SequenceAllocator, block_keys
+from ..scheduling import Allocation, Batch, Chunk, QueuedSequence, Request, Scheduler, SequencePool, block_keys
 from .make_scheduler import make_scheduler
 from .runner import DeviceLostError, DeviceMemoryError, EndedForward, Forward, Runner
 from .step_watch import Step, StepWatch
@@ -148,16 +147,16 @@ class EngineCore:
             ModelLoadError: The model cannot be served.
         """
         self._runner = self._load_runner(self._config)
-        allocator = self._runner.allocator
+        sequence_pool = self._runner.sequence_pool
         self._scheduler, info = make_scheduler(
-            self._config, self._runner.info, allocator, self._runner.num_lanes, self._runner.limits
+            self._config, self._runner.info, sequence_pool, self._runner.num_lanes, self._runner.limits
         )
         if info.adapters:
             logger.warning(
                 "%s comes with LoRA adapters (%s; %s), and none is applied: its vectors are those of the base weights.",
                 *(info.name, ", ".join(info.adapters), info.sources.get("adapters")),
             )
-        block_size = None if allocator.prefixes is None else self._config.cache.block_size
+        block_size = None if sequence_pool.prefixes is None else self._config.cache.block_size
         self._build_request = RequestBuilder(info, block_size, seed=f"{info.path}@{self._config.revision}").build
         self._runner.warm_up()
         self._watch.in_order, self._watch.num_lanes = self._runner.keeps_order, self._runner.num_lanes
@@ -167,9 +166,9 @@ class EngineCore:
             self._watch.record(Step(num_tokens=forward.chunk_tokens + forward.whole_tokens), forward.seconds)
         self._on_ready()
         self._send(ModelReady(info, self._runner.tokenizer), [])
-        if allocator.can_hold(1):
+        if not sequence_pool.is_empty:
             # The metrics of the pool are available from the start.
-            metrics = cache_use(self._scheduler, allocator, Batch()), step_load(self._scheduler, 0, 0)
+            metrics = cache_use(self._scheduler, sequence_pool, Batch()), step_load(self._scheduler, 0, 0)
             self._send(StepResults([], 0, 0.0, *metrics), [b""])
 
     def step(self) -> bool:
@@ -320,12 +319,12 @@ class EngineCore:
         """Ends a request. Later results of it are dropped. The caller holds the lock."""
         request = self._scheduler.cancel(request_id, forget=forget)
         self._found_nothing = False
-        self._has_released |= request is not None and self._runner.allocator.can_hold(1)
+        self._has_released |= request is not None and not self._runner.sequence_pool.is_empty
         return request
 
     def _clear_prefixes(self, request_id: int) -> None:
         """Empties the prefix cache and reports the number of blocks. The caller holds the lock."""
-        num_blocks = self._runner.allocator.clear_prefixes()
+        num_blocks = self._runner.sequence_pool.clear_prefixes()
         self._send(PrefixCacheCleared(request_id, num_blocks), [])
 
     def _preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
@@ -418,7 +417,7 @@ class EngineCore:
             )
             for forward in self._runner.take_times():
                 self._scheduler.pace.record(*forward)
-            cache = cache_use(self._scheduler, self._runner.allocator, batch)
+            cache = cache_use(self._scheduler, self._runner.sequence_pool, batch)
             load = step_load(self._scheduler, num_seqs, batch.num_left)
             self._has_released = False
         heads, frames = pack_results(blocks, ended)
@@ -520,22 +519,22 @@ def step_load(scheduler: Scheduler, num_seqs: int, num_left: int) -> StepLoad:
     return StepLoad(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_left)
 
 
-def cache_use(scheduler: Scheduler, allocator: Allocator, batch: Batch) -> CacheUse | None:
+def cache_use(scheduler: Scheduler, sequence_pool: SequencePool, batch: Batch) -> CacheUse | None:
     """Returns the metrics of the sequence memory and of the chunks of a batch; None if nothing runs in chunks.
 
     Args:
         scheduler: The caller holds its lock.
-        allocator: The sequence memory.
+        sequence_pool: The sequence memory.
         batch: The batch that ran.
     """
-    if not isinstance(allocator, SequenceAllocator):
+    if sequence_pool.is_empty:
         return None
     return CacheUse(
-        usage=allocator.usage,
+        usage=sequence_pool.usage,
         memory_pressure=scheduler.memory_pressure,
         chunk_tokens=max((chunk.num_tokens for chunk in batch.chunks if chunk.sequence.is_long), default=0),
-        prefix_queried_tokens_total=allocator.prefix_query_tokens,
-        prefix_hit_tokens_total=allocator.prefix_hit_tokens,
-        num_evicted_blocks_total=allocator.num_evicted_blocks,
+        prefix_queried_tokens_total=sequence_pool.prefix_query_tokens,
+        prefix_hit_tokens_total=sequence_pool.prefix_hit_tokens,
+        num_evicted_blocks_total=sequence_pool.num_evicted_blocks,
         chunks=scheduler.prefill.statistics(),
     )

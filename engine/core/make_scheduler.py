@@ -8,9 +8,8 @@ from typing import Final
 
 from ..protocol.config import ChunkedPrefillConfig, EngineConfig
 from ..protocol.model_info import DEVICE_MEMORY_SOURCE, KV_CACHE_SOURCE, ModelInfo
-from ..scheduling import Scheduler
+from ..scheduling import Scheduler, SequencePool
 from ..scheduling.scheduler import LEAST_SHARE
-from ..sequence_pool import Allocator
 from .runner import DeviceLimits
 
 logger = logging.getLogger("penstock.engine")
@@ -24,7 +23,7 @@ _MAX_RETRIES: Final = 8
 def make_scheduler(
     config: EngineConfig,
     info: ModelInfo,
-    allocator: Allocator,
+    sequence_pool: SequencePool,
     num_lanes: int = 1,
     device: DeviceLimits | None = None,
 ) -> tuple[Scheduler, ModelInfo]:
@@ -33,14 +32,14 @@ def make_scheduler(
     Args:
         config: Limits.
         info: The model as loaded.
-        allocator: Memory of sequences that run in chunks.
+        sequence_pool: Memory of sequences that run in chunks.
         num_lanes: See Scheduler.
         device: What of the device limits a forward; None: nothing that is known.
     """
     device = device or DeviceLimits()
     limits = replace(config.scheduler, max_num_seqs=config.scheduler.seqs(info.device))
     budget = limits.token_budget(info.device, device.memory)
-    is_cut = limits.enable_chunked_prefill and allocator.can_hold(1)
+    is_cut = limits.enable_chunked_prefill and not sequence_pool.is_empty
     if not is_cut:
         if limits.max_num_batched_tokens is not None and budget < info.max_model_len:
             logger.warning(
@@ -59,7 +58,7 @@ def make_scheduler(
             )
             sources = {**info.sources, "max_model_len": DEVICE_MEMORY_SOURCE}
             info = replace(info, max_model_len=budget, sources=sources)
-    info = _limited(info, allocator.capacity_tokens, budget)
+    info = _limited(info, sequence_pool.capacity_tokens, budget)
     chunk_size = limits.chunk_size
     if chunk_size is not None and chunk_size > budget:
         logger.warning("chunk_size is %d, but a forward has %d tokens; chunks have no more.", chunk_size, budget)
@@ -76,7 +75,7 @@ def make_scheduler(
         token_budget=budget,
         max_seq_len=info.max_model_len,
         prefill=prefill,
-        allocator=allocator,
+        sequence_pool=sequence_pool,
         num_lanes=num_lanes,
     )
     return scheduler, info

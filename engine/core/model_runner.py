@@ -24,19 +24,16 @@ from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
 from ..protocol.model_info import ModelInfo, TokenizerSpec
-from ..scheduling import Chunk, QueuedSequence
-from ..sequence_pool import (
+from ..scheduling import (
     Allocation,
-    Allocator,
+    CacheSpec,
+    Chunk,
     KvCachePool,
-    NullAllocator,
-    PoolPlan,
-    SequenceAllocator,
+    QueuedSequence,
     SequencePool,
     SsmStatePool,
     plan_pool,
 )
-from ..sequence_pool.cache_spec import CacheSpec
 from .cuda_graphs import ForwardGraphs, record_forwards
 from .host import threads_of
 from .loading.load_errors import load_errors
@@ -114,7 +111,7 @@ class ModelRunner(Runner):
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
-        self.allocator: Allocator = NullAllocator()
+        self.sequence_pool = SequencePool()
         self._device = torch.device(info.device)
         self._model = model
         self._pooler = ModelPooler(info, model, dense, maps or TokenMaps())
@@ -195,7 +192,7 @@ class ModelRunner(Runner):
         with _load_errors(self.info):
             warm_up(self.info, self.tokenizer, self.execute)
             if self._start is not None:
-                self._start.compile(self.allocator, self.limits)
+                self._start.compile(self.sequence_pool, self.limits)
             if self._config.cuda_graphs:
                 self._graphs = record_forwards(self._model, self.info, self._made, self._device, self._config.scheduler)
                 if self._start is not None and self._model.is_recordable:
@@ -294,10 +291,12 @@ class ModelRunner(Runner):
         self._memory = ChunkMemory(
             spec, plan, block_size=limits.block_size, dtype=dtype, device=self._device, stream=self._stream
         )
-        self.allocator = _allocator(
-            plan, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching and spec.shares_prefixes
+        self.sequence_pool = SequencePool(
+            KvCachePool(plan.num_blocks, limits.block_size) if plan.num_blocks else None,
+            SsmStatePool(plan.num_slots) if plan.num_slots else None,
+            enable_prefix_caching=limits.enable_prefix_caching and spec.shares_prefixes,
         )
-        logger.info("%s", describe_pool(self.allocator, config.scheduler, plan.bytes))
+        logger.info("%s", describe_pool(self.sequence_pool, config.scheduler, plan.bytes))
 
 
 @contextmanager
@@ -305,14 +304,6 @@ def _load_errors(info: ModelInfo) -> Iterator[None]:
     """As load_errors; torch says in words alone that memory was short."""
     with load_errors(info), device_errors():
         yield
-
-
-def _allocator(plan: PoolPlan, block_size: int, *, enable_prefix_caching: bool) -> SequenceAllocator:
-    pool = SequencePool(
-        kv=KvCachePool(plan.num_blocks, block_size) if plan.num_blocks else None,
-        ssm=SsmStatePool(plan.num_slots) if plan.num_slots else None,
-    )
-    return SequenceAllocator(pool, enable_prefix_caching=enable_prefix_caching)
 
 
 def _token_bytes(info: ModelInfo) -> int:

@@ -7,8 +7,7 @@ from typing import NamedTuple, Protocol
 
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.model_info import ModelInfo, TokenizerSpec
-from ..scheduling import Chunk, QueuedSequence
-from ..sequence_pool import Allocation, Allocator
+from ..scheduling import Allocation, Chunk, QueuedSequence, SequencePool
 
 
 class DeviceMemoryError(Exception):
@@ -64,7 +63,7 @@ class Runner(Protocol):
     Attributes:
         info: The model, on its device.
         tokenizer: For the frontend.
-        allocator: Memory of the sequences that run in chunks.
+        sequence_pool: Memory of the sequences that run in chunks.
         num_lanes: Parts of the device that run forwards by themselves.
         keeps_order: Forwards run one after the other, in the order in which they were begun: then chunks of one prompt
             may be under way together. Their memory may be given to others meanwhile, as these run later.
@@ -73,7 +72,7 @@ class Runner(Protocol):
 
     info: ModelInfo
     tokenizer: TokenizerSpec
-    allocator: Allocator
+    sequence_pool: SequencePool
     num_lanes: int = 1
     keeps_order: bool = True
     limits: DeviceLimits = DeviceLimits()

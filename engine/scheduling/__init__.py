@@ -1,22 +1,37 @@
-"""Which sequences run next, and in which chunks. Plain Python without torch."""
+"""Which sequences run next, in which chunks, and which memory they hold. Plain Python without torch."""
 
+from .cache_spec import CacheSpec, KvLayerSpec, PoolPlan, SsmLayerSpec, plan_pool
 from .chunk_queue import ChunkStateError
 from .chunked_prefill import ChunkedPrefillManager, chunk_prompt, create_prefill_manager
+from .kv_cache_pool import KvCachePool
+from .prefix_cache import PrefixCache, block_keys
 from .scheduler import Scheduler
 from .sequence import Batch, Chunk, ChunkedRequest, ChunkState, PrefillChunk, QueuedSequence, Request, Status
+from .sequence_pool import Allocation, SequencePool, SsmStatePool
 
 __all__ = [
+    "Allocation",
     "Batch",
+    "CacheSpec",
     "Chunk",
     "ChunkState",
     "ChunkStateError",
     "ChunkedPrefillManager",
     "ChunkedRequest",
+    "KvCachePool",
+    "KvLayerSpec",
+    "PoolPlan",
     "PrefillChunk",
+    "PrefixCache",
     "QueuedSequence",
     "Request",
     "Scheduler",
+    "SequencePool",
+    "SsmLayerSpec",
+    "SsmStatePool",
     "Status",
+    "block_keys",
     "chunk_prompt",
     "create_prefill_manager",
+    "plan_pool",
 ]

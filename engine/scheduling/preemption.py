@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..sequence_pool import Allocation, Allocator
 from .sequence import QueuedSequence
+from .sequence_pool import Allocation, SequencePool
 
 
 def victims_of(
-    sequence: QueuedSequence, running: Iterable[QueuedSequence], allocator: Allocator
+    sequence: QueuedSequence, running: Iterable[QueuedSequence], sequence_pool: SequencePool
 ) -> list[tuple[QueuedSequence, Allocation]]:
     """Returns the long sequences that give up their memory for one that waits, with what they hold, the last first.
 
@@ -20,7 +20,7 @@ def victims_of(
     later = sorted((s for s in running if s.turn_s > sequence.turn_s), key=lambda s: (s.turn_s, s.order))
     later = [s for s in later if s.turn_for(client) > sequence.turn_for(s.request.client)]
     victims: list[tuple[QueuedSequence, Allocation]] = []
-    while not allocator.has_room(sequence.num_tokens, after=[held for _, held in victims]):
+    while not sequence_pool.has_room(sequence.num_tokens, after=[held for _, held in victims]):
         if not later:
             return []
         victim = later.pop()

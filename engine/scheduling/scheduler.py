@@ -17,11 +17,11 @@ from itertools import count
 from typing import Final
 
 from ..protocol.config import ChunkedPrefillConfig, SchedulerConfig
-from ..sequence_pool import Allocation, Allocator, NullAllocator
 from .chunked_prefill import ChunkedPrefillManager
 from .pace import ChunkPace
 from .preemption import victims_of
 from .sequence import Batch, Chunk, PrefillBudget, PrefillChunk, QueuedSequence, Request, Status
+from .sequence_pool import Allocation, SequencePool
 from .waiting import WaitingQueue, in_running_order
 
 _WINDOW: Final = 4
@@ -52,7 +52,7 @@ class Scheduler:
         token_budget: Tokens of a batch; raised to `max_seq_len` where nothing can run in chunks.
         max_seq_len: Tokens of the longest sequence that will come.
         prefill: How long sequences are cut.
-        allocator: Memory of sequences that run in chunks; None where nothing can.
+        sequence_pool: Memory of sequences that run in chunks; None: sequences run whole.
         num_lanes: Parts of the device that run batches by themselves.
     """
 
@@ -63,14 +63,14 @@ class Scheduler:
         token_budget: int,
         max_seq_len: int,
         prefill: ChunkedPrefillConfig | None = None,
-        allocator: Allocator | None = None,
+        sequence_pool: SequencePool | None = None,
         num_lanes: int = 1,
     ) -> None:
-        self._allocator = allocator or NullAllocator()
+        self._pool = sequence_pool or SequencePool()
         # Where nobody has asked the device how many it takes, it is a CPU.
         self._max_num_seqs, self._max_wait_s = config.seqs("cpu"), config.max_wait_s
         self._max_seq_len, self._num_lanes = max_seq_len, num_lanes
-        self._full_budget = token_budget if self._allocator.can_hold(1) else max(token_budget, max_seq_len)
+        self._full_budget = token_budget if not self._pool.is_empty else max(token_budget, max_seq_len)
         self._num_good_steps = 0
         self._last_num_whole = 0  # whole sequences in the last batch
         self._waits_for_memory = False  # the next long sequence does
@@ -119,7 +119,7 @@ class Scheduler:
             sequence.turn_s = turn_s
             sequence.order = next(self._orders)
             is_cut = self.prefill.should_chunk(num_tokens) or num_tokens > self.token_budget
-            sequence.is_long = is_cut and self._allocator.can_hold(num_tokens)  # what can never be held runs whole
+            sequence.is_long = is_cut and self._pool.can_hold(num_tokens)  # what can never be held runs whole
             self.waiting.add(sequence, last.get(sequence.is_long))
             last[sequence.is_long] = sequence
 
@@ -180,7 +180,7 @@ class Scheduler:
                 sequence.num_done = chunk.end
             sequence.num_pooled = max(sequence.num_pooled, chunk.end)
             if sequence.allocation is not None:
-                self._allocator.commit(sequence.allocation, chunk.end)
+                self._pool.commit(sequence.allocation, chunk.end)
             if sequence.is_complete:
                 self._leave(sequence, Status.ENDED)
                 ended += [] if sequence.request.num_left else [sequence.request]
@@ -192,7 +192,7 @@ class Scheduler:
     def retry(self, chunk: Chunk, error: Exception) -> bool:
         """Lets tokens for which memory was short run again in smaller chunks; False where that cannot help."""
         sequence = chunk.sequence
-        if sequence.chunk is not chunk or chunk.num_tokens == 1 or not self._allocator.can_hold(sequence.num_tokens):
+        if sequence.chunk is not chunk or chunk.num_tokens == 1 or not self._pool.can_hold(sequence.num_tokens):
             return False
         if sequence.is_long:
             return self.prefill.fail_chunk(chunk.chunk_id, error)
@@ -201,7 +201,7 @@ class Scheduler:
 
     def shrink(self, token_budget: int) -> None:
         """Lowers the budget after the device ran out of memory, never below a sequence that has to run whole."""
-        least = max(self._full_budget // LEAST_SHARE, 1) if self._allocator.can_hold(1) else self._max_seq_len
+        least = max(self._full_budget // LEAST_SHARE, 1) if not self._pool.is_empty else self._max_seq_len
         self.token_budget = min(self.token_budget, max(token_budget, least))
         self._num_good_steps = 0
 
@@ -233,9 +233,9 @@ class Scheduler:
             ):
                 break  # those behind it wait too, or it might never find enough memory
         self._front_s = min(self.waiting.first_long_s(), now_s)
-        pool = _POOL_PRESSURE * self._allocator.usage if self._waits_for_memory else 0.0
-        device = 0.0 if free_tokens is None else 1 - min(free_tokens / self.prefill.config.chunk_size, 1.0)
-        self.memory_pressure = max(device, pool, 1 - self.token_budget / self._full_budget)
+        pool_pressure = _POOL_PRESSURE * self._pool.usage if self._waits_for_memory else 0.0
+        device_pressure = 0.0 if free_tokens is None else 1 - min(free_tokens / self.prefill.config.chunk_size, 1.0)
+        self.memory_pressure = max(device_pressure, pool_pressure, 1 - self.token_budget / self._full_budget)
         while room.num_tokens > 0 and room.num_seqs > 0:
             if (chunk := self.prefill.schedule_chunk(room.num_tokens, memory_pressure=self.memory_pressure)) is None:
                 break
@@ -283,7 +283,7 @@ class Scheduler:
         What such a chunk gives must count first. What was pooled counts; keys and values stay in the prefix cache till
         the blocks are needed, else run again.
         """
-        victims = victims_of(sequence, self.prefill.requests.values(), self._allocator)
+        victims = victims_of(sequence, self.prefill.requests.values(), self._pool)
         self.awaits_quiet = any(victim.begun for victim, _ in victims)
         if self.awaits_quiet:
             return False
@@ -305,8 +305,8 @@ class Scheduler:
     def _whole_chunk(self, sequence: QueuedSequence, budget: PrefillBudget) -> Chunk | None:
         """Starts a short sequence, after what the prefix cache holds of it; None where there is no room."""
         num_tokens, num_cached, keys = sequence.num_tokens, 0, sequence.block_keys
-        if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and self._allocator.can_hold(num_tokens):
-            if budget.has_room(num_tokens - self._allocator.find(keys, num_tokens - 1)):
+        if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and self._pool.can_hold(num_tokens):
+            if budget.has_room(num_tokens - self._pool.find(keys, num_tokens - 1)):
                 sequence.allocation = self._allocate(sequence)
             num_cached = 0 if sequence.allocation is None else sequence.allocation.num_cached_tokens
         if not budget.add(num_tokens - num_cached):
@@ -318,7 +318,7 @@ class Scheduler:
 
     def _allocate(self, sequence: QueuedSequence) -> Allocation | None:
         readable = sequence.num_tokens - 1 if sequence.request.needs_last_row else sequence.num_pooled
-        return self._allocator.allocate(sequence.request_id, sequence.num_tokens, sequence.block_keys, readable)
+        return self._pool.allocate(sequence.request_id, sequence.num_tokens, sequence.block_keys, readable)
 
     def _expire(self, sequences: Iterable[QueuedSequence], now_s: float, batch: Batch) -> None:
         """Ends the requests of sequences whose deadline has passed."""
@@ -344,7 +344,7 @@ class Scheduler:
             leave(sequence.request_id)
         sequence.status, sequence.chunk = status, None
         if sequence.allocation is not None:
-            self._allocator.release(sequence.allocation, forget=forget)
+            self._pool.free(sequence.allocation, forget=forget)
             sequence.allocation = None
         if status is Status.ENDED:
             sequence.kept = None

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from ..protocol.params import PoolingParams
-from ..sequence_pool import Allocation
+from .sequence_pool import Allocation
 
 
 class Status(StrEnum):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-ROOMS = ("engine/scheduling", "engine/sequence_pool", "engine/pooling", "engine/client", "engine/core")
+ROOMS = ("engine/scheduling", "engine/pooling", "engine/client", "engine/core")
 """Changed where `--rooms` names none."""
 
 _ENGINE = ("tests/engine/test_async_engine.py",)
 _PROCESS = ("tests/engine/core/test_worker.py",)
 _ROUTES = ("tests/server/routes", "tests/server/observability")
 _OTHERS = {
-    "engine/scheduling": ("tests/engine/sequence_pool", "tests/engine/core", "tests/engine/client", *_ENGINE),
-    "engine/sequence_pool": ("tests/engine/scheduling", "tests/engine/core", *_ENGINE),
+    "engine/scheduling": ("tests/engine/core", "tests/engine/client", *_ENGINE),
     "engine/pooling": (
         "tests/engine/core",
         "tests/engine/tokenization",

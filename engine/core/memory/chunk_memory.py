@@ -12,9 +12,7 @@ from torch import Tensor
 
 from ...executors.torch.packed_batch import BatchCache, KvCache, SsmStates
 from ...pooling import PoolingStates
-from ...scheduling import Chunk, QueuedSequence
-from ...sequence_pool import Allocation, PoolPlan
-from ...sequence_pool.cache_spec import CacheSpec
+from ...scheduling import Allocation, CacheSpec, Chunk, PoolPlan, QueuedSequence
 from .device_stream import DeviceStream
 
 _NO_BLOCKS: Final = np.zeros(0, np.int64)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from ...protocol.config import SchedulerConfig
-from ...sequence_pool import SequenceAllocator
+from ...scheduling import SequencePool
 
 
-def describe_pool(allocator: SequenceAllocator, limits: SchedulerConfig, num_bytes: int) -> str:
+def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_bytes: int) -> str:
     """Returns the size of the pool, whether inputs run in chunks, and whether prefixes are kept.
 
     Args:
-        allocator: Of the pool.
+        sequence_pool: Memory of sequences that run in chunks.
         limits: What the operator asked for.
         num_bytes: Bytes that the pool takes; see PoolPlan.
     """
-    kv, ssm = allocator.pool.kv, allocator.pool.ssm
+    kv, ssm = sequence_pool.kv, sequence_pool.ssm
     sizes = []
     if kv is not None:
         sizes.append(f"{kv.num_blocks * kv.block_size:,} tokens ({kv.num_blocks:,} blocks of {kv.block_size})")
@@ -23,7 +23,7 @@ def describe_pool(allocator: SequenceAllocator, limits: SchedulerConfig, num_byt
     chunks = "off"
     if limits.enable_chunked_prefill:
         chunks = "of adaptive size" if limits.chunk_size is None else f"of {limits.chunk_size:,} tokens"
-    prefixes = "off" if allocator.prefixes is None else "on"
+    prefixes = "off" if sequence_pool.prefixes is None else "on"
     return f"the pool holds {' and '.join(sizes)} in {_mib(num_bytes)}; chunks: {chunks}; prefix cache: {prefixes}"
 
 

@@ -17,7 +17,7 @@ from ...checkpoint.views import ArrayWeights, Floats
 from ...model_files.registry import native_class
 from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelInfo, ModelKind
-from ...sequence_pool.cache_spec import CacheSpec
+from ...scheduling import CacheSpec
 from .arithmetic import Arithmetic
 from .decoders.gemma import Gemma2Config, Gemma3Config, GemmaConfig
 from .decoders.llama import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config

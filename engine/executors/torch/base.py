@@ -14,7 +14,7 @@ from penstock.kernels.native import Machine
 
 from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelInfo, ModelKind
-from ...sequence_pool.cache_spec import CacheSpec
+from ...scheduling import CacheSpec
 from .layers.weights import Weights
 
 if TYPE_CHECKING:

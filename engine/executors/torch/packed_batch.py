@@ -1,6 +1,6 @@
 """What one forward reads: the tokens of all sequences, or of chunks of them, end to end, and what is cached of them.
 
-Which block or slot belongs to whom is decided in sequence_pool/, without torch; here is only the memory.
+Which block or slot belongs to whom is decided in scheduling/, without torch; here is only the memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.request import TokenizedInput
-from ...sequence_pool.cache_spec import CacheSpec
+from ...scheduling import CacheSpec
 from ..cpu.packed_arrays import PackedArrays
 from .staging import put_all
 

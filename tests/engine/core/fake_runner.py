@@ -17,13 +17,11 @@ from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerS
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import Chunk, QueuedSequence
-from penstock.engine.sequence_pool import (
+from penstock.engine.scheduling import (
     Allocation,
-    Allocator,
+    Chunk,
     KvCachePool,
-    NullAllocator,
-    SequenceAllocator,
+    QueuedSequence,
     SequencePool,
     SsmStatePool,
 )
@@ -78,10 +76,10 @@ class FakeRunner(Runner):
 
     has_room = True
 
-    def __init__(self, allocator: Allocator | None = None, max_model_len: int = 4096) -> None:
+    def __init__(self, sequence_pool: SequencePool | None = None, max_model_len: int = 4096) -> None:
         self.info = model(max_model_len)
         self.tokenizer = TOKENIZER
-        self.allocator = allocator or NullAllocator()
+        self.sequence_pool = sequence_pool or SequencePool()
         self.batches: list[list[tuple[int, int, int, int]]] = []
         self.hook: Callable[[Sequence[Chunk]], object] = lambda chunks: None
         self.answer: Callable[[QueuedSequence, float], float] = lambda sequence, total: total
@@ -164,8 +162,8 @@ class StreamRunner(FakeRunner):
         queue: What was begun and has not ended.
     """
 
-    def __init__(self, allocator: Allocator | None = None, max_model_len: int = 4096) -> None:
-        super().__init__(allocator, max_model_len)
+    def __init__(self, sequence_pool: SequencePool | None = None, max_model_len: int = 4096) -> None:
+        super().__init__(sequence_pool, max_model_len)
         self.queue: list[QueuedForward] = []
 
     @property
@@ -191,10 +189,10 @@ def named(sequence: QueuedSequence) -> tuple[int, int]:
     return sequence.request.request_id, sequence.index
 
 
-def pool(num_blocks: int = 100, num_slots: int = 0, *, prefixes: bool = False) -> SequenceAllocator:
+def pool(num_blocks: int = 100, num_slots: int = 0, *, prefixes: bool = False) -> SequencePool:
     kv = KvCachePool(num_blocks, BLOCK) if num_blocks else None
     ssm = SsmStatePool(num_slots) if num_slots else None
-    return SequenceAllocator(SequencePool(kv=kv, ssm=ssm), enable_prefix_caching=prefixes)
+    return SequencePool(kv=kv, ssm=ssm, enable_prefix_caching=prefixes)
 
 
 class Steps:
@@ -206,7 +204,7 @@ class Steps:
         self.told: list[Row] = []
         self.answers: dict[int, dict[int, list[float]]] = {}
         self.ended: dict[int, tuple[float, float]] = {}
-        prefixes = isinstance(runner.allocator, SequenceAllocator) and runner.allocator.prefixes is not None
+        prefixes = runner.sequence_pool.prefixes is not None
         self.config = EngineConfig(
             model="sum",
             scheduler=SchedulerConfig(max_num_batched_tokens=budget, **limits),

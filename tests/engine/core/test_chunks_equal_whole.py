@@ -32,7 +32,7 @@ from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.sequence_pool import plan_pool
+from penstock.engine.scheduling import plan_pool
 from penstock.kernels.native import Machine, NativeError
 
 from ..steps import rows_of

@@ -10,7 +10,6 @@ import pytest
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
 from penstock.engine.protocol.messages import StepResults
 from penstock.engine.scheduling import Chunk
-from penstock.engine.sequence_pool import SequenceAllocator
 
 from .fake_runner import PARAMS, ROWS, Steps, StreamRunner, named, pool
 
@@ -149,9 +148,8 @@ def test_chunks_in_flight_give_what_whole_sequences_give(seed: int) -> None:
             answer = steps.answers[request_id]
             assert {index: sum(values) for index, values in answer.items()} == sums
             assert [len(answer[index]) for index in range(len(sums))] == rows[request_id]
-    allocator = steps.runner.allocator
-    assert isinstance(allocator, SequenceAllocator)
-    assert allocator.num_allocations == 0
+    sequence_pool = steps.runner.sequence_pool
+    assert sequence_pool.num_allocations == 0
 
 
 def test_what_takes_memory_from_a_prompt_awaits_its_chunks() -> None:
@@ -285,10 +283,9 @@ def test_rows_that_are_not_finite_drop_the_chunk_behind_them() -> None:
     run_all(steps)
     assert steps.answers == {}
     assert steps.cache_use.usage == 0
-    allocator = steps.runner.allocator
-    assert isinstance(allocator, SequenceAllocator)
-    assert allocator.prefixes is not None
-    assert allocator.prefixes.num_cached == 0
+    sequence_pool = steps.runner.sequence_pool
+    assert sequence_pool.prefixes is not None
+    assert sequence_pool.prefixes.num_cached == 0
 
 
 @pytest.mark.parametrize("num_tokens", [60, 150])

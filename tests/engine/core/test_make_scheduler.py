@@ -12,32 +12,31 @@ from penstock.engine.core.make_scheduler import make_scheduler
 from penstock.engine.core.runner import DeviceLimits
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.model_info import KV_CACHE_SOURCE, ModelInfo
-from penstock.engine.scheduling import Scheduler
-from penstock.engine.sequence_pool import Allocator, NullAllocator
+from penstock.engine.scheduling import Scheduler, SequencePool
 
 from ..scheduling.records import make_request
 from .fake_runner import BLOCK, model, pool
 
 
 def make(
-    allocator: Allocator, max_model_len: int = 4096, budget: int | None = 1024, **limits: Any
+    sequence_pool: SequencePool, max_model_len: int = 4096, budget: int | None = 1024, **limits: Any
 ) -> tuple[Scheduler, ModelInfo]:
     config = EngineConfig(model="m", scheduler=SchedulerConfig(max_num_batched_tokens=budget, **limits))
-    return make_scheduler(config, model(max_model_len), allocator)
+    return make_scheduler(config, model(max_model_len), sequence_pool)
 
 
 def test_the_budget_is_no_larger_than_the_device_has_memory_for(caplog: pytest.LogCaptureFixture) -> None:
     config = EngineConfig(model="m", scheduler=SchedulerConfig(max_num_batched_tokens=1024))
-    scheduler, info = make_scheduler(config, model(512), NullAllocator(), device=DeviceLimits(max_tokens=700))
+    scheduler, info = make_scheduler(config, model(512), SequencePool(), device=DeviceLimits(max_tokens=700))
     assert (scheduler.token_budget, info.max_model_len) == (700, 512)
     scheduler, info = make_scheduler(config, model(), pool(1000), device=DeviceLimits(max_tokens=700))
     assert (scheduler.token_budget, info.max_model_len) == (700, 4096)  # it runs in chunks
     assert not caplog.records
-    scheduler, info = make_scheduler(config, model(), NullAllocator(), device=DeviceLimits(max_tokens=700))
+    scheduler, info = make_scheduler(config, model(), SequencePool(), device=DeviceLimits(max_tokens=700))
     assert (scheduler.token_budget, info.max_model_len) == (700, 700)
     assert info.limit_name == "the memory of the server's GPU"
     assert "one forward finds memory for 700 tokens: inputs are limited to that" in caplog.text
-    scheduler, info = make_scheduler(config, model(), NullAllocator(), device=DeviceLimits(max_tokens=5000))
+    scheduler, info = make_scheduler(config, model(), SequencePool(), device=DeviceLimits(max_tokens=5000))
     assert (scheduler.token_budget, info.max_model_len) == (4096, 4096)
 
 
@@ -92,8 +91,8 @@ def test_a_chunk_size_that_is_given_is_fixed_and_no_larger_than_a_batch(caplog: 
 
 @pytest.mark.parametrize("has_memory", [True, False])
 def test_what_cannot_be_cut_runs_whole_whatever_the_budget(caplog: pytest.LogCaptureFixture, has_memory: bool) -> None:
-    allocator = pool(1000) if has_memory else NullAllocator()
-    scheduler, info = make(allocator, enable_chunked_prefill=not has_memory)
+    sequence_pool = pool(1000) if has_memory else SequencePool()
+    scheduler, info = make(sequence_pool, enable_chunked_prefill=not has_memory)
     assert scheduler.token_budget == info.max_model_len == 4096
     assert not scheduler.prefill.should_chunk(4096)
     assert "max_num_batched_tokens is 1024, but one sequence may have 4096 tokens; the budget is raised" in caplog.text
@@ -103,7 +102,7 @@ def test_what_cannot_be_cut_runs_whole_whatever_the_budget(caplog: pytest.LogCap
 def test_nobody_is_warned_who_did_not_ask_for_less(
     caplog: pytest.LogCaptureFixture, budget: int | None, max_model_len: int
 ) -> None:
-    scheduler, _ = make(NullAllocator(), max_model_len, budget)
+    scheduler, _ = make(SequencePool(), max_model_len, budget)
     assert scheduler.token_budget == (5000 if budget == 5000 else 4096)  # 2,048 on a CPU where nothing is said
     assert not caplog.records
 
@@ -123,6 +122,6 @@ def test_a_model_whose_inputs_all_fit_stays_as_it_is(
     caplog: pytest.LogCaptureFixture, num_blocks: int, max_model_len: int
 ) -> None:
     caplog.set_level(logging.WARNING)
-    allocator = pool(num_blocks, 0 if num_blocks else 2)  # states have no length
-    assert make(allocator, max_model_len)[1] == model(max_model_len)
+    sequence_pool = pool(num_blocks, 0 if num_blocks else 2)  # states have no length
+    assert make(sequence_pool, max_model_len)[1] == model(max_model_len)
     assert not caplog.records

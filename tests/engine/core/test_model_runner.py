@@ -29,9 +29,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
-from penstock.engine.sequence_pool import NullAllocator, SequenceAllocator
-from penstock.engine.sequence_pool.cache_spec import CacheSpec, KvLayerSpec
+from penstock.engine.scheduling import CacheSpec, KvLayerSpec, PrefillChunk, QueuedSequence, Request
 
 from .fake_runner import PARAMS, TOKENIZER, model
 from .played_stream import PlayedMark, PlayedStream
@@ -108,10 +106,9 @@ SPEC = CacheSpec(kv_layers=(KvLayerSpec(1, 8),))
 
 
 def test_a_pool_holds_what_the_operator_gives() -> None:
-    made = runner(Broken(cache_spec=SPEC), cache=CacheConfig(kv_cache_memory=1 << 20)).allocator
-    assert isinstance(made, SequenceAllocator)
-    assert made.pool.kv is not None
-    assert 0.9 < made.pool.kv.num_blocks * 16 * SPEC.kv_bytes_per_token(4) / (1 << 20) <= 1.0
+    made = runner(Broken(cache_spec=SPEC), cache=CacheConfig(kv_cache_memory=1 << 20)).sequence_pool
+    assert made.kv is not None
+    assert 0.9 < made.kv.num_blocks * 16 * SPEC.kv_bytes_per_token(4) / (1 << 20) <= 1.0
     assert made.prefixes is not None
 
 
@@ -119,7 +116,7 @@ def test_without_memory_for_any_sequence_none_runs_in_chunks(caplog: pytest.LogC
     with pytest.raises(ModelLoadError):
         runner(Broken(cache_spec=SPEC), cache=CacheConfig(kv_cache_memory=1))
     made = runner(Broken(cache_spec=SPEC), cache=CacheConfig(memory_fraction=1e-15))
-    assert isinstance(made.allocator, NullAllocator)
+    assert made.sequence_pool.is_empty
     assert "inputs do not run in chunks" in caplog.text
 
 
@@ -129,8 +126,8 @@ def test_a_pool_is_made_for_chunks_or_for_prefixes(chunks: bool, prefixes: bool)
         Broken(cache_spec=SPEC),
         scheduler=SchedulerConfig(enable_chunked_prefill=chunks),
         cache=CacheConfig(kv_cache_memory=1 << 20, enable_prefix_caching=prefixes),
-    ).allocator
-    assert isinstance(made, SequenceAllocator) == (chunks or prefixes)
+    ).sequence_pool
+    assert made.is_empty != (chunks or prefixes)
     assert (made.prefixes is not None) == prefixes
 
 

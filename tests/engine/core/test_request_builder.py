@@ -12,8 +12,7 @@ from penstock.engine.protocol.client_message import SubmitRequest
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import Status
-from penstock.engine.sequence_pool import block_keys
+from penstock.engine.scheduling import Status, block_keys
 
 from .fake_runner import PARAMS, model
 

@@ -6,13 +6,12 @@ from collections.abc import Hashable, Sequence as ListOf
 from dataclasses import dataclass
 
 from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
-from penstock.engine.scheduling import Batch, Request, Scheduler
-from penstock.engine.sequence_pool import (
+from penstock.engine.scheduling import (
     Allocation,
-    Allocator,
+    Batch,
     KvCachePool,
-    NullAllocator,
-    SequenceAllocator,
+    Request,
+    Scheduler,
     SequencePool,
     SsmStatePool,
 )
@@ -27,7 +26,7 @@ MAX_ASKED = 1_000
 """Times that one batch may ask for memory: many more than there are sequences."""
 
 
-class CountingAllocator(SequenceAllocator):
+class CountingPool(SequencePool):
     """Fails where one batch asks for memory without end, instead of letting it go on."""
 
     num_asked = 0  # for this batch
@@ -51,12 +50,12 @@ class House:
     max_num_seqs: int = 6
     chunk_size: int | None = None
 
-    def allocator(self) -> Allocator:
+    def sequence_pool(self) -> SequencePool:
         if not self.num_blocks and not self.num_slots:
-            return NullAllocator()
+            return SequencePool()
         kv = KvCachePool(self.num_blocks, BLOCK) if self.num_blocks else None
         ssm = SsmStatePool(self.num_slots) if self.num_slots else None
-        return CountingAllocator(SequencePool(kv=kv, ssm=ssm), enable_prefix_caching=self.prefixes)
+        return CountingPool(kv, ssm, enable_prefix_caching=self.prefixes)
 
     def prefill(self) -> ChunkedPrefillConfig:
         return ChunkedPrefillConfig(
@@ -74,11 +73,11 @@ class Pair:
     def __init__(self, house: House = House()) -> None:
         self.house = house
         self.now_s = 0.0
-        self.allocator = house.allocator()
+        self.sequence_pool = house.sequence_pool()
         config = SchedulerConfig(max_num_seqs=house.max_num_seqs, max_wait_s=MAX_WAIT_S)
         sizes = {"token_budget": house.budget, "max_seq_len": MAX_SEQ_LEN}
-        self.scheduler = Scheduler(config, **sizes, prefill=house.prefill(), allocator=self.allocator)
-        self.reference = Reference(config, **sizes, prefill=house.prefill(), allocator=house.allocator())
+        self.scheduler = Scheduler(config, **sizes, prefill=house.prefill(), sequence_pool=self.sequence_pool)
+        self.reference = Reference(config, **sizes, prefill=house.prefill(), sequence_pool=house.sequence_pool())
         self.requests: list[Request] = []
 
     def add(
@@ -134,9 +133,9 @@ class Pair:
         """One batch; the chunks at the places `failing` fail, the requests of those at `cancelled` are cancelled."""
         self.now_s += step_s
         num_good = len(self.reference.numbers())
-        for allocator in (self.allocator, self.reference.allocator):
-            if isinstance(allocator, CountingAllocator):
-                allocator.num_asked = 0
+        for sequence_pool in (self.sequence_pool, self.reference.sequence_pool):
+            if isinstance(sequence_pool, CountingPool):
+                sequence_pool.num_asked = 0
         batch, made = self.scheduler.schedule(self.now_s, free_tokens), self.reference.schedule(self.now_s, free_tokens)
         assert shown(batch) == made
         assert self.scheduler.memory_pressure == self.reference.pressure
@@ -190,10 +189,10 @@ class Pair:
             assert request.num_left == len(reference.of(number))
         assert scheduler.token_budget == reference.budget
         assert {name: client.tokens for name, client in waiting._clients.items()} == reference.clients.had
-        assert self.allocator.usage == reference.allocator.usage
-        if not scheduler.requests and isinstance(self.allocator, SequenceAllocator):
-            assert (self.allocator.usage, self.allocator.num_allocations) == (0, 0)
-            pool, prefixes = self.allocator.pool, self.allocator.prefixes
+        assert self.sequence_pool.usage == reference.sequence_pool.usage
+        if not scheduler.requests:
+            assert (self.sequence_pool.usage, self.sequence_pool.num_allocations) == (0, 0)
+            pool, prefixes = self.sequence_pool, self.sequence_pool.prefixes
             num_parked = 0 if prefixes is None else prefixes.num_parked
             assert pool.kv is None or pool.kv.num_free + num_parked == pool.kv.num_blocks
             assert pool.ssm is None or pool.ssm.num_free == pool.ssm.num_slots

@@ -8,8 +8,7 @@ import numpy as np
 
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.scheduling import Batch, QueuedSequence, Request, Scheduler
-from penstock.engine.sequence_pool import block_keys
+from penstock.engine.scheduling import Batch, QueuedSequence, Request, Scheduler, block_keys
 
 
 def make_request(

@@ -1,6 +1,6 @@
 """The scheduler's policy in the plainest way: lists that are sorted, and nothing kept that can be counted.
 
-It has an allocator and a pace of its own, which are tested elsewhere, and none of the scheduler's queues.
+It has a sequence pool and a pace of its own, which are tested elsewhere, and none of the scheduler's queues.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
-from penstock.engine.scheduling import Request
+from penstock.engine.scheduling import Allocation, Request, SequencePool
 from penstock.engine.scheduling.pace import ChunkPace
-from penstock.engine.sequence_pool import Allocation, Allocator
 
 WINDOW = 4
 GOOD_STEPS = 32
@@ -100,11 +99,11 @@ class Reference:
         token_budget: int,
         max_seq_len: int,
         prefill: ChunkedPrefillConfig,
-        allocator: Allocator,
+        sequence_pool: SequencePool,
     ) -> None:
-        self.config, self.prefill, self.allocator = config, prefill, allocator
+        self.config, self.prefill, self.sequence_pool = config, prefill, sequence_pool
         self.max_seq_len = max_seq_len
-        self.full = self.budget = token_budget if allocator.can_hold(1) else max(token_budget, max_seq_len)
+        self.full = self.budget = token_budget if sequence_pool.can_hold(1) else max(token_budget, max_seq_len)
         self.pace = ChunkPace(prefill.chunk_size)
         self.pressure = 0.0
         self.room = 0  # of this batch, in tokens
@@ -140,7 +139,7 @@ class Reference:
                 keys,
             )
             threshold = self.prefill.chunk_size if self.prefill.threshold is None else self.prefill.threshold
-            item.is_long = num_tokens > min(threshold, self.budget) and self.allocator.can_hold(num_tokens)
+            item.is_long = num_tokens > min(threshold, self.budget) and self.sequence_pool.can_hold(num_tokens)
             item.is_first = item.in_line = item.is_long not in kinds
             kinds.add(item.is_long)
             self.num_added += 1
@@ -167,13 +166,13 @@ class Reference:
             item.span = None
             item.failures += 1
             return item.failures <= self.prefill.max_retries
-        if not self.allocator.can_hold(item.num_tokens):
+        if not self.sequence_pool.can_hold(item.num_tokens):
             return False
         self._wait_again(item)
         return True
 
     def shrink(self, num_tokens: int) -> None:
-        least = max(self.full // LEAST_SHARE, 1) if self.allocator.can_hold(1) else self.max_seq_len
+        least = max(self.full // LEAST_SHARE, 1) if self.sequence_pool.can_hold(1) else self.max_seq_len
         self.budget = min(self.budget, max(num_tokens, least))
         self.num_good = 0
 
@@ -188,7 +187,7 @@ class Reference:
             item.due_s = max(item.due_s + num_tokens * self.token_s * num_own, self.front_s)
             item.pooled = max(item.pooled, item.done)
             if item.allocation is not None:
-                self.allocator.commit(item.allocation, item.done)
+                self.sequence_pool.commit(item.allocation, item.done)
             if not item.left:
                 self._end(item)
                 ended += [] if self.of(item.name[0]) else [item.name[0]]
@@ -222,8 +221,8 @@ class Reference:
         return made
 
     def _add_short(self, item: Item, room: int) -> bool:
-        may_share = item.needs_last_row and len(item.keys) >= 2 and self.allocator.can_hold(item.num_tokens)
-        found = self.allocator.find(item.keys, item.num_tokens - 1) if may_share else 0
+        may_share = item.needs_last_row and len(item.keys) >= 2 and self.sequence_pool.can_hold(item.num_tokens)
+        found = self.sequence_pool.find(item.keys, item.num_tokens - 1) if may_share else 0
         if len(self.batch) == self.config.max_num_seqs or item.num_tokens - found > room:
             return False
         if may_share and self._allocate(item) and item.allocation is not None:
@@ -290,7 +289,7 @@ class Reference:
         nexts = {i.client: i.rank_s for i in reversed(firsts)}
         self.front_s = min([now_s, *nexts.values()])
         free = 1.0 if free_tokens is None else min(free_tokens / self.prefill.chunk_size, 1.0)
-        pool = self.allocator.usage / 2 if self.waits_for_memory else 0.0
+        pool = self.sequence_pool.usage / 2 if self.waits_for_memory else 0.0
         self.pressure = max(1 - free, 1 - self.budget / self.full, pool)
         cut: list[Item] = []
         while room and places and (ready := [i for i in self.running if i.span is None]):
@@ -328,7 +327,7 @@ class Reference:
                 for count in range(1, len(later) + 1):
                     victims = later[-count:][::-1]
                     held = [i.allocation for i in victims if i.allocation is not None]
-                    if self.allocator.has_room(item.num_tokens, after=held):
+                    if self.sequence_pool.has_room(item.num_tokens, after=held):
                         break
                 else:
                     self.waits_for_memory = True
@@ -344,7 +343,7 @@ class Reference:
 
     def _allocate(self, item: Item) -> bool:
         readable = item.num_tokens - 1 if item.needs_last_row else item.pooled
-        item.allocation = self.allocator.allocate(item.name, item.num_tokens, item.keys, readable)
+        item.allocation = self.sequence_pool.allocate(item.name, item.num_tokens, item.keys, readable)
         return item.allocation is not None
 
     # Waiting and its end
@@ -386,7 +385,7 @@ class Reference:
                 items.remove(item)
         item.span = None
         if item.allocation is not None:
-            self.allocator.release(item.allocation, forget=forget)
+            self.sequence_pool.free(item.allocation, forget=forget)
             item.allocation = None
 
     def _expire(self, items: list[Item], now_s: float, made: Made) -> None:

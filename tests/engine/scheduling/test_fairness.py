@@ -8,9 +8,8 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
-from penstock.engine.scheduling import QueuedSequence, Scheduler
+from penstock.engine.scheduling import KvCachePool, QueuedSequence, Scheduler, SequencePool
 from penstock.engine.scheduling.waiting import WaitingQueue
-from penstock.engine.sequence_pool import KvCachePool, SequenceAllocator, SequencePool
 
 from .records import make_request, run
 
@@ -99,7 +98,7 @@ def long_load(num_blocks: int) -> Scheduler:
         token_budget=64,
         max_seq_len=4000,
         prefill=ChunkedPrefillConfig(chunk_size=32, threshold=64, min_chunk_size=16, is_dynamic=False),
-        allocator=SequenceAllocator(SequencePool(kv=KvCachePool(num_blocks, 16))),
+        sequence_pool=SequencePool(kv=KvCachePool(num_blocks, 16)),
     )
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
-from penstock.engine.scheduling import Batch, Request, Scheduler
-from penstock.engine.sequence_pool import KvCachePool, SequenceAllocator, SequencePool, SsmStatePool
+from penstock.engine.scheduling import Batch, KvCachePool, Request, Scheduler, SequencePool, SsmStatePool
 
 from .records import make_request, request_ids, run, tokens_of
 
@@ -26,11 +25,12 @@ def make(
     prefixes: bool = True,
     chunk_size: int | None = None,
     max_num_seqs: int = 8,
-) -> tuple[Scheduler, SequenceAllocator]:
-    pool = SequencePool(
-        kv=KvCachePool(num_blocks, BLOCK) if num_blocks else None, ssm=SsmStatePool(num_slots) if num_slots else None
+) -> tuple[Scheduler, SequencePool]:
+    sequence_pool = SequencePool(
+        KvCachePool(num_blocks, BLOCK) if num_blocks else None,
+        SsmStatePool(num_slots) if num_slots else None,
+        enable_prefix_caching=prefixes,
     )
-    allocator = SequenceAllocator(pool, enable_prefix_caching=prefixes)
     prefill = ChunkedPrefillConfig(
         chunk_size=chunk_size or BUDGET,
         threshold=chunk_size or THRESHOLD,
@@ -39,7 +39,8 @@ def make(
         max_retries=8,
     )
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_wait_s=MAX_WAIT_S)
-    return Scheduler(config, token_budget=BUDGET, max_seq_len=4000, prefill=prefill, allocator=allocator), allocator
+    scheduler = Scheduler(config, token_budget=BUDGET, max_seq_len=4000, prefill=prefill, sequence_pool=sequence_pool)
+    return scheduler, sequence_pool
 
 
 def one(
@@ -72,7 +73,7 @@ def spans(batches: list[Batch], request_id: int) -> list[tuple[int, int]]:
 
 
 def test_a_long_sequence_runs_in_chunks_from_its_first_token_to_its_last() -> None:
-    scheduler, allocator = make()
+    scheduler, sequence_pool = make()
     scheduler.add(one(1, 100))
     batches = run_all(scheduler)
     covered = spans(batches, 1)
@@ -80,7 +81,7 @@ def test_a_long_sequence_runs_in_chunks_from_its_first_token_to_its_last() -> No
     assert covered[-1][1] == 100
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(covered))
     assert all(tokens_of(b) <= BUDGET for b in batches)
-    assert allocator.usage == 0
+    assert sequence_pool.usage == 0
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7])
@@ -194,8 +195,10 @@ def test_the_budget_comes_back_after_a_shortage() -> None:
 
 def test_chunks_run_beside_others_while_the_budget_is_at_its_least() -> None:
     prefill = ChunkedPrefillConfig(chunk_size=64, threshold=16, min_chunk_size=4, is_dynamic=False)
-    allocator = SequenceAllocator(SequencePool(kv=KvCachePool(100, BLOCK)))
-    scheduler = Scheduler(SchedulerConfig(), token_budget=128, max_seq_len=400, prefill=prefill, allocator=allocator)
+    sequence_pool = SequencePool(kv=KvCachePool(100, BLOCK))
+    scheduler = Scheduler(
+        SchedulerConfig(), token_budget=128, max_seq_len=400, prefill=prefill, sequence_pool=sequence_pool
+    )
     scheduler.shrink(1)
     assert scheduler.token_budget == 4  # half of it is no chunk
     scheduler.add(one(0, 100))
@@ -206,7 +209,7 @@ def test_chunks_run_beside_others_while_the_budget_is_at_its_least() -> None:
 
 
 def test_a_whole_sequence_for_which_memory_was_short_runs_in_chunks() -> None:
-    scheduler, allocator = make()
+    scheduler, sequence_pool = make()
     scheduler.add(one(1, THRESHOLD))
     batch = scheduler.schedule(0.0)
     (failed,) = batch.chunks
@@ -217,28 +220,28 @@ def test_a_whole_sequence_for_which_memory_was_short_runs_in_chunks() -> None:
     assert covered[0][0] == 0
     assert covered[-1][1] == THRESHOLD
     assert len(covered) >= 4
-    assert allocator.num_allocations == 0
+    assert sequence_pool.num_allocations == 0
 
 
 def test_a_chunk_that_failed_is_not_found_by_others() -> None:
-    scheduler, allocator = make()
+    scheduler, sequence_pool = make()
     scheduler.add(one(1, 100))
     batch = scheduler.schedule(0.0)
     assert scheduler.retry(batch.chunks[0], MemoryError("no memory"))
     scheduler.finish(batch)
-    assert allocator.prefixes is not None
-    assert allocator.prefixes.num_cached == 0
+    assert sequence_pool.prefixes is not None
+    assert sequence_pool.prefixes.num_cached == 0
     scheduler.cancel(1)
     scheduler.add(one(2, 100))
     run(scheduler)
-    assert allocator.prefixes.num_cached > 0
+    assert sequence_pool.prefixes.num_cached > 0
     scheduler.cancel(2, forget=True)
-    assert allocator.prefixes.num_cached == 0
-    assert allocator.usage == 0
+    assert sequence_pool.prefixes.num_cached == 0
+    assert sequence_pool.usage == 0
 
 
 def test_the_next_long_sequence_starts_when_memory_is_there() -> None:
-    scheduler, allocator = make(num_blocks=25)
+    scheduler, sequence_pool = make(num_blocks=25)
     scheduler.add(one(1, 90))
     scheduler.add(one(2, 80))
     scheduler.add(one(3, 5))
@@ -248,11 +251,11 @@ def test_the_next_long_sequence_starts_when_memory_is_there() -> None:
         for r in (1, 2, 3)
     }
     assert ends[3] < ends[1] < ends[2]
-    assert allocator.num_allocations == 0
+    assert sequence_pool.num_allocations == 0
 
 
 def test_memory_goes_to_the_more_urgent_and_the_other_goes_on_where_it_was() -> None:
-    scheduler, allocator = make(num_blocks=30)
+    scheduler, sequence_pool = make(num_blocks=30)
     scheduler.add(one(1, 100, priority=1))
     run(scheduler)
     run(scheduler, 0.1)
@@ -265,7 +268,7 @@ def test_memory_goes_to_the_more_urgent_and_the_other_goes_on_where_it_was() -> 
     resumed = spans(run_all(scheduler), 1)
     assert resumed[0][0] == done // BLOCK * BLOCK  # its blocks were not needed: full ones are found again
     assert resumed[-1][1] == 100
-    assert allocator.num_allocations == 0
+    assert sequence_pool.num_allocations == 0
 
 
 def test_nothing_is_preempted_where_that_would_not_help() -> None:
@@ -285,7 +288,7 @@ def test_nothing_is_preempted_where_that_would_not_help() -> None:
 
 
 def test_a_short_sequence_begins_after_what_the_cache_holds() -> None:
-    scheduler, allocator = make()
+    scheduler, sequence_pool = make()
     scheduler.add(one(1, 14, last_row=True))
     run_all(scheduler)
     scheduler.add(one(2, 14, last_row=True))
@@ -294,7 +297,7 @@ def test_a_short_sequence_begins_after_what_the_cache_holds() -> None:
     scheduler.add(one(3, 14))
     scheduler.add(one(4, 12, last_row=True))
     assert [(s.start, s.end) for b in run_all(scheduler) for s in b.chunks] == [(0, 14), (8, 12)]
-    assert allocator.num_allocations == 0
+    assert sequence_pool.num_allocations == 0
 
 
 def test_a_chunk_for_which_memory_was_short_runs_again_in_smaller_ones() -> None:
@@ -313,7 +316,7 @@ def test_a_chunk_for_which_memory_was_short_runs_again_in_smaller_ones() -> None
 
 
 def test_a_chunk_that_fails_again_and_again_is_given_up() -> None:
-    scheduler, allocator = make()
+    scheduler, sequence_pool = make()
     scheduler.add(one(1, 100))
     for attempt in range(100):
         batch = scheduler.schedule(0.1 * attempt)
@@ -325,11 +328,11 @@ def test_a_chunk_that_fails_again_and_again_is_given_up() -> None:
     scheduler.cancel(1)
     scheduler.finish(batch)
     assert not scheduler.requests
-    assert allocator.num_allocations == 0
+    assert sequence_pool.num_allocations == 0
 
 
 def test_a_long_sequence_whose_deadline_passes_ends() -> None:
-    scheduler, allocator = make()
+    scheduler, sequence_pool = make()
     late = one(1, 100, deadline_s=1.0)
     scheduler.add(late)
     run(scheduler)
@@ -338,11 +341,11 @@ def test_a_long_sequence_whose_deadline_passes_ends() -> None:
     assert not batch.chunks
     scheduler.finish(batch)
     assert not scheduler.requests
-    assert allocator.num_allocations == 0
+    assert sequence_pool.num_allocations == 0
 
 
 def test_an_ssm_sequence_goes_on_after_its_last_chunk() -> None:
-    scheduler, allocator = make(num_blocks=0, num_slots=1)
+    scheduler, sequence_pool = make(num_blocks=0, num_slots=1)
     scheduler.add(one(1, 100, priority=1))
     run(scheduler)
     done = run(scheduler, 0.1).chunks[0].end
@@ -350,7 +353,7 @@ def test_an_ssm_sequence_goes_on_after_its_last_chunk() -> None:
     batch = run(scheduler, 0.2)
     assert [(sequence.request_id, sequence.num_pooled) for sequence, _ in batch.preempted] == [((1, 0), done)]
     assert spans(run_all(scheduler), 1)[0][0] == done
-    assert allocator.num_allocations == 0
+    assert sequence_pool.num_allocations == 0
 
 
 events = st.lists(
@@ -380,7 +383,7 @@ def test_every_sequence_runs_to_its_end_once_and_nothing_leaks(
     prefixes: bool,
     chunk_size: int | None,  # type: ignore[type-arg]
 ) -> None:
-    scheduler, allocator = make(pool[0], num_slots=pool[1], prefixes=prefixes, chunk_size=chunk_size)
+    scheduler, sequence_pool = make(pool[0], num_slots=pool[1], prefixes=prefixes, chunk_size=chunk_size)
     live: dict[int, Request] = {}
     covered: dict[int, int] = {}
 
@@ -433,12 +436,12 @@ def test_every_sequence_runs_to_its_end_once_and_nothing_leaks(
             case ("run",):
                 step(now_s)
         if not live:
-            assert allocator.num_allocations == 0
-            assert allocator.usage == 0
+            assert sequence_pool.num_allocations == 0
+            assert sequence_pool.usage == 0
     for number in range(20_000):
         if not scheduler.requests:
             break
         step(10.0 + number)
     assert not live
-    assert allocator.num_allocations == 0
-    assert allocator.usage == 0
+    assert sequence_pool.num_allocations == 0
+    assert sequence_pool.usage == 0

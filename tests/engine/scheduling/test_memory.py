@@ -6,7 +6,6 @@ import pytest
 
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.scheduling import Batch, QueuedSequence, Scheduler
-from penstock.engine.sequence_pool import SequenceAllocator
 
 from .pair import BLOCK, House, Pair
 from .records import make_request, request_ids, run, tokens_of
@@ -120,7 +119,7 @@ def test_the_use_of_the_pool_counts_while_a_sequence_waits_for_it() -> None:
     pair = Pair(House(prefixes=False))  # 40 blocks of 4
     pair.add(120)
     pair.step(0.0)
-    assert pair.allocator.usage == 0.75
+    assert pair.sequence_pool.usage == 0.75
     assert pair.scheduler.memory_pressure == 0.0
     pair.record(32, 0, 0.001)
     pair.add(100)
@@ -191,14 +190,13 @@ def test_a_text_of_one_block_leaves_the_cache_alone() -> None:
 @pytest.mark.parametrize("num_tokens", [12, 100])
 def test_what_a_failed_chunk_left_is_not_found_by_others(num_tokens: int) -> None:
     pair = Pair(House(num_blocks=100))
-    assert isinstance(pair.allocator, SequenceAllocator)
-    assert pair.allocator.prefixes is not None
+    assert pair.sequence_pool.prefixes is not None
     pair.add(num_tokens, last_row=True)
     batch = pair.step(failing=[0])
     assert len(batch.chunks) == 1
-    assert pair.allocator.prefixes.num_cached == 0
+    assert pair.sequence_pool.prefixes.num_cached == 0
     pair.step()
-    assert pair.allocator.prefixes.num_cached == pair.requests[0].sequences[0].num_done // BLOCK
+    assert pair.sequence_pool.prefixes.num_cached == pair.requests[0].sequences[0].num_done // BLOCK
     pair.run_all()
 
 

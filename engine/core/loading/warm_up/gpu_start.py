@@ -9,8 +9,7 @@ from typing import Final
 from ....protocol.batch_outputs import BatchOutputs
 from ....protocol.config import SchedulerConfig
 from ....protocol.model_info import ModelInfo
-from ....scheduling import Chunk
-from ....sequence_pool import Allocator
+from ....scheduling import Chunk, SequencePool
 from ...memory.memory_meter import MemoryGauge
 from ...runner import DeviceLimits, DeviceMemoryError, Forward
 from .largest_batch import LargestBatch, largest_batch, largest_shapes
@@ -69,18 +68,18 @@ class GpuStart:
         )
         return DeviceLimits(memory=self._memory, max_tokens=largest.num_tokens), largest.num_bytes
 
-    def compile(self, allocator: Allocator, limits: DeviceLimits) -> None:
+    def compile(self, sequence_pool: SequencePool, limits: DeviceLimits) -> None:
         """Runs a batch of every kind.
 
         Args:
-            allocator: Memory of sequences that run in chunks.
+            sequence_pool: Memory of sequences that run in chunks.
             limits: What `find_limits` found.
         """
         assert limits.max_tokens is not None, "the limits were found"
         run_rounds(
             self._made,
             self._execute,
-            allocator,
+            sequence_pool,
             token_budget=limits.max_tokens,
             longest=self._info.max_model_len,
             max_num_seqs=self._config.seqs(self._info.device),

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from ....scheduling import Chunk, PrefillChunk
-from ....sequence_pool import Allocator
+from ....scheduling import Chunk, PrefillChunk, SequencePool
 from ...runner import DeviceMemoryError
 from .made_batches import MadeBatches
 
@@ -35,7 +34,7 @@ _PROGRESS_S: Final = 5.0
 def run_rounds(
     made: MadeBatches,
     run: Callable[[Sequence[Chunk]], object],
-    allocator: Allocator,
+    sequence_pool: SequencePool,
     *,
     token_budget: int,
     longest: int,
@@ -46,7 +45,7 @@ def run_rounds(
     Args:
         made: Makes the batches.
         run: Runs one; what it gives is of no interest.
-        allocator: Memory of sequences that run in chunks.
+        sequence_pool: Memory of sequences that run in chunks.
         token_budget: Tokens of the largest forward.
         longest: Tokens of the longest sequence.
         max_num_seqs: Sequences of the largest forward.
@@ -56,7 +55,7 @@ def run_rounds(
     """
     began_s = told_s = time.monotonic()
     num_run = 0
-    for batch in _batches(made, allocator, token_budget, longest, max_num_seqs):
+    for batch in _batches(made, sequence_pool, token_budget, longest, max_num_seqs):
         num_tokens = sum(chunk.num_tokens for chunk in batch)
         try:
             run(batch)
@@ -72,9 +71,9 @@ def run_rounds(
 
 
 def _batches(
-    made: MadeBatches, allocator: Allocator, token_budget: int, longest: int, max_num_seqs: int
+    made: MadeBatches, sequence_pool: SequencePool, token_budget: int, longest: int, max_num_seqs: int
 ) -> Iterator[list[Chunk]]:
-    yield from _with_past(made, allocator, token_budget, longest, max_num_seqs)
+    yield from _with_past(made, sequence_pool, token_budget, longest, max_num_seqs)
     longest = min(longest, token_budget)
     edges = [edge + beside for edge in _TILES for beside in (-1, 0, 1)]
     kinds = [[1], [1, 2, 3, *(n for n in edges if n <= _SPLIT)], [n for n in edges if n > _SPLIT], [longest]]
@@ -104,16 +103,16 @@ def _fit(lengths: Sequence[int], token_budget: int, max_num_seqs: int) -> list[i
 
 
 def _with_past(
-    made: MadeBatches, allocator: Allocator, token_budget: int, longest: int, max_num_seqs: int
+    made: MadeBatches, sequence_pool: SequencePool, token_budget: int, longest: int, max_num_seqs: int
 ) -> Iterator[list[Chunk]]:
     """Three chunks of a sequence for every task and size; the second beside a whole one where two may run."""
     for size in sorted({min(size, max(token_budget - _SHORT, token_budget // 2), longest // 3) for size in _CHUNKS}):
-        if size < 1 or not allocator.can_hold(3 * size):
+        if size < 1 or not sequence_pool.can_hold(3 * size):
             continue
         for params in made.params():
             sequence = made.sequence(-1, 3 * size, params)
             sequence.is_long = True
-            sequence.allocation = allocator.allocate(sequence.request_id, 3 * size)
+            sequence.allocation = sequence_pool.allocate(sequence.request_id, 3 * size)
             if sequence.allocation is None:
                 return
             first, second, third = (PrefillChunk(sequence, i * size, (i + 1) * size, i) for i in range(3))
@@ -122,4 +121,4 @@ def _with_past(
                 yield [*made.batch([min(_SHORT, size)][: max_num_seqs - 1], [params]), second]
                 yield [third]
             finally:
-                allocator.release(sequence.allocation, forget=True)
+                sequence_pool.free(sequence.allocation, forget=True)

@@ -17,7 +17,7 @@ from ....checkpoint.array_file import Array
 from ....checkpoint.views import ArrayWeights, Floats, as_floats, cast_table
 from ....protocol.model_info import ClassifierMethod, ModelInfo
 from ....protocol.tasks import PoolingType
-from ....sequence_pool.cache_spec import CacheSpec, KvLayerSpec
+from ....scheduling import CacheSpec, KvLayerSpec
 from ..heads import HeadSteps
 from ..packed_arrays import PackedArrays
 from ..spec_reader import SpecReader, has_activation, has_head_size

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....protocol.errors import UnsupportedTaskError
 from ....protocol.model_info import ModelInfo
-from ....sequence_pool.cache_spec import CacheSpec
+from ....scheduling import CacheSpec
 from ...cpu.decoders.config import DecoderConfig
 from ..base import ModelOutput, NativeModel
 from ..heads import decoder_head

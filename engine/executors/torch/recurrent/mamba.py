@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from ....model_files.config_values import read_config
 from ....protocol.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError
 from ....protocol.model_info import ModelInfo
-from ....sequence_pool.cache_spec import CacheSpec
+from ....scheduling import CacheSpec
 from ..base import ModelOutput, NativeModel
 from ..heads import decoder_head
 from ..layers.fusion import Fusion

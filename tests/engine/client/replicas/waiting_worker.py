@@ -17,8 +17,7 @@ from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import Chunk, QueuedSequence
-from penstock.engine.sequence_pool import Allocation, Allocator, NullAllocator
+from penstock.engine.scheduling import Allocation, Chunk, QueuedSequence, SequencePool
 
 FORWARD_S = 0.05
 
@@ -44,7 +43,7 @@ class WaitingRunner(Runner):
             sequence_pooling=(PoolingType.LAST,),
         )
         self.tokenizer = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False)
-        self.allocator: Allocator = NullAllocator()
+        self.sequence_pool = SequencePool()
         self.num_forwards = 0
 
     def warm_up(self) -> None:

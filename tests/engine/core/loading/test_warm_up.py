@@ -20,8 +20,7 @@ from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.scheduling import Chunk
-from penstock.engine.sequence_pool import NullAllocator, SequenceAllocator
+from penstock.engine.scheduling import Chunk, SequencePool
 
 from ..fake_runner import TOKENIZER, FakeRunner, model, pool
 from .conftest import SaveFolder
@@ -86,8 +85,8 @@ def test_where_memory_is_short_half_as_large_a_batch_runs(caplog: pytest.LogCapt
 
 
 def test_every_kind_of_batch_runs_once_and_nothing_is_held_afterwards(caplog: pytest.LogCaptureFixture) -> None:
-    allocator = pool(100)
-    runner = FakeRunner(allocator)
+    sequence_pool = pool(100)
+    runner = FakeRunner(sequence_pool)
     info = replace(model(), is_matryoshka=True, embedding_size=8)
     ran: list[tuple[list[int], list[int]]] = []
 
@@ -99,11 +98,11 @@ def test_every_kind_of_batch_runs_once_and_nothing_is_held_afterwards(caplog: py
 
     made = MadeBatches(info, TOKENIZER)
     with caplog.at_level(logging.INFO, "penstock.engine"):
-        num_run = run_rounds(made, run, allocator, token_budget=2048, longest=1000, max_num_seqs=100)
+        num_run = run_rounds(made, run, sequence_pool, token_budget=2048, longest=1000, max_num_seqs=100)
     assert num_run == len(ran)
     assert f"warmed up: {num_run} batches of up to 2048 tokens in " in caplog.text
-    assert allocator.num_allocations == 0
-    assert allocator.usage == 0.0
+    assert sequence_pool.num_allocations == 0
+    assert sequence_pool.usage == 0.0
 
     longest = {max(lengths) for lengths, _ in ran}
     assert {1, 513, 1000} <= longest  # one token; shared out; the longest
@@ -124,8 +123,8 @@ def test_every_kind_of_batch_runs_once_and_nothing_is_held_afterwards(caplog: py
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 5, 30])
 def test_no_batch_has_more_sequences_or_tokens_than_a_forward(max_num_seqs: int) -> None:
-    allocator = pool(100)
-    runner = FakeRunner(allocator)
+    sequence_pool = pool(100)
+    runner = FakeRunner(sequence_pool)
     ran: list[int] = []
 
     def run(chunks: Sequence[Chunk]) -> None:
@@ -134,7 +133,7 @@ def test_no_batch_has_more_sequences_or_tokens_than_a_forward(max_num_seqs: int)
         runner.execute(chunks)
 
     made = MadeBatches(model(), TOKENIZER)
-    run_rounds(made, run, allocator, token_budget=2048, longest=600, max_num_seqs=max_num_seqs)
+    run_rounds(made, run, sequence_pool, token_budget=2048, longest=600, max_num_seqs=max_num_seqs)
     assert max(ran) == max_num_seqs
 
 
@@ -144,7 +143,7 @@ def test_a_batch_that_finds_no_memory_is_left_out(caplog: pytest.LogCaptureFixtu
             raise DeviceMemoryError("none is left")
 
     num_run = run_rounds(
-        MadeBatches(model(), TOKENIZER), run, NullAllocator(), token_budget=1024, longest=600, max_num_seqs=200
+        MadeBatches(model(), TOKENIZER), run, SequencePool(), token_budget=1024, longest=600, max_num_seqs=200
     )
     assert num_run > 20
     assert "out of memory while warming up with 1024 tokens: none is left" in caplog.text
@@ -212,22 +211,20 @@ def test_the_pool_gets_its_share_of_what_the_largest_forward_leaves(save_folder:
     gauge = Gauge(token_bytes=100_000, free=100 * MIB)
     runner = runner_of(save_folder, gauge, "Qwen2Model", memory_fraction=0.5)
     assert runner.limits.max_tokens == 300
-    assert isinstance(runner.allocator, SequenceAllocator)
-    assert runner.allocator.pool.kv is not None
+    assert runner.sequence_pool.kv is not None
     token_bytes = 2 * 16 * 4  # keys and values of one layer
     expected = (100 * MIB - 300 * 100_000) / 2
-    assert runner.allocator.pool.kv.num_blocks * 16 * token_bytes == pytest.approx(expected, rel=0.01)
+    assert runner.sequence_pool.kv.num_blocks * 16 * token_bytes == pytest.approx(expected, rel=0.01)
     assert max(map(sum, gauge.runs)) == 300
     runner.warm_up()
     assert runner.take_times() == [], "nobody may learn from forwards that compile"
-    assert runner.allocator.num_allocations == 0
+    assert runner.sequence_pool.num_allocations == 0
     assert any(len(run) == 1 and run[0] == 1 for run in gauge.runs)
 
 
 def test_a_pool_of_a_given_size_is_there_before_the_largest_forward_runs(save_folder: SaveFolder) -> None:
     gauge = Gauge(token_bytes=100_000, most=100)
     runner = runner_of(save_folder, gauge, "Qwen2Model", kv_cache_memory=MIB)
-    assert isinstance(runner.allocator, SequenceAllocator)
     assert runner.limits.max_tokens == 75  # 300, 150, 75
     runner.warm_up()
 
@@ -248,12 +245,12 @@ def test_a_decoder_whose_inputs_run_whole_takes_as_long_ones_as_it_has_positions
 ) -> None:
     gauge = Gauge(free=free)
     runner = runner_of(save_folder, gauge, "Qwen2Model", chunked=chunked, positions=4096, enable_prefix_caching=cached)
-    assert isinstance(runner.allocator, SequenceAllocator) is (free > 0 and (chunked or cached))
+    assert runner.sequence_pool.is_empty is not (free > 0 and (chunked or cached))
     assert runner.limits.max_tokens == max(map(sum, gauge.runs)) == budget
     assert runner.take_times() == []
     limits = SchedulerConfig(max_num_batched_tokens=300, max_num_seqs=16, enable_chunked_prefill=chunked)
     config = EngineConfig(model="m", scheduler=limits)
-    scheduler, info = make_scheduler(config, runner.info, runner.allocator, device=runner.limits)
+    scheduler, info = make_scheduler(config, runner.info, runner.sequence_pool, device=runner.limits)
     assert (scheduler.token_budget, info.max_model_len) == (budget, 4096)
 
 

@@ -15,9 +15,15 @@ from penstock.engine.core.memory.device_stream import DeviceStream, stream_of
 from penstock.engine.executors.torch.packed_batch import SsmStates
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
-from penstock.engine.sequence_pool import Allocation, PoolPlan
-from penstock.engine.sequence_pool.cache_spec import CacheSpec, SsmLayerSpec
+from penstock.engine.scheduling import (
+    Allocation,
+    CacheSpec,
+    PoolPlan,
+    PrefillChunk,
+    QueuedSequence,
+    Request,
+    SsmLayerSpec,
+)
 
 from ...device.pretend_cuda import DEVICE, OnCuda, Pinned, pretend_cuda
 from ..played_stream import PlayedStream

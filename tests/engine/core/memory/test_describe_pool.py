@@ -6,7 +6,7 @@ import pytest
 
 from penstock.engine.core.memory.describe_pool import describe_pool
 from penstock.engine.protocol.config import SchedulerConfig
-from penstock.engine.sequence_pool import KvCachePool, SequenceAllocator, SequencePool, SsmStatePool
+from penstock.engine.scheduling import KvCachePool, SequencePool, SsmStatePool
 
 MIB = 2**20
 
@@ -35,10 +35,10 @@ MIB = 2**20
     ],
 )
 def test_the_pool_is_described(pool: dict, limits: dict, num_bytes: int, expected: str) -> None:
-    allocator = SequenceAllocator(SequencePool(**{"kv": None, "ssm": None} | pool))
-    assert describe_pool(allocator, SchedulerConfig(**limits), num_bytes) == expected
+    sequence_pool = SequencePool(**{"kv": None, "ssm": None} | pool)
+    assert describe_pool(sequence_pool, SchedulerConfig(**limits), num_bytes) == expected
 
 
 def test_prefixes_may_be_turned_off() -> None:
-    allocator = SequenceAllocator(SequencePool(kv=KvCachePool(2, 8), ssm=None), enable_prefix_caching=False)
-    assert describe_pool(allocator, SchedulerConfig(), MIB).endswith("prefix cache: off")
+    sequence_pool = SequencePool(kv=KvCachePool(2, 8), ssm=None, enable_prefix_caching=False)
+    assert describe_pool(sequence_pool, SchedulerConfig(), MIB).endswith("prefix cache: off")

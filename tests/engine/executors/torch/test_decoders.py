@@ -11,7 +11,7 @@ from penstock.engine.executors.torch.layers.attention.rotary import prompt_lens
 from penstock.engine.executors.torch.packed_batch import BatchCache
 from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.errors import UnsupportedModelError
-from penstock.engine.sequence_pool.cache_spec import CacheSpec, KvLayerSpec
+from penstock.engine.scheduling import CacheSpec, KvLayerSpec
 
 from .parity import assert_close, rows_of
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.kernels.attention import AttentionPlan, PagedLengths, attention, attention_paged
 from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
 
-from .....sequence_pool.cache_spec import KvLayerSpec
+from .....scheduling import KvLayerSpec
 from ...packed_batch import BatchCache, KvCache
 from ..fusion import Fusion
 from ..linear import Linear

@@ -19,7 +19,7 @@ from penstock.kernels.gated import MAX_GROUP_WIDTH, Backend, gated_norm
 from penstock.kernels.selective_scan import selective_scan
 from penstock.kernels.ssd import ssd
 
-from .....sequence_pool.cache_spec import SsmLayerSpec
+from .....scheduling import SsmLayerSpec
 from ..fusion import Fusion
 from ..linear import Linear
 from ..norm import RmsNorm

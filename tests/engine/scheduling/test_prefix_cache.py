@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.engine.protocol.errors import InvalidSlot
-from penstock.engine.sequence_pool import Allocation, KvCachePool, NullAllocator, PrefixCache, block_keys
+from penstock.engine.scheduling import Allocation, KvCachePool, PrefixCache, SequencePool, block_keys
 
-from .texts import BLOCK_SIZE, found, keys_of, keys_of_blocks, kv_allocator, run, start
+from .texts import BLOCK_SIZE, found, keys_of, keys_of_blocks, kv_pool, run, start
 
 # Keys
 
@@ -91,72 +91,72 @@ def test_blocks_behind_a_gap_are_not_found() -> None:
 
 
 def test_what_a_sequence_computed_is_forgotten_but_not_what_it_read() -> None:
-    allocator = kv_allocator()
-    run(allocator, "a", "xy")
-    allocation = start(allocator, "b", "xyzw")
-    allocator.commit(allocation, 17)
-    assert found(allocator, "xyzw") == 4
-    allocator.release(allocation, forget=True)
-    assert found(allocator, "xyzw") == 2
-    assert allocator.prefixes is not None
-    assert (allocator.prefixes.num_parked, allocator.prefixes.num_cached) == (2, 2)
-    assert allocator.usage == 0.0
+    sequence_pool = kv_pool()
+    run(sequence_pool, "a", "xy")
+    allocation = start(sequence_pool, "b", "xyzw")
+    sequence_pool.commit(allocation, 17)
+    assert found(sequence_pool, "xyzw") == 4
+    sequence_pool.free(allocation, forget=True)
+    assert found(sequence_pool, "xyzw") == 2
+    assert sequence_pool.prefixes is not None
+    assert (sequence_pool.prefixes.num_parked, sequence_pool.prefixes.num_cached) == (2, 2)
+    assert sequence_pool.usage == 0.0
 
 
 def test_an_equal_block_of_another_is_not_forgotten() -> None:
-    allocator = kv_allocator()
-    first, second = start(allocator, "a", "x"), start(allocator, "b", "x")
-    allocator.commit(first, 5)
-    allocator.commit(second, 5)
-    allocator.release(second, forget=True)
-    assert found(allocator, "x") == 1
-    allocator.release(first, forget=True)
-    assert found(allocator, "x") == 0
-    assert allocator.pool.kv is not None
-    assert allocator.pool.kv.num_free == 8
+    sequence_pool = kv_pool()
+    first, second = start(sequence_pool, "a", "x"), start(sequence_pool, "b", "x")
+    sequence_pool.commit(first, 5)
+    sequence_pool.commit(second, 5)
+    sequence_pool.free(second, forget=True)
+    assert found(sequence_pool, "x") == 1
+    sequence_pool.free(first, forget=True)
+    assert found(sequence_pool, "x") == 0
+    assert sequence_pool.kv is not None
+    assert sequence_pool.kv.num_free == 8
 
 
 def test_a_reader_keeps_what_is_forgotten_until_it_ends() -> None:
-    allocator = kv_allocator()
-    first = start(allocator, "a", "xy")
-    allocator.commit(first, 9)
-    second = start(allocator, "b", "xyz")
-    allocator.commit(second, 13)
-    allocator.release(first, forget=True)
-    assert found(allocator, "xyz") == 0
-    assert allocator.usage == 4 / 8
-    assert start(allocator, "c", "xyz").num_cached_tokens == 0
-    allocator.release(second)
-    assert allocator.usage == 4 / 8
+    sequence_pool = kv_pool()
+    first = start(sequence_pool, "a", "xy")
+    sequence_pool.commit(first, 9)
+    second = start(sequence_pool, "b", "xyz")
+    sequence_pool.commit(second, 13)
+    sequence_pool.free(first, forget=True)
+    assert found(sequence_pool, "xyz") == 0
+    assert sequence_pool.usage == 4 / 8
+    assert start(sequence_pool, "c", "xyz").num_cached_tokens == 0
+    sequence_pool.free(second)
+    assert sequence_pool.usage == 4 / 8
 
 
 def test_what_a_cleared_cache_held_is_found_no_more_and_its_readers_leave_nothing() -> None:
-    allocator = kv_allocator()
-    run(allocator, "a", "xy")
-    reader = start(allocator, "b", "xyz")
-    twin = start(allocator, "c", "xyw", readable=0)
-    allocator.commit(twin, 8)
+    sequence_pool = kv_pool()
+    run(sequence_pool, "a", "xy")
+    reader = start(sequence_pool, "b", "xyz")
+    twin = start(sequence_pool, "c", "xyw", readable=0)
+    sequence_pool.commit(twin, 8)
     assert (reader.num_cached_tokens, list(twin.twins)) == (8, [0, 1])
-    assert allocator.clear_prefixes() == 2
-    assert found(allocator, "xyz") == 0
-    allocator.commit(reader, 13)
-    allocator.commit(twin, 13)
-    assert found(allocator, "xyz") == found(allocator, "xyw") == 0
+    assert sequence_pool.clear_prefixes() == 2
+    assert found(sequence_pool, "xyz") == 0
+    sequence_pool.commit(reader, 13)
+    sequence_pool.commit(twin, 13)
+    assert found(sequence_pool, "xyz") == found(sequence_pool, "xyw") == 0
     for allocation in (reader, twin):
-        allocator.release(allocation)
-    assert allocator.prefixes is not None
-    assert allocator.pool.kv is not None
-    assert (allocator.prefixes.num_cached, allocator.pool.kv.num_free) == (0, 8)
-    run(allocator, "d", "xy")
-    assert found(allocator, "xy") == 2
-    assert allocator.clear_prefixes() == 2
-    assert allocator.pool.kv.num_free == 8
-    assert allocator.num_evicted_blocks == 0
+        sequence_pool.free(allocation)
+    assert sequence_pool.prefixes is not None
+    assert sequence_pool.kv is not None
+    assert (sequence_pool.prefixes.num_cached, sequence_pool.kv.num_free) == (0, 8)
+    run(sequence_pool, "d", "xy")
+    assert found(sequence_pool, "xy") == 2
+    assert sequence_pool.clear_prefixes() == 2
+    assert sequence_pool.kv.num_free == 8
+    assert sequence_pool.num_evicted_blocks == 0
 
 
-def test_an_allocator_without_prefixes_has_none_to_clear() -> None:
-    assert kv_allocator(enable_prefix_caching=False).clear_prefixes() is None
-    assert NullAllocator().clear_prefixes() is None
+def test_a_pool_without_prefixes_has_none_to_clear() -> None:
+    assert kv_pool(enable_prefix_caching=False).clear_prefixes() is None
+    assert SequencePool().clear_prefixes() is None
 
 
 TEXTS = ["x", "xy", "xyz", "xyzw", "xv", "xvz", "y", "yz"]
@@ -169,28 +169,28 @@ events = st.one_of(
 
 @given(st.lists(events, max_size=40))
 def test_the_longest_prefix_without_a_gap_is_found(history: list[tuple[str, str | int]]) -> None:
-    allocator = kv_allocator(num_blocks=40 * 5)  # nothing is evicted
-    kv, prefixes = allocator.pool.kv, allocator.prefixes
+    sequence_pool = kv_pool(num_blocks=40 * 5)  # nothing is evicted
+    kv, prefixes = sequence_pool.kv, sequence_pool.prefixes
     assert kv is not None
     assert prefixes is not None
     running: list[Allocation] = []
     known: dict[bytes, int] = {}
     for number, (event, argument) in enumerate(history):
         if isinstance(argument, str):
-            running.append(start(allocator, number, argument))
+            running.append(start(sequence_pool, number, argument))
         elif event == "clear":
-            allocator.clear_prefixes()
+            sequence_pool.clear_prefixes()
             known = {}
         elif running and event == "commit":
             allocation = running[argument % len(running)]
             num_tokens = argument % (allocation.num_tokens + 1)
-            allocator.commit(allocation, num_tokens)
+            sequence_pool.commit(allocation, num_tokens)
             computed_blocks = range(allocation.num_cached_tokens // BLOCK_SIZE, num_tokens // BLOCK_SIZE)
             for i in computed_blocks if allocation.keys else ():
                 known.setdefault(allocation.keys[i], allocation.block_ids[i])
         elif running:
             allocation = running.pop(argument % len(running))
-            allocator.release(allocation, forget=event == "end and forget")
+            sequence_pool.free(allocation, forget=event == "end and forget")
             if event == "end and forget":
                 computed = allocation.block_ids[allocation.num_cached_tokens // BLOCK_SIZE :]
                 known = {key: block for key, block in known.items() if block not in computed}
@@ -198,9 +198,9 @@ def test_the_longest_prefix_without_a_gap_is_found(history: list[tuple[str, str 
             blocks = [known.get(key) for key in keys_of_blocks(text)]
             longest = list(takewhile(lambda block: block is not None, blocks))
             assert prefixes.find(keys_of_blocks(text)) == longest
-            assert allocator.find(keys_of_blocks(text), 99) == len(longest) * BLOCK_SIZE
+            assert sequence_pool.find(keys_of_blocks(text), 99) == len(longest) * BLOCK_SIZE
     for allocation in running:
-        allocator.release(allocation)
+        sequence_pool.free(allocation)
     assert (prefixes.num_cached, prefixes.num_parked) == (len(known), len(known))
     prefixes.evict(len(known))
     assert kv.num_free == kv.num_blocks

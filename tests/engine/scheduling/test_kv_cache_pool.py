@@ -1,17 +1,16 @@
-"""Blocks, slots, and the pool over both."""
+"""Free ranges, and blocks with reference counts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from itertools import permutations
 
 import pytest
 from hypothesis import given, strategies as st
 
 from penstock.engine.protocol.errors import InvalidSlot, PoolExhausted
-from penstock.engine.sequence_pool import KvCachePool, SequencePool, SsmStatePool
-from penstock.engine.sequence_pool.free_ranges import FreeRanges
+from penstock.engine.scheduling import KvCachePool
+from penstock.engine.scheduling.kv_cache_pool import FreeRanges
 
 NOT_NUMBERS = [-1, 4, True, False, 1.0, "1", None]
 
@@ -178,94 +177,3 @@ def test_references_are_counted(events: list[tuple[str, int]]) -> None:
 def test_a_pool_without_blocks_is_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="it must be at least 1"):
         KvCachePool(num_blocks, block_size)
-
-
-# Slots
-
-
-@dataclass
-class Storage:
-    conv: list[list[str]]
-    ssm: list[list[str]]
-
-
-def test_slots_belong_to_requests() -> None:
-    pool = SsmStatePool(2, Storage(conv=[["c00", "c01"], ["c10", "c11"]], ssm=[["s00", "s01"], ["s10", "s11"]]))
-    first, second = pool.alloc("a"), pool.alloc("a")
-    assert {first, second} == {0, 1}
-    slot = pool.slot(1)
-    assert slot is not None
-    assert (slot.index, slot.request_id) == (1, "a")
-    assert (slot.conv_state, slot.ssm_state) == (("c01", "c11"), ("s01", "s11"))
-    with pytest.raises(PoolExhausted, match="all 2 state slots are in use"):
-        pool.alloc("b")
-    pool.release(first)
-    assert (pool.num_free, pool.num_used) == (1, 1)
-    assert pool.slot(first) is None
-    assert pool.alloc("b") == first
-
-
-@pytest.mark.parametrize("index", NOT_NUMBERS)
-def test_only_slots_are_accepted(index: object) -> None:
-    pool = SsmStatePool(4)
-    for _ in range(4):
-        pool.alloc("a")
-    with pytest.raises(InvalidSlot, match="is not a state slot in use"):
-        pool.release(index)  # type: ignore[arg-type]
-    assert pool.slot(index) is None  # type: ignore[arg-type]
-    assert pool.num_used == 4
-
-
-def test_a_slot_is_released_once() -> None:
-    pool = SsmStatePool(2)
-    index = pool.alloc("a")
-    pool.release(index)
-    with pytest.raises(InvalidSlot):
-        pool.release(index)
-    assert pool.num_free == 2
-    with pytest.raises(ValueError, match="num_slots is 0"):
-        SsmStatePool(0)
-
-
-# Both
-
-
-def test_a_pool_of_blocks_has_no_slots() -> None:
-    pool = SequencePool(kv=KvCachePool(2, 16))
-    assert (pool.is_kv_based, pool.is_ssm) == (True, False)
-    pool.free_kv(pool.alloc_kv())
-    with pytest.raises(InvalidSlot, match="no SSM layers"):
-        pool.alloc_ssm("a")
-    with pytest.raises(InvalidSlot, match="no SSM layers"):
-        pool.release_ssm(0)
-    assert pool.ssm_slot(0) is None
-
-
-def test_a_pool_of_slots_has_no_blocks() -> None:
-    pool = SequencePool(ssm=SsmStatePool(2))
-    assert (pool.is_kv_based, pool.is_ssm) == (False, True)
-    index = pool.alloc_ssm("a")
-    slot = pool.ssm_slot(index)
-    assert slot is not None
-    assert slot.request_id == "a"
-    assert pool.ssm_slot(2) is None
-    pool.release_ssm(index)
-    with pytest.raises(InvalidSlot, match="no attention layers"):
-        pool.alloc_kv()
-    with pytest.raises(InvalidSlot, match="no attention layers"):
-        pool.free_kv(0)
-
-
-def test_a_hybrid_has_both() -> None:
-    pool = SequencePool(kv=KvCachePool(1, 16), ssm=SsmStatePool(1))
-    assert pool.is_kv_based
-    assert pool.is_ssm
-    block, index = pool.alloc_kv(), pool.alloc_ssm(7)
-    with pytest.raises(PoolExhausted):
-        pool.alloc_kv()
-    with pytest.raises(PoolExhausted):
-        pool.alloc_ssm(8)
-    pool.free_kv(block)
-    pool.release_ssm(index)
-    with pytest.raises(ValueError, match="neither was given"):
-        SequencePool()

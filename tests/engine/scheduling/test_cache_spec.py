@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.engine.sequence_pool import PoolPlan, plan_pool
-from penstock.engine.sequence_pool.cache_spec import CacheSpec, KvLayerSpec, SsmLayerSpec
+from penstock.engine.scheduling import CacheSpec, KvLayerSpec, PoolPlan, SsmLayerSpec, plan_pool
 
 KV = KvLayerSpec(num_kv_heads=2, head_size=4)
 SSM = SsmLayerSpec(conv_shape=(8, 3), ssm_shape=(2, 4, 4))

@@ -14,11 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from numpy.typing import NDArray
 
 from penstock.engine.protocol.config import ChunkedPrefillConfig
-from penstock.engine.scheduling import ChunkedPrefillManager, ChunkedRequest, ChunkState, PrefillChunk
-from penstock.engine.sequence_pool import (
+from penstock.engine.scheduling import (
     Allocation,
+    ChunkedPrefillManager,
+    ChunkedRequest,
+    ChunkState,
     KvCachePool,
-    SequenceAllocator,
+    PrefillChunk,
     SequencePool,
     SsmStatePool,
     block_keys,
@@ -49,7 +51,7 @@ class Traffic(RuleBasedStateMachine):
         self.now_s = 0.0
         config = ChunkedPrefillConfig(chunk_size=8, min_chunk_size=2, max_retries=1)
         self.manager = ChunkedPrefillManager(config, clock=lambda: self.now_s)
-        self.allocator = SequenceAllocator(self.pool())
+        self.sequence_pool = self.pool()
         self.prompts: dict[Hashable, NDArray[np.int32]] = {}
         self.readable: dict[Hashable, int] = {}
         self.allocations: dict[Hashable, Allocation] = {}
@@ -64,7 +66,7 @@ class Traffic(RuleBasedStateMachine):
         self.now_s += wait_s
         self.num_submitted += 1
         token_ids = np.array(prompt, np.int32)
-        assert self.allocator.can_hold(len(token_ids))
+        assert self.sequence_pool.can_hold(len(token_ids))
         self.prompts[self.num_submitted] = token_ids
         self.readable[self.num_submitted] = min(readable, len(token_ids) - 1)
         self.waiting.append((self.num_submitted, priority))
@@ -98,9 +100,9 @@ class Traffic(RuleBasedStateMachine):
     def allocate(self, request_id: Hashable) -> int | None:
         token_ids = self.prompts[request_id]
         free_before = self.num_free_blocks()
-        had_room = self.allocator.has_room(len(token_ids))
+        had_room = self.sequence_pool.has_room(len(token_ids))
         keys = block_keys(token_ids, BLOCK_SIZE, b"")
-        allocation = self.allocator.allocate(request_id, len(token_ids), keys, self.readable[request_id])
+        allocation = self.sequence_pool.allocate(request_id, len(token_ids), keys, self.readable[request_id])
         if allocation is None:
             assert self.num_free_blocks() == free_before
             assert self.allocations, "an idle pool refused a sequence that fits"
@@ -114,10 +116,10 @@ class Traffic(RuleBasedStateMachine):
 
     @rule()
     def clear_prefixes(self) -> None:
-        self.allocator.clear_prefixes()
+        self.sequence_pool.clear_prefixes()
         self.in_use_when_cleared = {block for each in self.allocations.values() for block in each.block_ids}
         for token_ids in self.prompts.values():
-            assert self.allocator.find(block_keys(token_ids, BLOCK_SIZE, b""), len(token_ids)) == 0
+            assert self.sequence_pool.find(block_keys(token_ids, BLOCK_SIZE, b""), len(token_ids)) == 0
 
     @precondition(lambda self: self.running)
     @rule(number=st.integers(0, 99), step_s=st.floats(0, 1))
@@ -129,14 +131,14 @@ class Traffic(RuleBasedStateMachine):
         self.check_content(request_id, chunk.start)
         self.write(chunk, allocation)
         done = self.manager.complete_chunk(chunk.chunk_id)
-        self.allocator.commit(allocation, chunk.end)
+        self.sequence_pool.commit(allocation, chunk.end)
         if done:
             self.check_content(request_id, len(self.prompts[request_id]))
             self.forget(request_id)
             self.manager.remove_request(request_id)
 
     def write(self, chunk: PrefillChunk[ChunkedRequest], allocation: Allocation) -> None:
-        kv = self.allocator.pool.kv
+        kv = self.sequence_pool.kv
         if kv is None:
             return
         for position, token in zip(range(chunk.start, chunk.end), chunk.tokens, strict=True):
@@ -146,7 +148,7 @@ class Traffic(RuleBasedStateMachine):
 
     def check_content(self, request_id: Hashable, num_tokens: int) -> None:
         allocation = self.allocations[request_id]
-        if self.allocator.pool.kv is not None:
+        if self.sequence_pool.kv is not None:
             held = self.cache[allocation.block_ids].reshape(-1)[:num_tokens]
             assert np.array_equal(held, self.prompts[request_id][:num_tokens])
 
@@ -183,14 +185,14 @@ class Traffic(RuleBasedStateMachine):
             assert request.num_done == num_cached
 
     def release(self, request_id: Hashable) -> None:
-        allocation, kv = self.allocations.pop(request_id), self.allocator.pool.kv
+        allocation, kv = self.allocations.pop(request_id), self.sequence_pool.kv
         if kv is None:
-            self.allocator.release(allocation)
+            self.sequence_pool.free(allocation)
             return
         sizes = [n * BLOCK_SIZE for n in range(1, NUM_BLOCKS + 1)]
-        expected = [self.allocator.has_room(n, after=[allocation]) for n in sizes]
-        self.allocator.release(allocation)
-        assert expected == [self.allocator.has_room(n) for n in sizes]
+        expected = [self.sequence_pool.has_room(n, after=[allocation]) for n in sizes]
+        self.sequence_pool.free(allocation)
+        assert expected == [self.sequence_pool.has_room(n) for n in sizes]
         assert sum(expected) == self.num_free_blocks()
 
     @precondition(lambda self: self.prompts)
@@ -203,7 +205,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule()
     def evict_prefixes(self) -> None:
-        if (prefixes := self.allocator.prefixes) is not None:
+        if (prefixes := self.sequence_pool.prefixes) is not None:
             prefixes.evict(prefixes.num_parked)
 
     def forget(self, request_id: Hashable) -> None:
@@ -213,12 +215,12 @@ class Traffic(RuleBasedStateMachine):
         del self.prompts[request_id]
 
     def num_free_blocks(self) -> int:
-        kv, prefixes = self.allocator.pool.kv, self.allocator.prefixes
+        kv, prefixes = self.sequence_pool.kv, self.sequence_pool.prefixes
         return 0 if kv is None else kv.num_free + (0 if prefixes is None else prefixes.num_parked)
 
     @invariant()
     def references_are_those_of_owners_and_cache(self) -> None:
-        kv, prefixes = self.allocator.pool.kv, self.allocator.prefixes
+        kv, prefixes = self.sequence_pool.kv, self.sequence_pool.prefixes
         if kv is None:
             return
         owners: Counter[int] = Counter()
@@ -234,12 +236,12 @@ class Traffic(RuleBasedStateMachine):
         assert shared <= cached | self.in_use_when_cleared
         for block in cached:
             assert (self.cache[block] >= 0).all()
-        if not self.allocator.pool.is_ssm:
-            assert self.allocator.usage == len(owners) / NUM_BLOCKS
+        if self.sequence_pool.ssm is None:
+            assert self.sequence_pool.usage == len(owners) / NUM_BLOCKS
 
     @invariant()
     def cached_blocks_have_cached_parents(self) -> None:
-        prefixes = self.allocator.prefixes
+        prefixes = self.sequence_pool.prefixes
         for allocation in self.allocations.values() if prefixes is not None else ():
             done = allocation.keys[: allocation.num_committed_blocks]
             assert prefixes is not None
@@ -247,15 +249,11 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def slots_are_those_of_owners(self) -> None:
-        ssm = self.allocator.pool.ssm
+        ssm = self.sequence_pool.ssm
         if ssm is None:
             return
         assert ssm.num_used == len(self.allocations) == NUM_SLOTS - ssm.num_free
-        for owner, allocation in self.allocations.items():
-            assert allocation.state_slot is not None
-            slot = ssm.slot(allocation.state_slot)
-            assert slot is not None
-            assert slot.request_id == owner
+        assert {allocation.state_slot for allocation in self.allocations.values()} == ssm._used
 
     @invariant()
     def chunks_cover_their_prompts(self) -> None:
@@ -279,11 +277,11 @@ class Traffic(RuleBasedStateMachine):
             if self.running:
                 self.complete(0, 0.0)
         assert not self.prompts
-        assert self.allocator.num_allocations == 0
-        assert self.allocator.usage == 0.0
+        assert self.sequence_pool.num_allocations == 0
+        assert self.sequence_pool.usage == 0.0
         assert self.manager.statistics().num_requests == 0
         self.evict_prefixes()
-        pool = self.allocator.pool
+        pool = self.sequence_pool
         if pool.kv is not None:
             assert pool.kv.num_free == NUM_BLOCKS
             assert pool.kv.alloc_many(NUM_BLOCKS) == list(range(NUM_BLOCKS))

@@ -1,0 +1,311 @@
+"""Memory of sequences between two forwards: KV blocks, SSM state slots and cached prefixes. Plain Python without torch.
+
+A sequence gets all that it needs before it starts, so one that has started can always end. The arrays are elsewhere
+(core/memory); here are only block and slot numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from ..protocol.errors import InvalidSlot, PoolExhausted
+from .kv_cache_pool import KvCachePool
+from .prefix_cache import PrefixCache
+
+
+class SsmStatePool:
+    """State slots of a model with SSM layers: one per running sequence, whatever its length. Not thread-safe.
+
+    A slot keeps the states of its last owner: a sequence must start from zeros.
+
+    Args:
+        num_slots: Slots in the pool.
+
+    Raises:
+        ValueError: `num_slots` is less than 1.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots is {num_slots}; it must be at least 1.")
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))  # a stack: the slot used last is taken first
+        self._used: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Free slots."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Slots in use."""
+        return len(self._used)
+
+    def alloc(self) -> int:
+        """Takes a slot and returns its number.
+
+        Raises:
+            PoolExhausted: No slot is free.
+        """
+        if not self._free:
+            raise PoolExhausted(f"all {self.num_slots} state slots are in use.")
+        index = self._free.pop()
+        self._used.add(index)
+        return index
+
+    def release(self, index: int) -> None:
+        """Frees a slot.
+
+        Raises:
+            InvalidSlot: `index` is not a slot in use.
+        """
+        if type(index) is not int or index not in self._used:
+            raise InvalidSlot(f"{index!r} is not a state slot in use; slots are numbered 0 to {self.num_slots - 1}.")
+        self._used.remove(index)
+        self._free.append(index)
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """Memory of one sequence, from its first chunk to its last.
+
+    Attributes:
+        owner: The sequence.
+        num_tokens: Tokens. Its whole length.
+        block_ids: Block of every `block_size` tokens, in order; empty in a model without attention layers. The first
+            `num_cached_tokens` tokens lie in blocks that others may read too: they are never written.
+        num_cached_tokens: Tokens at the start whose keys and values were in the prefix cache.
+        state_slot: Slot of its SSM states; None in a model without SSM layers.
+        keys: Prefix cache key of every full block; empty if its blocks are not added to the cache.
+        num_committed_blocks: Blocks at the start that are full, computed and in the prefix cache.
+        twins: Index of a committed block -> the equal block that was in the prefix cache first. It is held as well, so
+            that a parent never leaves the cache before its children.
+    """
+
+    owner: Hashable
+    num_tokens: int
+    block_ids: list[int]
+    num_cached_tokens: int
+    state_slot: int | None
+    keys: Sequence[bytes]
+    num_committed_blocks: int = 0
+    twins: dict[int, int] = field(default_factory=dict)
+
+
+class SequencePool:
+    """The memory of one model's sequences, shared by scheduler and runner. Not thread-safe: its owner holds a lock.
+
+    A hybrid model has blocks and slots. A model that keeps nothing between forwards has an empty pool: no sequence
+    fits, so its sequences run whole.
+
+    Args:
+        kv: Blocks, for a model with attention layers.
+        ssm: Slots, for a model with SSM layers.
+        enable_prefix_caching: Keep the blocks of ended sequences, to start others with them. No effect on a model with
+            SSM layers, whose states cannot be resumed in the middle.
+
+    Attributes:
+        kv: As given.
+        ssm: As given.
+        prefixes: The prefix cache; None if prefixes are not kept.
+        prefix_query_tokens: Tokens that started sequences could have read from the prefix cache.
+        prefix_hit_tokens: Tokens that they did read.
+    """
+
+    def __init__(
+        self, kv: KvCachePool | None = None, ssm: SsmStatePool | None = None, *, enable_prefix_caching: bool = True
+    ) -> None:
+        self.kv = kv
+        self.ssm = ssm
+        self.prefixes = PrefixCache(kv) if enable_prefix_caching and kv is not None and ssm is None else None
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+        self._allocations: dict[Hashable, Allocation] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no memory at all: no sequence can run in chunks."""
+        return self.kv is None and self.ssm is None
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        """Blocks that left the prefix cache because their place was needed."""
+        return 0 if self.prefixes is None else self.prefixes.num_evicted
+
+    @property
+    def num_allocations(self) -> int:
+        """Sequences that hold something."""
+        return len(self._allocations)
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """Tokens of the longest sequence that fits: 0 in an empty pool, None if there are only slots (any length)."""
+        if self.kv is None:
+            return 0 if self.ssm is None else None
+        return self.kv.num_blocks * self.kv.block_size
+
+    @property
+    def usage(self) -> float:
+        """Share, 0 to 1, of blocks or of slots (the higher of the two) that sequences hold."""
+        kv, ssm = self.kv, self.ssm
+        num_parked = 0 if self.prefixes is None else self.prefixes.num_parked
+        return max(
+            0.0 if kv is None else (kv.num_used - num_parked) / kv.num_blocks,
+            0.0 if ssm is None else ssm.num_used / ssm.num_slots,
+        )
+
+    def can_hold(self, num_tokens: int) -> bool:
+        """Whether a sequence of that length can be held when no other is."""
+        return self.capacity_tokens is None or num_tokens <= self.capacity_tokens
+
+    def has_room(self, num_tokens: int, *, after: Sequence[Allocation] = ()) -> bool:
+        """Whether a sequence of that length could start now, or once the allocations `after` are freed.
+
+        Ignores prefix cache hits, with which a sequence may fit although this returns False.
+        """
+        kv, ssm = self.kv, self.ssm
+        if ssm is not None and not ssm.num_free + len(after):
+            return False
+        if kv is None:
+            return ssm is not None
+        num_parked = 0 if self.prefixes is None else self.prefixes.num_parked
+        # A block becomes free or can be evicted if nobody but `after` and the prefix cache holds it.
+        held = Counter(block for allocation in after for block in (*allocation.block_ids, *allocation.twins.values()))
+        num_freed = sum(count == kv.ref_count(block) - self._is_cached(block) for block, count in held.items())
+        return kv.num_blocks_for(num_tokens) <= kv.num_free + num_parked + num_freed
+
+    def allocate(
+        self, owner: Hashable, num_tokens: int, keys: Sequence[bytes] = (), readable_tokens: int = 0
+    ) -> Allocation | None:
+        """Takes all blocks of a sequence and its state slot, or nothing.
+
+        Args:
+            owner: The sequence; it holds one allocation at a time.
+            num_tokens: Tokens. Its whole length.
+            keys: Key of every full block, for the prefix cache.
+            readable_tokens: Tokens at the start that need not be computed if they are in the cache. The last token is
+                always computed.
+
+        Returns:
+            The allocation, or None if it must wait until others are freed.
+
+        Raises:
+            PoolExhausted: The sequence can never be held; see `can_hold`.
+            InvalidSlot: The owner holds an allocation already.
+            ValueError: `num_tokens` is less than 1, or there are more keys than full blocks.
+        """
+        self._check_new(owner, num_tokens, keys)
+        kv, ssm, prefixes = self.kv, self.ssm, self.prefixes
+        if ssm is not None and not ssm.num_free:
+            return None
+        keys = () if prefixes is None else keys
+        block_ids: list[int] = []
+        num_cached = 0
+        if kv is not None:
+            readable_tokens = max(0, min(readable_tokens, num_tokens - 1)) if keys else 0
+            cached = [] if prefixes is None else prefixes.find(keys[: readable_tokens // kv.block_size])
+            num_new = kv.num_blocks_for(num_tokens) - len(cached)
+            if prefixes is not None:
+                num_evictable = prefixes.num_parked - sum(map(prefixes.is_parked, cached))
+                if num_new > kv.num_free + num_evictable:
+                    return None
+                for block in cached:
+                    prefixes.acquire(block)
+                prefixes.evict(max(0, num_new - kv.num_free))
+            elif num_new > kv.num_free:
+                return None
+            block_ids = cached + kv.alloc_many(num_new)
+            num_cached = len(cached) * kv.block_size
+            self.prefix_query_tokens += readable_tokens
+            self.prefix_hit_tokens += num_cached
+        state_slot = None if ssm is None else ssm.alloc()
+        num_committed = 0 if kv is None else num_cached // kv.block_size
+        allocation = Allocation(owner, num_tokens, block_ids, num_cached, state_slot, keys, num_committed)
+        self._allocations[owner] = allocation
+        return allocation
+
+    def commit(self, allocation: Allocation, num_tokens: int) -> None:
+        """Records that the first `num_tokens` tokens are computed, and adds their full blocks to the prefix cache.
+
+        Raises:
+            InvalidSlot: The allocation has been freed.
+            ValueError: The sequence has fewer tokens.
+        """
+        self._check_live(allocation)
+        if num_tokens > allocation.num_tokens:
+            raise ValueError(f"{num_tokens} tokens of a sequence of {allocation.num_tokens} cannot be computed.")
+        if self.prefixes is None or self.kv is None:
+            return
+        num_full = min(num_tokens // self.kv.block_size, len(allocation.keys))
+        for i in range(allocation.num_committed_blocks, num_full):
+            block = self.prefixes.register(allocation.keys[i], allocation.block_ids[i])
+            if block != allocation.block_ids[i]:
+                self.prefixes.acquire(block)
+                allocation.twins[i] = block
+        allocation.num_committed_blocks = max(allocation.num_committed_blocks, num_full)
+
+    def find(self, keys: Sequence[bytes], readable_tokens: int) -> int:
+        """Returns how many of the first `readable_tokens` tokens are in the prefix cache. Allocates nothing."""
+        if self.prefixes is None or self.kv is None:
+            return 0
+        return len(self.prefixes.find(keys[: readable_tokens // self.kv.block_size])) * self.kv.block_size
+
+    def free(self, allocation: Allocation, *, forget: bool = False) -> None:
+        """Frees blocks and slot. Committed blocks stay in the prefix cache until other sequences need the memory.
+
+        Args:
+            allocation: Of a sequence that has ended or was preempted.
+            forget: Keep none of its blocks in the prefix cache: their values may be wrong.
+
+        Raises:
+            InvalidSlot: The allocation has been freed before.
+        """
+        self._check_live(allocation)
+        del self._allocations[allocation.owner]
+        if self.ssm is not None and allocation.state_slot is not None:
+            self.ssm.release(allocation.state_slot)
+        if self.kv is None:
+            return
+        num_committed = allocation.num_committed_blocks
+        self.kv.free_many(allocation.block_ids[num_committed:])
+        if self.prefixes is None:
+            return
+        for i in reversed(range(num_committed)):
+            self.prefixes.release(allocation.block_ids[i])
+            if i in allocation.twins:
+                self.prefixes.release(allocation.twins[i])
+        if forget:
+            for block in allocation.block_ids[allocation.num_cached_tokens // self.kv.block_size : num_committed]:
+                if self.prefixes.is_cached(block):
+                    self.prefixes.forget(block)
+
+    def clear_prefixes(self) -> int | None:
+        """Empties the prefix cache; returns how many blocks it held, None if prefixes are not kept.
+
+        Running sequences keep their blocks but no longer add them to the cache: they may depend on cleared ones.
+        """
+        if self.prefixes is None:
+            return None
+        for allocation in self._allocations.values():
+            allocation.keys = ()
+        return self.prefixes.clear()
+
+    def _is_cached(self, block: int) -> bool:
+        return self.prefixes is not None and self.prefixes.is_cached(block)
+
+    def _check_new(self, owner: Hashable, num_tokens: int, keys: Sequence[bytes]) -> None:
+        if num_tokens < 1:
+            raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1.")
+        if owner in self._allocations:
+            raise InvalidSlot(f"{owner!r} holds an allocation already.")
+        if not self.can_hold(num_tokens):
+            raise PoolExhausted(f"a sequence of {num_tokens} tokens can never be held; {self.capacity_tokens} fit.")
+        if self.kv is not None and len(keys) > num_tokens // self.kv.block_size:
+            raise ValueError(f"{len(keys)} keys for {num_tokens} tokens in blocks of {self.kv.block_size}.")
+
+    def _check_live(self, allocation: Allocation) -> None:
+        if self._allocations.get(allocation.owner) is not allocation:
+            raise InvalidSlot(f"the allocation of {allocation.owner!r} has been freed already.")

@@ -1,0 +1,293 @@
+"""Whole sequences, and prefixes that are read instead of computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine.protocol.errors import InvalidSlot, PoolExhausted
+from penstock.engine.scheduling import KvCachePool, SequencePool, SsmStatePool
+
+from .texts import BLOCK_SIZE, found, keys_of, keys_of_blocks, kv_pool, run, start
+
+# Whole sequences
+
+
+def test_a_sequence_gets_all_its_blocks_or_nothing() -> None:
+    sequence_pool = kv_pool(4)
+    first = sequence_pool.allocate("a", 9)
+    assert first is not None
+    assert (first.block_ids, first.num_cached_tokens, first.state_slot) == ([0, 1, 2], 0, None)
+    assert sequence_pool.usage == 0.75
+    assert sequence_pool.allocate("b", 5) is None
+    assert (sequence_pool.usage, sequence_pool.num_allocations) == (0.75, 1)
+    sequence_pool.free(first)
+    assert sequence_pool.usage == 0.0
+    assert sequence_pool.allocate("b", 16) is not None
+
+
+def test_room_is_foreseen() -> None:
+    sequence_pool = kv_pool(8)
+    first, second = start(sequence_pool, "a", "xyz"), start(sequence_pool, "b", "v")
+    assert sequence_pool.has_room(8)
+    assert not sequence_pool.has_room(9)
+    sequence_pool.commit(first, 13)
+    third = start(sequence_pool, "c", "x")
+    assert third.num_cached_tokens == 4
+    assert not sequence_pool.has_room(8)
+    all_three = [first, second, third]
+    for num_blocks, after in [(4, [first]), (3, [second]), (2, [third]), (6, [first, third]), (8, all_three)]:
+        assert sequence_pool.has_room(BLOCK_SIZE * num_blocks, after=after)
+        assert not sequence_pool.has_room(BLOCK_SIZE * num_blocks + 1, after=after)
+    hybrid = SequencePool(kv=KvCachePool(8, BLOCK_SIZE), ssm=SsmStatePool(1))
+    held = hybrid.allocate("a", 4)
+    assert held is not None
+    assert not hybrid.has_room(4)
+    assert hybrid.has_room(32, after=[held])
+    assert SequencePool(ssm=SsmStatePool(1)).has_room(10**9)
+
+
+def test_what_can_never_fit_is_said() -> None:
+    sequence_pool = kv_pool(4)
+    assert sequence_pool.capacity_tokens == 16
+    assert sequence_pool.can_hold(16)
+    assert not sequence_pool.can_hold(17)
+    with pytest.raises(PoolExhausted, match="17 tokens can never be held; 16 fit"):
+        sequence_pool.allocate("a", 17)
+
+
+def test_mistakes_of_the_caller() -> None:
+    sequence_pool = kv_pool()
+    allocation = sequence_pool.allocate("a", 5)
+    assert allocation is not None
+    with pytest.raises(InvalidSlot, match="'a' holds an allocation already"):
+        sequence_pool.allocate("a", 5)
+    with pytest.raises(ValueError, match="num_tokens is 0"):
+        sequence_pool.allocate("b", 0)
+    with pytest.raises(ValueError, match="2 keys for 7 tokens"):
+        sequence_pool.allocate("b", 7, keys_of(*range(8)))
+    with pytest.raises(ValueError, match="6 tokens of a sequence of 5"):
+        sequence_pool.commit(allocation, 6)
+    sequence_pool.free(allocation)
+    for call in (lambda: sequence_pool.free(allocation), lambda: sequence_pool.commit(allocation, 5)):
+        with pytest.raises(InvalidSlot, match="has been freed already"):
+            call()
+    assert sequence_pool.usage == 0.0
+
+
+def test_an_old_allocation_of_the_same_owner_is_not_the_new_one() -> None:
+    sequence_pool = kv_pool()
+    old = sequence_pool.allocate("a", 5)
+    assert old is not None
+    sequence_pool.free(old)
+    assert sequence_pool.allocate("a", 5) is not None
+    with pytest.raises(InvalidSlot):
+        sequence_pool.free(old)
+    assert sequence_pool.num_allocations == 1
+
+
+def test_a_state_slot_is_all_that_a_pure_ssm_needs() -> None:
+    sequence_pool = SequencePool(ssm=SsmStatePool(2))
+    assert sequence_pool.capacity_tokens is None
+    assert sequence_pool.can_hold(10**9)
+    first = sequence_pool.allocate("a", 10**9, keys_of(1, 2, 3, 4), 4)
+    assert first is not None
+    assert (first.block_ids, first.num_cached_tokens, first.state_slot) == ([], 0, 0)
+    assert (first.num_committed_blocks, sequence_pool.find(first.keys, 4)) == (0, 0)
+    assert sequence_pool.usage == 0.5
+    sequence_pool.commit(first, 100)
+    assert sequence_pool.allocate("b", 1) is not None
+    assert sequence_pool.allocate("c", 1) is None
+    sequence_pool.free(first)
+    assert sequence_pool.allocate("c", 1) is not None
+
+
+def test_a_hybrid_takes_both_or_nothing_and_keeps_no_prefixes() -> None:
+    sequence_pool = SequencePool(kv=KvCachePool(4, BLOCK_SIZE), ssm=SsmStatePool(2))
+    assert sequence_pool.prefixes is None
+    first = start(sequence_pool, "a", "xy")
+    assert first.state_slot == 0
+    assert sequence_pool.allocate("b", 8) is None
+    assert sequence_pool.usage == 0.75
+    sequence_pool.commit(first, 9)
+    sequence_pool.free(first)
+    assert start(sequence_pool, "b", "xy").num_cached_tokens == 0
+    assert sequence_pool.allocate("c", 1) is not None
+    assert sequence_pool.allocate("d", 1) is None
+
+
+# Prefixes
+
+
+def test_a_prefix_is_read_instead_of_computed() -> None:
+    sequence_pool = kv_pool()
+    first = run(sequence_pool, "a", "xyz")
+    second = start(sequence_pool, "b", "xyw")
+    assert second.num_cached_tokens == 8
+    assert second.block_ids[:2] == first.block_ids[:2]
+    assert second.block_ids[2] not in first.block_ids[:3]
+    assert (sequence_pool.prefix_query_tokens, sequence_pool.prefix_hit_tokens) == (24, 8)
+
+
+def test_the_last_token_is_always_computed() -> None:
+    sequence_pool = kv_pool()
+    run(sequence_pool, "a", "xy")
+    allocation = sequence_pool.allocate("b", 8, keys_of_blocks("xy"), 8)
+    assert allocation is not None
+    assert allocation.num_cached_tokens == 4
+
+
+@pytest.mark.parametrize(("readable", "cached"), [(-1, 0), (0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (99, 8)])
+def test_no_more_is_read_than_the_caller_can_use(readable: int, cached: int) -> None:
+    sequence_pool = kv_pool()
+    run(sequence_pool, "a", "xy")
+    queried = sequence_pool.prefix_query_tokens
+    assert sequence_pool.find(keys_of_blocks("xy"), max(0, readable)) == cached
+    assert start(sequence_pool, "b", "xy", readable=readable).num_cached_tokens == cached
+    assert sequence_pool.prefix_query_tokens - queried == min(max(0, readable), 8)
+
+
+def test_only_committed_full_blocks_are_found() -> None:
+    sequence_pool = kv_pool()
+    allocation = start(sequence_pool, "a", "xyz")
+    assert found(sequence_pool, "xyz") == 0
+    sequence_pool.commit(allocation, 7)
+    assert found(sequence_pool, "xyz") == 1
+    sequence_pool.commit(allocation, 3)
+    assert found(sequence_pool, "xyz") == 1
+    sequence_pool.commit(allocation, 12)
+    assert found(sequence_pool, "xyz") == 3
+    sequence_pool.free(allocation)
+    assert found(sequence_pool, "xyz") == 3
+    assert sequence_pool.usage == 0.0
+
+
+def test_a_sequence_that_runs_shares_its_prefix() -> None:
+    sequence_pool = kv_pool()
+    first = start(sequence_pool, "a", "xy")
+    sequence_pool.commit(first, 8)
+    second = start(sequence_pool, "b", "xyz")
+    assert second.num_cached_tokens == 8
+    assert sequence_pool.usage == 5 / 8
+    sequence_pool.free(first)
+    assert sequence_pool.usage == 4 / 8
+    assert found(sequence_pool, "xy") == 2
+    sequence_pool.free(second)
+    assert sequence_pool.usage == 0.0
+
+
+def test_free_blocks_go_before_cached_ones_and_tails_before_their_parents() -> None:
+    sequence_pool = kv_pool(8)
+    run(sequence_pool, "a", "xyz")
+    start(sequence_pool, "b", "abcd")
+    assert (found(sequence_pool, "xyz"), sequence_pool.num_evicted_blocks) == (3, 0)
+    start(sequence_pool, "c", "")
+    assert sequence_pool.num_evicted_blocks == 1
+    assert found(sequence_pool, "xyz") == 2
+
+
+def test_the_least_recently_used_prefix_goes_first() -> None:
+    sequence_pool = kv_pool(6)
+    run(sequence_pool, "a", "xy")
+    run(sequence_pool, "b", "vw")
+    run(sequence_pool, "c", "xy")
+    start(sequence_pool, "d", "abc")
+    assert (found(sequence_pool, "xy"), found(sequence_pool, "vw")) == (2, 0)
+
+
+def test_a_prefix_is_not_evicted_for_the_sequence_that_reads_it() -> None:
+    sequence_pool = kv_pool(4)
+    run(sequence_pool, "a", "xyz")
+    allocation = start(sequence_pool, "b", "xyw")
+    assert allocation.num_cached_tokens == 8
+    assert len(set(allocation.block_ids)) == 4
+    assert found(sequence_pool, "xyz") == 2
+
+
+def test_nothing_is_taken_where_the_prefix_is_all_that_fits() -> None:
+    sequence_pool = kv_pool(6)
+    run(sequence_pool, "a", "xyz")
+    start(sequence_pool, "b", "ab")
+    assert sequence_pool.prefixes is not None
+    assert sequence_pool.allocate("c", 17, keys_of_blocks("xyzw"), 16) is None
+    assert (sequence_pool.prefixes.num_parked, sequence_pool.num_evicted_blocks) == (3, 0)
+    assert (sequence_pool.prefix_query_tokens, sequence_pool.prefix_hit_tokens) == (20, 0)
+
+
+def test_of_two_equal_blocks_the_first_is_kept_as_long_as_what_follows_it() -> None:
+    sequence_pool = kv_pool(8)
+    first, second = start(sequence_pool, "a", "x"), start(sequence_pool, "b", "xy")
+    sequence_pool.commit(first, 5)
+    sequence_pool.commit(second, 9)
+    assert sequence_pool.prefixes is not None
+    assert sequence_pool.prefixes.find(keys_of_blocks("xy")) == [first.block_ids[0], second.block_ids[1]]
+    sequence_pool.free(first)
+    assert sequence_pool.prefixes.num_parked == 0
+    sequence_pool.free(second)
+    assert (sequence_pool.prefixes.num_parked, sequence_pool.prefixes.num_cached) == (2, 2)
+    sequence_pool.prefixes.evict(1)
+    assert found(sequence_pool, "xy") == 1
+    sequence_pool.prefixes.evict(1)
+    assert sequence_pool.kv is not None
+    assert sequence_pool.kv.num_free == 8
+
+
+def test_prefixes_are_read_unless_the_caller_says_otherwise() -> None:
+    assert SequencePool(kv=KvCachePool(8, BLOCK_SIZE)).prefixes is not None
+    sequence_pool = kv_pool()
+    run(sequence_pool, "a", "xy")
+    queried = sequence_pool.prefix_query_tokens
+    allocation = sequence_pool.allocate("b", 9, keys_of_blocks("xy"))
+    assert allocation is not None
+    assert allocation.num_cached_tokens == 0
+    assert sequence_pool.prefix_query_tokens == queried
+
+
+def test_prefixes_can_be_switched_off() -> None:
+    sequence_pool = kv_pool(enable_prefix_caching=False)
+    run(sequence_pool, "a", "xy")
+    second = start(sequence_pool, "b", "xy")
+    assert second.num_cached_tokens == 0
+    assert (sequence_pool.prefixes, sequence_pool.prefix_query_tokens) == (None, 0)
+    assert sequence_pool.find(keys_of_blocks("xy"), 8) == 0
+    sequence_pool.free(second)
+    assert (sequence_pool.usage, sequence_pool.num_evicted_blocks) == (0.0, 0)
+
+
+# State slots
+
+
+def test_slots_are_taken_and_released() -> None:
+    pool = SsmStatePool(2)
+    first, second = pool.alloc(), pool.alloc()
+    assert {first, second} == {0, 1}
+    with pytest.raises(PoolExhausted, match="all 2 state slots are in use"):
+        pool.alloc()
+    pool.release(first)
+    assert (pool.num_free, pool.num_used) == (1, 1)
+    assert pool.alloc() == first
+
+
+@pytest.mark.parametrize("index", [-1, 4, True, False, 1.0, "1", None])
+def test_only_slots_in_use_are_released(index: object) -> None:
+    pool = SsmStatePool(4)
+    for _ in range(4):
+        pool.alloc()
+    with pytest.raises(InvalidSlot, match="is not a state slot in use"):
+        pool.release(index)  # type: ignore[arg-type]
+    assert pool.num_used == 4
+    pool.release(2)
+    with pytest.raises(InvalidSlot):
+        pool.release(2)
+    with pytest.raises(ValueError, match="num_slots is 0"):
+        SsmStatePool(0)
+
+
+def test_no_sequence_fits_into_an_empty_pool() -> None:
+    pool = SequencePool()
+    assert pool.is_empty
+    assert (pool.capacity_tokens, pool.usage, pool.prefixes, pool.clear_prefixes()) == (0, 0.0, None, None)
+    assert not pool.can_hold(1)
+    assert not pool.has_room(1)
+    assert pool.find(keys_of_blocks("x"), 4) == 0
+    with pytest.raises(PoolExhausted, match="1 tokens can never be held; 0 fit"):
+        pool.allocate("a", 1)
