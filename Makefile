@@ -79,11 +79,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed-test
 
 # The library lies beside its sources; without a C compiler this says what that costs, and torch serves. It is tried
 # again each time then: there may be a compiler by now.
-NATIVE := kernels/native
-LIBRARY := $(NATIVE)/libpenstock_native.so
+NATIVE := kernels/cpu
+LIBRARY := $(NATIVE)/libpenstock_cpu.so
 
 $(LIBRARY): $(wildcard $(NATIVE)/csrc/*.[ch] $(NATIVE)/csrc/*/*.h) $(NATIVE)/_abi.py $(NATIVE)/build.py | $(VENV)/.installed
-	@$(BIN)/python -m penstock.kernels.native.build
+	@$(BIN)/python -m penstock.kernels.cpu.build
 
 native: $(LIBRARY) ## Compile the native kernels for CPUs again, after a change to their sources.
 

@@ -15,13 +15,13 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-NATIVE = Path("kernels", "native")
-LIBRARY = "libpenstock_native.so"
+NATIVE = Path("kernels", "cpu")
+LIBRARY = "libpenstock_cpu.so"
 
 
 def compile_into(folder: Path) -> None:
     """Compiles the library into `folder`, unless that of these sources is there, or says why not."""
-    package = ModuleType("penstock_native")  # without its __init__, which needs numpy
+    package = ModuleType("penstock_cpu")  # without its __init__, which needs numpy
     package.__path__ = [str(NATIVE.resolve())]
     sys.modules[package.__name__] = package
     module = importlib.import_module(".build", package.__name__)

@@ -11,8 +11,8 @@ import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
-from penstock.kernels.native import Machine, NativeError
-from penstock.kernels.native.build import NoCompilerError, build
+from penstock.kernels.cpu import CpuKernelError, Machine
+from penstock.kernels.cpu.build import NoCompilerError, build
 
 # The tests never ask a model hub: what they need lies on disk or is made on the spot.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -94,7 +94,7 @@ def has_isa(name: str) -> bool:
     """Whether this processor has an instruction set of the native kernels."""
     try:
         Machine(1, isa=name).close()
-    except NativeError:
+    except CpuKernelError:
         return False
     return True
 
@@ -123,7 +123,7 @@ def amx_model(
         with (folder / "amx_model.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the first process that needs it compiles it
             return library if library.is_file() else build_amx_model(library)
-    except (NativeError, NoCompilerError, subprocess.CalledProcessError) as error:
+    except (CpuKernelError, NoCompilerError, subprocess.CalledProcessError) as error:
         pytest.skip(str(error))
 
 
@@ -131,11 +131,11 @@ def amx_model(
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """Two lanes of each instruction set that this processor has; AMX emulated where avx512bf16 is there.
 
-    Emulated AMX on emulated vectors takes minutes for all tests: those of tests/kernels/native/test_amx.py run there.
+    Emulated AMX on emulated vectors takes minutes for all tests: those of tests/kernels/cpu/test_amx.py run there.
     """
     try:
         opened = Machine(2, isa=request.param)
-    except NativeError as error:
+    except CpuKernelError as error:
         if request.param != "amx" or not has_isa("avx512bf16"):
             pytest.skip(str(error))
         opened = Machine(2, isa="amx", library=request.getfixturevalue("amx_model"))
@@ -148,7 +148,7 @@ def widest() -> Iterator[Machine]:
     """Three lanes of the best instruction set that is here."""
     try:
         opened = Machine(3)
-    except NativeError as error:
+    except CpuKernelError as error:
         pytest.skip(str(error))
     with opened:
         yield opened

@@ -110,7 +110,7 @@ MAY_WAIT = (
     "_reference.py",
     "_torch.py",
     "kernels/attention/cpu/",
-    "kernels/native/",
+    "kernels/cpu/",
     "kernels/pooling/_native.py",
     "engine/executors/torch/transformers/",
 )

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("server", "engine", "kernels")
-LIBRARY = "penstock/kernels/native/libpenstock_native.so"
+LIBRARY = "penstock/kernels/cpu/libpenstock_cpu.so"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.kernels.native import Machine, NativeForward
+from penstock.kernels.cpu import CpuForward, Machine
 
 from ..executors.cpu.array_encoder import ArrayEncoder, ArrayOutput
 from ..executors.cpu.array_pooler import ArrayPooler
@@ -37,7 +37,7 @@ class ArrayForward:
     """
 
     runner: ArrayRunner
-    running: NativeForward
+    running: CpuForward
     batch: PackedArrays
     params: Sequence[PoolingParams]
     began_s: float

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from penstock.kernels.native import Machine
+from penstock.kernels.cpu import Machine
 
 from ..executors.torch.base import PackedModel
 from ..executors.torch.layers.dense import Dense

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.native import Machine
+from penstock.kernels.cpu import Machine
 from penstock.kernels.pooling import PoolingKind, pool
 
 from ..protocol.batch_outputs import distinct_params

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._packed import FLOAT_DTYPES, Backend, choose, describe
-from ..native import Machine
+from ..cpu import Machine
 from ._native import pool_native, pool_on_machine
 from ._reference import MAX_TRITON_WIDTH, Pooling, pool_reference
 from ._state import PoolingState, finish, pool_partial

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .._packed import choose
-from ..native import Machine, Pooling as Kind, shared_machine
+from ..cpu import Machine, Pooling as Kind, shared_machine
 from ._reference import MAX_TRITON_WIDTH, Pooling
 from ._torch import pool_torch
 

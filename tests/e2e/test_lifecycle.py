@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.kernels.native.machine import LIBRARY
+from penstock.kernels.cpu.machine import LIBRARY
 
 
 def children_of(pid: int) -> list[int]:

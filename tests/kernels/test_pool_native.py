@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.protocol.tasks import PoolingType
-from penstock.kernels.native import Pooling, shared_machine
+from penstock.kernels.cpu import Pooling, shared_machine
 from penstock.kernels.pooling import _native, pool_native
 
 WIDTH = 20

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from penstock.kernels.native import Machine, NativeError
+from penstock.kernels.cpu import CpuKernelError, Machine
 from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, PoolingState, finish, pool, pool_partial
 
 from ..interpreter import IS_INTERPRETED, needs_triton
@@ -45,7 +45,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
         return
     try:
         machine = Machine(1, isa=where)
-    except NativeError as error:
+    except CpuKernelError as error:
         pytest.skip(str(error))
     with machine:
         yield Place({"machine": machine}, torch.device("cpu"))

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from penstock.kernels.native import shared_machine
+from penstock.kernels.cpu import shared_machine
 
 from ...protocol.model_info import ModelInfo
 from ...protocol.params import PoolingParams

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from penstock.kernels.native import Machine
+from penstock.kernels.cpu import Machine
 
 from ...protocol.params import PoolingParams
 from ...protocol.results import stacked

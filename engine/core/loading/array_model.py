@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.kernels.native import Machine
+from penstock.kernels.cpu import Machine
 
 from ...checkpoint.array_file import ArrayFile, holds_arrays
 from ...checkpoint.files import open_checkpoint

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from penstock.kernels.native import Format, Machine
+from penstock.kernels.cpu import Format, Machine
 
 # A short text, where reading the weights counts, and a batch, where it does not.
 _ROWS: Final = (8, 96)

@@ -6,8 +6,8 @@ import dataclasses
 import logging
 from typing import Final
 
-from penstock.kernels.native import Format, Machine, NativeError
-from penstock.kernels.native.self_check import multiplies_right
+from penstock.kernels.cpu import CpuKernelError, Format, Machine
+from penstock.kernels.cpu.self_check import multiplies_right
 
 from ...executors.cpu.array_encoder import find_reader
 from ...model_files.registry import has_own_code
@@ -86,7 +86,7 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
         return None
     try:
         return _checked(threads_of(config))
-    except NativeError as error:
+    except CpuKernelError as error:
         if insists:
             raise MachineError(
                 f"There are no native kernels: {error}; --cpu-kernels auto lets torch run it."

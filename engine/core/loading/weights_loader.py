@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.kernels.native import Machine
+from penstock.kernels.cpu import Machine
 
 from ...checkpoint.array_file import Array
 from ...checkpoint.files import (

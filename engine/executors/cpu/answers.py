@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.native import Machine, Pooling
+from penstock.kernels.cpu import Machine, Pooling
 
 from ...checkpoint.views import Floats
 from ...protocol.model_info import Activation, ModelInfo

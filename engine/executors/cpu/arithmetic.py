@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from penstock.kernels.native import Format
+from penstock.kernels.cpu import Format
 
 from ...protocol.model_info import ModelInfo
 

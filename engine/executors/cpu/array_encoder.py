@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.native import EncoderSpec, Machine, NativeEncoder, NativeForward
+from penstock.kernels.cpu import CpuEncoder, CpuForward, EncoderSpec, Machine
 
 from ...checkpoint.views import ArrayWeights, Floats
 from ...model_files.registry import native_class
@@ -128,7 +128,7 @@ class ArrayEncoder:
         self.cache_spec = reader.cache_spec(info)
         self._places = reader.places
         arithmetic = Arithmetic.of(info)
-        self._encoder = NativeEncoder(
+        self._encoder = CpuEncoder(
             machine, reader.spec(info, weights), arithmetic.products, attention=arithmetic.attention
         )
         head = ArrayHead(machine, reader.head(info, weights)) if info.kind is not ModelKind.EMBEDDING else None
@@ -138,7 +138,7 @@ class ArrayEncoder:
         fits_tokens = is_of_tokens or (reader.scores_rows and not info.classifier_tokens)
         self.token_head = head if fits_tokens else None
 
-    def begin(self, batch: PackedArrays, *, need_attention: bool = False) -> NativeForward:
+    def begin(self, batch: PackedArrays, *, need_attention: bool = False) -> CpuForward:
         """Begins a forward of the encoder; others may be under way.
 
         Args:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from penstock.kernels.native import Pooling
+from penstock.kernels.cpu import Pooling
 
 from ...checkpoint.views import Floats
 from ...protocol.batch_outputs import ArrayBlock, BatchOutputs, OutputGroup, by_group, distinct_params

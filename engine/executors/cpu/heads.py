@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from penstock.kernels.native import Activation, Format, Machine, MapSpec, NormSpec
+from penstock.kernels.cpu import Activation, Format, Machine, MapSpec, NormSpec
 
 from ...checkpoint.array_file import ArrayFile, holds_arrays
 from ...checkpoint.files import open_checkpoint

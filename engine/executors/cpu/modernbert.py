@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.native import EncoderSpec, LayerSpec
+from penstock.kernels.cpu import EncoderSpec, LayerSpec
 
 from ...checkpoint.views import ArrayWeights, Floats, cast_table
 from ...model_files.config_values import read_config

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.native import Past
+from penstock.kernels.cpu import Past
 
 from ...protocol.request import TokenizedInput
 

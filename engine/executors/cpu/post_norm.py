@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.native import EncoderSpec, LayerSpec
+from penstock.kernels.cpu import EncoderSpec, LayerSpec
 
 from ...checkpoint.views import ArrayWeights, Floats, as_floats, cast_table
 from ...protocol.model_info import ModelInfo, ModelKind

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from penstock.kernels.native import Activation, MapSpec, NormSpec
+from penstock.kernels.cpu import Activation, MapSpec, NormSpec
 
 from ...checkpoint.views import ArrayWeights
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.kernels.native import Machine
+from penstock.kernels.cpu import Machine
 
 from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelInfo, ModelKind

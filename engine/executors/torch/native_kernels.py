@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.native import Pages, Past
+from penstock.kernels.cpu import Pages, Past
 
 from ..cpu.array_encoder import ArrayEncoder
 from ..cpu.heads import ArrayHead

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scifact import SciFact
 
 from penstock.engine.llm import LLM
-from penstock.kernels.native import Format, Machine, NativeError
+from penstock.kernels.cpu import CpuKernelError, Format, Machine
 
 NEEDS = {"bfloat16": Format.DOT, "int8": Format.INT8}
 MAX_LOSS = {"bfloat16": 0.0005, "int8": 0.0025}
@@ -35,7 +35,7 @@ def _has_the_format(request: pytest.FixtureRequest) -> None:
         with Machine(1) as machine:
             if NEEDS[request.getfixturevalue("dtype")] not in machine.formats:
                 pytest.skip(f"{machine.isa} has no such products")
-    except NativeError as error:
+    except CpuKernelError as error:
         pytest.skip(str(error))
 
 

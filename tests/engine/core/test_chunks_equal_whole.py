@@ -33,7 +33,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import plan_pool
-from penstock.kernels.native import Machine, NativeError
+from penstock.kernels.cpu import CpuKernelError, Machine
 
 from ..steps import rows_of
 from .played_stream import PlayedStream
@@ -101,7 +101,7 @@ class Loaded:
 def opened_machine() -> Machine:
     try:
         return Machine(2)
-    except NativeError as error:
+    except CpuKernelError as error:
         pytest.skip(str(error))
 
 

@@ -17,7 +17,7 @@ from penstock.engine.core.array_runner import ArrayRunner
 from penstock.engine.core.loading import native_kernels
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.kernels.native import Machine, NativeError
+from penstock.kernels.cpu import CpuKernelError, Machine
 
 from .loading.conftest import SaveFolder, save_folder
 
@@ -28,7 +28,7 @@ __all__ = ["save_folder"]
 def _needs_kernels() -> None:
     try:
         Machine(1).close()
-    except NativeError as error:
+    except CpuKernelError as error:
         pytest.skip(str(error))
 
 
@@ -94,7 +94,7 @@ def test_without_the_library_torch_runs_the_model_and_the_log_says_so_once(
     save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing(num_lanes: int) -> Machine:
-        raise NativeError("not built")
+        raise CpuKernelError("not built")
 
     monkeypatch.setattr(native_kernels, "Machine", missing)
     with caplog.at_level(logging.WARNING, "penstock.engine"):
@@ -111,7 +111,7 @@ async def test_the_process_of_an_engine_holds_no_torch(minilm_folder: Path) -> N
         (worker,) = [pid for pid in children(os.getpid()) if b"penstock.engine.core.worker" in command(pid)]
         await engine.embed(["a text"], PoolingParams())
         files = {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{worker}/maps").read_text().splitlines()}
-        assert any("libpenstock_native" in file for file in files)
+        assert any("libpenstock_cpu" in file for file in files)
         assert not [file for file in files if "torch" in file]
         assert not [file for file in files if file.endswith(".safetensors")]
     finally:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.native import EncoderSpec, LayerSpec, MapSpec, NormSpec
+from penstock.kernels.cpu import EncoderSpec, LayerSpec, MapSpec, NormSpec
 
 from ....checkpoint.array_file import Array
 from ....checkpoint.views import ArrayWeights, Floats, as_floats, cast_table

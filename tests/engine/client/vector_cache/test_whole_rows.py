@@ -16,7 +16,7 @@ from penstock.engine.client.vector_cache.whole_rows import cut_embeddings, whole
 from penstock.engine.pooling.heads import Cut
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.kernels.native import Machine, shared_machine
+from penstock.kernels.cpu import Machine, shared_machine
 
 TEXTS = ["Follow the white rabbit.", "A penstock carries water.", "short", "a much longer text " * 20]
 ASKED = [PoolingParams(dimensions=width, normalize=norm) for width in (64, 384, None, 128) for norm in (True, False)]

@@ -17,7 +17,7 @@ from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import ModelInfo
-from penstock.kernels.native import Format, Machine, NativeError
+from penstock.kernels.cpu import CpuKernelError, Format, Machine
 
 from .conftest import SIZES, SaveFolder
 
@@ -26,7 +26,7 @@ from .conftest import SIZES, SaveFolder
 def _needs_the_library() -> None:
     try:
         Machine(1).close()
-    except NativeError as error:
+    except CpuKernelError as error:
         pytest.skip(str(error))
 
 
@@ -50,7 +50,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def has(isa: str) -> None:
         try:
             Machine(1, isa=isa).close()
-        except NativeError as error:
+        except CpuKernelError as error:
             pytest.skip(str(error))
         monkeypatch.setattr(native_kernels, "Machine", lambda num_lanes: Machine(num_lanes, isa=isa))
 
@@ -59,7 +59,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    missing = tmp_path / "libpenstock_native.so"
+    missing = tmp_path / "libpenstock_cpu.so"
     monkeypatch.setattr(native_kernels, "Machine", lambda num_lanes: Machine(num_lanes, library=missing))
 
 
@@ -243,7 +243,7 @@ def test_amx_runs_where_it_multiplies_right(
 
     try:
         Machine(1, isa="avx512bf16").close()
-    except NativeError as error:
+    except CpuKernelError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(native_kernels, "Machine", as_amx)
     monkeypatch.setattr(native_kernels, "multiplies_right", lambda machine: is_right)

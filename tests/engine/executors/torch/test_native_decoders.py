@@ -16,7 +16,7 @@ from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.model_info import ClassifierMethod, ModelKind
 from penstock.engine.protocol.tasks import PoolingType
 from penstock.engine.protocol.vectors import MultiVector
-from penstock.kernels.native import Format, Machine
+from penstock.kernels.cpu import Format, Machine
 
 from .parity import assert_close, rows_of
 from .test_decoders import CAUSAL, PLAIN, SIZES, TRAINED, TWO_WAY, rope

@@ -15,7 +15,7 @@ from penstock.engine.executors.cpu.array_encoder import find_reader
 from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedTaskError
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.kernels.native import Format
+from penstock.kernels.cpu import Format
 
 from .parity import assert_close
 from .test_native_models import FAMILIES, SIZES, arguments, boundaries_of

@@ -27,7 +27,7 @@ from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling
 from penstock.engine.scheduling import Chunk, PrefillChunk, QueuedSequence, Request
-from penstock.kernels.native import Machine, NativeError
+from penstock.kernels.cpu import CpuKernelError, Machine
 
 from .test_native_models import FAMILIES, HAS_TYPES, SIZES
 
@@ -40,7 +40,7 @@ TYPES = [t for t in PoolingType if not t.is_token_level]
 def machine() -> Iterator[Machine]:
     try:
         opened = Machine(2)
-    except NativeError as error:
+    except CpuKernelError as error:
         pytest.skip(str(error))
     with opened:
         yield opened

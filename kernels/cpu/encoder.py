@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _abi
-from .machine import Format, Machine, NativeError, PackedProduct, aligned, at
+from .machine import CpuKernelError, Format, Machine, PackedProduct, aligned, at
 from .pages import Past
 from .specs import EncoderSpec, Floats, LayerSpec, MapSpec, NormSpec
 
@@ -35,7 +35,7 @@ class _Memory:
         return at(kept)
 
 
-class NativeForward:
+class CpuForward:
     """A forward that lanes work on, until somebody asks for its result.
 
     Args:
@@ -83,7 +83,7 @@ class NativeForward:
         return self._outputs
 
 
-class NativeEncoder:
+class CpuEncoder:
     """An encoder or a decoder, packed for one machine. Calls come from one thread.
 
     Args:
@@ -98,7 +98,7 @@ class NativeEncoder:
             float32, 2 for bfloat16.
 
     Raises:
-        NativeError: The machine has not these formats.
+        CpuKernelError: The machine has not these formats.
     """
 
     def __init__(self, machine: Machine, spec: EncoderSpec, form: Format, *, attention: Format | None = None) -> None:
@@ -116,7 +116,7 @@ class NativeEncoder:
         head_size = int(layers[0].attention_out.inputs) // spec.num_heads
         dots = (form if attention is None else attention) is Format.DOT
         if dots and Format.DOT not in machine.formats:
-            raise NativeError(f"{machine.isa} has no attention in {Format.DOT.name}")
+            raise CpuKernelError(f"{machine.isa} has no attention in {Format.DOT.name}")
         dots = dots and head_size % 2 == 0
         self.page_itemsize = 2 if dots else 4
         self._struct = _abi.Encoder(
@@ -148,7 +148,7 @@ class NativeEncoder:
         need_attention: bool = False,
         past: Past | None = None,
     ) -> tuple[Floats, Floats | None]:
-        """Runs a forward and waits for it; see `begin`, and NativeForward.result."""
+        """Runs a forward and waits for it; see `begin`, and CpuForward.result."""
         forward = self.begin(ids_T, places_T, starts, visible_N=visible_N, need_attention=need_attention, past=past)
         return forward.result()
 
@@ -161,7 +161,7 @@ class NativeEncoder:
         visible_N: NDArray[np.int32] | None = None,
         need_attention: bool = False,
         past: Past | None = None,
-    ) -> NativeForward:
+    ) -> CpuForward:
         """Begins a forward. Others may be under way.
 
         Args:
@@ -214,7 +214,7 @@ class NativeEncoder:
             first_weights=at(weights_TH),
         )
         handle = self._machine.begin(self._struct, batch)
-        return NativeForward(self._machine, handle, hidden_TD, weights_TH, (self, arrays, pages, kept, past))
+        return CpuForward(self._machine, handle, hidden_TD, weights_TH, (self, arrays, pages, kept, past))
 
     def _layer(self, spec: LayerSpec) -> _abi.Layer:
         left, right = spec.window or (-1, -1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.native import EncoderSpec, Format, Machine, NativeEncoder, NativeError
+from penstock.kernels.cpu import CpuEncoder, CpuKernelError, EncoderSpec, Format, Machine
 
 from ..assertions import assert_close
 from .reference import encode
@@ -19,7 +19,7 @@ TOLERANCE = 5e-6
 MPNET = next(shape for shape in SHAPES if shape.distance_bias)
 
 
-def run(encoder: NativeEncoder, texts: Texts, need_attention: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(encoder: CpuEncoder, texts: Texts, need_attention: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
     rows, weights = encoder(
         texts.ids, texts.places, texts.starts, visible_N=texts.visible, need_attention=need_attention
     )
@@ -29,13 +29,13 @@ def run(encoder: NativeEncoder, texts: Texts, need_attention: bool = True) -> tu
 def rows_of(
     machine: Machine, spec: EncoderSpec, texts: Texts, form: Format = Format.F32, attention: Format | None = None
 ) -> torch.Tensor:
-    return run(NativeEncoder(machine, spec, form, attention=attention), texts)[0]
+    return run(CpuEncoder(machine, spec, form, attention=attention), texts)[0]
 
 
 @shapes
 def test_equals_float64(machine: Machine, shape: Shape) -> None:
     spec = make_spec(shape)
-    encoder = NativeEncoder(machine, spec, Format.F32)
+    encoder = CpuEncoder(machine, spec, Format.F32)
     numbers = np.random.default_rng(1)
     batches = [[1], [513], [2, 3, 31, 32, 33], [5, 300, 1, 64]]
     batches += [numbers.integers(1, 130, numbers.integers(1, 9)).tolist() for _ in range(3)]
@@ -72,12 +72,12 @@ def test_the_same_to_the_bit_in_any_batch_on_any_lanes(widest: Machine, shape: S
     attention = [of for products, of in ways(widest) if products is form][-1]
     texts = make_texts([1, 2, 5, 13, 31, 32, 33, 64, 90, 129, 150, 300], hides=True)
     with Machine(1) as single:
-        encoder = NativeEncoder(single, spec, form, attention=attention)
+        encoder = CpuEncoder(single, spec, form, attention=attention)
         alone = [run(encoder, texts[i]) for i in range(len(texts.lengths))]
     numbers = np.random.default_rng(4)
     for num_lanes in (1, 2, 3, 4, 5):
         with Machine(num_lanes) as machine:
-            encoder = NativeEncoder(machine, spec, form, attention=attention)
+            encoder = CpuEncoder(machine, spec, form, attention=attention)
             # One long text: lanes go together. Many: each lane takes some.
             for order in ([11], [0], [11, 0], [10, 11], numbers.permutation(12), numbers.permutation(12)[:5]):
                 rows, weights = run(encoder, join([texts[int(i)] for i in order]))
@@ -101,7 +101,7 @@ def test_nan_touches_no_other_text(machine: Machine, shape: Shape) -> None:
     dirty = replace(texts, ids=texts.ids.copy())
     dirty.ids[33] = 49
     for form, attention in ways(machine):
-        encoder = NativeEncoder(machine, spec, form, attention=attention)
+        encoder = CpuEncoder(machine, spec, form, attention=attention)
         clean_rows, _ = run(encoder, texts)
         rows, weights = run(encoder, dirty)
         assert weights is not None
@@ -116,8 +116,8 @@ def test_nan_touches_no_other_text(machine: Machine, shape: Shape) -> None:
 
 def test_attention_that_is_not_here_is_refused() -> None:
     spec = make_spec(SHAPES[0])
-    with Machine(1, isa="plain") as plain, pytest.raises(NativeError, match="plain has no attention in DOT"):
-        NativeEncoder(plain, spec, Format.F32, attention=Format.DOT)
+    with Machine(1, isa="plain") as plain, pytest.raises(CpuKernelError, match="plain has no attention in DOT"):
+        CpuEncoder(plain, spec, Format.F32, attention=Format.DOT)
 
 
 def test_attention_in_bfloat16_is_another_than_in_float32(widest: Machine) -> None:
@@ -138,7 +138,7 @@ def test_scores_that_are_not_finite_do_as_in_torch(machine: Machine, value: floa
     layer.bias[1, LONGEST + 2 :: 3] = value
     texts = make_texts([40, 2, 3, 1])
     for form in machine.formats - {Format.INT8}:
-        rows, weights = run(NativeEncoder(machine, spec, form), texts)
+        rows, weights = run(CpuEncoder(machine, spec, form), texts)
         expected_rows, expected_weights = encode(spec, texts, form)
         assert weights is not None
         tolerance = 0.05 if form is Format.DOT else TOLERANCE
@@ -151,7 +151,7 @@ def test_a_query_whose_scores_are_all_minus_infinity_is_nan(machine: Machine) ->
     layer = next(iter(spec.layers))
     assert layer.bias is not None
     layer.bias[:] = -np.inf
-    rows, weights = run(NativeEncoder(machine, spec, Format.F32), make_texts([40, 3]))
+    rows, weights = run(CpuEncoder(machine, spec, Format.F32), make_texts([40, 3]))
     assert rows.isnan().all()
     assert weights is not None
     assert weights.isnan().all()
@@ -211,14 +211,14 @@ LONG = make_texts([3, LONGEST + 2])
 def test_what_the_library_could_not_read_is_refused(
     widest: Machine, shape: Shape, changes: dict[str, np.ndarray], message: str
 ) -> None:
-    encoder = NativeEncoder(widest, make_spec(shape), Format.F32)
+    encoder = CpuEncoder(widest, make_spec(shape), Format.F32)
     with pytest.raises(ValueError, match=message):
         run(encoder, replace(make_texts([2, 3]), **changes))
 
 
 def test_a_closed_machine_is_refused(widest: Machine) -> None:
-    encoder = NativeEncoder(widest, make_spec(SHAPES[0]), Format.F32)
+    encoder = CpuEncoder(widest, make_spec(SHAPES[0]), Format.F32)
     widest.close()
     widest.close()
-    with pytest.raises(NativeError, match="closed"):
+    with pytest.raises(CpuKernelError, match="closed"):
         run(encoder, make_texts([3]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.native import Format, Machine, NativeEncoder, Pages, Past
+from penstock.kernels.cpu import CpuEncoder, Format, Machine, Pages, Past
 
 from ..assertions import assert_close
 from .chunked import ChunkedDecoder
@@ -21,14 +21,14 @@ TOLERANCE = 5e-6
 LENGTHS = [1, 31, 300, 2, 513, 64, 257]
 
 
-def rows_of(decoder: NativeEncoder, texts: Texts) -> torch.Tensor:
+def rows_of(decoder: CpuEncoder, texts: Texts) -> torch.Tensor:
     return torch.from_numpy(decoder(texts.ids, texts.places, texts.starts)[0])
 
 
 @shapes
 def test_equals_float64(machine: Machine, shape: Shape) -> None:
     spec = make_spec(shape)
-    decoder = NativeEncoder(machine, spec, Format.F32)
+    decoder = CpuEncoder(machine, spec, Format.F32)
     for seed, lengths in enumerate([[1], [513], [2, 3, 31, 32, 33], [5, 300, 1, 64]]):
         texts = make_texts(lengths, seed)
         assert_close(f"rows of {lengths}", encode(spec, texts)[0], rows_of(decoder, texts), TOLERANCE)
@@ -40,7 +40,7 @@ def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
     spec, texts = make_spec(shape), make_texts([70, 3, 150, 17])
     for form, attention in ways(machine):
         expected, _ = encode(spec, texts, form)
-        actual = rows_of(NativeEncoder(machine, spec, form, attention=attention), texts).double()
+        actual = rows_of(CpuEncoder(machine, spec, form, attention=attention), texts).double()
         if form in (Format.F32, Format.BF16):
             assert_close(form.name, expected, actual, TOLERANCE)
         else:
@@ -54,7 +54,7 @@ def check_chunks(machine: Machine, shape: Shape, size: int, page_size: int) -> N
     spec = make_spec(shape)
     texts = make_texts([length for length in LENGTHS if size > 1 or length < 100], 3)
     for form, attention in ways(machine):
-        decoder = NativeEncoder(machine, spec, form, attention=attention)
+        decoder = CpuEncoder(machine, spec, form, attention=attention)
         assert decoder.page_itemsize == (2 if attention is Format.DOT and shape.head_size % 2 == 0 else 4)
         whole = rows_of(decoder, texts)
         assert np.array_equal(ChunkedDecoder(decoder, spec, texts, page_size).run(size), whole), form.name
@@ -88,7 +88,7 @@ def test_the_same_to_the_bit_in_any_batch_on_any_number_of_lanes(shape: Shape) -
     for lanes in (1, 2, 3):
         with Machine(lanes) as machine:
             for way in ways(machine):
-                decoder = NativeEncoder(machine, spec, way[0], attention=way[1])
+                decoder = CpuEncoder(machine, spec, way[0], attention=way[1])
                 alone = [rows_of(decoder, texts[n]) for n in range(len(LENGTHS))]
                 for rows, first in zip(alone, expected.setdefault(way, alone), strict=True):
                     assert torch.equal(rows, first)
@@ -103,7 +103,7 @@ def test_chunks_are_the_same_to_the_bit_on_any_number_of_lanes(shape: Shape) -> 
     found = []
     for lanes in (1, 2, 3):
         with Machine(lanes) as machine:
-            decoder = NativeEncoder(machine, spec, Format.F32)
+            decoder = CpuEncoder(machine, spec, Format.F32)
             found.append(ChunkedDecoder(decoder, spec, texts, 16).run(90))
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])
@@ -115,7 +115,7 @@ def test_nan_in_one_text_touches_no_other(machine: Machine, shape: Shape) -> Non
     spec.words[7] = np.nan
     texts = make_texts([40, 90, 300], 1)
     texts.ids[texts.ids == 7] = 8
-    decoder = NativeEncoder(machine, spec, Format.F32)
+    decoder = CpuEncoder(machine, spec, Format.F32)
     expected = rows_of(decoder, texts)
     texts.ids[45] = 7
     for rows in (rows_of(decoder, texts), torch.from_numpy(ChunkedDecoder(decoder, spec, texts, 16).run(50))):
@@ -127,7 +127,7 @@ def test_nan_in_one_text_touches_no_other(machine: Machine, shape: Shape) -> Non
 def test_a_chunk_can_run_again(widest: Machine) -> None:
     """As after a forward that failed: the same keys go to the same places."""
     spec, texts = make_spec(DECODERS[0]), make_texts([200, 120])
-    decoder = NativeEncoder(widest, spec, Format.F32)
+    decoder = CpuEncoder(widest, spec, Format.F32)
     chunked = ChunkedDecoder(decoder, spec, texts, 16)
     chunked.step([(0, 0, 90), (1, 0, 33)])
     chunked.rows = [[], []]
@@ -138,7 +138,7 @@ def test_a_chunk_can_run_again(widest: Machine) -> None:
 
 def test_pages_that_the_library_could_not_read_are_refused(widest: Machine) -> None:
     spec, texts = make_spec(DECODERS[0]), make_texts([4, 3])
-    decoder = NativeEncoder(widest, spec, Format.F32)
+    decoder = CpuEncoder(widest, spec, Format.F32)
     pages = ChunkedDecoder(decoder, spec, make_texts([40, 3]), 16).pages
     good = Past(
         pages=pages,

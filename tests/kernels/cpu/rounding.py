@@ -1,4 +1,4 @@
-"""What the formats of kernels/native round, done again in numpy."""
+"""What the formats of kernels/cpu round, done again in numpy."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.kernels.native import Format
+from penstock.kernels.cpu import Format
 
 from .specs import Floats
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.native import Activation, Format, Machine, NativeError
+from penstock.kernels.cpu import Activation, CpuKernelError, Format, Machine
 
 from .rounding import product_in_doubles
 from .specs import Floats
@@ -161,5 +161,5 @@ def test_what_does_not_fit_is_refused(widest: Machine) -> None:
         widest.product(packed, np.ones((2, 5), np.float32))
     with pytest.raises(ValueError, match="add must be contiguous"):
         widest.product(packed, np.ones((2, 4), np.float32), np.ones((2, 4), np.float32))
-    with Machine(1, isa="plain") as plain, pytest.raises(NativeError, match="plain has no products in INT8"):
+    with Machine(1, isa="plain") as plain, pytest.raises(CpuKernelError, match="plain has no products in INT8"):
         plain.pack(np.ones((4, 4), np.float32), None, Format.INT8)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.native import Activation, EncoderSpec, Format, LayerSpec, Machine, MapSpec, NormSpec
+from penstock.kernels.cpu import Activation, EncoderSpec, Format, LayerSpec, Machine, MapSpec, NormSpec
 
 Floats = NDArray[np.float32]
 
@@ -157,7 +157,7 @@ def make_spec(shape: Shape, seed: int = 0) -> EncoderSpec:
 
 @dataclass(frozen=True)
 class Texts:
-    """A packed batch: what NativeEncoder takes."""
+    """A packed batch: what CpuEncoder takes."""
 
     ids: np.ndarray
     places: np.ndarray

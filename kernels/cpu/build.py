@@ -1,4 +1,4 @@
-"""Compiles csrc/ into the library beside this file: `python -m penstock.kernels.native.build`.
+"""Compiles csrc/ into the library beside this file: `python -m penstock.kernels.cpu.build`.
 
 Takes `cc`, or the compiler that CC names; without one, the `ziglang` package where it is installed. On a machine
 without any, torch serves and takes up to twice as long.
@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from .sources import digest
+from ._abi import digest
 
 SOURCES: Final = Path(__file__).with_name("csrc")
-LIBRARY: Final = Path(__file__).with_name("libpenstock_native.so")
+LIBRARY: Final = Path(__file__).with_name("libpenstock_cpu.so")
 
 _FLAGS: Final = (
     "-std=gnu11",

@@ -1,4 +1,4 @@
-"""Forwards, products and pooling of random sizes, for a library that watches itself: python -m kernels.native.fuzz.
+"""Forwards, products and pooling of random sizes, for a library that watches itself: python -m kernels.cpu.fuzz.
 
 Run with tests/ on PYTHONPATH. Computes alone: whether the numbers are right is what the other tests ask.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.kernels.native import Activation, Format, Machine, NativeEncoder, NativeError
+from penstock.kernels.cpu import Activation, CpuEncoder, CpuKernelError, Format, Machine
 
 from .chunked import ChunkedDecoder
 from .specs import DECODERS, LONGEST, SHAPES, make_spec, make_texts, ways
@@ -28,7 +28,7 @@ def main() -> None:
     for isa in options.isa:
         try:
             machine = Machine(3, isa=isa, library=options.library)
-        except NativeError as error:
+        except CpuKernelError as error:
             print(error)
             continue
         with machine:
@@ -49,7 +49,7 @@ def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
             if form not in machine.formats:
                 continue
             attention = numbers.choice([of for products, of in ways(machine) if products is form])
-            encoder = NativeEncoder(machine, make_spec(shape), form, attention=Format(attention))
+            encoder = CpuEncoder(machine, make_spec(shape), form, attention=Format(attention))
             for most in (4, 60, LONGEST):
                 lengths = numbers.integers(1, most + 1, numbers.integers(1, 4 if most > 60 else 12)).tolist()
                 texts = make_texts(lengths, int(numbers.integers(100)), hides=bool(numbers.integers(2)))
@@ -72,7 +72,7 @@ def decode(library: Path, isa: str, numbers: np.random.Generator) -> None:
                 continue
             spec = make_spec(shape)
             attention = numbers.choice([of for products, of in ways(machine) if products is form])
-            decoder = NativeEncoder(machine, spec, form, attention=Format(attention))
+            decoder = CpuEncoder(machine, spec, form, attention=Format(attention))
             for most in (4, LONGEST):
                 texts = make_texts(numbers.integers(1, most + 1, 3).tolist(), int(numbers.integers(100)))
                 rows, _ = decoder(texts.ids, texts.places, texts.starts)

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _abi
-from .sources import digest
+from ._abi import digest
 
-LIBRARY: Final = Path(__file__).with_name("libpenstock_native.so")
+LIBRARY: Final = Path(__file__).with_name("libpenstock_cpu.so")
 _ALIGNMENT: Final = 64
 _NO_MEMORY: Final = "too little memory for the rows of a forward"
 
@@ -23,7 +23,7 @@ Floats = NDArray[np.float32]
 Array = NDArray[Any]
 
 
-class NativeError(Exception):
+class CpuKernelError(Exception):
     """The library is not there, or cannot run on this machine; the message says what to do."""
 
 
@@ -89,26 +89,26 @@ class Machine:
         library: The file.
 
     Raises:
-        NativeError: The library cannot be loaded, the processor lacks the instruction set, or the system gives no
+        CpuKernelError: The library cannot be loaded, the processor lacks the instruction set, or the system gives no
             threads.
     """
 
     def __init__(self, num_lanes: int, *, isa: str | None = None, library: Path = LIBRARY) -> None:
         self._handle: int | None = None
         if not library.is_file():
-            raise NativeError("the native kernels are not built: `make native` builds them where a C compiler is")
+            raise CpuKernelError("the native kernels are not built: `make native` builds them where a C compiler is")
         try:
             self._library = _abi.load(str(library), digest())
         except OSError as error:
-            raise NativeError(f"{error}; build it again: make native") from error
+            raise CpuKernelError(f"{error}; build it again: make native") from error
         wanted = None if isa is None else isa.encode()
         self.isa = self._library.penstock_isa(wanted).decode()
         if not self.isa:
-            raise NativeError(f"this processor has not {isa or 'AVX2, which the native kernels need'}")
+            raise CpuKernelError(f"this processor has not {isa or 'AVX2, which the native kernels need'}")
         self.num_lanes = num_lanes
         self._handle = self._library.penstock_open(wanted, num_lanes)
         if self._handle is None:
-            raise NativeError(f"the system gives no {num_lanes} threads")
+            raise CpuKernelError(f"the system gives no {num_lanes} threads")
         bits = self._library.penstock_formats(self._handle)
         self.formats = frozenset(f for f in Format if bits >> f & 1)
 
@@ -132,14 +132,14 @@ class Machine:
     def _opened(self) -> int:
         """What the library knows it by; a NULL would take the process down."""
         if self._handle is None:
-            raise NativeError("these native kernels are closed")
+            raise CpuKernelError("these native kernels are closed")
         return self._handle
 
     @property
     def _with_lanes(self) -> int:
         """The same for calls that need threads."""
         if not self.num_lanes:
-            raise NativeError("these native kernels were opened with 0 lanes, and a forward needs at least 1")
+            raise CpuKernelError("these native kernels were opened with 0 lanes, and a forward needs at least 1")
         return self._opened
 
     def pack(
@@ -164,7 +164,7 @@ class Machine:
         if (form is Format.DOT and num_in % 2) or (form is Format.INT8 and num_in % 4):
             form = Format.BF16
         if form not in self.formats:
-            raise NativeError(f"{self.isa} has no products in {form.name}")
+            raise CpuKernelError(f"{self.isa} has no products in {form.name}")
         struct = _abi.Product(inputs=num_in, outputs=num_out, format=form, activation=activation, gated=gated)
         places = self._library.penstock_panel_columns(self._opened, struct)
         weights = aligned(self._library.penstock_packed_bytes(self._opened, struct), np.uint8)
@@ -213,7 +213,7 @@ class Machine:
         self._library.penstock_ring(self._with_lanes, -1 if bell is None else bell)
 
     def begin(self, encoder: _abi.Encoder, batch: _abi.Batch) -> int:
-        """Begins a forward; see NativeEncoder. What the structs point to lives until `end` has returned.
+        """Begins a forward; see CpuEncoder. What the structs point to lives until `end` has returned.
 
         Returns:
             What `is_done` and `end` know it by.
@@ -307,7 +307,7 @@ def shared_machine() -> Machine | None:
     """
     try:
         return Machine(0)
-    except NativeError:
+    except CpuKernelError:
         return None
 
 

@@ -1,11 +1,11 @@
-"""The truth of kernels/native: an encoder in plain torch and float64, one sequence and one head after the other."""
+"""The truth of kernels/cpu: an encoder in plain torch and float64, one sequence and one head after the other."""
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.native import Activation, EncoderSpec, Format, LayerSpec, MapSpec, NormSpec
+from penstock.kernels.cpu import Activation, EncoderSpec, Format, LayerSpec, MapSpec, NormSpec
 
 from .rounding import to_bfloat16
 from .specs import Texts
@@ -22,7 +22,7 @@ FUNCTIONS = {
 
 
 def encode(spec: EncoderSpec, texts: Texts, form: Format = Format.F32) -> tuple[Tensor, Tensor]:
-    """What NativeEncoder returns, in float64; of the formats the rounding of the weights alone."""
+    """What CpuEncoder returns, in float64; of the formats the rounding of the weights alone."""
     rows, weights = [], []
     for number, length in enumerate(texts.lengths):
         text = texts[number]

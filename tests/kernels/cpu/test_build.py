@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels.native import Format, Machine, NativeError, build as build_module
-from penstock.kernels.native.build import NoCompilerError, build, main
-from penstock.kernels.native.sources import digest
+from penstock.kernels.cpu import CpuKernelError, Format, Machine, build as build_module
+from penstock.kernels.cpu._abi import digest
+from penstock.kernels.cpu.build import NoCompilerError, build, main
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
@@ -60,7 +60,7 @@ def test_as_a_command_without_a_compiler(tmp_path: Path) -> None:
     """A copy, so that the library of this checkout stays."""
     copied = tmp_path / "copied"
     shutil.copytree(build_module.SOURCES, copied / "csrc")
-    for name in ("build.py", "sources.py", "_abi.py"):
+    for name in ("build.py", "_abi.py"):
         shutil.copy(build_module.SOURCES.with_name(name), copied)
     command = [sys.executable, "-S", "-m", "copied.build"]  # no packages, so no ziglang
     environment = {name: value for name, value in os.environ.items() if name != "CC"}
@@ -97,7 +97,7 @@ def test_a_stranger_is_refused(tmp_path: Path) -> None:
     library = tmp_path / "library.so"
     command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     subprocess.run(command, input="int something_else;", text=True, check=True)
-    with pytest.raises(NativeError, match="built from other sources; build it again: make native"):
+    with pytest.raises(CpuKernelError, match="built from other sources; build it again: make native"):
         Machine(1, library=library)
 
 
@@ -113,7 +113,7 @@ def test_a_library_from_other_sources_is_refused(
     library = tmp_path / "library.so"
     library.write_bytes(build_module.LIBRARY.read_bytes().replace(word.encode(), b"0" * 16))
     monkeypatch.setattr(build_module, "LIBRARY", library)
-    with pytest.raises(NativeError, match="built from other sources; build it again: make native"):
+    with pytest.raises(CpuKernelError, match="built from other sources; build it again: make native"):
         Machine(1, library=library)
     main()
     assert "torch serves CPUs" in capsys.readouterr().out
@@ -143,17 +143,17 @@ def test_what_is_no_library_is_refused(widest: Machine, tmp_path: Path) -> None:
     library = tmp_path / "library.so"
     for size in (0, 10):
         library.write_bytes(whole[:size])
-        with pytest.raises(NativeError, match="make native"):
+        with pytest.raises(CpuKernelError, match="make native"):
             Machine(1, library=library)
 
 
 def test_no_library(tmp_path: Path) -> None:
-    with pytest.raises(NativeError, match="not built: `make native` builds them where a C compiler is"):
+    with pytest.raises(CpuKernelError, match="not built: `make native` builds them where a C compiler is"):
         Machine(1, library=tmp_path / "library.so")
 
 
 def test_an_instruction_set_that_is_not_here(widest: Machine) -> None:
-    with pytest.raises(NativeError, match="this processor has not avx1024"):
+    with pytest.raises(CpuKernelError, match="this processor has not avx1024"):
         Machine(1, isa="avx1024")
 
 
@@ -185,7 +185,7 @@ def test_instruction_sets_are_those_that_the_kernel_lists(isa: str, widest: Mach
     try:
         with Machine(1, isa=isa) as machine:
             assert machine.formats == FORMATS[isa]
-    except NativeError:
+    except CpuKernelError:
         assert not flags >= FLAGS[isa]
     else:
         assert flags >= FLAGS[isa]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.kernels.native import EncoderSpec, NativeEncoder, Pages, Past
+from penstock.kernels.cpu import CpuEncoder, EncoderSpec, Pages, Past
 
 from .specs import Floats, Texts
 
@@ -10,7 +10,7 @@ from .specs import Floats, Texts
 class ChunkedDecoder:
     """Sequences in chunks, whose pages lie all over a memory that is full of NaN."""
 
-    def __init__(self, decoder: NativeEncoder, spec: EncoderSpec, texts: Texts, page_size: int) -> None:
+    def __init__(self, decoder: CpuEncoder, spec: EncoderSpec, texts: Texts, page_size: int) -> None:
         numbers = np.random.default_rng(2)
         counts = [-(-length // page_size) for length in texts.lengths]
         order = numbers.permutation(sum(counts) + 3).astype(np.int32)

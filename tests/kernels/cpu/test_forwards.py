@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from penstock.kernels.native import Format, Machine, NativeEncoder, NativeForward
+from penstock.kernels.cpu import CpuEncoder, CpuForward, Format, Machine
 
 from .specs import SHAPES, Texts, make_spec, make_texts
 
@@ -22,7 +22,7 @@ def _needs_the_library(widest: Machine) -> None:
     """Skips where there is none."""
 
 
-def begin(encoder: NativeEncoder, texts: Texts) -> NativeForward:
+def begin(encoder: CpuEncoder, texts: Texts) -> CpuForward:
     return encoder.begin(texts.ids, texts.places, texts.starts)
 
 
@@ -38,7 +38,7 @@ def wait_for_lanes(machine: Machine) -> None:
 def test_many_at_once_give_what_each_gives_alone(num_lanes: int) -> None:
     batches = [make_texts(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
     with Machine(num_lanes) as machine:
-        encoder = NativeEncoder(machine, SPEC, Format.F32)
+        encoder = CpuEncoder(machine, SPEC, Format.F32)
         alone = [begin(encoder, texts).result()[0] for texts in batches]
         numbers = np.random.default_rng(num_lanes)
         for _ in range(40):
@@ -52,7 +52,7 @@ def test_many_at_once_give_what_each_gives_alone(num_lanes: int) -> None:
 def test_the_bell_rings_where_a_forward_ends_and_a_lane_is_free() -> None:
     waiting, bell = os.pipe()
     with Machine(2) as machine:
-        encoder = NativeEncoder(machine, SPEC, Format.F32)
+        encoder = CpuEncoder(machine, SPEC, Format.F32)
         machine.ring(bell)
         forward = begin(encoder, make_texts([300, 300, 300]))
         while not forward.is_done:
@@ -74,7 +74,7 @@ def test_the_bell_rings_where_a_forward_ends_and_a_lane_is_free() -> None:
 
 def test_a_forward_takes_the_lanes_until_it_ends() -> None:
     with Machine(2) as machine:
-        encoder = NativeEncoder(machine, SPEC, Format.F32)
+        encoder = CpuEncoder(machine, SPEC, Format.F32)
         wait_for_lanes(machine)
         running = [begin(encoder, make_texts([400] * 8)) for _ in range(3)]
         assert machine.num_free == 0
@@ -88,7 +88,7 @@ def test_a_forward_takes_the_lanes_until_it_ends() -> None:
 def test_one_that_is_forgotten_ends_before_its_memory_goes(forget: Callable[..., object]) -> None:
     for _ in range(20):
         machine = Machine(3)
-        encoder = NativeEncoder(machine, SPEC, Format.F32)
+        encoder = CpuEncoder(machine, SPEC, Format.F32)
         forward = begin(encoder, make_texts([200] * 6))
         forget(forward, encoder, machine)
         del forward, encoder, machine

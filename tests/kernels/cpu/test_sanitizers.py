@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels.native.build import NoCompilerError
+from penstock.kernels.cpu.build import NoCompilerError
 
 TESTS = Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ def runtime(name: str) -> str:
 
 
 def fuzz(library: Path, variables: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kernels.native.fuzz", str(library), *options]
+    command = [sys.executable, "-m", "kernels.cpu.fuzz", str(library), *options]
     environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"} | variables
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 

@@ -1,4 +1,4 @@
-/* What Python calls, through ctypes; kernels/native/_abi.py declares the same. */
+/* What Python calls, through ctypes; kernels/cpu/_abi.py declares the same. */
 #include <stdlib.h>
 
 #include "forward.h"

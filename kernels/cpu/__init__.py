@@ -3,21 +3,21 @@
 `csrc/` is the code, `build.py` compiles it, and torch is the truth that it is tested against. Knows numpy and no torch.
 """
 
-from .encoder import NativeEncoder, NativeForward
-from .machine import Activation, Format, Machine, NativeError, Pooling, shared_machine
+from .encoder import CpuEncoder, CpuForward
+from .machine import Activation, CpuKernelError, Format, Machine, Pooling, shared_machine
 from .pages import Pages, Past
 from .specs import EncoderSpec, LayerSpec, MapSpec, NormSpec
 
 __all__ = [
     "Activation",
+    "CpuEncoder",
+    "CpuForward",
+    "CpuKernelError",
     "EncoderSpec",
     "Format",
     "LayerSpec",
     "Machine",
     "MapSpec",
-    "NativeEncoder",
-    "NativeError",
-    "NativeForward",
     "NormSpec",
     "Pages",
     "Past",

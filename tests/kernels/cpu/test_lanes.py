@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.kernels.native import Format, Machine, NativeEncoder, NativeError
+from penstock.kernels.cpu import CpuEncoder, CpuKernelError, Format, Machine
 
 from .specs import SHAPES, Texts, make_spec, make_texts
 
@@ -22,7 +22,7 @@ def _needs_the_library(widest: Machine) -> None:
     """Skips where there is none."""
 
 
-def forward(encoder: NativeEncoder, texts: Texts) -> np.ndarray:
+def forward(encoder: CpuEncoder, texts: Texts) -> np.ndarray:
     return encoder(texts.ids, texts.places, texts.starts)[0]
 
 
@@ -38,7 +38,7 @@ def test_a_thousand_forwards_of_any_shape_on_any_lanes() -> None:
     """Tiny ones, of one text or of many: together and by parts, some lanes at work and some not."""
     numbers = np.random.default_rng(0)
     machines = [Machine(num_lanes) for num_lanes in (1, 2, 3, 5)]
-    encoders = [NativeEncoder(machine, SPEC, Format.F32) for machine in machines]
+    encoders = [CpuEncoder(machine, SPEC, Format.F32) for machine in machines]
     batches = [make_texts(numbers.integers(1, 60, n).tolist(), n) for n in (1, 1, 2, 3, 5, 9)]
     expected = [forward(encoders[0], texts) for texts in batches]
     for _ in range(1000):
@@ -55,10 +55,10 @@ def test_machine_without_lanes_starts_no_thread() -> None:
         assert num_threads() == before
         weights = np.eye(8, dtype=np.float32)
         assert np.array_equal(machine.product(machine.pack(weights, None, Format.F32), weights), weights)
-        encoder = NativeEncoder(machine, SPEC, Format.F32)
-        with pytest.raises(NativeError, match="opened with 0 lanes, and a forward needs at least 1"):
+        encoder = CpuEncoder(machine, SPEC, Format.F32)
+        with pytest.raises(CpuKernelError, match="opened with 0 lanes, and a forward needs at least 1"):
             forward(encoder, make_texts([3]))
-        with pytest.raises(NativeError, match="0 lanes"):
+        with pytest.raises(CpuKernelError, match="0 lanes"):
             machine.ring(None)
 
 
@@ -78,7 +78,7 @@ def switches_of(thread: Path) -> str:
 def test_idle_lanes_take_no_processor() -> None:
     others = set(Path("/proc/self/task").iterdir())
     with Machine(4) as machine:
-        forward(NativeEncoder(machine, SPEC, Format.F32), make_texts([200]))
+        forward(CpuEncoder(machine, SPEC, Format.F32), make_texts([200]))
         lanes = set(Path("/proc/self/task").iterdir()) - others
         assert len(lanes) >= 3
         until_s = time.monotonic() + 60
@@ -95,7 +95,7 @@ def test_two_hundred_machines_leave_neither_threads_nor_memory() -> None:
 
     def live() -> None:
         with Machine(4) as machine:
-            forward(NativeEncoder(machine, SPEC, Format.F32), texts)
+            forward(CpuEncoder(machine, SPEC, Format.F32), texts)
 
     for _ in range(20):
         live()
@@ -121,13 +121,13 @@ def test_machines_side_by_side() -> None:
     """Each called from its own thread, at the same time."""
     texts = [make_texts([150, 3, 20], seed) for seed in range(3)]
     with Machine(1) as machine:
-        encoder = NativeEncoder(machine, SPEC, Format.F32)
+        encoder = CpuEncoder(machine, SPEC, Format.F32)
         expected = [forward(encoder, batch) for batch in texts]
     wrong: list[int] = []
 
     def work(number: int) -> None:
         with Machine(3) as machine:
-            encoder = NativeEncoder(machine, SPEC, Format.F32)
+            encoder = CpuEncoder(machine, SPEC, Format.F32)
             results = [forward(encoder, texts[number]) for _ in range(30)]
             wrong.extend(number for rows in results if not np.array_equal(rows, expected[number]))
 
@@ -155,7 +155,7 @@ def test_more_lanes_than_cores_do_not_collapse(one_core: None, lengths: list[int
 
     def cost(num_lanes: int) -> float:
         with Machine(num_lanes) as machine:
-            encoder, texts = NativeEncoder(machine, SPEC, Format.F32), make_texts(lengths)
+            encoder, texts = CpuEncoder(machine, SPEC, Format.F32), make_texts(lengths)
             forward(encoder, texts)
             least = float("inf")
             for _ in range(5):
@@ -169,5 +169,5 @@ def test_more_lanes_than_cores_do_not_collapse(one_core: None, lengths: list[int
 
 
 def test_negative_number_of_lanes_is_refused() -> None:
-    with pytest.raises(NativeError, match="gives no -1 threads"):
+    with pytest.raises(CpuKernelError, match="gives no -1 threads"):
         Machine(-1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
+from pathlib import Path
 from typing import Any, Final
 
 
@@ -129,6 +131,19 @@ _FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     ),
     "penstock_cut": (None, (_MACHINE, c_void_p, c_long, c_long, c_long, c_int, c_void_p)),
 }
+
+
+def digest(folder: Path = Path(__file__).parent) -> str | None:
+    """Returns a hash of the sources in `folder`, which the library carries; None if they are not all there."""
+    files = [*sorted(folder.glob("csrc/**/*.[ch]")), folder / "_abi.py", folder / "build.py"]
+    if len(files) == 2 or not all(file.is_file() for file in files):
+        return None
+    known = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        known.update(b"%b %d\n" % (file.name.encode(), len(content)))
+        known.update(content)
+    return known.hexdigest()[:16]
 
 
 def load(path: str, sources: str | None) -> ctypes.CDLL:

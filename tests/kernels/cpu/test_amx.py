@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.kernels.native import Format, Machine, NativeEncoder, NativeError
-from penstock.kernels.native.self_check import multiplies_right
+from penstock.kernels.cpu import CpuEncoder, CpuKernelError, Format, Machine
+from penstock.kernels.cpu.self_check import multiplies_right
 
 from .chunked import ChunkedDecoder
 from .specs import DECODERS, SHAPES, Shape, make_spec, make_texts
@@ -23,7 +23,7 @@ def amx(request: pytest.FixtureRequest) -> Opener:
     """Opens AMX on so many lanes."""
     try:
         Machine(1, isa="amx").close()
-    except NativeError:
+    except CpuKernelError:
         library: Path = request.getfixturevalue("amx_model")
         return lambda num_lanes: Machine(num_lanes, isa="amx", library=library)
     return lambda num_lanes: Machine(num_lanes, isa="amx")
@@ -33,7 +33,7 @@ def amx(request: pytest.FixtureRequest) -> Opener:
 def avx512() -> Iterator[Machine]:
     try:
         opened = Machine(1, isa="avx512bf16")
-    except NativeError as error:
+    except CpuKernelError as error:
         pytest.skip(str(error))
     with opened:
         yield opened
@@ -62,11 +62,11 @@ def test_products_are_those_of_avx512(amx: Opener, avx512: Machine, num_in: int)
 def test_the_same_to_the_bit_in_any_batch_on_any_lanes(amx: Opener, shape, form: Format) -> None:
     spec, texts = make_spec(shape), make_texts([1, 2, 16, 17, 33, 64, 90, 200])
     with amx(1) as machine:
-        encoder = NativeEncoder(machine, spec, form, attention=Format.DOT)
+        encoder = CpuEncoder(machine, spec, form, attention=Format.DOT)
         alone = [encoder(text.ids, text.places, text.starts)[0] for text in map(texts.__getitem__, range(8))]
     for num_lanes in (1, 2, 3):
         with amx(num_lanes) as machine:
-            encoder = NativeEncoder(machine, spec, form, attention=Format.DOT)
+            encoder = CpuEncoder(machine, spec, form, attention=Format.DOT)
             assert np.array_equal(encoder(texts.ids, texts.places, texts.starts)[0], np.concatenate(alone))
             longest = texts[7]  # all lanes go together
             assert np.array_equal(encoder(longest.ids, longest.places, longest.starts)[0], alone[7])
@@ -77,7 +77,7 @@ def test_the_same_to_the_bit_in_any_batch_on_any_lanes(amx: Opener, shape, form:
 def test_chunks_of_decoders_give_the_whole_to_the_bit(amx: Opener, shape, form: Format) -> None:
     spec, texts = make_spec(shape), make_texts([1, 2, 33, 300])
     with amx(2) as machine:
-        decoder = NativeEncoder(machine, spec, form, attention=Format.DOT)
+        decoder = CpuEncoder(machine, spec, form, attention=Format.DOT)
         whole, _ = decoder(texts.ids, texts.places, texts.starts)
         assert np.array_equal(ChunkedDecoder(decoder, spec, texts, 16).run(70), whole)
 
@@ -87,7 +87,7 @@ def test_attention_fills_the_tiles(shape: Shape, amx_model: Path) -> None:
     """Each product of two tiles takes 16 rows; the last ones of 33 and of 49 queries take fewer."""
     count = ctypes.c_long.in_dll(ctypes.CDLL(str(amx_model)), "amx_model_products")
     with Machine(1, isa="amx", library=amx_model) as machine:
-        encoder = NativeEncoder(machine, make_spec(shape), Format.F32, attention=Format.DOT)
+        encoder = CpuEncoder(machine, make_spec(shape), Format.F32, attention=Format.DOT)
         for length in (1, 16, 17, 32, 33, 49, 128, 200):
             texts, before = make_texts([length]), count.value
             encoder(texts.ids, texts.places, texts.starts)
@@ -102,7 +102,7 @@ def test_any_thread_may_call(amx: Opener) -> None:
     """Each has tiles of its own, for as long as a call takes."""
     texts = make_texts([40, 3])
     with amx(2) as machine, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        encoder = NativeEncoder(machine, make_spec(SHAPES[0]), Format.DOT)
+        encoder = CpuEncoder(machine, make_spec(SHAPES[0]), Format.DOT)
         first, second = (
             thread.submit(encoder, texts.ids, texts.places, texts.starts).result()[0] for thread in (one, other)
         )
