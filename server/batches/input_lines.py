@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from ..wire.json_marks import InvalidJsonError, TooManyValuesError, find_marks
+from ..wire.json_reader import count_values
 from ..wire.shown_values import shown
 from .records import LineError
 
@@ -186,15 +186,12 @@ class InputFile:
         """Returns a line as its client wrote it. Raises _LineError where it is no request for the endpoint."""
         if len(text) > self._max_line_bytes:
             raise _LineError("line_too_long", f"The line is longer than {self._max_line_bytes} bytes.")
-        try:
-            if len(text) > _SMALL_BYTES:
-                for _ in find_marks(text, self._max_values):
-                    pass
-            line = orjson.loads(text)
-        except TooManyValuesError:
+        if len(text) > _SMALL_BYTES and any(count > self._max_values for count in count_values(text)):
             message = f"The line holds more than {self._max_values} values; send fewer inputs at once."
-            raise _LineError("line_too_long", message) from None
-        except (orjson.JSONDecodeError, InvalidJsonError) as error:
+            raise _LineError("line_too_long", message)
+        try:
+            line = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
             raise _LineError("invalid_json_line", f"The line is not valid JSON: {error}.") from None
         if not isinstance(line, dict):
             raise _LineError("invalid_json_line", f"The line is {shown(line)}; it must be an object.")

@@ -42,7 +42,7 @@ SLOW_BODY: Final = "penstock.slow_body"
 """The key of a request's scope under which the connection notes why its body comes too slowly, as a sentence for the
 client. The next message of the body then raises the error."""
 _TRY_AGAIN: Final = {"connection": "close", "retry-after": "1"}
-_NUM_LARGEST: Final = 8
+_NUM_LARGEST: Final = 32
 """Bodies of the largest size that may be held at once; many clients that send slowly would fill the memory."""
 _MOST_BEYOND: Final = 64 * 1024 * 1024
 """Bytes that the values of all bodies may take beyond BYTES_PER_VALUE for each byte: small bodies may be dense, too."""
@@ -208,7 +208,7 @@ def _has_begun() -> bool:
 class BodyLimitMiddleware:
     """Refuses bodies above a size with 413: by Content-Length before reading, chunked ones while reading.
 
-    Bodies of more than SMALL_BYTES share a memory of eight bodies of the largest size, with the values that they are
+    Bodies of more than SMALL_BYTES share a memory of 32 bodies of the largest size, with the values that they are
     parsed into. While it is full, they are refused with 503. One client may hold half of it, so that a client that
     sends slowly leaves the other half to others; a single body may take more while its client holds nothing else. A
     body that comes below the minimum rate (see ConnectionLimits) is refused with 408.

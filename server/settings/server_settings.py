@@ -93,7 +93,7 @@ class ServerSettings(EngineSettings):
     cache_dir_size: Bytes = Field(
         ByteSize(10 * 1024**3), description="Most that a new --cache-dir holds; one that is there keeps its size."
     )
-    max_body_bytes: PositiveInt = Field(64 * 1024 * 1024, description="Largest request body.")
+    max_body_bytes: PositiveInt = Field(16 * 1024 * 1024, description="Largest request body.")
     max_json_values: PositiveInt = Field(
         2_000_000,
         description=(

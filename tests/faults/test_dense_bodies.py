@@ -23,7 +23,7 @@ import pytest
 from .conftest import MIB, Launch, Server
 
 pytestmark = pytest.mark.slow
-LARGEST = 64 * MIB - 4096
+LARGEST = 16 * MIB - 4096
 GIVEN_UP_S = 10
 """After which nobody waits for the model: what is measured is the server."""
 MAX_STALL_S = 0.25
@@ -143,7 +143,7 @@ SHAPES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "long keys": ("/v1/embeddings", lambda: keys(65, LARGEST)),
     "keys of a megabyte": ("/v1/embeddings", lambda: keys(1_000_000, LARGEST)),
     "floats": ("/v1/embeddings", lambda: filled(b'{"input":[', b"1.7976931348623157e-300,", b"]}")),
-    "a number of 64 MB": ("/v1/embeddings", lambda: filled(b'{"input":', b"7", b"}")),
+    "a number of 16 MB": ("/v1/embeddings", lambda: filled(b'{"input":', b"7", b"}")),
     "null, null": ("/v1/embeddings", lambda: filled(b'{"input":[', b"null,", b"]}")),
     "blanks": ("/v1/embeddings", lambda: filled(b'{"input":"a"', b" ", b"}")),
     "one text of letters": ("/embed", lambda: filled(b'{"inputs":"', b"a", b'"}')),
@@ -153,12 +153,12 @@ SHAPES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "one text of emoji": ("/embed", lambda: filled(b'{"inputs":"', "😀".encode(), b'"}')),
     "one text, escaped emoji": ("/embed", lambda: filled(b'{"inputs":"', b"\\ud83d\\ude00", b'"}')),
     "letters and an emoji": ("/embed", lambda: filled(b'{"inputs":"', b"a", "😀".encode() + b'"}')),
-    "64 MB of prose": ("/embed", lambda: filled(b'{"inputs":[', b'"' + PROSE * 190 + b'",', b"]}")),
-    "64 MB of prose to rank": (
+    "16 MB of prose": ("/embed", lambda: filled(b'{"inputs":[', b'"' + PROSE * 190 + b'",', b"]}")),
+    "16 MB of prose to rank": (
         "/rerank",
         lambda: filled(b'{"query":"a","documents":[', b'{"text":"' + PROSE * 190 + b'"},', b"]}"),
     ),
-    "64 MB of JSON as text": ("/embed", lambda: filled(b'{"inputs":[', b'"' + TABLE * 550 + b'",', b"]}")),
+    "16 MB of JSON as text": ("/embed", lambda: filled(b'{"inputs":[', b'"' + TABLE * 550 + b'",', b"]}")),
     "2,048 x 512 ids": (
         "/v1/embeddings",
         lambda: json.dumps({"input": [[1000 + i for i in range(512)]] * 2048}).encode(),
@@ -167,7 +167,7 @@ SHAPES: dict[str, tuple[str, Callable[[], bytes]]] = {
         "/detokenize",
         lambda: json.dumps({"tokens": [1000 + i % 20_000 for i in range(900_000)]}).encode(),
     ),
-    "chats": ("/v1/embeddings", lambda: filled(b'{"messages":[[', b'{"role":"user","content":"a"},', b"]]}", 16 * MIB)),
+    "chats": ("/v1/embeddings", lambda: filled(b'{"messages":[[', b'{"role":"user","content":"a"},', b"]]}")),
     "let in: lists": ("/v1/embeddings", lambda: nested(b"[],", 220_000)),
     "let in: objects": ("/v1/embeddings", lambda: nested(b'{"a":1},', 105_000)),
     "let in: texts": ("/v1/embeddings", lambda: nested(b'"a",', 220_000)),
@@ -209,7 +209,7 @@ def test_nobody_waits_long_beside_a_dense_body(small_server: Server, name: str) 
 
 
 def test_three_dense_bodies_at_once(small_server: Server) -> None:
-    bodies = [SHAPES[name][1]() for name in ("ignored [],", "documents {},", "64 MB of prose")]
+    bodies = [SHAPES[name][1]() for name in ("ignored [],", "documents {},", "16 MB of prose")]
     with watching(small_server) as seen:
         threads = [threading.Thread(target=send, args=(small_server, "/v1/embeddings", body)) for body in bodies]
         for thread in threads:
@@ -222,7 +222,7 @@ def test_three_dense_bodies_at_once(small_server: Server) -> None:
 
 
 def test_ten_dense_bodies_that_come_slowly(small_server: Server) -> None:
-    body = filled(IGNORED + b"[", b"[],", b"]}", 16 * MIB)
+    body = filled(IGNORED + b"[", b"[],", b"]}")
     with watching(small_server) as seen:
         threads = [
             threading.Thread(target=send, args=(small_server, "/embed", body), kwargs={"pieces": 40, "pause_s": 0.05})
