@@ -20,8 +20,8 @@ from ..scheduling import Allocation, Chunk, QueuedSequence, SequencePool
 from .loading.array_model import load_array_encoder
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
-from .loading.warm_up import warm_up
 from .runner import DeviceMemoryError, ForwardTime, Runner
+from .warm_up import warm_up
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,7 @@ from ..executors.torch.base import ModelOutput, PackedModel
 from ..executors.torch.packed_batch import PackedBatch
 from ..protocol.config import SchedulerConfig
 from ..protocol.model_info import ModelInfo
-from .loading.warm_up import MadeBatches
+from .warm_up import SampleBatches
 
 logger = logging.getLogger("penstock.engine")
 
@@ -288,14 +288,14 @@ def _other_lens(bucket: Bucket) -> list[int]:
 
 
 def record_forwards(
-    model: PackedModel, info: ModelInfo, made: MadeBatches, device: torch.device, limits: SchedulerConfig
+    model: PackedModel, info: ModelInfo, samples: SampleBatches, device: torch.device, limits: SchedulerConfig
 ) -> ForwardGraphs | None:
     """Returns the recorded forwards of small batches; None on a CPU, or if the model cannot be recorded.
 
     Args:
         model: The model with its weights.
         info: Its description.
-        made: Makes batches for it.
+        samples: Makes batches for it.
         device: Device of the model.
         limits: Limits of a batch.
     """
@@ -304,7 +304,7 @@ def record_forwards(
     graphs = ForwardGraphs(model, CudaRecorder(device), small_batches(info, limits), device)
 
     def make(lengths: Sequence[int]) -> PackedBatch:
-        chunks = made.batch(lengths, made.plain()[:1])
+        chunks = samples.batch(lengths, samples.default_params()[:1])
         return PackedBatch.build([chunk.sequence.prompt for chunk in chunks], device)
 
     return graphs if graphs.record(make) else None

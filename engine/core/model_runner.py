@@ -40,7 +40,6 @@ from .loading.load_errors import load_errors
 from .loading.native_kernels import choose_kernels
 from .loading.token_heads_loader import load_token_maps
 from .loading.tokenizer_loader import load_tokenizer
-from .loading.warm_up import GpuStart, MadeBatches, warm_up
 from .loading.weights_loader import load_dense, load_model, torch_dtype
 from .memory.chunk_memory import ChunkMemory, kept_of
 from .memory.describe_pool import describe_pool
@@ -48,6 +47,7 @@ from .memory.device import DeviceMemory, ForwardClock, device_errors, multiply_e
 from .memory.device_stream import DeviceStream, Mark, MarkWatch, make_current, stream_of
 from .memory.memory_meter import MemoryGauge, MemoryMeter
 from .runner import EndedForward, ForwardTime, Runner
+from .warm_up import GpuWarmUp, SampleBatches, warm_up
 
 logger = logging.getLogger("penstock.engine")
 
@@ -121,8 +121,8 @@ class ModelRunner(Runner):
         self._watch = MarkWatch(self._device)
         self._under_way: deque[Mark] = deque()  # ends of forwards
         self._meter = MemoryMeter(DeviceMemory(self._device), _token_bytes(info))
-        self._made = MadeBatches(info, tokenizer)
-        self._start: GpuStart | None = None
+        self._samples = SampleBatches(info, tokenizer)
+        self._gpu_warm_up: GpuWarmUp | None = None
         self._graphs: ForwardGraphs | None = None
         self._config = config
         self._make_room(DeviceMemory(self._device), gauge)
@@ -191,13 +191,15 @@ class ModelRunner(Runner):
         """See Runner."""
         with _load_errors(self.info):
             warm_up(self.info, self.tokenizer, self.execute)
-            if self._start is not None:
-                self._start.compile(self.sequence_pool, self.limits)
+            if self._gpu_warm_up is not None:
+                self._gpu_warm_up.compile(self.sequence_pool, self.limits)
             if self._config.cuda_graphs:
-                self._graphs = record_forwards(self._model, self.info, self._made, self._device, self._config.scheduler)
-                if self._start is not None and self._model.is_recordable:
-                    self._start.refill(self.limits)
-            if self._start is not None:
+                self._graphs = record_forwards(
+                    self._model, self.info, self._samples, self._device, self._config.scheduler
+                )
+                if self._gpu_warm_up is not None and self._model.is_recordable:
+                    self._gpu_warm_up.refill(self.limits)
+            if self._gpu_warm_up is not None:
                 self.take_times()  # most of it went into compiling: nobody must learn from that
 
     @torch.inference_mode()
@@ -259,13 +261,13 @@ class ModelRunner(Runner):
             gauge = memory
         num_taken = 0
         if gauge is not None:
-            self._start = GpuStart(self.info, self._made, self.begin, config.scheduler, gauge, memory.total())
-            self.limits, num_taken = self._start.find_limits(is_whole=is_whole)
+            self._gpu_warm_up = GpuWarmUp(self.info, self._samples, self.begin, config.scheduler, gauge, memory.total())
+            self.limits, num_taken = self._gpu_warm_up.find_limits(is_whole=is_whole)
         if spec is not None and given is None:
             num_free = max((gauge or memory).available() - num_taken, 0)
             self._make_pool(spec, config, int(num_free * config.cache.memory_fraction / config.num_engines))
-            if self._start is not None and self._memory is None and not is_whole:
-                self.limits, _ = self._start.find_limits(is_whole=True)
+            if self._gpu_warm_up is not None and self._memory is None and not is_whole:
+                self.limits, _ = self._gpu_warm_up.find_limits(is_whole=True)
         self.take_times()
 
     def _make_pool(self, spec: CacheSpec, config: EngineConfig, memory: int) -> None:

@@ -20,9 +20,9 @@ from torch import Tensor
 from penstock.engine.core import model_runner
 from penstock.engine.core.cuda_graphs import Bucket, Buckets, CudaRecorder, ForwardGraphs, small_batches
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
-from penstock.engine.core.loading.warm_up import MadeBatches
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
+from penstock.engine.core.warm_up import SampleBatches
 from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.layers.attention import encoder as attention_layer
 from penstock.engine.executors.torch.packed_batch import BatchCache, HiddenTokens, PackedBatch
@@ -35,9 +35,7 @@ from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
 from penstock.kernels.attention import attention
 
-from .loading.conftest import SaveFolder, save_folder
-
-__all__ = ["save_folder"]
+from .conftest import SaveFolder
 
 CPU = torch.device("cpu")
 FAMILIES = {
@@ -239,12 +237,14 @@ def test_a_runner_answers_from_recordings_as_without(
     recorder = Again()
 
     def on_cpu(
-        made: PackedModel, info: ModelInfo, batches: MadeBatches, device: torch.device, limits: SchedulerConfig
+        made: PackedModel, info: ModelInfo, batches: SampleBatches, device: torch.device, limits: SchedulerConfig
     ) -> ForwardGraphs:
         graphs = ForwardGraphs(made, recorder, small_batches(info, limits), device)
 
         def make(lengths: Sequence[int]) -> PackedBatch:
-            return PackedBatch.build([c.sequence.prompt for c in batches.batch(lengths, batches.plain())], device)
+            return PackedBatch.build(
+                [c.sequence.prompt for c in batches.batch(lengths, batches.default_params())], device
+            )
 
         assert graphs.record(make)
         return graphs

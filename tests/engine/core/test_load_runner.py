@@ -19,7 +19,7 @@ from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.kernels.cpu import CpuKernelError, Machine
 
-from .loading.conftest import SaveFolder, save_folder
+from .conftest import SaveFolder, save_folder
 
 __all__ = ["save_folder"]
 

@@ -14,7 +14,7 @@ from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.protocol.config import CacheConfig, EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 
-from .conftest import Load, SaveFolder
+from ..conftest import Load, SaveFolder
 
 
 def start(load: Load, folder: Path) -> None:

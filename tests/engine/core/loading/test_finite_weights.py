@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import WeightError
 
-from .conftest import Load, SaveFolder
+from ..conftest import Load, SaveFolder
 
 QUERY = "encoder.layer.0.attention.self.query.weight"
 VALUE = "encoder.layer.0.attention.self.value.weight"

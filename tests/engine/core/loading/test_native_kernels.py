@@ -19,7 +19,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.kernels.cpu import CpuKernelError, Format, Machine
 
-from .conftest import SIZES, SaveFolder
+from ..conftest import SIZES, SaveFolder
 
 
 @pytest.fixture(autouse=True)

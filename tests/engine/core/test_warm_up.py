@@ -11,10 +11,10 @@ import pytest
 
 from penstock.engine.core import model_runner
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
-from penstock.engine.core.loading.warm_up import GpuStart, LargestBatch, MadeBatches, largest_batch, run_rounds
 from penstock.engine.core.make_scheduler import make_scheduler
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceLimits, DeviceMemoryError, EndedForward
+from penstock.engine.core.warm_up import GpuWarmUp, LargestBatch, SampleBatches, largest_batch, run_all_kinds
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -22,8 +22,8 @@ from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import Chunk, SequencePool
 
-from ..fake_runner import TOKENIZER, FakeRunner, model, pool
 from .conftest import SaveFolder
+from .fake_runner import TOKENIZER, FakeRunner, model, pool
 
 MIB = 1 << 20
 
@@ -96,9 +96,9 @@ def test_every_kind_of_batch_runs_once_and_nothing_is_held_afterwards(caplog: py
         ran.append(([c.num_tokens for c in chunks], [c.start for c in chunks]))
         runner.execute(chunks)  # it looks at their order, and whether a chunk goes on where the last one ended
 
-    made = MadeBatches(info, TOKENIZER)
+    made = SampleBatches(info, TOKENIZER)
     with caplog.at_level(logging.INFO, "penstock.engine"):
-        num_run = run_rounds(made, run, sequence_pool, token_budget=2048, longest=1000, max_num_seqs=100)
+        num_run = run_all_kinds(made, run, sequence_pool, token_budget=2048, longest=1000, max_num_seqs=100)
     assert num_run == len(ran)
     assert f"warmed up: {num_run} batches of up to 2048 tokens in " in caplog.text
     assert sequence_pool.num_allocations == 0
@@ -109,7 +109,7 @@ def test_every_kind_of_batch_runs_once_and_nothing_is_held_afterwards(caplog: py
     lengths = {n for found, _ in ran for n in found}
     assert {15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513} <= lengths
     assert {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048} <= {sum(found) for found, _ in ran}
-    params = made.params()
+    params = made.all_params()
     assert {p.task for p in params} == {PoolingTask.EMBED, PoolingTask.TOKEN_EMBED}
     assert {p.normalize for p in params} == {True, False}
     assert {p.dimensions for p in params} == {None, 4}
@@ -132,8 +132,8 @@ def test_no_batch_has_more_sequences_or_tokens_than_a_forward(max_num_seqs: int)
         ran.append(len(chunks))
         runner.execute(chunks)
 
-    made = MadeBatches(model(), TOKENIZER)
-    run_rounds(made, run, sequence_pool, token_budget=2048, longest=600, max_num_seqs=max_num_seqs)
+    made = SampleBatches(model(), TOKENIZER)
+    run_all_kinds(made, run, sequence_pool, token_budget=2048, longest=600, max_num_seqs=max_num_seqs)
     assert max(ran) == max_num_seqs
 
 
@@ -142,8 +142,8 @@ def test_a_batch_that_finds_no_memory_is_left_out(caplog: pytest.LogCaptureFixtu
         if sum(chunk.num_tokens for chunk in chunks) == 1024:
             raise DeviceMemoryError("none is left")
 
-    num_run = run_rounds(
-        MadeBatches(model(), TOKENIZER), run, SequencePool(), token_budget=1024, longest=600, max_num_seqs=200
+    num_run = run_all_kinds(
+        SampleBatches(model(), TOKENIZER), run, SequencePool(), token_budget=1024, longest=600, max_num_seqs=200
     )
     assert num_run > 20
     assert "out of memory while warming up with 1024 tokens: none is left" in caplog.text
@@ -155,8 +155,8 @@ def test_made_batches_have_token_types_and_prompts_where_the_model_has(
     uses_token_types: bool, include_prompt: bool
 ) -> None:
     tokenizer = replace(TOKENIZER, sample_ids=(5, 6, 7), uses_token_types=uses_token_types)
-    made = MadeBatches(replace(model(), include_prompt=include_prompt), tokenizer)
-    chunks = made.batch([4, 2, 3], made.plain())
+    made = SampleBatches(replace(model(), include_prompt=include_prompt), tokenizer)
+    chunks = made.batch([4, 2, 3], made.default_params())
     assert [chunk.num_tokens for chunk in chunks] == [2, 3, 4]
     assert [chunk.sequence.request.params.task for chunk in chunks] == [
         PoolingTask.EMBED,
@@ -302,9 +302,9 @@ def test_two_small_batches_run_at_once_after_recording_and_large_ones_alone(capl
 
     info = model()
     limits = SchedulerConfig(max_num_seqs=4)
-    start = GpuStart(info, MadeBatches(info, TOKENIZER), begin, limits, Gauge(), None)
+    start = GpuWarmUp(info, SampleBatches(info, TOKENIZER), begin, limits, Gauge(), None)
     start.refill(DeviceLimits(max_tokens=1000))
-    large = [("begin", 1000), ("end", 1000)] * len(MadeBatches(info, TOKENIZER).plain())
+    large = [("begin", 1000), ("end", 1000)] * len(SampleBatches(info, TOKENIZER).default_params())
     assert events == [*large, ("begin", 64), ("begin", 64), ("end", 64), ("end", 64)]
     assert "out of memory beside CUDA graphs with 1000 tokens: the graphs have it" in caplog.text
 
@@ -342,8 +342,8 @@ def test_a_gpu_finds_its_limits_compiles_and_answers_as_a_cpu(
             runner.warm_up()
         assert runner.limits.max_tokens == (4096 if device == "cuda" else None)
         assert runner.take_times() == [] or device == "cpu"
-        made = MadeBatches(runner.info, runner.tokenizer)
-        outputs = runner.execute(made.batch([1, 7, 100, 300], made.plain()[:1])).split()
+        made = SampleBatches(runner.info, runner.tokenizer)
+        outputs = runner.execute(made.batch([1, 7, 100, 300], made.default_params()[:1])).split()
         vectors.append(np.stack([arrays["embedding"] for arrays in outputs]))
     assert "out of memory" not in caplog.text
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-4)

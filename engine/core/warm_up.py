@@ -1,0 +1,374 @@
+"""What runs before the first request.
+
+Every model runs one batch with all its tasks. A GPU also runs the largest batch, to measure its memory, and a batch of
+every kind that requests can cause: triton compiles a kernel when it first meets a kind of argument (up to seconds), and
+cuBLAS loads another kernel for each range of sizes. The kind of a batch depends on its tasks, its longest sequence (the
+tile sizes, and whether work is split), its number of tokens, and whether sequences continue earlier chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ..protocol.batch_outputs import BatchOutputs
+from ..protocol.config import SchedulerConfig
+from ..protocol.model_info import ModelInfo, TokenizerSpec
+from ..protocol.params import PoolingParams
+from ..protocol.request import TokenizedInput
+from ..protocol.tasks import PoolingTask
+from ..scheduling import Chunk, PrefillChunk, QueuedSequence, Request, SequencePool
+from .loading.load_errors import needs_torch
+from .memory.memory_meter import MemoryGauge
+from .runner import DeviceLimits, DeviceMemoryError, Forward
+
+logger = logging.getLogger("penstock.engine")
+
+_CLASS_TASKS: Final = (PoolingTask.CLASSIFY, PoolingTask.SCORE, PoolingTask.TOKEN_CLASSIFY)
+_TASKS_WITH_DIMENSIONS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
+_MIN_BATCH: Final = 64
+"""Tokens. A model whose forward of this size finds no memory cannot be served."""
+_GRAPH_BATCH: Final = 64
+"""Tokens of a batch that replays a CUDA graph, if there is one."""
+_TILES: Final = (16, 32, 64, 128, 256, 512)
+"""Rows that one program of some kernel takes."""
+_SPLIT: Final = 256
+"""Rows. Pooling splits longer sequences, which takes other kernels."""
+_SHORT: Final = 8
+"""Tokens of a short text."""
+_CHUNKS: Final = (_SHORT, 64, 320)
+"""Tokens of chunks. They select the tiles of attention and, from `_SPLIT` on, how chunks are pooled."""
+_PROGRESS_S: Final = 5.0
+"""Seconds between two log lines."""
+
+
+class SampleBatches:
+    """Makes batches of any lengths and tasks for one model.
+
+    Args:
+        info: The model.
+        tokenizer: Provides sample token ids.
+    """
+
+    def __init__(self, info: ModelInfo, tokenizer: TokenizerSpec) -> None:
+        self._info = info
+        self._ids = np.array(tokenizer.sample_ids, np.int32)
+        self._has_types = tokenizer.uses_token_types
+        # `score` runs as one of the others. A model with no other task runs `score` itself.
+        self._tasks: list[PoolingTask] = [task for task in info.tasks if task is not PoolingTask.SCORE]
+        self._tasks = self._tasks or list(info.tasks)
+
+    def all_params(self) -> list[PoolingParams]:
+        """Returns all parameters that select different kernels: every task, normalization and some dimensions."""
+        info = self._info
+        found = self.default_params()
+        widths = [w for w in (info.matryoshka_dimensions or (info.embedding_size // 2,)) if w < info.embedding_size]
+        for task in _TASKS_WITH_DIMENSIONS:
+            if task in info.tasks:
+                found.append(PoolingParams(normalize=not info.normalize).resolved(task, info))
+                if info.is_matryoshka or info.matryoshka_dimensions:
+                    found += [PoolingParams(dimensions=width).resolved(task, info) for width in widths]
+        return found
+
+    def default_params(self) -> list[PoolingParams]:
+        """Returns the default parameters of every task."""
+        return [PoolingParams().resolved(task, self._info) for task in self._tasks]
+
+    def batch(self, lengths: Sequence[int], params: Sequence[PoolingParams]) -> list[Chunk]:
+        """Returns whole sequences in ascending length, which take their parameters from `params` in rotation."""
+        return [
+            PrefillChunk(self.sequence(i, length, params[i % len(params)]), 0, length)
+            for i, length in enumerate(sorted(lengths))
+        ]
+
+    def sequence(self, number: int, length: int, params: PoolingParams) -> QueuedSequence:
+        """Returns a sequence of `length` tokens. It has both token types if the model uses them."""
+        prompt = TokenizedInput(
+            np.resize(self._ids, length),
+            type_boundary=length // 2 if self._has_types else 0,
+            num_prompt_tokens=0 if self._info.include_prompt else 1,
+        )
+        return QueuedSequence(request_id=number, prompt=prompt, num_tokens=length, request=Request(0, params))
+
+
+def warm_up(info: ModelInfo, tokenizer: TokenizerSpec, execute: Callable[[Sequence[Chunk]], BatchOutputs]) -> None:
+    """Runs one batch with every task; see Runner.warm_up.
+
+    Classes are computed as logits: an activation might hide values that are not finite.
+
+    Raises:
+        WeightError: The model gives NaN or inf.
+    """
+    tokens = TokenizedInput(np.array(tokenizer.sample_ids[-info.max_model_len :], np.int32))
+    first, *others = info.tasks
+    requests = [
+        Request(0, PoolingParams(use_activation=False if task in _CLASS_TASKS else None).resolved(task, info))
+        for task in (first, first, *(task for task in others if task is not PoolingTask.SCORE))
+    ]
+    outputs = execute(
+        [
+            PrefillChunk(
+                QueuedSequence(request_id=i, prompt=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
+            )
+            for i, request in enumerate(requests)
+        ]
+    )
+    if not outputs.is_finite.all():
+        found = f"{info.name} answers a plain text with values that are not finite; naming the weights to blame"
+        with needs_torch(found, "it reads them in their own type"):
+            from .loading.finite_weights import not_finite_error  # imports torch, which few starts need
+
+        raise not_finite_error(info)
+
+
+class GpuWarmUp:
+    """The warm-up of a runner on a GPU: finds its limits, compiles kernels, and lets torch allocate its memory.
+
+    Args:
+        info: The model, on its device.
+        samples: Makes batches for it.
+        begin: Starts a batch.
+        config: Limits of a batch.
+        gauge: Measures the memory of the device.
+        memory: Bytes of the device; None if unknown.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        samples: SampleBatches,
+        begin: Callable[[Sequence[Chunk]], Forward],
+        config: SchedulerConfig,
+        gauge: MemoryGauge,
+        memory: int | None,
+    ) -> None:
+        self._info = info
+        self._samples = samples
+        self._begin = begin
+        self._config = config
+        self._gauge = gauge
+        self._memory = memory
+
+    def find_limits(self, *, is_whole: bool) -> tuple[DeviceLimits, int]:
+        """Runs the largest forward. Returns the limits, and the bytes that it takes.
+
+        Args:
+            is_whole: Whether every input runs whole, however long.
+
+        Raises:
+            DeviceMemoryError: There is too little memory even for a small one.
+        """
+        budget = self._config.token_budget(self._info.device, self._memory)
+        if is_whole:
+            budget = max(budget, self._info.max_model_len)
+        largest = largest_batch(
+            self._run_default,
+            self._gauge,
+            num_tokens=budget,
+            longest=self._info.max_model_len,
+            max_num_seqs=self._config.seqs(self._info.device),
+        )
+        logger.info(
+            "a forward of %d tokens takes %d MiB beside the weights", largest.num_tokens, largest.num_bytes >> 20
+        )
+        return DeviceLimits(memory=self._memory, max_tokens=largest.num_tokens), largest.num_bytes
+
+    def compile(self, sequence_pool: SequencePool, limits: DeviceLimits) -> None:
+        """Runs a batch of every kind.
+
+        Args:
+            sequence_pool: Memory of sequences that run in chunks.
+            limits: Result of `find_limits`.
+        """
+        assert limits.max_tokens is not None, "the limits were found"
+        run_all_kinds(
+            self._samples,
+            self._execute,
+            sequence_pool,
+            token_budget=limits.max_tokens,
+            longest=self._info.max_model_len,
+            max_num_seqs=self._config.seqs(self._info.device),
+        )
+
+    def refill(self, limits: DeviceLimits) -> None:
+        """Runs the largest batches, and two small ones at once, so that torch allocates its memory again.
+
+        torch returns its cached memory to the driver before it records a CUDA graph, pinned memory too. Requests would
+        wait for the allocation.
+
+        Args:
+            limits: Result of `find_limits`.
+        """
+        assert limits.max_tokens is not None, "the limits were found"
+        max_num_seqs = self._config.seqs(self._info.device)
+        for lengths in largest_shapes(limits.max_tokens, self._info.max_model_len, max_num_seqs):
+            try:
+                self._run_default(lengths)
+            except DeviceMemoryError as error:  # requests lower the budget if this happens to them
+                logger.warning("out of memory beside CUDA graphs with %d tokens: %s", sum(lengths), error)
+        small = [min(_GRAPH_BATCH, self._info.max_model_len, limits.max_tokens)]
+        params = self._samples.default_params()[:1]
+        for forward in [self._begin(self._samples.batch(small, params)) for _ in range(2)]:
+            forward.outputs()
+
+    def _execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
+        return self._begin(chunks).outputs()
+
+    def _run_default(self, lengths: Sequence[int]) -> None:
+        for params in self._samples.default_params():
+            self._execute(self._samples.batch(lengths, [params]))
+
+
+class LargestBatch(NamedTuple):
+    """The largest forward that runs.
+
+    Attributes:
+        num_tokens: Its tokens, however they are divided into sequences.
+        num_bytes: Peak memory of the forward in bytes, beside the memory used before and after it.
+    """
+
+    num_tokens: int
+    num_bytes: int
+
+
+def largest_batch(
+    run: Callable[[Sequence[int]], object], gauge: MemoryGauge, *, num_tokens: int, longest: int, max_num_seqs: int
+) -> LargestBatch:
+    """Runs the largest batches, and smaller ones if memory is too short for them.
+
+    Args:
+        run: Runs a batch of sequences of these lengths.
+        gauge: Measures the memory of the device.
+        num_tokens: Wanted tokens of a forward.
+        longest: Tokens of the longest sequence.
+        max_num_seqs: Sequences of the largest forward.
+
+    Raises:
+        DeviceMemoryError: Memory is too short even for a small batch.
+    """
+    while True:
+        try:
+            num_bytes = max(
+                _peak_bytes(run, gauge, lengths) for lengths in largest_shapes(num_tokens, longest, max_num_seqs)
+            )
+        except DeviceMemoryError:
+            if num_tokens <= _MIN_BATCH:
+                raise
+            smaller = max(num_tokens // 2, _MIN_BATCH)
+            logger.warning("out of memory in a forward of %d tokens; trying %d.", num_tokens, smaller)
+            num_tokens = smaller
+        else:
+            return LargestBatch(num_tokens, num_bytes)
+
+
+def largest_shapes(num_tokens: int, longest: int, max_num_seqs: int) -> list[list[int]]:
+    """Returns the lengths of two batches of `num_tokens` tokens: longest sequences, and as many as possible."""
+    longest = min(longest, num_tokens)
+    num_long, rest = divmod(num_tokens, longest)
+    num_short = min(num_tokens, max_num_seqs)
+    each, more = divmod(num_tokens, num_short)
+    many = [min(each + (i < more), longest) for i in range(num_short)]
+    return [[longest] * min(num_long, max_num_seqs) + [rest] * (rest > 0 and num_long < max_num_seqs), many]
+
+
+def _peak_bytes(run: Callable[[Sequence[int]], object], gauge: MemoryGauge, lengths: Sequence[int]) -> int:
+    gauge.begin()
+    run(lengths)
+    return gauge.taken() or 0
+
+
+def run_all_kinds(
+    samples: SampleBatches,
+    run: Callable[[Sequence[Chunk]], object],
+    sequence_pool: SequencePool,
+    *,
+    token_budget: int,
+    longest: int,
+    max_num_seqs: int,
+) -> int:
+    """Runs a batch of every kind and logs the progress.
+
+    Args:
+        samples: Makes the batches.
+        run: Runs a batch.
+        sequence_pool: Memory of sequences that run in chunks.
+        token_budget: Tokens of the largest forward.
+        longest: Tokens of the longest sequence.
+        max_num_seqs: Sequences of the largest forward.
+
+    Returns:
+        The number of batches that ran. Batches that run out of memory are skipped with a warning.
+    """
+    began_s = logged_s = time.monotonic()
+    num_run = 0
+    for batch in _all_kinds(samples, sequence_pool, token_budget, longest, max_num_seqs):
+        num_tokens = sum(chunk.num_tokens for chunk in batch)
+        try:
+            run(batch)
+        except DeviceMemoryError as error:
+            logger.warning("out of memory while warming up with %d tokens: %s", num_tokens, error)
+            continue
+        num_run += 1
+        if time.monotonic() - logged_s >= _PROGRESS_S:
+            logged_s = time.monotonic()
+            logger.info("warming up: %d batches in %.0f s so far", num_run, logged_s - began_s)
+    logger.info("warmed up: %d batches of up to %d tokens in %.1f s", num_run, token_budget, time.monotonic() - began_s)
+    return num_run
+
+
+def _all_kinds(
+    samples: SampleBatches, sequence_pool: SequencePool, token_budget: int, longest: int, max_num_seqs: int
+) -> Iterator[list[Chunk]]:
+    yield from _chunked(samples, sequence_pool, token_budget, longest, max_num_seqs)
+    longest = min(longest, token_budget)
+    edges = [edge + beside for edge in _TILES for beside in (-1, 0, 1)]
+    kinds = [[1], [1, 2, 3, *(n for n in edges if n <= _SPLIT)], [n for n in edges if n > _SPLIT], [longest]]
+    for lengths in kinds:
+        fitting = _fit([n for n in lengths if n <= longest], token_budget, max_num_seqs)
+        if fitting:
+            for params in samples.all_params():
+                yield samples.batch(fitting, [params])
+            yield samples.batch(_fit(fitting * 2, token_budget, max_num_seqs), samples.all_params())
+    num_tokens = 1
+    while num_tokens <= token_budget:  # matrix products of every size, with long sequences and with short ones
+        for length in (min(longest, num_tokens), min(_SHORT, longest, num_tokens)):
+            lengths = [length] * (num_tokens // length) + [num_tokens % length] * (num_tokens % length > 0)
+            yield samples.batch(_fit(lengths, token_budget, max_num_seqs), samples.default_params()[:1])
+        num_tokens *= 2
+
+
+def _fit(lengths: Sequence[int], token_budget: int, max_num_seqs: int) -> list[int]:
+    """Returns the first lengths that fit in one forward together."""
+    taken: list[int] = []
+    left = token_budget
+    for length in lengths[:max_num_seqs]:
+        if length <= left:
+            taken.append(length)
+            left -= length
+    return taken
+
+
+def _chunked(
+    samples: SampleBatches, sequence_pool: SequencePool, token_budget: int, longest: int, max_num_seqs: int
+) -> Iterator[list[Chunk]]:
+    """Yields three chunks of a sequence for every task and size; the second beside a whole sequence if two may run."""
+    for size in sorted({min(size, max(token_budget - _SHORT, token_budget // 2), longest // 3) for size in _CHUNKS}):
+        if size < 1 or not sequence_pool.can_hold(3 * size):
+            continue
+        for params in samples.all_params():
+            sequence = samples.sequence(-1, 3 * size, params)
+            sequence.is_long = True
+            sequence.allocation = sequence_pool.allocate(sequence.request_id, 3 * size)
+            if sequence.allocation is None:
+                return
+            first, second, third = (PrefillChunk(sequence, i * size, (i + 1) * size, i) for i in range(3))
+            try:
+                yield [first]
+                yield [*samples.batch([min(_SHORT, size)][: max_num_seqs - 1], [params]), second]
+                yield [third]
+            finally:
+                sequence_pool.free(sequence.allocation, forget=True)
