@@ -154,7 +154,7 @@ class Load:
         """Sends some requests."""
         turn = ClientMessageBuilder()
         for _ in range(count):
-            turn.add(SubmitRequest(self._next_id, self._params, self._inputs))
+            turn.requests.append(SubmitRequest(self._next_id, self._params, self._inputs))
             self._next_id += 1
         self.core.receive(*turn.pack())
 
@@ -167,7 +167,7 @@ class Load:
     def _take(self, message: FromCore, frames: list[Frame]) -> None:
         if isinstance(message, StepResults):
             self.num_done += message.num_tokens
-            self._answered.put(message.num_ended)
+            self._answered.put(len(message.finished))
 
 
 def measure_counted(device: CountedDevice, load: Load, seconds: float) -> dict[str, float]:

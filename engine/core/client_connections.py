@@ -9,9 +9,8 @@ from functools import partial
 from typing import Final
 
 import msgspec
-import numpy as np
 
-from ..protocol.batch_outputs import pack_results, unpack_results
+from ..protocol.batch_outputs import ResultBlock, pack_results, unpack_results
 from ..protocol.connection import MessageConnection
 from ..protocol.messages import (
     Attach,
@@ -27,7 +26,6 @@ from ..protocol.messages import (
     decode_to_core,
     encode,
     frontend_of,
-    frontends_of,
 )
 from .core import EngineCore
 from .waker import Waker
@@ -146,18 +144,19 @@ def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
         return {frontend_of(message.request_id): (message, frames)}
     if not isinstance(message, StepResults):
         return {0: (message, frames)}
-    blocks, ended = unpack_results(message, frames)
-    askers = [frontends_of(block.request_ids) for block in blocks]
-    enders = frontends_of(ended.request_ids)
+    blocks: dict[int, list[ResultBlock]] = {0: []}
+    finished: dict[int, list[tuple[int, float, float]]] = {}
+    for block in unpack_results(message, frames):
+        places: dict[int, list[int]] = {}
+        for place, request_id in enumerate(block.request_ids):
+            places.setdefault(frontend_of(request_id), []).append(place)
+        for client, own in places.items():
+            blocks.setdefault(client, []).append(block.pick(own))
+    for request in message.finished:
+        finished.setdefault(frontend_of(request[0]), []).append(request)
     parts: dict[int, _Part] = {}
-    for client in np.unique(np.concatenate([[0], enders, *askers])).tolist():
-        own = [
-            block.pick(np.flatnonzero(asker == client))
-            for block, asker in zip(blocks, askers, strict=True)
-            if (asker == client).any()
-        ]
-        own_ended = ended.pick(np.flatnonzero(enders == client))
-        heads, own_frames = pack_results(own, own_ended)
-        part = msgspec.structs.replace(message, blocks=heads, num_ended=len(own_ended.request_ids))
+    for client in blocks.keys() | finished.keys():
+        headers, own_frames = pack_results(blocks.get(client, []))
+        part = msgspec.structs.replace(message, blocks=headers, finished=finished.get(client, []))
         parts[client] = part, own_frames
     return parts

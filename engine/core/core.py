@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from ..protocol.batch_outputs import BatchOutputs, FinishedRequests, ResultBlock, pack_results
+from ..protocol.batch_outputs import BatchOutputs, ResultBlock, pack_results
 from ..protocol.client_message import SubmitRequest, unpack_client_message
 from ..protocol.config import EngineConfig
 from ..protocol.errors import (
@@ -169,7 +169,7 @@ class EngineCore:
         if not sequence_pool.is_empty:
             # The metrics of the pool are available from the start.
             metrics = cache_use(self._scheduler, sequence_pool, Batch()), step_load(self._scheduler, 0, 0)
-            self._send(StepResults([], 0, 0.0, *metrics), [b""])
+            self._send(StepResults([], 0, 0.0, *metrics), [])
 
     def step(self) -> bool:
         """Waits for work, starts a batch if the device has capacity, and sends finished results.
@@ -195,13 +195,12 @@ class EngineCore:
             ValueError: The frame does not hold the inputs of the requests.
         """
         now_s = time.monotonic()
-        asked, cancels = unpack_client_message(turn, frame)
         # Built before the lock is taken: the block keys of long inputs take time.
-        requests = [self._build_request(each, now_s) for each in asked]
+        requests = [self._build_request(each, now_s) for each in unpack_client_message(turn, frame)]
         with self._lock:
             for request in requests:
                 self._submit(request)
-            for request_id in cancels:
+            for request_id in turn.cancels:
                 self._cancel(request_id)
             for request_id in turn.clears:
                 self._clear_prefixes(request_id)
@@ -408,24 +407,22 @@ class EngineCore:
                 self._cancel(sequence.request.request_id, forget=True)
                 self._send_failure(sequence.request, ModelExecutionError(message))
             blocks = [block for own, outputs in collected for block in results_of(own, outputs, started_s)]
-            ended = FinishedRequests.of(
-                [
-                    (r.request_id, r.started_s - r.arrival_s, ended_s - r.started_s)
-                    for r in self._scheduler.finish(batch)
-                    if r.started_s is not None
-                ]
-            )
+            finished = [
+                (r.request_id, r.started_s - r.arrival_s, ended_s - r.started_s)
+                for r in self._scheduler.finish(batch)
+                if r.started_s is not None
+            ]
             for forward in self._runner.take_times():
                 self._scheduler.pace.record(*forward)
             cache = cache_use(self._scheduler, self._runner.sequence_pool, batch)
             load = step_load(self._scheduler, num_seqs, batch.num_left)
             self._has_released = False
-        heads, frames = pack_results(blocks, ended)
+        headers, frames = pack_results(blocks)
         # The times of overlapping batches must add up to the time of the device: each counts from the end of the last.
         step_s = 0.0
         if num_tokens:
             step_s, self._ended_s = ended_s - max(started_s, self._ended_s), ended_s
-        self._send(StepResults(heads, num_tokens, step_s, cache, load, len(ended.request_ids)), frames)
+        self._send(StepResults(headers, num_tokens, step_s, cache, load, finished), frames)
 
 
 class RequestBuilder:
@@ -490,20 +487,23 @@ def results_of(chunks: Sequence[Chunk], outputs: BatchOutputs, started_s: float)
         outputs: Outputs of these chunks.
         started_s: Seconds, of time.monotonic, when their forward began.
     """
-    are_live = np.array([chunk.sequence.is_under_way(chunk) for chunk in chunks], np.bool_)
-    requests = [chunk.sequence.request for chunk in chunks]
-    for request, is_live in zip(requests, are_live.tolist(), strict=True):
+    are_live = [chunk.sequence.is_under_way(chunk) for chunk in chunks]
+    for chunk, is_live in zip(chunks, are_live, strict=True):
+        request = chunk.sequence.request
         if is_live and request.started_s is None:
             request.started_s = started_s
-    request_ids = np.array([request.request_id for request in requests], np.int64)
-    indices = np.array([chunk.sequence.index for chunk in chunks], np.int64)
-    are_last = np.array([chunk.end == chunk.sequence.num_tokens for chunk in chunks], np.int64)
     blocks = []
     for block in outputs.blocks:
-        places = np.arange(len(chunks)) if block.indices is None else np.array(block.indices, np.intp)
-        results = ResultBlock(block, request_ids[places], indices[places], are_last[places])
-        blocks.append(results.pick(np.flatnonzero(are_live[places])))
-    return [results for results in blocks if len(results.request_ids)]
+        places = range(len(chunks)) if block.indices is None else block.indices
+        own = [chunks[place] for place in places]
+        results = ResultBlock(
+            block,
+            [chunk.sequence.request.request_id for chunk in own],
+            [chunk.sequence.index for chunk in own],
+            [chunk.end == chunk.sequence.num_tokens for chunk in own],
+        )
+        blocks.append(results.pick([i for i, place in enumerate(places) if are_live[place]]))
+    return [results for results in blocks if results.request_ids]
 
 
 def step_load(scheduler: Scheduler, num_seqs: int, num_left: int) -> StepLoad:

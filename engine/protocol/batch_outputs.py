@@ -1,7 +1,4 @@
-"""Results of a batch: arrays over all of its sequences, and their message format. No Python object per sequence.
-
-Shape letters: N sequences of a block, E requests that have finished.
-"""
+"""Results of a batch as arrays over many sequences, and their message format. Shape letter: N sequences of a block."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ from .tasks import PoolingTask
 
 Arrays = Mapping[str, NDArray[np.float32]]
 """The outputs of one sequence by name."""
-Integers = NDArray[np.int64]
 _OUTPUT_NAMES: Final = {
     PoolingTask.EMBED: "embedding",
     PoolingTask.CLASSIFY: "scores",
@@ -32,14 +28,14 @@ _OUTPUT_NAMES: Final = {
 
 
 class OutputGroup(NamedTuple):
-    """What the sequences of one block have in common: the result, and the class columns that are kept."""
+    """Key of a block: the name of the result, and the class columns that are kept (None: all)."""
 
     name: str
     columns: tuple[int, ...] | None
 
     @classmethod
     def of(cls, params: PoolingParams) -> OutputGroup:
-        """Returns where a sequence with these parameters belongs; they must be resolved."""
+        """Returns the group of a sequence with these resolved parameters, by its main task."""
         assert params.task is not None, "PoolingParams.resolved sets the task"
         if params.is_compared:
             return cls("similarities", None)
@@ -48,22 +44,22 @@ class OutputGroup(NamedTuple):
 
     @classmethod
     def all_of(cls, params: PoolingParams) -> tuple[OutputGroup, ...]:
-        """Returns where a sequence belongs by all of its tasks."""
+        """Returns the groups of a sequence with these resolved parameters, one per task."""
         return cls.of(params), *(cls(_OUTPUT_NAMES[task], None) for task in params.also)
 
     @property
     def is_token_level(self) -> bool:
-        """True where the result is made of the rows of every token, not of a pooled one."""
+        """True if the result has rows for every token, False if it is pooled."""
         return self.name in ("token_embeddings", "token_scores", "similarities", "sparse")
 
 
 def distinct_params(params: Sequence[PoolingParams]) -> list[PoolingParams]:
-    """The different objects among `params`: the inputs of a request share one, so these are few."""
+    """Returns the distinct objects among `params`, by identity. The inputs of a request share one object."""
     return list(dict(zip(map(id, params), params, strict=True)).values())
 
 
 def by_group(params: Sequence[PoolingParams]) -> dict[OutputGroup, list[int] | None]:
-    """Returns the sequences of a batch by group, in which one may be several times; None stands for all of them."""
+    """Returns the indices of the sequences in each group; None stands for all. A sequence may be in several groups."""
     first = params[0]
     if all(p is first for p in params):
         return dict.fromkeys(OutputGroup.all_of(first))
@@ -84,9 +80,9 @@ class ArrayBlock:
     Attributes:
         name: "embedding", "scores", "token_embeddings", "token_scores", "similarities" or "sparse".
         values: [N, W] float32, a row per sequence; or [R, W], token rows.
-        indices: The sequences that they belong to, in order; None means all of the batch.
+        indices: The sequences in the block, in order; None means all of the batch.
         row_lens: Token rows of each sequence in this batch; None for a row per sequence.
-        widths: Columns of each sequence, where they differ: what lies beyond them says nothing.
+        widths: Columns of each sequence, where they differ. Values beyond them are undefined.
     """
 
     name: str
@@ -96,7 +92,7 @@ class ArrayBlock:
     widths: Sequence[int] | None = None
 
     def split(self) -> list[NDArray[np.float32]]:
-        """Returns an array for each of its sequences: [W], or of token rows [L, W]. Views."""
+        """Returns one array per sequence: [W], or [L, W] of token rows. Views."""
         if self.row_lens is None:
             parts = list(self.values)
         else:
@@ -106,28 +102,26 @@ class ArrayBlock:
             return parts
         return [part[..., :width] for part, width in zip(parts, self.widths, strict=True)]
 
-    def pick(self, places: NDArray[np.intp]) -> ArrayBlock:
-        """Returns a block of some of its sequences, by their places in it, ascending; without indices."""
+    def pick(self, places: Sequence[int]) -> ArrayBlock:
+        """Returns a block of some of its sequences, given by their ascending positions in it. It has no `indices`."""
         widths = None if self.widths is None else [self.widths[place] for place in places]
         if self.row_lens is None:
-            return ArrayBlock(name=self.name, values=self.values[places], widths=widths)
-        row_lens = np.asarray(self.row_lens)
-        is_kept = np.zeros(len(row_lens), np.bool_)
-        is_kept[places] = True
-        values = self.values[np.repeat(is_kept, row_lens)]
-        return ArrayBlock(name=self.name, values=values, row_lens=row_lens[places].tolist(), widths=widths)
+            return ArrayBlock(name=self.name, values=self.values[list(places)], widths=widths)
+        is_kept = np.zeros(len(self.row_lens), np.bool_)
+        is_kept[list(places)] = True
+        values = self.values[np.repeat(is_kept, self.row_lens)]
+        row_lens = [self.row_lens[place] for place in places]
+        return ArrayBlock(name=self.name, values=values, row_lens=row_lens, widths=widths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchOutputs:
-    """The results of one batch. `of` makes one where nobody has looked yet whether they are finite.
-
-    They are on their way to whoever asked: nobody writes to their values any more.
+    """The results of one batch. Their values must not be changed: frames of messages refer to them.
 
     Attributes:
         num_seqs: Sequences in the batch, complete or not.
-        blocks: At most one of a name per sequence; a sequence may be in none.
-        is_finite: [num_seqs] bool. Whether all that a sequence got are numbers, and finite.
+        blocks: A sequence is in at most one block of each name.
+        is_finite: [num_seqs] bool. False where an output of the sequence holds NaN or inf.
     """
 
     num_seqs: int
@@ -136,10 +130,12 @@ class BatchOutputs:
 
     @classmethod
     def of(cls, num_seqs: int, blocks: Sequence[ArrayBlock]) -> BatchOutputs:
-        """Returns the results with what a look at them says."""
+        """Checks which sequences have finite outputs, and returns the results."""
         is_finite = np.ones(num_seqs, np.bool_)
         for block in blocks:
-            if not np.isfinite(block.values).all():  # looked at together: each by itself takes as long
+            if not np.isfinite(
+                block.values
+            ).all():  # checking the whole block is much faster than checking each sequence
                 found = [bool(np.isfinite(part).all()) for part in block.split()]
                 is_finite[slice(None) if block.indices is None else list(block.indices)] &= found
         return cls(num_seqs, tuple(blocks), is_finite)
@@ -147,9 +143,8 @@ class BatchOutputs:
     def split(self) -> list[Arrays]:
         """Returns the arrays of each sequence by name: [D], [C], [L, D] or [L, C] float32. Views.
 
-        A sequence of which more chunks are to come has, from a token-level task, the rows of this chunk (perhaps
-        [0, D] or [0, C]), to be joined along axis 0 with those before and after; from a sequence-level task it has no
-        array.
+        An unfinished sequence of a token-level task has the rows of this chunk (possibly none), to be joined along
+        axis 0 with those of its other chunks. An unfinished sequence of a sequence-level task has no array.
         """
         results: list[dict[str, NDArray[np.float32]]] = [{} for _ in range(self.num_seqs)]
         for block in self.blocks:
@@ -161,92 +156,64 @@ class BatchOutputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResultBlock:
-    """Outputs of one name, and whose they are.
+    """Outputs of one kind, with the requests that they belong to.
 
     Attributes:
-        block: The outputs; its indices count for nothing.
-        request_ids: [N] int64.
-        indices: [N] int64. Which input of its request each sequence is.
-        is_last: [N] int64. 1 where no more of the sequence is to come.
+        block: The outputs. Its `indices` are not used.
+        request_ids: The request of each sequence.
+        indices: Which input of its request each sequence is.
+        is_last: False where a later step brings more of the sequence.
     """
 
     block: ArrayBlock
-    request_ids: Integers
-    indices: Integers
-    is_last: Integers
+    request_ids: list[int]
+    indices: list[int]
+    is_last: list[bool]
 
-    def pick(self, places: Integers) -> ResultBlock:
-        """Returns those of some sequences; itself where they are all in their order."""
+    def pick(self, places: Sequence[int]) -> ResultBlock:
+        """Returns the results of some sequences, given by their ascending positions; itself if these are all."""
         if len(places) == len(self.request_ids):
             return self
         return ResultBlock(
-            self.block.pick(places), self.request_ids[places], self.indices[places], self.is_last[places]
+            self.block.pick(places),
+            [self.request_ids[place] for place in places],
+            [self.indices[place] for place in places],
+            [self.is_last[place] for place in places],
         )
 
 
-class FinishedRequests(NamedTuple):
-    """Requests that have ended.
+def pack_results(blocks: Sequence[ResultBlock]) -> tuple[list[BlockHeader], list[Frame]]:
+    """Returns the headers and the frames of a StepResults message.
 
-    Attributes:
-        request_ids: [E] int64.
-        queue_s: [E] float64. Seconds that each waited for its first forward.
-        inference_s: [E] float64. Seconds from there to the end of its last.
+    The frames refer to the values of the blocks without a copy. Do not write to the values after this call.
     """
-
-    request_ids: Integers
-    queue_s: NDArray[np.float64]
-    inference_s: NDArray[np.float64]
-
-    @classmethod
-    def of(cls, times: Sequence[tuple[int, float, float]] = ()) -> FinishedRequests:
-        """Returns the record of requests with their times."""
-        ids, queue_s, inference_s = zip(*times, strict=True) if times else ((), (), ())
-        return cls(np.array(ids, np.int64), np.array(queue_s, np.float64), np.array(inference_s, np.float64))
-
-    def pick(self, places: Integers) -> FinishedRequests:
-        """Returns some of them."""
-        return FinishedRequests(self.request_ids[places], self.queue_s[places], self.inference_s[places])
-
-
-def pack_results(blocks: Sequence[ResultBlock], ended: FinishedRequests) -> tuple[list[BlockHeader], list[Frame]]:
-    """Returns what a StepResults message says of its blocks, and its frames.
-
-    The first has, in 8 Bytes each, the arrays of `ended`, then for each block the ids, the indices, `is_last`, the rows
-    of each sequence and its columns (these two where the header says so). The others are the values of a block each:
-    no copy of them, so that nobody may write there any more.
-    """
-    heads = []
-    words = [ended.request_ids, ended.queue_s.view(np.int64), ended.inference_s.view(np.int64)]
-    for answers in blocks:
-        block = answers.block
-        has_row_lens, has_widths = block.row_lens is not None, block.widths is not None
-        width = block.values.shape[1]
-        heads.append(BlockHeader(block.name, len(answers.request_ids), width, has_row_lens, has_widths))
-        words += [answers.request_ids, answers.indices, answers.is_last]
-        words += [np.array(each, np.int64) for each in (block.row_lens, block.widths) if each is not None]
-    values = [np.ascontiguousarray(answers.block.values, np.float32) for answers in blocks]
-    return heads, [_bytes(np.concatenate(words)), *map(_bytes, values)]
+    headers: list[BlockHeader] = []
+    frames: list[Frame] = []
+    for results in blocks:
+        block = results.block
+        values = np.ascontiguousarray(block.values, np.float32)
+        row_lens, widths = (None if each is None else list(each) for each in (block.row_lens, block.widths))
+        headers.append(
+            BlockHeader(
+                block.name,
+                values.shape[1],
+                results.request_ids,
+                results.indices,
+                results.is_last,
+                row_lens,
+                widths,
+            )
+        )
+        frames.append(memoryview(values).cast("B") if values.size else b"")  # an empty array cannot be cast
+    return headers, frames
 
 
-def unpack_results(message: StepResults, frames: Sequence[Frame]) -> tuple[list[ResultBlock], FinishedRequests]:
-    """Returns the blocks of a StepResults message and the requests that have ended. Arrays are views of its frames."""
-    words = np.frombuffer(frames[0], np.int64)
-    sizes = [message.num_ended] * 3
-    for head in message.blocks:
-        sizes += [head.num_seqs] * (3 + head.has_row_lens + head.has_widths)
-    columns = iter([words[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)])
-    ended = FinishedRequests(next(columns), next(columns).view(np.float64), next(columns).view(np.float64))
+def unpack_results(message: StepResults, frames: Sequence[Frame]) -> list[ResultBlock]:
+    """Returns the blocks of a StepResults message. Their values are views of the frames."""
     blocks = []
-    for head, frame in zip(message.blocks, frames[1:], strict=True):
-        request_ids, indices, is_last = next(columns), next(columns), next(columns)
-        row_lens = next(columns).tolist() if head.has_row_lens else None
-        widths = next(columns).tolist() if head.has_widths else None
-        num_rows = head.num_seqs if row_lens is None else sum(row_lens)
-        values = np.frombuffer(frame, np.float32).reshape(num_rows, head.width)
-        block = ArrayBlock(name=head.name, values=values, row_lens=row_lens, widths=widths)
-        blocks.append(ResultBlock(block, request_ids, indices, is_last))
-    return blocks, ended
-
-
-def _bytes(array: NDArray[np.generic]) -> Frame:
-    return memoryview(array).cast("B") if array.size else b""  # one without a value cannot be cast
+    for header, frame in zip(message.blocks, frames, strict=True):
+        num_rows = len(header.request_ids) if header.row_lens is None else sum(header.row_lens)
+        values = np.frombuffer(frame, np.float32).reshape(num_rows, header.width)
+        block = ArrayBlock(name=header.name, values=values, row_lens=header.row_lens, widths=header.widths)
+        blocks.append(ResultBlock(block, header.request_ids, header.indices, header.is_last))
+    return blocks

@@ -1,4 +1,4 @@
-"""JSON that people have written, in files and on the command line: parsed within bounds that every use of it bears."""
+"""Parses JSON written by people, in files and on the command line, with limits on nesting and on integers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 from typing import Any, Final
 
 _MAX_DEPTH: Final = 50
-"""Objects and lists in each other: several times what any model has, and far below what parsers and copies bear."""
+"""Nested objects and lists. No model needs as many, and recursive code can handle them."""
 _MAX_DIGITS: Final = 19
-"""Of integers, which travel in 64 bits."""
+"""Integers with fewer digits fit into 64 bits."""
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value that a JSON text holds.
+    """Returns the value of a JSON text.
 
     Raises:
-        ValueError: It is no JSON, is nested too deeply, or holds an integer or a character that no message can carry.
+        ValueError: Invalid JSON, too deep nesting, or an integer or character that no message can carry.
     """
     try:
         value = json.loads(text, parse_int=_integer)
@@ -42,8 +42,17 @@ def parse_json(text: str) -> Any:
     return value
 
 
+def json_object(value: object) -> dict[str, Any]:
+    """Returns a JSON object; a text is parsed first. Raises ValueError for anything else."""
+    if isinstance(value, str):
+        value = parse_json(value)
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a JSON object, not {type(value).__name__}")
+    return value
+
+
 def _integer(digits: str) -> int | float:
-    """Returns an integer; as a float where no message can carry it, as what transformers writes for "no limit"."""
+    """Returns an integer, or a float if it needs more than 64 bits, as transformers' value for "no limit" does."""
     if len(digits) < _MAX_DIGITS:
         return int(digits)
     value = float(digits)

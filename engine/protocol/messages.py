@@ -12,8 +12,6 @@ from collections.abc import Callable
 from typing import Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from .config import EngineConfig
 from .model_info import ModelInfo, TokenizerSpec
@@ -37,11 +35,6 @@ def frontend_of(request_id: int) -> int:
     return request_id >> _REQUEST_NUMBER_BITS
 
 
-def frontends_of(request_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the numbers of the clients that sent requests."""
-    return request_ids >> _REQUEST_NUMBER_BITS
-
-
 class Start(msgspec.Struct, tag=True, frozen=True):
     """Client to core, first message: load this model, and log as the client does (logs.py)."""
 
@@ -56,23 +49,50 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
     frontend: int
 
 
-class ClientMessage(msgspec.Struct, tag=True, frozen=True):
+class InputHeader(msgspec.Struct, array_like=True, gc=False):
+    """One input in the frame; see TokenizedInput. `query` is an index into ClientMessage.query_shapes, -1 for none."""
+
+    num_tokens: int
+    type_boundary: int
+    num_prompt_tokens: int
+    num_hidden: int
+    query: int
+
+
+class RequestHeader(msgspec.Struct, array_like=True, gc=False):
+    """One request; see SubmitRequest. `params` and `client` are indices into the lists of the ClientMessage."""
+
+    request_id: int
+    params: int
+    client: int
+    priority: int
+    timeout_s: float | None
+    inputs: list[InputHeader]
+
+
+class ClientMessage(msgspec.Struct, tag=True):
     """Client to core: the requests and cancellations of one iteration of the client's event loop.
 
-    Requests mostly share parameters and clients. Their inputs are arrays in the frame; see client_message.py.
+    Frame: the int32 token ids of all inputs, then the float32 vectors of all queries. See client_message.py.
 
     Attributes:
         frontend: The number of the sending client.
-        params: The parameters of the requests.
-        clients: Client and namespace of the requests.
+        params: The distinct parameters of the requests.
+        clients: The distinct clients and namespaces of the requests.
+        requests: The requests.
+        query_shapes: Rows and columns of each query that inputs are compared with.
+        cancels: Ids of requests to cancel.
         clears: Ids of requests to empty the prefix cache. Each is answered with PrefixCacheCleared. Running requests
             continue.
     """
 
-    frontend: int
-    params: list[PoolingParams]
-    clients: list[tuple[str, str]]
-    clears: list[int]
+    frontend: int = 0
+    params: list[PoolingParams] = []
+    clients: list[tuple[str, str]] = []
+    requests: list[RequestHeader] = []
+    query_shapes: list[tuple[int, int]] = []
+    cancels: list[int] = []
+    clears: list[int] = []
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -169,21 +189,25 @@ class BlockHeader(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         name: See ArrayBlock.
-        num_seqs: Sequences in the block.
         width: Columns of the values.
-        has_row_lens: See ArrayBlock.row_lens.
-        has_widths: See ArrayBlock.widths.
+        request_ids: The request of each sequence.
+        indices: Which input of its request each sequence is.
+        is_last: False where a later step brings more of the sequence.
+        row_lens: See ArrayBlock.
+        widths: See ArrayBlock.
     """
 
     name: str
-    num_seqs: int
     width: int
-    has_row_lens: bool = False
-    has_widths: bool = False
+    request_ids: list[int]
+    indices: list[int]
+    is_last: list[bool]
+    row_lens: list[int] | None = None
+    widths: list[int] | None = None
 
 
 class StepResults(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: the results of one step. Frames: see `pack_results` of batch_outputs.py.
+    """Core to client: the results of one step. Frames: the values of each block, float32.
 
     A step that runs only inner chunks of long prompts has no blocks. A message with `num_tokens` 0 is no step and only
     updates `cache_use`.
@@ -194,7 +218,8 @@ class StepResults(msgspec.Struct, tag=True, frozen=True):
         step_s: Seconds that the step took.
         cache_use: None for models that run prompts whole.
         load: Load of the step.
-        num_ended: Requests whose last results are in this message.
+        finished: Requests whose last results are in this message: id, seconds until the first forward started, and
+            seconds from there to the end of the last forward.
     """
 
     blocks: list[BlockHeader]
@@ -202,7 +227,7 @@ class StepResults(msgspec.Struct, tag=True, frozen=True):
     step_s: float
     cache_use: CacheUse | None = None
     load: StepLoad | None = None
-    num_ended: int = 0
+    finished: list[tuple[int, float, float]] = []
 
 
 class PrefixCacheCleared(msgspec.Struct, tag=True, frozen=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from .json_text import parse_json
+from .json_text import json_object
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType, listed
 
 
@@ -134,15 +134,6 @@ def check_least(config: object, least: int, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not value >= least:
             raise ValueError(f"{name} is {value}; it must be {f'at least {least}' if least else '0 or more'}.")
-
-
-def json_object(value: object) -> dict[str, Any]:
-    """Returns a JSON object, parsed where it is a text. Raises ValueError where it is none."""
-    if isinstance(value, str):
-        value = parse_json(value)
-    if not isinstance(value, dict):
-        raise ValueError(f"must be a JSON object, not {type(value).__name__}")
-    return value
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, PositiveInt
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from penstock.engine import CacheConfig, EngineConfig, PoolerConfig, SchedulerConfig
-from penstock.engine.protocol.pooler_config import json_object
+from penstock.engine.protocol.json_text import json_object
 
 from .environment import ENV_PREFIX
 from .types import Bytes, Device, Devices, Seconds, Template

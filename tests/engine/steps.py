@@ -10,7 +10,6 @@ import numpy as np
 
 from penstock.engine.protocol.batch_outputs import (
     ArrayBlock,
-    FinishedRequests,
     ResultBlock,
     pack_results,
     unpack_results,
@@ -47,26 +46,23 @@ def step_of(
         arrays = [row.array for row in own]
         row_lens = [len(array) for array in arrays] if num_axes > 1 else None
         values = np.stack(arrays) if row_lens is None else np.concatenate(arrays)
-        whose = [np.array(column, np.int64) for column in zip(*((r[0], r[1], r[4]) for r in own), strict=True)]
-        blocks.append(ResultBlock(ArrayBlock(name=name, values=values, row_lens=row_lens), *whose))
-    heads, frames = pack_results(blocks, FinishedRequests.of(ended))
-    return StepResults(heads, num_tokens, step_s, num_ended=len(ended), **figures), frames
+        block = ArrayBlock(name=name, values=values, row_lens=row_lens)
+        blocks.append(ResultBlock(block, [r.request_id for r in own], [r.index for r in own], [r.is_last for r in own]))
+    headers, frames = pack_results(blocks)
+    return StepResults(headers, num_tokens, step_s, finished=list(ended), **figures), frames
 
 
 def rows_of(message: StepResults, frames: Sequence[Frame]) -> list[Row]:
     """What a message brings."""
-    blocks, _ = unpack_results(message, frames)
     return [
-        Row(request_id, index, each.block.name, array, bool(is_last))
-        for each in blocks
+        Row(request_id, index, each.block.name, array, is_last)
+        for each in unpack_results(message, frames)
         for request_id, index, array, is_last in zip(
-            each.request_ids.tolist(), each.indices.tolist(), each.block.split(), each.is_last.tolist(), strict=True
+            each.request_ids, each.indices, each.block.split(), each.is_last, strict=True
         )
     ]
 
 
-def ended_of(message: StepResults, frames: Sequence[Frame]) -> dict[int, tuple[float, float]]:
-    """Seconds in the queue and in forwards of the requests that a message ends."""
-    _, ended = unpack_results(message, frames)
-    columns = (column.tolist() for column in ended)
-    return {number: (queue_s, inference_s) for number, queue_s, inference_s in zip(*columns, strict=True)}
+def finished_of(message: StepResults) -> dict[int, tuple[float, float]]:
+    """Seconds in the queue and in forwards of the requests that a message finishes."""
+    return {request_id: (queue_s, inference_s) for request_id, queue_s, inference_s in message.finished}

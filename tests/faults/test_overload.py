@@ -37,7 +37,7 @@ class Core:
         dispatcher.replicas[0].connect(self.send)
 
     def send(self, turn: ClientMessage, frame: Frame) -> None:
-        asked, cancelled = unpack_client_message(turn, frame)
+        asked, cancelled = unpack_client_message(turn, frame), turn.cancels
         for each in asked:
             self.waiting.extend((each.request_id, index, len(tokens)) for index, tokens in enumerate(each.inputs))
         self.waiting = deque(entry for entry in self.waiting if entry[0] not in cancelled)

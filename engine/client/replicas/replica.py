@@ -122,7 +122,7 @@ class Replica:
             self.stats.enter(sum(run.num_tokens))
         self._runs[run.request_id] = run
         client = options.client, options.namespace
-        self._turn().add(SubmitRequest(run.request_id, params, inputs, options.priority, left_s, *client))
+        self._turn().requests.append(SubmitRequest(run.request_id, params, inputs, options.priority, left_s, *client))
         return run
 
     def end(self, run: Run) -> None:
@@ -149,16 +149,16 @@ class Replica:
         self._count(message)
         if message.num_tokens and message.load is not None and message.load.num_left:
             self.rate.follow(message.num_tokens, message.step_s)
-        blocks, ended = unpack_results(message, frames)
-        for request_id, *seconds in zip(*(column.tolist() for column in ended), strict=True):
+        blocks = unpack_results(message, frames)
+        for request_id, *seconds in message.finished:
             if (run := self._runs.get(request_id)) is not None:
                 run.timing = Timing(*seconds)
         done: list[Run] = []
         seen: set[tuple[int, int]] = set()  # inputs that are done; one may be in several blocks
         for block in blocks:
-            name, own = block.block.name, (block.request_ids, block.indices, block.is_last)
+            name = block.block.name
             for request_id, index, is_last, array in zip(
-                *(column.tolist() for column in own), block.block.split(), strict=True
+                block.request_ids, block.indices, block.is_last, block.block.split(), strict=True
             ):
                 run = self._runs.get(request_id)
                 if run is None:
@@ -206,8 +206,8 @@ class Replica:
         except Exception:  # our own bug, such as a number that no message can hold: it must leave nobody waiting
             logger.exception("requests could not be sent to the engine")
             error = ModelExecutionError("The request could not be sent to the engine.")
-            for request_id in outgoing.request_ids:
-                self._settle(request_id, error)
+            for request in outgoing.requests:
+                self._settle(request.request_id, error)
             for request_id in outgoing.clears:
                 if request_id in self._clearings:
                     self._clearings[request_id].set_exception(error)

@@ -67,7 +67,7 @@ class PlayedCore:
         dispatcher.replicas[0].connect(self.send)
 
     def send(self, turn: ClientMessage, frame: Frame) -> None:
-        for asked in unpack_client_message(turn, frame)[0]:
+        for asked in unpack_client_message(turn, frame):
             self.sent.append((asked, asked.inputs))
             asyncio.get_running_loop().call_soon(self._answer, asked)
 

@@ -42,7 +42,7 @@ class Core:
 
     def send(self, turn: ClientMessage, frame: Frame) -> None:
         self.num_sends += 1
-        asked, cancelled = unpack_client_message(turn, frame)
+        asked, cancelled = unpack_client_message(turn, frame), turn.cancels
         self.sent += asked
         self.cancelled += cancelled
         self.clearings += turn.clears
@@ -173,12 +173,12 @@ async def test_forwards_that_had_no_place_for_all_tell_how_fast_tokens_go(dispat
     # 100 tokens a second; the other was not full, and what waits at its end came meanwhile.
     for num_left, step_s in ((1, 0.1), (0, 10.0)):
         load = StepLoad(1, 100, 5, 5, num_left)
-        dispatcher.replicas[0].receive_rows(StepResults([], 10, step_s, load=load), [b""])
+        dispatcher.replicas[0].receive_rows(StepResults([], 10, step_s, load=load), [])
     with pytest.raises(errors.EngineOverloadedError) as refused:
         dispatcher.admission.check()
     assert refused.value.retry_after_s == pytest.approx(0.11)
     for _ in range(200):  # no forwards
-        dispatcher.replicas[0].receive_rows(StepResults([], 0, 0.0, load=StepLoad(0, 100, 5, 5, 1)), [b""])
+        dispatcher.replicas[0].receive_rows(StepResults([], 0, 0.0, load=StepLoad(0, 100, 5, 5, 1)), [])
     with pytest.raises(errors.EngineOverloadedError) as refused:
         dispatcher.admission.check()
     assert refused.value.retry_after_s == pytest.approx(0.11)
@@ -415,9 +415,9 @@ async def test_a_request_learns_where_its_time_went(dispatcher: Dispatcher, core
 async def test_forwards_and_the_queue_behind_them_are_counted(dispatcher: Dispatcher, core: Core) -> None:
     stats = dispatcher.stats
     task = await begin(dispatcher, 50)
-    dispatcher.replicas[0].receive_rows(StepResults([], 32, 0.25, load=StepLoad(2, 64, 5, 400, 0)), [b""])
+    dispatcher.replicas[0].receive_rows(StepResults([], 32, 0.25, load=StepLoad(2, 64, 5, 400, 0)), [])
     assert (stats.num_waiting, stats.num_waiting_tokens, stats.token_budget) == (5, 400, 64)
-    dispatcher.replicas[0].receive_rows(StepResults([], 0, 0.0, load=StepLoad(0, 64, 4, 300, 0)), [b""])  # no forward
+    dispatcher.replicas[0].receive_rows(StepResults([], 0, 0.0, load=StepLoad(0, 64, 4, 300, 0)), [])  # no forward
     assert (stats.num_waiting, stats.num_waiting_tokens, stats.num_steps_total) == (4, 300, 1)
     histograms = (stats.step_tokens, stats.step_seqs, stats.step_fill, stats.step_seconds)
     assert [h.total for h in histograms] == [32, 2, 0.5, 0.25]
@@ -426,6 +426,6 @@ async def test_forwards_and_the_queue_behind_them_are_counted(dispatcher: Dispat
     await asyncio.gather(task, return_exceptions=True)
     assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)
     dispatcher.replicas[0].receive_rows(
-        StepResults([], 8, 0.1, load=StepLoad(1, 64, 5, 400, 0)), [b""]
+        StepResults([], 8, 0.1, load=StepLoad(1, 64, 5, 400, 0)), []
     )  # sent before the core knew
     assert (stats.num_waiting, stats.num_waiting_tokens) == (0, 0)

@@ -150,7 +150,7 @@ async def test_a_process_is_told_what_to_serve_and_its_messages_come_once(run: R
     assert (told.kind, frames) == ("Start", [])
     surroundings = json.loads(told.message)
     assert surroundings == {"model": "stays", "leads_session": True, "has_lifeline": True, "folder_mode": 0o700}
-    core.send(ClientMessage(5, [], [], []), b"its frame")
+    core.send(ClientMessage(5), b"its frame")
     await heard(core._on_message, 2)
     assert core._on_message.call_args.args == (RequestFailed(5, "Turn", "its frame"), [])
     folder = Path(core.address).parent

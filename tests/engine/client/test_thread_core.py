@@ -78,11 +78,11 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_messages_go_both_ways_and_the_thread_ends_with_its_owner() -> None:
     owner = Owner()
     with pytest.raises(RuntimeError, match="has not been started"):
-        owner.core.send(ClientMessage(0, [], [], []), b"")
+        owner.core.send(ClientMessage(0), b"")
     await owner.core.close()  # of what was never started
     owner = Owner()
     await owner.core.start()
-    owner.core.send(ClientMessage(0, [], [], [5, 7]), b"frame")
+    owner.core.send(ClientMessage(0, clears=[5, 7]), b"frame")
     await owner.until(3)
     assert (RequestFailed(0, "run", "engine-core"), []) in owner.heard
     told = [(message.request_id, frames) for message, frames in owner.heard if message.kind == "received"]  # type: ignore[union-attr]
@@ -103,7 +103,7 @@ async def test_messages_go_both_ways_and_the_thread_ends_with_its_owner() -> Non
 async def test_a_thread_that_fails_says_so_once() -> None:
     owner = Owner()
     await owner.core.start()
-    owner.core.send(ClientMessage(0, [], [], [13]), b"frame")
+    owner.core.send(ClientMessage(0, clears=[13]), b"frame")
     async with asyncio.timeout(120):
         while not owner.on_exit.call_count:
             await asyncio.sleep(0.001)
@@ -144,7 +144,7 @@ async def test_stuck_thread_is_left_behind() -> None:
     await asyncio.wait_for(owner.core.close(), 120)
     assert thread.is_alive()
     num_heard = len(owner.heard)
-    owner.core.send(ClientMessage(0, [], [], [5]), b"frame")  # its answer comes too late
+    owner.core.send(ClientMessage(0, clears=[5]), b"frame")  # its answer comes too late
     core.released.set()
     await asyncio.to_thread(thread.join)
     await asyncio.sleep(0)

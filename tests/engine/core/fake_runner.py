@@ -26,7 +26,7 @@ from penstock.engine.scheduling import (
     SsmStatePool,
 )
 
-from ..steps import Row, ended_of, rows_of
+from ..steps import Row, finished_of, rows_of
 
 BLOCK = 16
 TOKENIZER = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False)
@@ -220,7 +220,7 @@ class Steps:
             for row in rows_of(message, frames):
                 self.told.append(row)
                 self.answers.setdefault(row.request_id, {}).setdefault(row.index, []).extend(row.array.ravel())
-            self.ended |= ended_of(message, frames)
+            self.ended |= finished_of(message)
 
     def submit(
         self,
@@ -237,7 +237,7 @@ class Steps:
     def tell(self, *asked: SubmitRequest, cancels: Sequence[int] = (), clears: Sequence[int] = ()) -> None:
         outgoing = ClientMessageBuilder(cancels=[*cancels], clears=[*clears])
         for each in asked:
-            outgoing.add(each)
+            outgoing.requests.append(each)
         self.core.receive(*outgoing.pack())
 
     def cancel(self, request_id: int) -> None:

@@ -185,7 +185,7 @@ class Client:
             self.answers.pop(request_id, None)
         outgoing = ClientMessageBuilder()
         for request_id, tokens in requests:
-            outgoing.add(
+            outgoing.requests.append(
                 SubmitRequest(request_id, self.params[task], [TokenizedInput(np.asarray(tokens, np.int32))], priority)
             )
         self.core.receive(*outgoing.pack())

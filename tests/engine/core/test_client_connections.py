@@ -38,7 +38,7 @@ from penstock.engine.protocol.messages import (
     frontend_of,
 )
 
-from ..steps import Row, ended_of, rows_of, step_of
+from ..steps import Row, finished_of, rows_of, step_of
 
 LOAD = StepLoad(3, 100, 0, 0, 0)
 
@@ -121,7 +121,7 @@ def test_rows_go_to_the_client_that_asked_with_the_figures_of_the_step() -> None
         assert isinstance(part, StepResults)
         assert (part.num_tokens, part.step_s, part.load) == (30, 0.5, LOAD)
         told |= {(row.request_id, row.index): row.array for row in rows_of(part, part_frames)}
-        assert ended_of(part, part_frames) == {of(frontend, 7): (0.1, 0.2)}
+        assert finished_of(part) == {of(frontend, 7): (0.1, 0.2)}
     for key, array in zip([(of(1, 7), 0), (of(2, 7), 0), (of(1, 8), 1)], arrays, strict=True):
         np.testing.assert_array_equal(told[key], array)
 
@@ -130,7 +130,7 @@ def test_the_rows_of_one_frontend_are_not_copied() -> None:
     message, frames = step((of(3, 1), 0, np.ones(4, np.float32)), (of(3, 2), 0, np.ones(4, np.float32)))
     part, part_frames = split(message, frames)[3]
     assert isinstance(part, StepResults)
-    assert np.shares_memory(rows_of(part, part_frames)[1].array, np.frombuffer(frames[1], np.float32))
+    assert np.shares_memory(rows_of(part, part_frames)[1].array, np.frombuffer(frames[0], np.float32))
 
 
 @pytest.mark.parametrize("message", [RequestFailed(of(2, 5), "E", "why"), PrefixCacheCleared(of(2, 5), 1)])
@@ -147,9 +147,9 @@ def test_the_first_says_what_to_serve_and_what_it_says_next_is_not_lost(
     clients.serve(core)
     core.stop.assert_called_once_with()
     assert waker.poll() == []
-    first.say(ClientMessage(0, [], [], []), frame=b"arrays")
+    first.say(ClientMessage(0), frame=b"arrays")
     take_in(waker)
-    assert core.receive.call_args.args == (ClientMessage(0, [], [], []), b"arrays")
+    assert core.receive.call_args.args == (ClientMessage(0), b"arrays")
     first.say(START)
     with pytest.raises(TypeError, match="Start cannot come now"):
         take_in(waker)
@@ -173,14 +173,14 @@ def test_frontends_come_and_go(clients: ClientConnections, address: str, waker: 
     clients.send(told, [])
     assert first.heard() == told
     other = Frontend(address)
-    other.say(Attach(4), ClientMessage(4, [], [], []), frame=b"")
+    other.say(Attach(4), ClientMessage(4), frame=b"")
     take_in(waker)  # its connection
     take_in(waker)  # its words
     core.receive.assert_called_once()
     told = RequestFailed(of(4, 0), "E", "for the other")
     clients.send(told, [])
     assert other.heard() == told
-    other.say(ClientMessage(4, [], [], []), frame=b"last words")
+    other.say(ClientMessage(4), frame=b"last words")
     other.close()
     take_in(waker)
     assert core.receive.call_args.args[1] == b"last words"
@@ -242,12 +242,12 @@ def test_listener_is_ignored_while_files_are_exhausted(
     clients.await_start()
     clients.serve(core)
     other = Frontend(address)
-    other.say(Attach(4), ClientMessage(4, [], [], []), frame=b"")
+    other.say(Attach(4), ClientMessage(4), frame=b"")
     taken_files.append(os.dup(1))
     take_in(waker)
     assert "cannot connect" in caplog.text
     assert waker.poll() == []  # the steps of the model pay nothing for it
-    first.say(ClientMessage(0, [], [], []), frame=b"")
+    first.say(ClientMessage(0), frame=b"")
     take_in(waker)
     core.receive.assert_called_once()
     os.close(taken_files.pop())

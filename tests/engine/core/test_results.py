@@ -30,9 +30,9 @@ def test_rows_carry_request_and_input() -> None:
     first, second = Request(7, PoolingParams()), Request(9, PoolingParams())
     chunks = [chunk(first, 0), chunk(second), chunk(first, 1, num_tokens=5)]
     (results,) = results_of(chunks, BatchOutputs.of(3, [rows(3)]), 1.5)
-    assert results.request_ids.tolist() == [7, 9, 7]
-    assert results.indices.tolist() == [0, 0, 1]
-    assert results.is_last.tolist() == [1, 1, 0]
+    assert results.request_ids == [7, 9, 7]
+    assert results.indices == [0, 0, 1]
+    assert results.is_last == [True, True, False]
     assert (first.started_s, second.started_s) == (1.5, 1.5)
 
 
@@ -41,7 +41,7 @@ def test_cancelled_requests_are_skipped() -> None:
     chunks = [chunk(gone), chunk(kept)]
     chunks[0].sequence.chunk = None
     (results,) = results_of(chunks, BatchOutputs.of(2, [rows(2)]), 1.0)
-    assert results.request_ids.tolist() == [1]
+    assert results.request_ids == [1]
     assert results.block.values.tolist() == [[2.0, 3.0]]
     assert gone.started_s is None
 
@@ -50,7 +50,7 @@ def test_blocks_hold_the_sequences_they_name() -> None:
     requests = [Request(i, PoolingParams()) for i in range(4)]
     blocks = [rows(2, indices=[3, 1]), rows(1, indices=[0])]
     found = results_of([chunk(r) for r in requests], BatchOutputs.of(4, blocks), 1.0)
-    assert [results.request_ids.tolist() for results in found] == [[3, 1], [0]]
+    assert [results.request_ids for results in found] == [[3, 1], [0]]
 
 
 def test_block_of_cancelled_requests_is_dropped() -> None:

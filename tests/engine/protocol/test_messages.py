@@ -40,7 +40,15 @@ CONFIG = EngineConfig(
     "message",
     [
         m.Start(CONFIG, "DEBUG"),
-        m.ClientMessage(3, [PoolingParams(dimensions=3, task=PoolingTask.EMBED)], [("", ""), ("me", "mine")], [4]),
+        m.ClientMessage(
+            frontend=3,
+            params=[PoolingParams(dimensions=3, task=PoolingTask.EMBED)],
+            clients=[("", ""), ("me", "mine")],
+            requests=[m.RequestHeader(1, 0, 1, -2, 0.5, [m.InputHeader(4, 1, 2, 3, -1)])],
+            query_shapes=[(2, 3)],
+            cancels=[4],
+            clears=[5],
+        ),
         m.Stop(),
     ],
 )
@@ -53,7 +61,7 @@ def test_messages_to_the_core_survive_the_wire(message: m.ToCore) -> None:
     [
         m.ModelReady(INFO, TokenizerSpec(json="{}", truncation_side="left", uses_token_types=True)),
         m.LoadFailed("WeightError", "no such tensor"),
-        m.StepResults([m.BlockHeader("embedding", 3, 4, has_widths=True)], 12, 0.5, num_ended=2),
+        m.StepResults([m.BlockHeader("embedding", 3, [4], [0], [True], widths=[2])], 12, 0.5, finished=[(4, 0.5, 1.0)]),
         m.RequestFailed(1, "ModelExecutionError", "boom"),
     ],
 )

@@ -49,7 +49,7 @@ class Core:
         """Waits for nothing."""
 
     def send(self, turn: ClientMessage, frame: Frame) -> None:
-        self.asked += [asked.request_id for asked in unpack_client_message(turn, frame)[0]]
+        self.asked += [asked.request_id for asked in unpack_client_message(turn, frame)]
 
     async def close(self) -> None:
         self.is_closed = True

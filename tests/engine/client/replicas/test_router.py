@@ -43,7 +43,7 @@ class Core:
         return [len(inputs) for inputs in self.waiting.values()]
 
     def send(self, turn: ClientMessage, frame: Frame) -> None:
-        asked, cancelled = unpack_client_message(turn, frame)
+        asked, cancelled = unpack_client_message(turn, frame), turn.cancels
         self.waiting |= {each.request_id: [*each.inputs] for each in asked}
         self.cancelled += cancelled
         self.clearings += turn.clears
@@ -155,7 +155,7 @@ async def test_what_would_gain_nothing_is_not_divided(
 
 async def test_a_part_is_worth_a_forward_of_its_own(dispatcher: Dispatcher, cores: list[Core]) -> None:
     for core in cores:
-        core.replica.receive_rows(StepResults([], 8, 0.1, load=StepLoad(1, 16_384, 0, 0, 0)), [b""])
+        core.replica.receive_rows(StepResults([], 8, 0.1, load=StepLoad(1, 16_384, 0, 0, 0)), [])
     await begin(dispatcher, *[400] * 10)  # 2,000 for each: less than an eighth
     assert [core.num_inputs for core in cores] == [[10], []]
 
@@ -232,7 +232,7 @@ async def test_bounds_are_those_of_all_together(cores: list[Core], dispatcher: D
     for core, num_tokens in zip(cores, (100, 300), strict=True):
         await begin(dispatcher, 50)
         load = StepLoad(1, 64, 5, 200, 1)
-        core.replica.receive_rows(StepResults([], num_tokens, 1.0, load=load), [b""])
+        core.replica.receive_rows(StepResults([], num_tokens, 1.0, load=load), [])
     stats = dispatcher.stats
     assert (stats.token_budget, stats.num_waiting, stats.num_waiting_tokens) == (128, 10, 400)
     assert (stats.num_steps_total, stats.num_batched_tokens_total) == (2, 400)

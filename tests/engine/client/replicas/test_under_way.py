@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.core.memory.device_stream import stream_of
 from penstock.engine.pooling.output import OutputBlock, PoolerOutput
-from penstock.engine.protocol.batch_outputs import FinishedRequests, ResultBlock, pack_results
+from penstock.engine.protocol.batch_outputs import ResultBlock, pack_results
 from penstock.engine.protocol.messages import ClientMessage, Frame, StepResults
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
@@ -55,7 +55,7 @@ async def test_rows_of_tokens_are_their_own_memory() -> None:
     for answer, part in zip(answers, parts, strict=True):
         assert np.array_equal(answer, part)
         assert answer.base is None
-        assert not np.shares_memory(answer, np.frombuffer(frames[1], np.float32))
+        assert not np.shares_memory(answer, np.frombuffer(frames[0], np.float32))
 
 
 async def test_parts_that_wait_for_the_rest_are_their_own_memory() -> None:
@@ -79,10 +79,7 @@ async def test_who_keeps_one_answer_keeps_no_pinned_memory(kept: int) -> None:
     (block,) = copy.arrived().blocks
     assert isinstance(copy.values[0], Pinned)
     pinned = StorageWeakRef(copy.values[0].untyped_storage())
-    numbers = np.arange(3)
-    heads, frames = pack_results(
-        [ResultBlock(block, numbers, np.zeros_like(numbers), np.ones_like(numbers))], FinishedRequests.of()
-    )
+    heads, frames = pack_results([ResultBlock(block, [0, 1, 2], [0] * 3, [True] * 3)])
     answers = await OneByOne(3).answered(StepResults(heads, 8, 0.1), frames)
     answer = answers[kept]
     del output, copy, block, frames, answers
